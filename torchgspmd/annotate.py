@@ -1,0 +1,121 @@
+"""mark_sharding and annotate: how a user says where tensors live."""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils import _pytree as pytree
+
+from .errors import ShardingError, did_you_mean, user_line
+from .mesh import Mesh
+from .shard_spec import ShardSpec, SpecLike
+
+_MARK = "_torchgspmd_mark"              # attribute of a parameter or buffer: (mesh, spec, user's line)
+
+
+@torch.library.custom_op("torchgspmd::mark_sharding", mutates_args=())
+def mark_sharding_op(x: Tensor, mesh: str, spec: str) -> Tensor:
+    """The node that mark_sharding leaves in a captured graph: an identity that carries a layout."""
+    return x.clone()
+
+
+@mark_sharding_op.register_fake
+def _(x: Tensor, mesh: str, spec: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.mesh, ctx.spec = inputs[1:]
+
+
+def _mark_gradient(ctx: Any, grad: Tensor | None) -> tuple:
+    return (None if grad is None else mark_sharding_op(grad, ctx.mesh, ctx.spec)), None, None
+
+
+mark_sharding_op.register_autograd(_mark_gradient, setup_context=_keep)
+
+
+def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
+    """Says how a tensor is laid out on a mesh (GSPMD, arXiv 2105.04663, section 3.1).
+
+    spec has one entry per dimension of the tensor: None (replicated along it), an axis name, a tuple of axis names
+    (major first) or UNCONSTRAINED (propagation decides); or the same as a string, "data _ model".
+
+    On a parameter or buffer the layout is recorded on it. On a value inside of a model it is an identity whose
+    gradient gets the same layout. Outside of a capture the arguments are checked and the tensor is returned
+    unchanged, so that the model still runs on one device. Returns the tensor. Raises ShardingError for an unknown
+    axis, an axis used twice or a spec of another rank than the tensor's.
+    """
+    if has_torch_function((tensor,)):
+        return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
+    checked = check_mark(tensor, mesh, spec)
+    if tensor.grad_fn is None:
+        setattr(tensor, _MARK, (mesh, checked, user_line()))
+    return tensor
+
+
+def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> ShardSpec:
+    """The parsed spec of a mark; ShardingError if it does not fit."""
+    if not isinstance(mesh, Mesh):
+        raise ShardingError(f"mark_sharding takes a torchgspmd.Mesh, not {type(mesh).__name__}", where=user_line(),
+                            fix="Mesh.from_device_mesh(device_mesh) makes one from torch's DeviceMesh")
+    parsed = ShardSpec.parse(spec).check(mesh, tensor.shape)
+    if parsed.pending:
+        raise ShardingError(f"a mark cannot ask for a pending reduction ('{parsed}')", where=user_line())
+    return parsed
+
+
+def recorded_mark(tensor: Tensor) -> tuple[Mesh, ShardSpec, str] | None:
+    """What mark_sharding recorded on a parameter or buffer, if anything."""
+    return getattr(tensor, _MARK, None)
+
+
+def copy_mark(source: Tensor, target: Tensor) -> None:
+    """Gives a tensor that takes another one's place the other's mark."""
+    if recorded_mark(source) is not None:
+        setattr(target, _MARK, recorded_mark(source))
+
+
+def annotate(module: nn.Module, mesh: Mesh, layouts: Mapping[str, SpecLike]) -> nn.Module:
+    """Marks parameters, buffers and outputs of submodules of a model whose source you do not own.
+
+    Keys are globs over parameter and buffer names ("blocks.*.mlp.up.weight") and over module names ("blocks.*": the
+    layout of every floating tensor that the module returns); `*` matches within one part of a name, `**` across
+    parts. A later key wins over an earlier one. Returns the module. Raises ShardingError if a key matches nothing.
+    """
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    modules = dict(module.named_modules())
+    for pattern, spec in layouts.items():
+        matches = _glob(pattern).fullmatch
+        names = [name for name in (*tensors, *modules) if matches(name)]
+        if not names:
+            raise ShardingError(f"'{pattern}' matches no parameter, buffer or module", where=user_line(),
+                                fix=did_you_mean(pattern, [*tensors, *filter(None, modules)]))
+        for name in names:
+            if name in tensors:
+                mark_sharding(tensors[name], mesh, spec)
+            else:
+                modules[name].register_forward_hook(_mark_outputs(mesh, ShardSpec.parse(spec)))
+    return module
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*|\*)", pattern)
+    return re.compile("".join({"**": ".*", "*": "[^.]*"}.get(part, re.escape(part)) for part in parts))
+
+
+def _mark_outputs(mesh: Mesh, spec: ShardSpec):
+    def mark(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == spec.rank:
+            return mark_sharding(value, mesh, spec)
+        return value
+
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return mark_sharding(output, mesh, spec)
+        return pytree.tree_map(mark, output)
+    return hook

@@ -1,0 +1,383 @@
+"""A module or function as one flat ATen graph at global shapes: forward and backward together, marks kept as nodes.
+
+The program runs once on fake tensors (nothing is allocated, whatever its size) inside make_fx; FunctionalTensorMode
+turns in-place updates into values. The backward is traced by calling torch.autograd.grad inside of the trace, so
+that activation checkpointing shows as it is: as a second computation in the backward.
+
+The only file that imports private capture APIs of PyTorch; checked on 2.9.0 and 2.13.0.
+"""
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd.graph import _engine_run_backward
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .annotate import recorded_mark
+from .errors import ShardingError, user_line
+from .mesh import Mesh
+from .nd_capture import REPLACEMENTS
+from .shard_spec import ShardSpec
+
+PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
+OUTPUT, MUTATION, GRADIENT = "output", "mutation", "gradient"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A placeholder of the captured graph."""
+    kind: str                           # parameter, buffer, argument or tangent
+    name: str                           # qualified name of a parameter or buffer, path of an argument
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mark: ShardSpec | None = None       # what mark_sharding recorded on it
+    source: str | None = None           # where
+    output: int = -1                    # of a tangent: the output it belongs to
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result of the captured graph."""
+    kind: str                           # output, mutation (new value of an input) or gradient (of an input)
+    input: int = -1                     # which input is mutated or differentiated
+
+
+@dataclass
+class Captured:
+    """The graph with its calling convention. Node metadata: val (fake tensor), source (file:line), backward (bool)."""
+    graph: fx.Graph
+    constants: nn.Module                # owns the tensors that get_attr nodes name
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    arguments: pytree.TreeSpec          # of (args, kwargs)
+    leaves: tuple[Any, ...]             # flat (args, kwargs); None where a tensor goes
+    results: pytree.TreeSpec            # of the function's result
+    result_leaves: tuple[Any, ...]      # its flat leaves; None where a tensor goes
+    result_slots: tuple[int, ...]       # which leaves are tensors
+    has_backward: bool = False
+    tensors: list[Tensor] = field(default_factory=list)    # the module's own parameters and buffers, in input order
+
+
+def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, grad: bool = False) -> Captured:
+    """Traces fn; with grad also its backward, whose cotangents become inputs (kind tangent)."""
+    state = _module_state(fn) if isinstance(fn, nn.Module) else {}
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    names = _leaf_names(fn, args, kwargs)
+    inputs = [_input(PARAMETER if isinstance(t, nn.Parameter) else BUFFER, name, t, mesh) for name, t in state.items()]
+    inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
+    real = [*state.values(), *(leaves[i] for i in slots)]
+    program = _Program(fn, list(state), [None if i in set(slots) else leaf for i, leaf in enumerate(leaves)], slots, tree, grad)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+        fakes = [_fake(t) for t in real]
+        requires = [t.requires_grad for t in real]
+        with fx_traceback.preserve_node_meta(), torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled()):
+            traced = make_fx(lambda *flat: program.run(flat, requires))(*fakes)
+    del fake_mode
+    return _finish(traced, program, inputs, real[:len(state)], leaves, slots, tree)
+
+
+class _Program:
+    """The user's program as a function of flat tensors that returns flat tensors."""
+
+    def __init__(self, fn, names, leaves, slots, tree, grad):
+        self.fn, self.names, self.leaves, self.slots, self.tree, self.grad = fn, names, leaves, slots, tree, grad
+        self.outputs: list[Output] = []
+        self.tangents: list[tuple[int, Any]] = []
+
+    def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
+        with FunctionalTensorMode():
+            inputs = [FunctionalTensor.to_functional(t) for t in flat]
+            before = [_unwrap(t) for t in inputs]
+            for tensor, needed in zip(inputs, requires):
+                if needed:
+                    tensor.requires_grad_()
+            tracker = _SourceTracker()
+            with _Interceptor(tracker), _capturing():
+                outs, grads = self._with_state(inputs, tracker)
+            tracker.clear()
+            mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if _was_mutated(t, old)]
+            self.outputs = ([Output(OUTPUT)] * len(outs) + [Output(MUTATION, i) for i in mutated]
+                            + [Output(GRADIENT, i) for i in grads])
+            return [_unwrap(t) if isinstance(t, FunctionalTensor) else t
+                    for t in (*outs, *(inputs[i] for i in mutated), *grads.values())]
+
+    def _with_state(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Forward and backward, for a module with the traced tensors in place of its own for the whole time."""
+        if not isinstance(self.fn, nn.Module):
+            return self._forward_backward(inputs, tracker)
+        wrapper = _Wrapper(self.fn, lambda: self._forward_backward(inputs, tracker))
+        state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
+        return torch.func.functional_call(wrapper, state, (), tie_weights=True)
+
+    def _forward_backward(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
+        leaves = list(self.leaves)
+        for slot, tensor in zip(self.slots, inputs[len(self.names):]):
+            leaves[slot] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        self.result_leaves, self.results = pytree.tree_flatten(self.fn(*args, **kwargs))
+        self.result_slots = [i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)]
+        outs = [self.result_leaves[i] for i in self.result_slots]
+        return outs, self._backward(outs, inputs, tracker) if self.grad else {}
+
+    def _backward(self, outs: list[Tensor], inputs: list[Tensor], tracker: _SourceTracker) -> dict[int, Tensor | None]:
+        differentiable = [i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
+        wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
+        if not differentiable or not wanted:
+            return {}
+        tracker.start_backward([outs[i] for i in differentiable])
+        seeds = []
+        for i in differentiable:                                            # placeholders take their place in _finish
+            seed = torch.ones_like(_unwrap(outs[i]))
+            self.tangents.append((i, seed))
+            seeds.append(FunctionalTensor.to_functional(seed))
+        grads = _grad([outs[i] for i in differentiable], [inputs[i] for i in wanted], seeds, allow_unused=True)
+        return {i: g for i, g in zip(wanted, grads) if g is not None}
+
+
+class _Wrapper(nn.Module):
+    """Calls `run` while functional_call has put other tensors in the module's place."""
+
+    def __init__(self, module: nn.Module, run: Callable):
+        super().__init__()
+        self.module, self.run = module, run
+        self.training = module.training
+
+    def forward(self) -> Any:
+        return self.run()
+
+
+class _Interceptor(TorchFunctionMode):
+    """Sees every call of PyTorch's Python interface: notes its source line and makes the replacements of nd_capture."""
+
+    def __init__(self, tracker: _SourceTracker):
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.tracker.before()
+        if func in _BACKWARDS:
+            with self:                                                      # what a backward recomputes is seen as well
+                return _BACKWARDS[func](*args, **kwargs)
+        result = REPLACEMENTS[func](*args, **kwargs) if func in REPLACEMENTS else NotImplemented
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+        self.tracker.after(result)
+        return result
+
+
+def _grad(outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, only_inputs=True, allow_unused=None,
+          is_grads_batched=False, materialize_grads=False):
+    """torch.autograd.grad, which would switch the interceptor off for the whole backward."""
+    outputs, inputs = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, inputs))
+    if is_grads_batched:
+        raise ShardingError("torch.autograd.grad(is_grads_batched=True) cannot be captured", where=user_line(),
+                            fix="call it once for every gradient")
+    given = [grad_outputs] * len(outputs) if grad_outputs is None or isinstance(grad_outputs, Tensor) else list(grad_outputs)
+    seeds = tuple(torch.ones_like(t) if g is None else g for t, g in zip(outputs, given))
+    grads = _engine_run_backward(tuple(outputs), seeds, create_graph if retain_graph is None else retain_graph, create_graph,
+                                 tuple(inputs), bool(allow_unused) or materialize_grads, accumulate_grad=False)
+    return tuple(torch.zeros_like(t) if g is None and materialize_grads else g for g, t in zip(grads, inputs))
+
+
+def _tensor_backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+    torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default}
+_BACKWARDS = {torch.autograd.grad: _grad, Tensor.backward: _tensor_backward}
+
+
+class _SourceTracker:
+    """Writes the user's line, and whether the backward has begun, into the metadata of nodes as they are made."""
+
+    def __init__(self):
+        self.backward = False
+
+    def before(self) -> None:
+        if not self.backward:
+            fx_traceback.get_current_meta()["custom"] = {"source": user_line(), "backward": False}
+
+    def after(self, result: Any) -> None:
+        if self.backward:
+            return
+        source = fx_traceback.get_current_meta()["custom"]
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.metadata.setdefault("torchgspmd", source["source"])
+
+    def clear(self) -> None:
+        fx_traceback.get_current_meta().pop("custom", None)
+
+    def start_backward(self, outputs: list[Tensor]) -> None:
+        """From here on a node has the line of the forward operation that it differentiates."""
+        fx_traceback.get_current_meta()["custom"] = {"source": None, "backward": True}
+        self.backward = True
+        stack = [(t.grad_fn, None) for t in outputs if t.grad_fn is not None]
+        seen = set()
+        while stack:
+            node, inherited = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            source = node.metadata.get("torchgspmd", inherited)
+            node.register_prehook(_set_source(source))
+            stack.extend((parent, source) for parent, _ in node.next_functions if parent is not None)
+
+
+def _set_source(source: str | None) -> Callable:
+    meta = {"source": source, "backward": True}
+
+    def hook(grads: Any) -> None:
+        fx_traceback.get_current_meta()["custom"] = meta
+    return hook
+
+
+class _capturing:
+    """Library code that asks whether it is being compiled (transformers' masks do) is told that it is."""
+
+    def __enter__(self) -> None:
+        compiler = torch.compiler
+        self.before = {name: getattr(compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(compiler, name)}
+        for name in self.before:
+            setattr(compiler, name, True)
+
+    def __exit__(self, *_: Any) -> None:
+        for name, value in self.before.items():
+            setattr(torch.compiler, name, value)
+
+
+def _module_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; of tied ones only the first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:
+    mark, source = None, None
+    if recorded_mark(tensor) is not None:
+        marked_mesh, mark, source = recorded_mark(tensor)
+        if marked_mesh != mesh:
+            raise ShardingError(f"{kind} '{name}' is marked on mesh {marked_mesh}, but the program runs on mesh {mesh}", where=source,
+                                fix="use one Mesh for all marks of a program")
+    return Input(kind, name, tuple(tensor.shape), tensor.dtype, mark, source)
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    """A tensor without content; a meta tensor becomes one on the CPU, so that all of them are on one device."""
+    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _unwrap(tensor: Tensor) -> Tensor:
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor.elem)
+
+
+def _was_mutated(tensor: Tensor, before: Tensor) -> bool:
+    return _unwrap(tensor) is not before
+
+
+def _leaf_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
+    """A readable name for every leaf of (args, kwargs)."""
+    try:
+        parameters = list(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = positional[:len(args)] + [f"arg{i}" for i in range(len(positional), len(args))]
+    result = []
+    for name, value in (*zip(names, args), *kwargs.items()):
+        paths, _ = pytree.tree_flatten_with_path(value)
+        result += [name + "".join(f"_{getattr(k, 'key', getattr(k, 'idx', k))}" for k in path) for path, _ in paths]
+    return result
+
+
+def _finish(traced: fx.GraphModule, program: _Program, inputs: list[Input], tensors: list[Tensor], leaves: list, slots: list[int],
+            tree: pytree.TreeSpec) -> Captured:
+    """The traced graph copied with readable names, dead code removed, and cotangents as inputs."""
+    old_nodes = list(traced.graph.nodes)
+    placeholders = [n for n in old_nodes if n.op == "placeholder"]
+    results = list(pytree.tree_leaves(old_nodes[-1].args, is_leaf=lambda x: x is None))
+    graph, new = fx.Graph(), {}
+    for node, given in zip(placeholders, inputs):
+        new[node] = graph.placeholder(given.name.replace(".", "_"))
+        _copy_meta(node, new[node])
+    if program.tangents:
+        seeds = _seed_nodes(old_nodes, program.tangents)
+        for node, (output, seed) in zip(seeds, program.tangents):
+            new[node] = graph.placeholder(f"tangent_{output}")
+            _copy_meta(node, new[node])
+            inputs.append(Input(TANGENT, f"tangent_{output}", tuple(seed.shape), seed.dtype, output=output))
+    for node in old_nodes:
+        if node.target in _IDENTITIES:
+            new[node] = new[node.args[0]]
+        elif node.op in ("call_function", "get_attr") and node not in new:
+            new[node] = graph.node_copy(node, new.__getitem__)
+            _copy_meta(node, new[node])
+    graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
+    _share_random(graph)
+    graph.eliminate_dead_code()
+    return Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree,
+                    tuple(None if i in set(slots) else leaf for i, leaf in enumerate(leaves)), program.results,
+                    tuple(None if i in set(program.result_slots) else leaf for i, leaf in enumerate(program.result_leaves)),
+                    tuple(program.result_slots), bool(program.tangents), tensors)
+
+
+def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
+    """The ones_like nodes that start the backward: as many as there are tangents, the first of the backward's nodes."""
+    started = itertools.dropwhile(lambda n: not n.meta.get("custom", {}).get("backward"), nodes)
+    seeds = [n for n in started if n.target is torch.ops.aten.ones_like.default]
+    return seeds[:len(tangents)]
+
+
+def _copy_meta(source: fx.Node, target: fx.Node) -> None:
+    custom = source.meta.get("custom") or {}
+    target.meta = {"val": source.meta.get("val"), "source": custom.get("source"), "backward": custom.get("backward", False)}
+
+
+def _share_random(graph: fx.Graph) -> None:
+    """A random operation that checkpointing repeats in the backward takes the value that the forward drew.
+
+    Two nodes compute the same if their targets and canonical arguments agree; the n-th random node of the backward
+    with given arguments repeats the n-th of the forward.
+    """
+    canonical: dict[fx.Node, Any] = {}
+    first: dict[Any, fx.Node] = {}
+    drawn: dict[Any, list[fx.Node]] = {}
+    repeated: dict[Any, int] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            canonical[node] = node
+            continue
+        key = (node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: id(canonical[n]))))
+        if not _is_random(node.target):
+            canonical[node] = canonical[first.setdefault(key, node)] if first.get(key, node) is not node else node
+            first.setdefault(key, node)
+        elif not node.meta["backward"]:
+            drawn.setdefault(key, []).append(node)
+            canonical[node] = node
+        else:
+            index = repeated.get(key, 0)
+            repeated[key] = index + 1
+            twins = drawn.get(key, [])
+            canonical[node] = twins[index] if index < len(twins) else node
+            if index < len(twins):
+                node.replace_all_uses_with(twins[index])
+                graph.erase_node(node)
+
+
+def _is_random(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

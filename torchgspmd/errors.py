@@ -1,0 +1,52 @@
+"""The one exception a user can cause, and the search for the line of theirs that caused it."""
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Iterable
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARIES = (os.sep + "torch" + os.sep, os.sep + "torch_xla" + os.sep, "<frozen", "<string>", "<eval_with_key>",
+              os.sep + "lib" + os.sep + "python3")
+
+
+class ShardingError(ValueError):
+    """What is wrong, where (the user's file:line), why, and how to fix it.
+
+    Every part but the first is optional; each is one line of the message.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None):
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+        lines = [what]
+        if where:
+            lines.append(f"  where {where}")
+        if why:
+            lines.append(f"  why   {why}")
+        if fix:
+            lines.append(f"  fix   {fix}")
+        super().__init__("\n".join(lines))
+
+
+def user_line() -> str | None:
+    """`file:line` of the innermost frame that is neither torch nor torchgspmd nor the standard library."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
+            return f"{_shorten(name)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A sentence naming the closest known word, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"known are {', '.join(map(repr, known)) or 'none'}"
+
+
+def _shorten(path: str) -> str:
+    short = os.path.relpath(path) if os.path.isabs(path) else path
+    return path if short.startswith("..") else short

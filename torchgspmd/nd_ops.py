@@ -1,0 +1,115 @@
+"""Operations that keep their dimensions: what linear, matmul, einsum and attention become in a captured graph.
+
+PyTorch flattens [batch, sequence, width] to two dimensions before it multiplies, which would lose a layout of the
+sequence, and merges [batch, heads] into one dimension in attention. Here both stay whole, in the forward and, since
+each gradient is written with the same operations, in the backward.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+# ------------------------------------------------------------------------------------------ einsum of two tensors
+
+@torch.library.custom_op("torchgspmd::einsum", mutates_args=())
+def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """torch.einsum of two tensors, without repeated or broadcast letters; every letter occurs in at least two of a, b, result."""
+    return torch.einsum(equation, a, b).contiguous()
+
+
+def split_equation(equation: str) -> tuple[str, str, str]:
+    """'ab,bc->ac' as ('ab', 'bc', 'ac')."""
+    left, out = equation.split("->")
+    a, b = left.split(",")
+    return a, b, out
+
+
+@einsum.register_fake
+def _(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    a_letters, b_letters, out = split_equation(equation)
+    sizes = {**dict(zip(a_letters, a.shape)), **dict(zip(b_letters, b.shape))}
+    return a.new_empty([sizes[letter] for letter in out])
+
+
+def _einsum_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.equation, a, b = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _einsum_backward(ctx: Any, grad: Tensor) -> tuple:
+    x, y = ctx.saved_tensors
+    a, b, out = split_equation(ctx.equation)
+    return (None,
+            einsum(f"{out},{b}->{a}", grad, y) if ctx.needs_input_grad[1] else None,
+            einsum(f"{out},{a}->{b}", grad, x) if ctx.needs_input_grad[2] else None)
+
+
+einsum.register_autograd(_einsum_backward, setup_context=_einsum_context)
+
+
+# ------------------------------------------------------------------------------------------ attention without an explicit mask
+
+@torch.library.custom_op("torchgspmd::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v of q[b, h, s, d], k[b, h, t, d], v[b, h, t, e], and the logsumexp of the scores [b, h, s]."""
+    if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out.contiguous(), lse.contiguous()
+    if q.device.type == "cuda" and q.dtype != torch.float64:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        return out.contiguous(), lse[..., :q.shape[2]].contiguous()
+    scores = _scores(q, k, causal, scale)
+    return (scores.softmax(-1) @ v).contiguous(), scores.logsumexp(-1)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)) * scale                                               # [b, h, s, t]
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return (q.new_empty([*q.shape[:3], v.shape[-1]]), q.new_empty(q.shape[:3], dtype=_lse_dtype(q)))
+
+
+@torch.library.custom_op("torchgspmd::attention_backward", mutates_args=())
+def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+                       scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return tuple(g.contiguous() for g in grads)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if q.dtype != torch.float64 else SDPBackend.MATH):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        again = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=scale)
+        return tuple(g.contiguous() for g in torch.autograd.grad(again, leaves, grad))
+
+
+@attention_backward.register_fake
+def _(grad, q, k, v, out, lse, causal, scale):
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+
+
+def _attention_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.causal, ctx.scale = inputs[3:]
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _attention_backward(ctx: Any, grad: Tensor, _: Any) -> tuple:
+    return (*attention_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale), None, None)
+
+
+attention.register_autograd(_attention_backward, setup_context=_attention_context)

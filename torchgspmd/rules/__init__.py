@@ -1,0 +1,15 @@
+"""What is known of every operation. `rule_of` is all that the passes ask."""
+from . import contraction, factory, indexing, normalization, pointwise, reduction, view  # noqa: F401 (they register)
+from .decompose import RENAMED, decomposition_of
+from .notation import IDENTITY, Call, Rule, Shapes, describe, make_rule
+from .registry import RULES, replicated
+
+
+def rule_of(call: Call) -> Rule:
+    """The rule of a call; of an operation without one, the rule that it runs replicated."""
+    function = RULES.get(call.target)
+    found = function(call) if function else None
+    return replicated(call) if found is None else found
+
+
+__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "rule_of"]

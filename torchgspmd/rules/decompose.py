@@ -1,0 +1,45 @@
+"""How an operation without a rule is expressed by operations that have one: our decompositions, then PyTorch's tables.
+
+PyTorch's tables are a private API (torch._decomp), checked on 2.9.0 and 2.13.0.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions, decomposition_table
+from torch._ops import OpOverload
+
+from .registry import DECOMPOSITIONS, RULES, SPLITS
+
+RENAMED = {torch.ops.aten.view.default: torch.ops.aten.reshape.default,          # local parts need not be contiguous
+           torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default}
+
+
+@cache
+def _core() -> dict[Any, Callable]:
+    return dict(core_aten_decompositions())
+
+
+def decomposition_of(op: Any, *, splitting: bool = False) -> Callable | None:
+    """A function that computes the operation by others; None if it stands for itself.
+
+    splitting: of an operation with a rule whose `whole` factors are sharded.
+    """
+    if op in DECOMPOSITIONS:
+        return DECOMPOSITIONS[op]
+    if not isinstance(op, OpOverload):
+        return None
+    if op in RULES and not splitting:
+        return None
+    if splitting and SPLITS.get(op):
+        return SPLITS[op]
+    if op in _core():
+        return _core()[op]
+    if op in decomposition_table:
+        return decomposition_table[op]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
+        return op.decompose
+    return None

@@ -1,0 +1,175 @@
+"""Operations that look up by index. A table that is sharded along the looked-up dimension is read where the index
+falls into the device's part; elsewhere the result is 0, and the sum over the devices is the value
+(GSPMD's partitioned gather; Megatron's vocabulary-parallel embedding)."""
+from __future__ import annotations
+
+import torch
+
+from .notation import Call, Rule, make_rule
+from .registry import computed, decomposition
+
+aten = torch.ops.aten
+
+
+def _factors(prefix: str, shape, start: int = 0) -> list[tuple[str, ...]]:
+    return [(f"{prefix}{i + start}",) for i in range(len(shape))]
+
+
+def _sizes(*pairs) -> dict[str, int]:
+    return {name[0]: n for names, shape in pairs for name, n in zip(names, shape) if name}
+
+
+def _here(local, factor: str, index, dtype=None):
+    """(index into the device's part, clamped; whether it falls there at all)."""
+    size, start = local.size(factor), local.index(factor) * local.size(factor)
+    moved = local.call(aten.sub.Tensor, index, start)
+    inside = local.call(aten.logical_and.default, local.call(aten.ge.Scalar, moved, 0), local.call(aten.lt.Scalar, moved, size))
+    return local.call(aten.clamp.default, moved, 0, size - 1), inside
+
+
+def _zero_outside(local, inside, values, trailing: int = 0):
+    for _ in range(trailing):
+        inside = local.call(aten.unsqueeze.default, inside, -1)
+    zero = local.call(aten.scalar_tensor.default, 0, dtype=local.results[0].dtype, device=local.results[0].device)
+    return local.call(aten.where.self, inside, values, zero)
+
+
+@computed(aten.embedding.default)
+def _embedding(call: Call) -> Rule:
+    table, index = call.tensors
+    names = _factors("i", index.shape)
+    return make_rule([[("v",), ("e",)], names], [[*names, ("e",)]], {"v": table.shape[0], "e": table.shape[1]}
+                     | _sizes((names, index.shape)), special="v", reduce="v", emit=_emit_embedding)
+
+
+def _emit_embedding(local, args, kwargs):
+    table, index = args[:2]
+    here, inside = _here(local, "v", index)
+    return [_zero_outside(local, inside, local.call(aten.embedding.default, table, here), 1)]
+
+
+@computed(aten.embedding_dense_backward.default)
+def _embedding_backward(call: Call) -> Rule:
+    grad, index = call.tensors
+    names = _factors("i", index.shape)
+    sizes = _sizes((names, index.shape)) | {"v": call.args[2], "e": grad.shape[-1]}
+    return make_rule([[*names, ("e",)], names], [[("v",), ("e",)]], sizes, special="v", reduce=" ".join(n[0] for n in names),
+                     emit=_emit_embedding_backward, linear=[[0]])
+
+
+def _emit_embedding_backward(local, args, kwargs):
+    grad, index, _, padding_index, by_frequency = args
+    here, inside = _here(local, "v", index)
+    if padding_index >= 0:
+        inside = local.call(aten.logical_and.default, inside, local.call(aten.ne.Scalar, index, padding_index))
+    unsqueezed = local.call(aten.unsqueeze.default, inside, -1)
+    zero = local.call(aten.scalar_tensor.default, 0, dtype=local.results[0].dtype, device=local.results[0].device)
+    grad = local.call(aten.where.self, unsqueezed, grad, zero)
+    return [local.call(aten.embedding_dense_backward.default, grad, here, local.size("v"), -1, by_frequency)]
+
+
+def _aligned(call: Call, dim: int, table, index, *others) -> tuple[list, list, dict[str, int], str]:
+    """Factors of x and index in gather and scatter: dimensions of equal size correspond, others are whole."""
+    x_names, i_names, whole = [], [], []
+    sizes: dict[str, int] = {}
+    for d in range(table.dim()):
+        if d == dim:
+            x, i = f"v{d}", f"i{d}"
+        elif table.shape[d] == index.shape[d]:
+            x = i = f"d{d}"
+        else:
+            x, i = f"x{d}", f"y{d}"
+            whole += [x, i]
+        sizes |= {x: table.shape[d], i: index.shape[d]}
+        x_names.append((x,))
+        i_names.append((i,))
+    return x_names, i_names, sizes, " ".join(whole)
+
+
+@computed(aten.gather.default)
+def _gather(call: Call) -> Rule | None:
+    x, index = call.tensors
+    if not x.dim():
+        return None
+    dim = call.args[1] % x.dim()
+    x_names, i_names, sizes, whole = _aligned(call, dim, x, index)
+    return make_rule([x_names, i_names], [i_names], sizes, special=f"v{dim}", reduce=f"v{dim}", whole=whole, emit=_emit_gather)
+
+
+def _emit_gather(local, args, kwargs):
+    x, dim, index = args[:3]
+    rank = len(local.results[0].shape)
+    here, inside = _here(local, f"v{dim % rank}", index)
+    return [_zero_outside(local, inside, local.call(aten.gather.default, x, dim, here))]
+
+
+@computed(aten.scatter.value)
+def _scatter_value(call: Call) -> Rule | None:
+    x, index = call.tensors
+    if not x.dim():
+        return None
+    dim = call.args[1] % x.dim()
+    x_names, i_names, sizes, whole = _aligned(call, dim, x, index)
+    return make_rule([x_names, i_names], [x_names], sizes, special=f"v{dim}", whole=f"{whole} i{dim}", emit=_emit_scatter_value)
+
+
+def _emit_scatter_value(local, args, kwargs):
+    """Writes what falls here; elsewhere it writes back what stands at the clamped place, unless something is written there too."""
+    x, dim, index, value = args
+    rank = len(local.results[0].shape)
+    factor = f"v{dim % rank}"
+    size = local.size(factor)
+    here, inside = _here(local, factor, index)
+    spare = local.call(aten.where.self, inside, here, local.call(aten.full.default, list(local.shape(here)), size,
+                                                                 dtype=torch.int64, device=local.results[0].device))
+    pads = [0] * (2 * (rank - 1 - dim % rank)) + [0, 1]
+    longer = local.call(aten.constant_pad_nd.default, x, pads)
+    written = local.call(aten.scatter.value, longer, dim, spare, value)
+    return [local.call(aten.slice.Tensor, written, dim % rank, 0, size)]
+
+
+@computed(aten.index_select.default)
+def _index_select(call: Call) -> Rule | None:
+    x, index = call.tensors
+    if not x.dim() or not index.dim():
+        return None
+    dim = call.args[1] % x.dim()
+    names = _factors("d", x.shape)
+    out = [*names[:dim], ("i",), *names[dim + 1:]]
+    sizes = _sizes((names, x.shape)) | {"i": index.shape[0]}
+    return make_rule([names, [("i",)]], [out], sizes, special=f"d{dim}", reduce=f"d{dim}", emit=_emit_index_select)
+
+
+def _emit_index_select(local, args, kwargs):
+    x, dim, index = args[:3]
+    rank = len(local.results[0].shape)
+    here, inside = _here(local, f"d{dim % rank}", index)
+    return [_zero_outside(local, inside, local.call(aten.index_select.default, x, dim, here), rank - 1 - dim % rank)]
+
+
+@decomposition(aten.nll_loss_forward.default)
+def _nll_loss(x, target, weight, reduction, ignore_index):
+    dim = x.dim() - 1
+    safe = torch.where(target != ignore_index, target, 0)
+    picked = -x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)
+    counted = (target != ignore_index).to(x.dtype)
+    if weight is not None:
+        counted = counted * weight[safe]
+    losses = torch.where(target != ignore_index, picked, 0.0) * (counted if weight is not None else 1)
+    total = counted.sum()
+    if reduction == 0:
+        return losses, x.new_zeros(())
+    return losses.sum() / total if reduction == 1 else losses.sum(), total
+
+
+@decomposition(aten.nll_loss_backward.default)
+def _nll_loss_backward(grad, x, target, weight, reduction, ignore_index, total):
+    dim = x.dim() - 1
+    grad = grad / total if reduction == 1 else grad
+    safe = torch.where(target != ignore_index, target, 0).unsqueeze(dim)
+    one = torch.full_like(x, 0.0).scatter(dim, safe, -1.0)
+    grad = grad.unsqueeze(dim) if grad.dim() else grad
+    scale = torch.where(target != ignore_index, 1.0, 0.0).to(x.dtype)
+    if weight is not None:
+        scale = scale * weight[safe.squeeze(dim)]
+    return one * (grad * scale.unsqueeze(dim))

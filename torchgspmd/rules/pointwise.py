@@ -1,0 +1,75 @@
+"""Elementwise operations: dimensions are aligned from the right, those of size 1 broadcast."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._ops import OpOverload
+
+from .notation import Call, Rule, make_rule
+from .registry import computed, decomposition
+
+aten = torch.ops.aten
+
+
+def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Factors of an operand that broadcasts to `result`: the result's dimension i is factor d<i>."""
+    offset = len(result) - len(shape)
+    return tuple((f"d{i + offset}",) if size == result[i + offset] else () for i, size in enumerate(shape))
+
+
+def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = ()) -> Rule:
+    shape = tuple(call.results[0].shape)
+    sizes = {f"d{i}": size for i, size in enumerate(shape)}
+    return make_rule([broadcast_dims(t.shape, shape) for t in call.tensors],
+                     [broadcast_dims(t.shape, shape) for t in call.results], sizes, linear=linear)
+
+
+def pointwise(*ops: OpOverload, linear: Sequence[Sequence[int]] = ()) -> None:
+    """Registers elementwise operations; linear: groups of operands through which a pending sum passes."""
+    computed(*ops)(lambda call: pointwise_rule(call, linear))
+
+
+pointwise(
+    aten.abs.default, aten.acos.default, aten.acosh.default, aten.angle.default,
+    aten.asin.default, aten.asinh.default, aten.atan.default, aten.atan2.default, aten.atanh.default,
+    aten.bitwise_and.Scalar, aten.bitwise_and.Tensor, aten.bitwise_not.default, aten.bitwise_or.Scalar, aten.bitwise_or.Tensor,
+    aten.bitwise_xor.Scalar, aten.bitwise_xor.Tensor, aten.ceil.default, aten.celu.default, aten.clamp.default, aten.clamp.Tensor,
+    aten.clamp_max.default, aten.clamp_min.default, aten.copysign.Tensor, aten.cos.default, aten.cosh.default,
+    aten.deg2rad.default, aten.digamma.default, aten.div.Scalar_mode, aten.div.Tensor_mode, aten.elu.default,
+    aten.elu_backward.default, aten.eq.Scalar, aten.eq.Tensor, aten.erf.default, aten.erfc.default, aten.erfinv.default,
+    aten.exp.default, aten.exp2.default, aten.expm1.default, aten.floor.default, aten.floor_divide.default, aten.fmax.default,
+    aten.fmin.default, aten.fmod.Scalar, aten.fmod.Tensor, aten.frac.default, aten.ge.Scalar, aten.ge.Tensor, aten.gelu.default,
+    aten.gelu_backward.default, aten.gt.Scalar, aten.gt.Tensor, aten.hardsigmoid.default, aten.hardsigmoid_backward.default,
+    aten.hardswish.default, aten.hardswish_backward.default, aten.hardtanh.default, aten.hardtanh_backward.default,
+    aten.hypot.default, aten.isfinite.default, aten.isinf.default, aten.isnan.default, aten.le.Scalar, aten.le.Tensor,
+    aten.leaky_relu.default, aten.leaky_relu_backward.default, aten.lerp.Scalar, aten.lerp.Tensor, aten.lgamma.default,
+    aten.log.default, aten.log10.default, aten.log1p.default, aten.log2.default, aten.log_sigmoid_forward.default,
+    aten.log_sigmoid_backward.default, aten.logaddexp.default, aten.logical_and.default, aten.logical_not.default,
+    aten.logical_or.default, aten.logical_xor.default, aten.logit.default, aten.lt.Scalar, aten.lt.Tensor, aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor, aten.maximum.default, aten.minimum.default, aten.mish.default, aten.nan_to_num.default,
+    aten.ne.Scalar, aten.ne.Tensor, aten.nextafter.default, aten.polygamma.default, aten.pow.Scalar, aten.pow.Tensor_Scalar,
+    aten.pow.Tensor_Tensor, aten.reciprocal.default, aten.relu.default, aten.remainder.Scalar, aten.remainder.Tensor,
+    aten.round.default, aten.rsqrt.default, aten.rsub.Scalar, aten.sgn.default, aten.sigmoid.default, aten.sigmoid_backward.default,
+    aten.sign.default, aten.signbit.default, aten.silu.default, aten.silu_backward.default, aten.sin.default, aten.sinc.default,
+    aten.sinh.default, aten.softplus.default, aten.softplus_backward.default, aten.sqrt.default, aten.tan.default,
+    aten.tanh.default, aten.tanh_backward.default, aten.threshold.default, aten.threshold_backward.default, aten.trunc.default,
+    aten.where.ScalarOther, aten.where.ScalarSelf, aten.xlogy.Tensor, aten.add.Scalar, aten.sub.Scalar,
+    aten.square.default)
+pointwise(aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.clone.default, aten._to_copy.default, aten.positive.default,
+          aten.conj_physical.default, linear=[[0]])
+pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
+pointwise(aten.mul.Tensor, linear=[[0], [1]])
+pointwise(aten.div.Tensor, linear=[[0]])
+pointwise(aten.where.self, linear=[[1, 2]])
+pointwise(torch.ops.torchgspmd.mark_sharding.default)
+
+
+@decomposition(aten.addcmul.default)
+def _addcmul(x, a, b, *, value=1):
+    return x + (a * b if value == 1 else a * b * value)
+
+
+@decomposition(aten.addcdiv.default)
+def _addcdiv(x, a, b, *, value=1):
+    return x + (a / b if value == 1 else a / b * value)

@@ -1,0 +1,92 @@
+"""Reductions over dimensions. What divides by a count does so by the global one."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .notation import Call, Rule, make_rule
+from .registry import computed, decomposition
+
+aten = torch.ops.aten
+
+
+def reduction_rule(call: Call, dims: Sequence[int] | int | None, kind: str | None) -> Rule:
+    """Dimensions `dims` (None or empty: all) of the one operand are reduced; kind None: they must be whole."""
+    x = call.tensors[0]
+    dims = [dims] if isinstance(dims, int) else dims
+    reduced = set(range(x.dim())) if not dims else {d % x.dim() for d in dims} if x.dim() else set()
+    names = [(f"d{i}",) for i in range(x.dim())]
+    kept = [n for i, n in enumerate(names) if i not in reduced]
+    keepdim = [() if i in reduced else n for i, n in enumerate(names)]
+    sizes = {f"d{i}": size for i, size in enumerate(x.shape)}
+    factors = [f"d{i}" for i in sorted(reduced)]
+    results = [kept if r.dim() == len(kept) else keepdim for r in call.results]
+    return make_rule([names], results, sizes, reduce={f: kind for f in factors} if kind else {},
+                     whole="" if kind else " ".join(factors), linear=[[0]] if kind == "sum" else ())
+
+
+for _op, _kind in ((aten.sum.dim_IntList, "sum"), (aten.amax.default, "max"), (aten.amin.default, "min"),
+                   (aten.prod.dim_int, "prod")):
+    computed(_op)(lambda call, kind=_kind: reduction_rule(call, call.argument(1, "dim"), kind))
+for _op, _kind in ((aten.sum.default, "sum"), (aten.max.default, "max"), (aten.min.default, "min"), (aten.prod.default, "prod")):
+    computed(_op)(lambda call, kind=_kind: reduction_rule(call, None, kind))
+for _op in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.mode.default,
+            aten.kthvalue.default, aten.nanmedian.dim):
+    computed(_op)(lambda call: reduction_rule(call, call.argument(1, "dim"), None))
+
+
+def _count(x: torch.Tensor, dims) -> int:
+    dims = [dims] if isinstance(dims, int) else dims
+    return math.prod(x.shape[d] for d in dims) if dims else x.numel()
+
+
+@decomposition(aten.mean.dim)
+def _mean_dim(x, dim, keepdim=False, *, dtype=None):
+    total = x.sum(dim, keepdim, dtype=dtype) if dim else x.sum(dtype=dtype)
+    return total / _count(x, dim)
+
+
+@decomposition(aten.mean.default)
+def _mean(x, *, dtype=None):
+    return x.sum(dtype=dtype) / x.numel()
+
+
+@decomposition(aten.any.dim, aten.any.dims, aten.any.default)
+def _any(x, dim=None, keepdim=False):
+    ones = x.ne(0).to(torch.uint8)
+    return (ones.amax() if dim is None else ones.amax(dim, keepdim)).ne(0)
+
+
+@decomposition(aten.all.dim, aten.all.dims, aten.all.default)
+def _all(x, dim=None, keepdim=False):
+    ones = x.ne(0).to(torch.uint8)
+    return (ones.amin() if dim is None else ones.amin(dim, keepdim)).ne(0)
+
+
+@decomposition(aten.var_mean.correction)
+def _var_mean(x, dim=None, *, correction=1, keepdim=False):
+    dims = list(range(x.dim())) if dim is None else dim
+    mean = x.sum(dims, True) / _count(x, dims)
+    var = (x - mean).square().sum(dims, keepdim) / max(0, _count(x, dims) - (1 if correction is None else correction))
+    return var, mean if keepdim else x.sum(dims) / _count(x, dims)
+
+
+@decomposition(aten.var.correction)
+def _var(x, dim=None, *, correction=1, keepdim=False):
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+@decomposition(aten.std.correction)
+def _std(x, dim=None, *, correction=1, keepdim=False):
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0].sqrt()
+
+
+@decomposition(aten.logsumexp.default)
+def _logsumexp(x, dim, keepdim=False):
+    top = x.amax(dim, True)
+    top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
+    total = (x - top).exp().sum(dim, True).log() + top
+    dims = [dim] if isinstance(dim, int) else dim
+    return total if keepdim else total.squeeze(tuple(dims) if dims else tuple(range(x.dim())))

@@ -1,0 +1,58 @@
+"""The table of rules: operation -> function from a Call to its Rule. Filled at import, read afterwards."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._ops import OpOverload
+
+from .notation import Call, Rule, Sentence, Shapes, make_rule
+
+RULES: dict[Any, Callable[[Call], Rule | None]] = {}
+DECOMPOSITIONS: dict[Any, Callable] = {}            # always taken apart, before anything else
+SPLITS: dict[Any, Callable | None] = {}             # taken apart if a `whole` factor is sharded; None: PyTorch's own table
+
+
+def rule(op: OpOverload, sentence: str, *, splits: Callable | bool = False, **keywords: Any) -> None:
+    """Registers an operation's sentence. Keywords: those of make_rule and Rule; splits: see SPLITS."""
+    parsed = Sentence.parse(sentence)
+    computed(op, splits=splits)(lambda call: parsed.bind(call, splits=bool(splits), **keywords))
+
+
+def computed(*ops: OpOverload, splits: Callable | bool = False) -> Callable:
+    """Registers a function that computes the rule of a call; it may return None: then the operation runs replicated."""
+    def register(function: Callable[[Call], Rule | None]) -> Callable[[Call], Rule | None]:
+        for op in ops:
+            if op in RULES:
+                raise ValueError(f"{op} has a rule already")
+            RULES[op] = function
+            if splits:
+                SPLITS[op] = splits if callable(splits) else None
+        return function
+    return register
+
+
+def decomposition(*ops: OpOverload) -> Callable:
+    """Registers how operations are expressed by others; called as the operation itself."""
+    def register(function: Callable) -> Callable:
+        DECOMPOSITIONS.update(dict.fromkeys(ops, function))
+        return function
+    return register
+
+
+def replicated(call: Call) -> Rule:
+    """The rule of an operation of which nothing is known: every device computes all of it."""
+    sizes, dims = {}, []
+    for i, tensor in enumerate((*call.tensors, *call.results)):
+        names = tuple((f"r{i}_{d}",) for d in range(tensor.dim()))
+        sizes.update({name[0]: size for name, size in zip(names, tensor.shape)})
+        dims.append(names)
+    count = len(call.tensors)
+    return make_rule(dims[:count], dims[count:], sizes, whole=frozenset(sizes), known=False)
+
+
+def shape_argument(index: int) -> Callable:
+    """A `local` function: argument number `index` is the shape of the result."""
+    def local(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
+        return (*args[:index], list(shapes.results[0]), *args[index + 1:]), kwargs
+    return local

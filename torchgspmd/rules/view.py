@@ -1,0 +1,232 @@
+"""Operations that only rearrange dimensions."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .notation import Call, Dims, Rule, make_rule
+from .pointwise import broadcast_dims
+from .registry import computed, shape_argument
+
+aten = torch.ops.aten
+
+
+def reshape_factors(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
+    """Factors of both shapes of a reshape: walks them from the major end and splits at every common border.
+
+    [6, 4] -> [2, 12] is (a b) c -> a (b c) with a=2, b=3, c=4. Where sizes do not nest, a stretch of dimensions that
+    have the same number of elements on both sides keeps private factors.
+    """
+    sizes: dict[str, int] = {}
+    left, right = [[] for _ in before], [[] for _ in after]
+    i = j = 0
+    while i < len(before) and j < len(after):
+        start = (i, j)
+        a, b = before[i], after[j]
+        i, j = i + 1, j + 1
+        while a != b:                                                       # the shortest stretch with equal products
+            if a < b:
+                a, i = a * before[i], i + 1
+            else:
+                b, j = b * after[j], j + 1
+        _stretch(before, after, range(start[0], i), range(start[1], j), left, right, sizes)
+    return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes
+
+
+def _stretch(before, after, ins: range, outs: range, left, right, sizes: dict[str, int]) -> None:
+    a, b = [before[i] for i in ins], [after[j] for j in outs]
+    borders = sorted(set(_products(a)) | set(_products(b)))
+    nested = all(y % x == 0 for x, y in zip(borders, borders[1:]))
+    if not nested:
+        for dims, factors, shape in ((ins, left, before), (outs, right, after)):
+            for d in dims:
+                name = f"{'a' if factors is left else 'b'}{d}"
+                sizes[name] = shape[d]
+                factors[d].append(name)
+        return
+    names = {}
+    for x, y in zip([1, *borders], borders):
+        if y > x:
+            names[x] = f"f{len(sizes)}"
+            sizes[names[x]] = y // x
+    for dims, factors, shape in ((ins, left, before), (outs, right, after)):
+        product = math.prod(shape[d] for d in dims)
+        for d in dims:
+            upper = product                                                 # products are counted from the minor end
+            product //= shape[d]
+            factors[d].extend(names[x] for x in sorted(names, reverse=True) if product <= x < upper)
+
+
+def _products(shape: Sequence[int]) -> list[int]:
+    """Products of the trailing dimensions: 4, 12, 24 for [2, 3, 4]."""
+    result, product = [], 1
+    for size in reversed(shape):
+        product *= size
+        result.append(product)
+    return result
+
+
+@computed(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(call: Call) -> Rule | None:
+    before, after = call.tensors[0].shape, call.results[0].shape
+    if 0 in before:
+        return None
+    left, right, sizes = reshape_factors(before, after)
+    private = frozenset(name for name in sizes if not name.startswith("f"))
+    return make_rule([left], [right], sizes, whole=private, linear=[[0]], local=shape_argument(1))
+
+
+@computed(aten.permute.default)
+def _permute(call: Call) -> Rule:
+    names = [(f"d{i}",) for i in range(call.tensors[0].dim())]
+    sizes = {f"d{i}": n for i, n in enumerate(call.tensors[0].shape)}
+    return make_rule([names], [[names[d] for d in call.args[1]]], sizes, linear=[[0]])
+
+
+@computed(aten.t.default)
+def _t(call: Call) -> Rule:
+    return _transposed(call, 0, 1) if call.tensors[0].dim() == 2 else _transposed(call, 0, 0)
+
+
+@computed(aten.transpose.int)
+def _transpose(call: Call) -> Rule:
+    return _transposed(call, call.args[1], call.args[2])
+
+
+def _transposed(call: Call, a: int, b: int) -> Rule:
+    names = [(f"d{i}",) for i in range(call.tensors[0].dim())]
+    out = list(names)
+    if names:
+        out[a], out[b] = out[b], out[a]
+    return make_rule([names], [out], {f"d{i}": n for i, n in enumerate(call.tensors[0].shape)}, linear=[[0]])
+
+
+@computed(aten.expand.default)
+def _expand(call: Call) -> Rule:
+    shape = call.results[0].shape
+    return make_rule([broadcast_dims(call.tensors[0].shape, shape)], [[(f"d{i}",) for i in range(len(shape))]],
+                     {f"d{i}": n for i, n in enumerate(shape)}, linear=[[0]], local=shape_argument(1))
+
+
+@computed(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def _unsqueeze(call: Call) -> Rule:
+    x, y = call.tensors[0], call.results[0]
+    long = [(f"d{i}",) for i, n in enumerate(x.shape) if n > 1]
+    sizes = {f"d{i}": n for i, n in enumerate(x.shape)}
+    names = iter(long)
+    return make_rule([[(f"d{i}",) for i in range(x.dim())]], [[next(names) if n > 1 else () for n in y.shape]], sizes, linear=[[0]])
+
+
+def keep_rule(call: Call, dims: Sequence[int], **keywords) -> Rule:
+    """All operands and results have the same dimensions; those of `dims` must be whole."""
+    rank = max(t.dim() for t in (*call.tensors, *call.results))
+    shape = max((t.shape for t in (*call.tensors, *call.results)), key=math.prod)
+    sizes = {f"d{i}": n for i, n in enumerate(shape)}
+    whole = {d % rank for d in dims} if rank else set()
+    extra: dict[str, int] = {}
+
+    def names(index: int, tensor: torch.Tensor):
+        result = []
+        for i, n in enumerate(tensor.shape):
+            if i in whole:
+                extra[f"w{index}_{i}"] = n
+                result.append((f"w{index}_{i}",))
+            else:
+                result.append((f"d{i}",))
+        return result
+    operands = [names(i, t) for i, t in enumerate(call.tensors)]
+    results = [names(len(operands) + i, t) for i, t in enumerate(call.results)]
+    kept = {name: n for name, n in sizes.items() if int(name[1:]) not in whole}
+    return make_rule(operands, results, {**kept, **extra}, whole=frozenset(extra), **keywords)
+
+
+@computed(aten.cat.default)
+def _cat(call: Call) -> Rule | None:
+    if any(t.dim() != call.results[0].dim() for t in call.tensors):
+        return None
+    return keep_rule(call, [call.argument(1, "dim", 0)], linear=[list(range(len(call.tensors)))])
+
+
+@computed(aten.split.Tensor, aten.split_with_sizes.default, aten.flip.default, aten.cumsum.default, aten.cumprod.default,
+          aten.sort.default, aten.sort.stable, aten.topk.default, aten.tril.default, aten.triu.default, aten.roll.default,
+          aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default)
+def _along(call: Call) -> Rule:
+    linear = [[0]] if call.target in _LINEAR else ()
+    return keep_rule(call, _dims_of(call), linear=linear)
+
+
+_LINEAR = {aten.split.Tensor, aten.split_with_sizes.default, aten.flip.default, aten.cumsum.default, aten.tril.default,
+           aten.triu.default, aten.roll.default}
+_WHERE = {aten.split.Tensor: (2, 0), aten.split_with_sizes.default: (2, 0), aten.flip.default: (1, 0), aten.cumsum.default: (1, 0),
+          aten.cumprod.default: (1, 0), aten.sort.default: (1, -1), aten.sort.stable: (1, -1), aten.topk.default: (2, -1),
+          aten.cummax.default: (1, 0), aten.cummin.default: (1, 0), aten.logcumsumexp.default: (1, 0)}
+
+
+def _dims_of(call: Call) -> list[int]:
+    if call.target in (aten.tril.default, aten.triu.default):
+        return [-2, -1]
+    if call.target is aten.roll.default:
+        return list(call.argument(2, "dims") or range(call.tensors[0].dim()))
+    index, default = _WHERE[call.target]
+    dim = call.argument(index, "dim" if call.target is not aten.flip.default else "dims", default)
+    return [dim] if isinstance(dim, int) else list(dim)
+
+
+@computed(aten.slice.Tensor)
+def _slice(call: Call) -> Rule:
+    dim = call.argument(1, "dim", 0)
+    same = call.results[0].shape == call.tensors[0].shape
+    return keep_rule(call, [] if same else [dim], linear=[[0]], local=_whole_slice if same else None)
+
+
+def _whole_slice(args, kwargs, shapes):
+    return (args[0], 0, 0, shapes.operands[0][0] if shapes.operands[0] else 0), {}
+
+
+@computed(aten.slice_backward.default)
+def _slice_backward(call: Call) -> Rule:
+    return keep_rule(call, [call.args[2]], linear=[[0]], local=shape_argument(1))
+
+
+@computed(aten.constant_pad_nd.default)
+def _pad(call: Call) -> Rule:
+    pads = call.args[1]
+    rank = call.tensors[0].dim()
+    padded = [rank - 1 - i // 2 for i in range(len(pads)) if pads[i]]
+    return keep_rule(call, sorted(set(padded)), linear=[[0]] if call.argument(2, "value", 0) == 0 else ())
+
+
+@computed(aten.select.int)
+def _select(call: Call) -> Rule:
+    x, dim = call.tensors[0], call.args[1] % call.tensors[0].dim()
+    names = [(f"d{i}",) for i in range(x.dim())]
+    return make_rule([names], [[n for i, n in enumerate(names) if i != dim]], {f"d{i}": n for i, n in enumerate(x.shape)},
+                     whole=f"d{dim}", linear=[[0]])
+
+
+@computed(aten.select_backward.default)
+def _select_backward(call: Call) -> Rule:
+    y = call.results[0]
+    dim = call.args[2] % y.dim()
+    names = [(f"d{i}",) for i in range(y.dim())]
+    return make_rule([[n for i, n in enumerate(names) if i != dim]], [names], {f"d{i}": n for i, n in enumerate(y.shape)},
+                     whole=f"d{dim}", linear=[[0]], local=shape_argument(1))
+
+
+@computed(aten.unbind.int)
+def _unbind(call: Call) -> Rule:
+    x, dim = call.tensors[0], call.argument(1, "dim", 0) % call.tensors[0].dim()
+    names = [(f"d{i}",) for i in range(x.dim())]
+    kept = [n for i, n in enumerate(names) if i != dim]
+    return make_rule([names], [kept] * len(call.results), {f"d{i}": n for i, n in enumerate(x.shape)}, whole=f"d{dim}", linear=[[0]])
+
+
+@computed(aten.stack.default)
+def _stack(call: Call) -> Rule:
+    y, dim = call.results[0], call.argument(1, "dim", 0) % call.results[0].dim()
+    names = [(f"d{i}",) for i in range(y.dim())]
+    kept = [n for i, n in enumerate(names) if i != dim]
+    return make_rule([kept] * len(call.tensors), [names], {f"d{i}": n for i, n in enumerate(y.shape)}, whole=f"d{dim}",
+                     linear=[list(range(len(call.tensors)))])

@@ -1,0 +1,164 @@
+"""ShardSpec: how one tensor is laid out on a mesh. Immutable; parses and prints.
+
+Notation (GSPMD, arXiv 2105.04663, section 3.1, with named axes): one word per dimension,
+
+    _            not sharded             data          sharded along the axis
+    ?            propagation decides     data+model    along two axes, the first one major
+    data?        sharded, and propagation may shard it further
+
+and, for a value whose devices hold terms of a reduction that is still to be done, a last word `sum@model`
+(or max@, min@, prod@). The layout of a scalar is the empty string.
+
+A dimension of size d over n devices is stored as ceil(d/n) rows on each; what lies past d is padding.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Union
+
+from .errors import ShardingError, user_line
+from .mesh import Mesh
+
+Axes = tuple[str, ...]
+
+
+class _Unconstrained:
+    def __repr__(self) -> str:
+        return "UNCONSTRAINED"
+
+
+UNCONSTRAINED: Final = _Unconstrained()
+"""Entry of a spec: propagation may decide how this dimension is sharded."""
+
+SpecLike = Union[str, "ShardSpec", Sequence]
+REDUCTIONS = ("sum", "max", "min", "prod")
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """For every dimension its axes (major first) and whether it is open; and the axes of a pending reduction."""
+
+    dims: tuple[Axes, ...]
+    open: tuple[bool, ...] = ()
+    pending: Axes = ()
+    reduction: str = "sum"
+
+    def __post_init__(self):
+        if not self.open:
+            object.__setattr__(self, "open", (False,) * len(self.dims))
+        object.__setattr__(self, "_hash", hash((self.dims, self.open, self.pending, self.reduction if self.pending else "")))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @classmethod
+    def replicated(cls, rank: int) -> ShardSpec:
+        return cls(((),) * rank)
+
+    @classmethod
+    def unconstrained(cls, rank: int) -> ShardSpec:
+        return cls(((),) * rank, (True,) * rank)
+
+    @classmethod
+    def parse(cls, spec: SpecLike) -> ShardSpec:
+        """From the string, or from a sequence of None, axis name, tuple of axis names and UNCONSTRAINED."""
+        if isinstance(spec, ShardSpec):
+            return spec
+        if isinstance(spec, str):
+            return _parse_string(spec)
+        if isinstance(spec, Sequence):
+            return _parse_sequence(spec)
+        raise ShardingError(f"a spec is a string such as 'data _' or a tuple such as ('data', None), not {spec!r}", where=user_line())
+
+    def __str__(self) -> str:
+        words = [("+".join(axes) or ("" if is_open else "_")) + "?" * is_open for axes, is_open in zip(self.dims, self.open)]
+        return " ".join(words + ([f"{self.reduction}@{'+'.join(self.pending)}"] if self.pending else []))
+
+    @property
+    def rank(self) -> int:
+        return len(self.dims)
+
+    @property
+    def sharding_axes(self) -> Axes:
+        """All axes that shard some dimension."""
+        return tuple(axis for axes in self.dims for axis in axes)
+
+    @property
+    def is_replicated(self) -> bool:
+        return not any(self.dims) and not self.pending
+
+    def closed(self) -> ShardSpec:
+        return ShardSpec(self.dims, (), self.pending, self.reduction)
+
+    def with_pending(self, axes: Axes, reduction: str | None = None) -> ShardSpec:
+        return ShardSpec(self.dims, self.open, axes, reduction or self.reduction)
+
+    def with_dim(self, dim: int, axes: Axes) -> ShardSpec:
+        return ShardSpec(self.dims[:dim] + (axes,) + self.dims[dim + 1:], self.open, self.pending, self.reduction)
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        """Shape of one device's shard, padding included; the same on every device."""
+        return tuple(-(-size // mesh.count(axes)) if axes else size for size, axes in zip(shape, self.dims))
+
+    def shards(self, mesh: Mesh) -> int:
+        """Number of different shards."""
+        return mesh.count(self.sharding_axes)
+
+    def check(self, mesh: Mesh, shape: Sequence[int], what: str = "the tensor") -> ShardSpec:
+        """Itself; ShardingError if it does not fit the mesh or a tensor of this shape."""
+        if self.rank != len(shape):
+            raise ShardingError(f"spec '{self}' has {self.rank} entries, but {what} has {len(shape)} dimensions {list(shape)}",
+                                where=user_line(), fix=f"one entry per dimension, such as '{' '.join('_' * len(shape))}'")
+        seen: set[str] = set()
+        for axis in self.sharding_axes + self.pending:
+            mesh.check_axis(axis)
+            if axis in seen:
+                raise ShardingError(f"'{axis}' occurs twice in spec '{self}'", where=user_line(),
+                                    why="an axis shards at most one dimension of a tensor", fix="remove one of the two")
+            seen.add(axis)
+        return self
+
+
+def padding(size: int, count: int) -> int:
+    """Rows of padding that `count` shards of a dimension of this size hold together."""
+    return math.ceil(size / count) * count - size if count else 0
+
+
+@lru_cache(maxsize=4096)
+def _parse_string(text: str) -> ShardSpec:
+    words, pending, reduction = text.split(), (), "sum"
+    if words and "@" in words[-1]:
+        reduction, _, names = words.pop().partition("@")
+        pending = tuple(names.split("+"))
+        if reduction not in REDUCTIONS:
+            raise ShardingError(f"'{reduction}' in spec '{text}' is not a reduction; known are {', '.join(REDUCTIONS)}", where=user_line())
+    dims, opens = [], []
+    for word in words:
+        is_open = word.endswith("?")
+        word = word[:-1] if is_open else word
+        axes = () if word in ("", "_") else tuple(word.split("+"))
+        if any(not axis.isidentifier() for axis in axes):
+            raise ShardingError(f"'{word}' in spec '{text}' is not an axis name", where=user_line(),
+                                fix="one word per dimension: '_', '?', an axis, or axes joined by '+'")
+        dims.append(axes)
+        opens.append(is_open)
+    return ShardSpec(tuple(dims), tuple(opens), pending, reduction)
+
+
+def _parse_sequence(entries: Sequence) -> ShardSpec:
+    dims, opens = [], []
+    for entry in entries:
+        opens.append(entry is UNCONSTRAINED)
+        if entry is None or entry is UNCONSTRAINED:
+            dims.append(())
+        elif isinstance(entry, str):
+            dims.append((entry,))
+        elif isinstance(entry, (tuple, list)) and all(isinstance(axis, str) for axis in entry):
+            dims.append(tuple(entry))
+        else:
+            raise ShardingError(f"{entry!r} is not an entry of a spec; use None, an axis name, a tuple of axis names or UNCONSTRAINED",
+                                where=user_line())
+    return ShardSpec(tuple(dims), tuple(opens))
