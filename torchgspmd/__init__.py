@@ -1,0 +1,10 @@
+"""torchgspmd: GSPMD (arXiv 2105.04663) for PyTorch. Write a model for one device, mark a few tensors, run it on a mesh."""
+from .annotate import annotate, mark_sharding
+from .api import plan
+from .comm.collective import Collective
+from .errors import ShardingError
+from .mesh import Mesh
+from .plan import Plan
+from .shard_spec import UNCONSTRAINED, ShardSpec
+
+__all__ = ["UNCONSTRAINED", "Collective", "Mesh", "Plan", "ShardSpec", "ShardingError", "annotate", "mark_sharding", "plan"]

@@ -1,6 +1,6 @@
 """What is known of every operation. `rule_of` is all that the passes ask."""
 from . import contraction, factory, indexing, normalization, pointwise, reduction, view  # noqa: F401 (they register)
-from .decompose import RENAMED, decomposition_of
+from .decompose import RENAMED, decomposition_of, trace
 from .notation import IDENTITY, Call, Rule, Shapes, describe, make_rule
 from .registry import RULES, replicated
 
@@ -12,4 +12,4 @@ def rule_of(call: Call) -> Rule:
     return replicated(call) if found is None else found
 
 
-__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "rule_of"]
+__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "rule_of", "trace"]

@@ -9,8 +9,13 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import fx
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from .registry import DECOMPOSITIONS, RULES, SPLITS
 
@@ -43,3 +48,19 @@ def decomposition_of(op: Any, *, splitting: bool = False) -> Callable | None:
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
         return op.decompose
     return None
+
+
+def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph:
+    """The graph of a decomposition on fake tensors: a placeholder for every tensor among the arguments, in order."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def flat(*given: torch.Tensor) -> Any:
+        rest = iter(given)
+        a, k = pytree.tree_unflatten([next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree)
+        return function(*a, **k)
+    mode = tensors[0].fake_mode if tensors else FakeTensorMode()
+    with mode, torch.no_grad(), fx_traceback.preserve_node_meta(False):
+        graph = make_fx(flat)(*tensors).graph
+    graph.eliminate_dead_code()
+    return graph

@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +21,6 @@ from torch import Tensor
 Dim = tuple[str, ...]                   # factors of one dimension, major first
 Dims = tuple[Dim, ...]
 IDENTITY = {"sum": 0.0, "max": -math.inf, "min": math.inf, "prod": 1.0}
-_NOTHING: Mapping = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +30,7 @@ class Rule:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     sizes: Mapping[str, int]
-    reduce: Mapping[str, str] = _NOTHING            # factor -> reduction whose terms the shards hold
+    reduce: Mapping[str, str] = field(default_factory=dict)            # factor -> reduction whose terms the shards hold
     whole: frozenset[str] = frozenset()             # factors along which a device needs everything
     linear: tuple[frozenset[int], ...] = ()         # operands through which (together) a pending sum passes
     local: Callable | None = None                   # (args, kwargs, Shapes) -> (args, kwargs) for local shapes
@@ -51,7 +49,7 @@ class Rule:
 
     def fill(self, factor: str) -> float | None:
         """What padding along a factor has to hold in the operands; None if it does not matter."""
-        return IDENTITY[self.reduce[factor]] if factor in self.reduce else None
+        return IDENTITY[self.reduce[factor]] if factor in self.reduce and factor not in self.special else None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch._ops import OpOverload
 
+from ..annotate import mark_sharding_op
 from .notation import Call, Rule, make_rule
 from .registry import computed, decomposition
 
@@ -62,7 +63,7 @@ pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
 pointwise(aten.mul.Tensor, linear=[[0], [1]])
 pointwise(aten.div.Tensor, linear=[[0]])
 pointwise(aten.where.self, linear=[[1, 2]])
-pointwise(torch.ops.torchgspmd.mark_sharding.default)
+pointwise(mark_sharding_op._opoverload)
 
 
 @decomposition(aten.addcmul.default)

@@ -1,0 +1,16 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="torchgspmd",
+    version="0.1.0",
+    description="GSPMD for PyTorch: one annotated model, sharded over a mesh of devices",
+    packages=find_packages(include=["torchgspmd", "torchgspmd.*"]),
+    python_requires=">=3.10",
+    install_requires=["torch>=2.9", "numpy"],
+    extras_require={
+        "test": ["pytest", "hypothesis", "expecttest"],
+        "examples": ["rich", "matplotlib"],
+        "auto": ["highspy"],
+        "xla": ["torch_xla>=2.9"],
+    },
+)

@@ -1,0 +1,133 @@
+"""plan and parallelize: capture, the passes, a backend."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from .annotate import mark_sharding_op
+from .capture import ARGUMENT, GRADIENT, MUTATION, OUTPUT, TANGENT, Captured, capture
+from .errors import ShardingError, user_line
+from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
+from .mesh import Mesh
+from .plan import Plan
+from .shard_spec import ShardSpec
+from .specs import spread, spread_inputs
+
+_MARK = mark_sharding_op._opoverload
+
+
+def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None, out_specs: Any = None, grad: bool = False,
+         **kwargs: Any) -> Plan:
+    """Compiles a function or module for a mesh, without devices.
+
+    args, kwargs: real, fake or meta tensors of global shape, and whatever else fn takes. in_specs, out_specs: pytree
+    prefixes of args and of the result (a mapping as in_specs: of kwargs) whose leaves are specs in string form, or
+    None where propagation decides. grad=True, on a module: forward and backward together. Raises ShardingError.
+    """
+    if grad and not isinstance(fn, nn.Module):
+        raise ShardingError("plan(grad=True) takes a module", where=user_line(), fix="call torch.autograd.grad inside of the function")
+    wanted = spread_inputs(in_specs, args, kwargs, mesh)
+    captured = capture(fn, args, kwargs, mesh, grad=grad)
+    return compile_plan(captured, mesh, wanted, out_specs)
+
+
+def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
+                 closed_state: bool = False) -> Plan:
+    """The passes over a captured program. arguments: a spec or None for each. closed_state: unmarked parameters and
+    buffers are replicated rather than laid out by propagation."""
+    rules = Rules()
+    graph = expand(captured.graph)
+    results = _result_specs(captured, graph, out_specs, mesh)
+    layouts = _propagate(captured, graph, mesh, arguments, results, closed_state, rules)
+    splitting = frozenset(op.node for op in rules.ops(graph) if op.rule.splits and _shards_whole(op, layouts))
+    if splitting:
+        graph = expand(graph, splitting)
+        layouts = _propagate(captured, graph, mesh, arguments, results, closed_state, rules)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for node in graph.nodes:
+        if node.target is _MARK:
+            node.meta["mark"] = layouts.spec[node]
+    given = {n: layouts.spec[n] for n, spec in zip(placeholders, _input_specs(captured, mesh, arguments, closed_state)) if spec is not None}
+    sharded = partition(graph, mesh, given, _outputs(captured, placeholders, results), rules)
+    program = fx.GraphModule(captured.constants, localize(sharded, mesh))
+    return Plan(mesh, captured, sharded, program, layouts)
+
+
+def _shards_whole(op, layouts: Layouts) -> bool:
+    """Whether propagation shards a factor that the fused operation needs whole."""
+    for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)):
+        if value is not None and any(axes and set(factors) & op.rule.whole for factors, axes in zip(dims, layouts.spec[value].dims)):
+            return True
+    return False
+
+
+def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:
+    """Without axes of size 1, which shard nothing."""
+    return ShardSpec(tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims), spec.open)
+
+
+def _input_specs(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], closed_state: bool) -> list[ShardSpec | None]:
+    """What is settled about every input of the graph."""
+    rest = iter(arguments)
+    found = []
+    for given in captured.inputs:
+        spec = next(rest) if given.kind == ARGUMENT else None
+        if spec is None:
+            spec = given.mark
+        if spec is None and closed_state and given.kind not in (ARGUMENT, TANGENT):
+            spec = ShardSpec.replicated(len(given.shape))
+        found.append(_drop_trivial(spec.check(mesh, given.shape, f"{given.kind} '{given.name}'"), mesh) if spec is not None else None)
+    return found
+
+
+def _result_specs(captured: Captured, graph: fx.Graph, out_specs: Any, mesh: Mesh) -> list[ShardSpec | None]:
+    """The specs asked for, for every flat output of the function."""
+    values = [v for v, out in zip(graph.output_node().args[0], captured.outputs) if out.kind == OUTPUT]
+    leaves = list(captured.result_leaves)
+    for slot, value in zip(captured.result_slots, values):
+        leaves[slot] = value.meta["val"]
+    tree = pytree.tree_unflatten(leaves, captured.results)
+    return [None if spec is None else _drop_trivial(spec, mesh) for spec in spread(out_specs, tree, mesh, "the result")]
+
+
+def _propagate(captured: Captured, graph: fx.Graph, mesh: Mesh, arguments, results, closed_state, rules: Rules) -> Layouts:
+    """Seeds: inputs, marks, outputs. Ties: gradients and updates with their inputs, cotangents with their outputs."""
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    returned = graph.output_node().args[0]
+    seeds = []
+    for node, given, spec in zip(placeholders, captured.inputs, _input_specs(captured, mesh, arguments, closed_state)):
+        if spec is not None:
+            seeds.append((node, spec, f"marked at {given.source}" if given.source else "in_specs"))
+    for node in graph.nodes:
+        if node.target is _MARK:
+            seeds.append((node, _mark_spec(node, mesh), f"marked at {node.meta['source']}"))
+    outs = [v for v, out in zip(returned, captured.outputs) if out.kind == OUTPUT]
+    seeds += [(v, spec, "out_specs") for v, spec in zip(outs, results) if spec is not None and isinstance(v, fx.Node)]
+    ties = [(placeholders[out.input], value, f"{out.kind} of {captured.inputs[out.input].name}")
+            for value, out in zip(returned, captured.outputs) if out.kind in (GRADIENT, MUTATION) and isinstance(value, fx.Node)]
+    ties += [(outs[given.output], node, "cotangent") for node, given in zip(placeholders, captured.inputs) if given.kind == TANGENT]
+    return propagate(graph, mesh, seeds, ties, rules)
+
+
+def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
+    marked = Mesh.parse(node.args[1])
+    if marked != mesh:
+        raise ShardingError(f"a value is marked on mesh {marked}, but the program runs on mesh {mesh}", where=node.meta["source"],
+                            fix="use one Mesh for all marks of a program")
+    return _drop_trivial(ShardSpec.parse(node.args[2]), mesh)
+
+
+def _outputs(captured: Captured, placeholders: list[fx.Node], results: list[ShardSpec | None]) -> dict[int, ShardSpec | fx.Node]:
+    """What partition is to know of the outputs: a layout, or the input whose layout they have."""
+    found: dict[int, ShardSpec | fx.Node] = {}
+    wanted = iter(results)
+    for i, out in enumerate(captured.outputs):
+        spec = next(wanted) if out.kind == OUTPUT else None
+        if out.kind in (GRADIENT, MUTATION):
+            found[i] = placeholders[out.input]
+        elif spec is not None:
+            found[i] = spec
+    return found

@@ -1,0 +1,81 @@
+"""The five collectives as nodes of a graph, on mesh axes; and Collective, what a plan reports of them.
+
+In a graph a collective is a call of one of the functions below. They are names: a simulator or a lowering gives them
+their meaning. B bytes of payload and n devices in a group, bandwidth-optimal algorithms send per device
+
+    all_reduce      2 (n-1)/n B         payload: the reduced tensor
+    all_gather        (n-1)/n B         payload: the gathered tensor
+    reduce_scatter    (n-1)/n B         payload: the tensor before it is scattered
+    all_to_all        (n-1)/n B         payload: the local tensor
+    permute                   B         payload: what is really sent
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+ALPHA = 8.0             # what a collective costs besides its bytes, in bytes: between equals, fewer win
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A communication that every device takes part in, as often as `count` says, at one place of the user's code."""
+    kind: str                           # all_reduce, all_gather, reduce_scatter, all_to_all, permute
+    axes: tuple[str, ...]               # mesh axes that a group runs over
+    group_size: int                     # devices
+    dtype: str
+    payload_bytes: float                # of one of `count`
+    sent_bytes: float                   # by one device, of all `count`
+    count: int = 1
+    source: str | None = None           # file:line of the operation that needed it
+
+
+def sent_bytes(kind: str, payload: float, group: int) -> float:
+    """Bytes that a device sends."""
+    if kind == "permute":
+        return payload
+    share = (group - 1) / group * payload
+    return 2 * share if kind == "all_reduce" else share
+
+
+def _only_in_graphs(name: str) -> NoReturn:
+    raise RuntimeError(f"{name} is a node of a plan's graph; run it with Plan.simulate or parallelize")
+
+
+def all_reduce(x: Any, reduction: str, axes: str) -> Any:
+    """x is a term on every device; all devices get the sum (or max, ...) over `axes`."""
+    _only_in_graphs("all_reduce")
+
+
+def all_gather(x: Any, dim: int, axes: str) -> Any:
+    """x is a part; all devices get the parts along `axes`, joined at dimension `dim`."""
+    _only_in_graphs("all_gather")
+
+
+def reduce_scatter(x: Any, reduction: str, dim: int, axes: str) -> Any:
+    """x is a term; every device gets its part, along dimension `dim`, of the sum over `axes`."""
+    _only_in_graphs("reduce_scatter")
+
+
+def all_to_all(x: Any, gather_dim: int, scatter_dim: int, axes: str) -> Any:
+    """x is a part along `gather_dim`; every device gets its part along `scatter_dim` of the joined tensor."""
+    _only_in_graphs("all_to_all")
+
+
+def permute(x: Any, before: str, after: str) -> Any:
+    """x is laid out as `before`; every device gets its part as laid out by `after`, of equal shape, from one other device."""
+    _only_in_graphs("permute")
+
+
+def shard(x: Any, dim: int, axes: str) -> Any:
+    """Every device keeps its part along `dim`. Nothing is sent."""
+    _only_in_graphs("shard")
+
+
+COLLECTIVES = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, permute)}
+STEPS = {**COLLECTIVES, "shard": shard}
+
+
+def split_axes(axes: str) -> tuple[str, ...]:
+    """'data+model' as ('data', 'model')."""
+    return tuple(axes.split("+"))

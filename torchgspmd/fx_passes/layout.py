@@ -1,0 +1,78 @@
+"""Between the dimensions of a tensor and the factors of a rule: which axes shard which factor, and back."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ..mesh import Mesh
+from ..rules import Rule
+from ..rules.notation import Dims
+from ..shard_spec import Axes, ShardSpec
+
+Assignment = Mapping[str, Axes]         # factor -> axes that shard it, major first
+
+
+def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, Axes]:
+    """The axes of a tensor's dimensions as axes of its factors.
+
+    The axes of a dimension fill its factors from the major one on: the next factor only when the one before it is
+    fully sharded. An axis that does not divide what is left of a factor (unless that is the last one, which may be
+    uneven) has no place, and neither have those after it.
+    """
+    found: dict[str, Axes] = {}
+    for factors, axes in zip(dims, spec.dims):
+        if len(factors) == 1:
+            if axes:
+                found[factors[0]] = axes
+            continue
+        rest = list(axes)
+        for i, factor in enumerate(factors):
+            left, taken = sizes[factor], []
+            last = i == len(factors) - 1
+            while rest and (last or left % mesh.count(rest[:1]) == 0):
+                left //= mesh.count(rest[:1])
+                taken.append(rest.pop(0))
+                if left == 1:
+                    break
+            if taken:
+                found[factor] = tuple(taken)
+            if left != 1:
+                break
+    return found
+
+
+def assemble(dims: Dims, assignment: Assignment, sizes: Mapping[str, int], mesh: Mesh) -> tuple[Axes, ...] | None:
+    """The inverse: axes of the dimensions; None if no layout of whole dimensions expresses the assignment."""
+    result = []
+    for factors in dims:
+        if len(factors) == 1:
+            result.append(assignment.get(factors[0], ()))
+            continue
+        axes: Axes = ()
+        open_end = True
+        for i, factor in enumerate(factors):
+            here = assignment.get(factor, ())
+            if here and not open_end:
+                return None
+            axes += here
+            count = mesh.count(here)
+            if count > 1 and i < len(factors) - 1 and sizes[factor] % count:
+                return None
+            open_end = open_end and count == sizes[factor]
+        result.append(axes)
+    return tuple(result)
+
+
+def result_pending(rule: Rule, dims: Dims, assignment: Assignment) -> tuple[Axes, str]:
+    """Axes over which a result with these dimensions is pending, and the reduction."""
+    own = {factor for dim in dims for factor in dim}
+    axes: Axes = ()
+    kind = "sum"
+    for factor, reduction in rule.reduce.items():
+        if factor not in own and assignment.get(factor):
+            axes += assignment[factor]
+            kind = reduction
+    return axes, kind
+
+
+def used_axes(specs: Iterable[ShardSpec]) -> set[str]:
+    return {axis for spec in specs for axis in spec.sharding_axes + spec.pending}

@@ -1,0 +1,184 @@
+"""From global sizes to the program of one device.
+
+before   %y : f32[8@data, 10] = reshape(%x, [8, 10])             on a mesh with data=2
+after    y = reshape(x, [4, 10])
+needs    partitioned graph: rule and assignment on every operation, spec on every value
+ensures  the text is the same on every rank: a device's mesh coordinates are inputs, the first ones of the program
+
+Padding: what lies past a dimension's end has unspecified content. It is overwritten where an operation reduces
+over it; nowhere else does it matter.
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..comm.collective import shard, split_axes
+from ..comm.local import mask_padding, take_part
+from ..mesh import Mesh
+from ..rules import Rule, Shapes
+from ..shard_spec import Axes, ShardSpec
+from .graph import operands_of, tensors_of
+
+
+def localize(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
+    """The graph of one device. Inputs: a coordinate (int) for every mesh axis, then the parts of the inputs."""
+    return _Localizer(graph, mesh).run()
+
+
+@dataclass
+class LocalTensor:
+    """What an emitter may ask of a result: its local shape, its type and device."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Emitter:
+    """Given to a rule's `emit`: makes the local nodes of one operation."""
+
+    def __init__(self, localizer: _Localizer, node: fx.Node):
+        self.localizer, self.node = localizer, node
+        self.rule: Rule = node.meta["rule"]
+        self.assignment: dict[str, Axes] = node.meta["assignment"]
+        self.results = [LocalTensor(spec.local_shape(t.shape, localizer.mesh), t.dtype, t.device)
+                        for t, spec in zip(tensors_of(node), node.meta["result_specs"])]
+
+    def size(self, factor: str) -> int:
+        """Length of a device's part of a factor."""
+        return -(-self.rule.sizes.get(factor, 1) // self.localizer.mesh.count(self.assignment.get(factor, ())))
+
+    def index(self, factor: str) -> fx.Proxy | int:
+        """Which part of a factor the device has."""
+        axes = self.assignment.get(factor, ())
+        return fx.Proxy(self.localizer.index(axes)) if axes else 0
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        return self.localizer.shapes[value.node if isinstance(value, fx.Proxy) else value]
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: a.node if isinstance(a, fx.Proxy) else a)
+        made = self.localizer.graph.call_function(op, args, kwargs)
+        made.meta = self.localizer.carried(self.node)
+        first = next((a for a in args if isinstance(a, fx.Node) and a in self.localizer.shapes), None)
+        self.localizer.shapes[made] = self.localizer.shapes.get(first, self.results[0].shape)
+        return made
+
+
+class _Localizer:
+    def __init__(self, graph: fx.Graph, mesh: Mesh):
+        self.source, self.mesh, self.graph = graph, mesh, fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.shapes: dict[fx.Node, tuple[int, ...]] = {}
+        self.indices: dict[Axes, fx.Node] = {}
+        self.masked: dict[tuple, fx.Node] = {}
+        self.top: fx.Node | None = None
+
+    def run(self) -> fx.Graph:
+        self.coordinates = {name: self.graph.placeholder(f"coordinate_{name}") for name in self.mesh.names}
+        for node in self.source.nodes:
+            if node.op == "output":
+                self.graph.output(fx.map_arg(node.args[0], self.new.__getitem__))
+                continue
+            if node.op in ("placeholder", "get_attr"):
+                made = self.graph.node_copy(node)
+            elif node.target is operator.getitem:
+                made = self.new[node.args[0]]
+                made = made[node.args[1]] if isinstance(made, list) else self.graph.node_copy(node, self.new.__getitem__)
+            elif "step" in node.meta:
+                made = self._step(node)
+            elif "mark" in node.meta:
+                made = self.new[operands_of(node)[0]]
+            else:
+                made = self._operation(node)
+            self.new[node] = made
+            if isinstance(made, fx.Node) and "mark" not in node.meta:
+                made.meta = self.carried(node)
+                if "spec" in node.meta:
+                    self.shapes[made] = node.meta["spec"].local_shape(node.meta["val"].shape, self.mesh)
+                    made.meta |= {"shape": self.shapes[made], "spec": node.meta["spec"]}
+        return self.graph
+
+    def carried(self, node: fx.Node) -> dict:
+        val = node.meta.get("val")
+        return {"source": node.meta.get("source"), "backward": node.meta.get("backward", False), "global": node.name,
+                "dtype": val.dtype if isinstance(val, torch.Tensor) else None, "step": node.meta.get("step")}
+
+    def index(self, axes: Axes) -> fx.Node:
+        """The node that holds the device's position along `axes`; made once, right behind the inputs."""
+        if axes not in self.indices:
+            node = self.coordinates[axes[0]]
+            for axis in axes[1:]:
+                node = self._at_top(operator.mul, node, self.mesh.count((axis,)))
+                node = self._at_top(operator.add, node, self.coordinates[axis])
+            self.indices[axes] = node
+        return self.indices[axes]
+
+    def _at_top(self, op: Any, a: fx.Node, b: Any) -> fx.Node:
+        with self.graph.inserting_after(self.top or [n for n in self.graph.nodes if n.op == "placeholder"][-1]):
+            self.top = self.graph.call_function(op, (a, b))
+        self.top.meta = {"source": None, "backward": False}
+        return self.top
+
+    # -------------------------------------------------------------------------------------- operations
+
+    def _operation(self, node: fx.Node) -> Any:
+        rule: Rule = node.meta["rule"]
+        operands = [self._ready(node, value, dims, rule) for value, dims in zip(operands_of(node), rule.operands)]
+        rest = iter(operands)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: next(rest))
+        if rule.emit is not None and any(node.meta["assignment"].get(f) for f in rule.special):
+            made = rule.emit(Emitter(self, node), args, kwargs)
+            return made[0] if not isinstance(node.meta["val"], (tuple, list)) else made
+        if rule.local is not None:
+            args, kwargs = rule.local(args, kwargs, self._shapes(node))
+        return self.graph.call_function(node.target, args, kwargs)
+
+    def _shapes(self, node: fx.Node) -> Shapes:
+        return Shapes(tuple(v.meta["spec"].local_shape(v.meta["val"].shape, self.mesh) for v in operands_of(node)),
+                      tuple(s.local_shape(t.shape, self.mesh) for s, t in zip(node.meta["result_specs"], tensors_of(node))))
+
+    def _ready(self, node: fx.Node, value: fx.Node, dims: Sequence[tuple[str, ...]], rule: Rule) -> fx.Node:
+        """An operand with its padding overwritten where the operation would let it into a reduction."""
+        local, spec, shape = self.new[value], value.meta["spec"], value.meta["val"].shape
+        for d, (factors, axes) in enumerate(zip(dims, spec.dims)):
+            fill = next((rule.fill(f) for f in factors if rule.fill(f) is not None), None)
+            if axes and fill is not None and shape[d] % self.mesh.count(axes):
+                local = self._mask(local, d, axes, shape[d], fill, node)
+        return local
+
+    def _mask(self, local: fx.Node, dim: int, axes: Axes, size: int, fill: float, node: fx.Node) -> fx.Node:
+        key = (local, dim, axes, fill, node.meta.get("backward", False))
+        if key not in self.masked:
+            made = self.graph.call_function(mask_padding, (local, dim, self.index(axes), size, fill))
+            made.meta = {**local.meta, "backward": node.meta.get("backward", False) or local.meta.get("backward", False), "step": None}
+            self.shapes[made] = self.shapes[local]
+            self.masked[key] = made
+        return self.masked[key]
+
+    # -------------------------------------------------------------------------------------- steps between layouts
+
+    def _step(self, node: fx.Node) -> fx.Node:
+        x, step = node.args[0], node.meta["step"]
+        local = self.new[x]
+        if node.target is shard:
+            dim, axes = node.args[1], split_axes(node.args[2])
+            return self.graph.call_function(take_part, (local, dim, self.index(axes), self.mesh.count(axes)))
+        made = self.graph.call_function(node.target, (local, *node.args[1:]))
+        if step.kind in ("all_gather", "all_to_all"):
+            made = self._trim(made, node, node.args[1], x.meta["spec"])
+        return made
+
+    def _trim(self, made: fx.Node, node: fx.Node, dim: int, before: ShardSpec) -> fx.Node:
+        """Cuts off the padding of a dimension that has been gathered whole."""
+        size = node.meta["val"].shape[dim]
+        if node.meta["spec"].dims[dim] or size % self.mesh.count(before.dims[dim]) == 0:
+            return made
+        made.meta = self.carried(node)
+        trimmed = self.graph.call_function(torch.ops.aten.narrow.default, (made, dim, 0, size))
+        return self.graph.call_function(torch.ops.aten.contiguous.default, (trimmed,))

@@ -1,0 +1,308 @@
+"""Decides, for every operation, which factors are sharded by which axes; inserts the collectives between them.
+
+before   meta["spec"] from `propagate` on every value
+after    meta["spec"] is what the devices really hold; every operand is laid out as its operation needs it
+         %mm   : f32[8@data, 64] sum@model = mm(%gelu, %w2)
+         %mm_r : f32[8@data, 64]           = all_reduce(%mm, sum, model)
+needs    rules; layouts of inputs and outputs that are given
+source   the idea of pending sums is Shardy's `unreduced`; choosing by cost over the neighbourhood is ours
+
+An operation's strategy is an assignment of axes to its factors, and of axes to operands whose pending sum it passes
+on. Its cost: what it takes to bring the operands there from where they are, the device's arithmetic and memory
+traffic, and what it takes to bring the results to where they are used. The first sweep goes by the propagated
+layouts, the following ones by the neighbours' choices, until nothing gets cheaper.
+"""
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..comm.collective import STEPS
+from ..mesh import Mesh
+from ..rules import Rule
+from ..shard_spec import Axes, ShardSpec
+from .graph import Op, Rules
+from .layout import assemble, project, result_pending
+from .reshard import Resharder
+
+FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
+TRAFFIC_PER_BYTE = 64.0         # bytes of memory traffic worth one byte on the wire
+SWEEPS = 6
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What an operation needs of its operands and makes of its results."""
+    assignment: tuple[tuple[str, Axes], ...]
+    operands: tuple[ShardSpec, ...]
+    results: tuple[ShardSpec, ...]
+    work: float                         # of one device, in bytes on the wire
+
+def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outputs: dict[int, ShardSpec | fx.Node],
+              rules: Rules | None = None) -> fx.Graph:
+    """given: layouts of inputs that are settled (others may be chosen). outputs: layouts of outputs by position; a node
+    stands for the layout of that input."""
+    solver = _Solver(graph, mesh, given, outputs, rules or Rules())
+    solver.solve()
+    return solver.insert()
+
+class _Solver:
+    def __init__(self, graph, mesh, given, outputs, rules):
+        self.graph, self.mesh, self.given, self.outputs, self.rules = graph, mesh, given, outputs, rules
+        self.resharder = Resharder(mesh)
+        self.ops: dict[fx.Node, Op] = {op.node: op for op in rules.ops(graph)}
+        self.held = {n: n.meta["spec"] for n in graph.nodes if n.op in ("placeholder", "get_attr")}     # layout of each value
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                self.held[node] = ShardSpec.replicated(node.meta["val"].dim())
+        self.held.update(given)
+        self.open_inputs = [n for n in graph.nodes if n.op == "placeholder" and n not in given]
+        self.chosen: dict[fx.Node, Strategy] = {}
+        self.needs: dict[fx.Node, dict] = {}                                # value -> {(user, operand index): layout}
+        self.memo: dict = {}
+        self.strategies: dict = {}
+        self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
+
+    # -------------------------------------------------------------------------------------- choosing
+
+    def solve(self) -> None:
+        for op in self.ops.values():
+            self._choose(op, first=True)
+        self._settle_outputs()
+        for sweep in range(SWEEPS):
+            order = list(self.ops.values())
+            changed = [self._choose(op) for op in (order if sweep % 2 else reversed(order))]
+            changed += [self._choose_input(node) for node in self.open_inputs]
+            self._settle_outputs()
+            if not any(changed):
+                break
+
+    def _choose(self, op: Op, first: bool = False) -> bool:
+        available = tuple(self.held[v] for v in op.operands)
+        wanted = tuple(self._wanted(v, first) for v in op.results)
+        current = self.chosen.get(op.node)
+        key = (op.key, available, wanted, current)
+        best = self.memo.get(key)
+        if best is None:
+            best = self.memo[key] = self._best(op, available, wanted, current)
+        if best is current:
+            return False
+        self.chosen[op.node] = best
+        for value, spec in zip(op.results, best.results):
+            if value is not None:
+                self.held[value] = spec
+        for i, (value, spec) in enumerate(zip(op.operands, best.operands)):
+            self.needs.setdefault(value, {})[op.node, i] = spec
+        return True
+
+    def _wanted(self, value: fx.Node | None, first: bool) -> tuple[ShardSpec, ...]:
+        """The different layouts in which a value is used; before that is known, the propagated one."""
+        if value is None:
+            return ()
+        if first:
+            return (value.meta["spec"].closed(),)
+        return tuple(dict.fromkeys(self.needs.get(value, {}).values()))
+
+    def _best(self, op: Op, available, wanted, current: Strategy | None) -> Strategy:
+        strategies = self._candidates(op, available, wanted)
+        if current is not None:
+            strategies = [current, *strategies]                             # of equals the current one stays
+        return min(strategies, key=lambda s: self._cost(op, s, available, wanted))
+
+    def _cost(self, op: Op, strategy: Strategy, available, wanted) -> float:
+        cost = strategy.work
+        for value, have, need in zip(op.operands, available, strategy.operands):
+            if have != need:
+                cost += self._move(value, have, need)
+        for value, have, uses in zip(op.results, strategy.results, wanted):
+            for need in uses:
+                if have != need:
+                    cost += self._move(value, have, need)
+        return cost
+
+    def _move(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
+        val = value.meta["val"]
+        return self.resharder.cost(tuple(val.shape), val.element_size(), have, need)
+
+    def _candidates(self, op: Op, available, wanted) -> list[Strategy]:
+        mark = _marked(op)
+        if mark is not None:
+            return [s for s in self._enumerate(op, (mark,), ((mark,),)) if s.results[0] == mark] or [self._forced(op, mark)]
+        return self._enumerate(op, available, wanted)
+
+    def _forced(self, op: Op, spec: ShardSpec) -> Strategy:
+        return Strategy((), (spec,), (spec,), 0.0)
+
+    def _enumerate(self, op: Op, available, wanted) -> list[Strategy]:
+        options = self._options(op, available, wanted)
+        key = (op.key, tuple(options.items()), tuple(s.pending for s in available))
+        if key not in self.strategies:
+            made = (self._strategy(op, available, choice) for choice in self._choices(op.rule, options))
+            self.strategies[key] = list(dict.fromkeys(s for s in made if s is not None))
+        return self.strategies[key]
+
+    def _options(self, op: Op, available, wanted) -> dict[str, tuple]:
+        """For each axis the factors it may shard, the operand groups it may pass through (integers), and None."""
+        rule = op.rule
+        options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
+        tensors = [*zip(rule.operands, ((a,) for a in available)), *zip(rule.results, wanted)]
+        for dims, specs in tensors:
+            for spec in specs:
+                for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
+                    for axis in axes:
+                        if factor not in rule.whole:
+                            options[axis][factor] = None
+                for axis in spec.pending:
+                    for g in range(len(rule.linear)):
+                        options[axis][g] = None
+        if rule.contraction:
+            for axis, found in options.items():
+                if len(found) > 1:
+                    found.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
+        return {axis: tuple(found) for axis, found in options.items() if len(found) > 1}
+
+    def _choices(self, rule: Rule, options: dict[str, tuple]) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
+        """All assignments; where several axes shard one factor, every order of them."""
+        names = list(options)
+        for targets in itertools.product(*options.values()):
+            factors: dict[str, Axes] = {}
+            through = {a: t for a, t in zip(names, targets) if isinstance(t, int)}
+            for axis, target in zip(names, targets):
+                if isinstance(target, str):
+                    factors[target] = factors.get(target, ()) + (axis,)
+            if any(self.mesh.count(axes) > rule.sizes[f] for f, axes in factors.items()):
+                continue
+            orders = [itertools.permutations(axes) for axes in factors.values()]
+            for ordered in itertools.product(*orders):
+                yield dict(zip(factors, ordered)), through
+
+    def _strategy(self, op: Op, available, choice) -> Strategy | None:
+        assignment, through = choice
+        rule = op.rule
+        operands, results = [], []
+        for i, dims in enumerate(rule.operands):
+            axes = assemble(dims, assignment, rule.sizes, self.mesh)
+            pending = tuple(a for a in self.mesh.names if a in through and i in rule.linear[through[a]])
+            if axes is None or any(a not in available[i].pending for a in pending) or pending and available[i].reduction != "sum":
+                return None
+            operands.append(ShardSpec(axes, (), pending))
+        for dims in rule.results:
+            axes = assemble(dims, assignment, rule.sizes, self.mesh)
+            reduced, kind = result_pending(rule, dims, assignment)
+            if axes is None or through and reduced and kind != "sum":
+                return None
+            pending = tuple(a for a in self.mesh.names if a in reduced or a in through)
+            results.append(ShardSpec(axes, (), pending, kind if reduced else "sum"))
+        return Strategy(tuple(assignment.items()), tuple(operands), tuple(results), self._work(op, assignment, operands, results))
+
+    def _work(self, op: Op, assignment, operands, results) -> float:
+        rule, work = op.rule, 0.0
+        if rule.contraction:
+            work = 2 * math.prod(-(-n // self.mesh.count(assignment.get(f, ()))) for f, n in rule.sizes.items()) / FLOPS_PER_BYTE
+        for value, spec in itertools.chain(zip(op.operands, operands), zip(op.results, results)):
+            if value is not None:
+                val = value.meta["val"]
+                work += math.prod(spec.local_shape(val.shape, self.mesh)) * val.element_size() / TRAFFIC_PER_BYTE
+        return work
+
+    def _choose_input(self, node: fx.Node) -> bool:
+        """An input whose layout is open is stored as it is used most cheaply."""
+        wanted = self._wanted(node, first=False)
+        candidates = [self.held[node], *(w for w in wanted if not w.pending)]
+        best = min(candidates, key=lambda spec: sum(self._move(node, spec, w) for w in wanted))
+        changed = best != self.held[node]
+        self.held[node] = best
+        return changed
+
+    def _settle_outputs(self) -> None:
+        """Outputs with a layout need it; one that is open is used as it comes, but for a pending sum."""
+        for i, value in enumerate(self.output.args[0]):
+            if isinstance(value, fx.Node):
+                self.needs.setdefault(value, {})[self.output, i] = self._output_spec(i, value)
+
+    def _output_spec(self, i: int, value: fx.Node) -> ShardSpec:
+        wish = self.outputs.get(i)
+        if isinstance(wish, fx.Node):
+            return self.held[wish]
+        if wish is not None and not any(wish.open):
+            return wish
+        held = self.held[value]
+        target = value.meta["spec"].closed() if held.pending else held.with_pending(())
+        if wish is None:
+            return target
+        fixed = {a for axes, is_open in zip(wish.dims, wish.open) if not is_open for a in axes}
+        return ShardSpec(tuple(tuple(a for a in t if a not in fixed) if is_open else w
+                               for w, is_open, t in zip(wish.dims, wish.open, target.dims)))
+
+    # -------------------------------------------------------------------------------------- inserting
+
+    def insert(self) -> fx.Graph:
+        """A new graph with every value resharded to where it is used; equal layouts of one value are shared."""
+        return _Inserter(self).run()
+
+class _Inserter:
+    def __init__(self, solver: _Solver):
+        self.solver, self.graph = solver, fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[tuple[fx.Node, bool], dict[ShardSpec, fx.Node]] = {}
+
+    def run(self) -> fx.Graph:
+        for node in self.solver.graph.nodes:
+            if node.op == "output":
+                wanted = [self.solver._output_spec(i, v) if isinstance(v, fx.Node) else None for i, v in enumerate(node.args[0])]
+                self.graph.output(tuple(self.value(v, spec, node) if spec is not None else v for v, spec in zip(node.args[0], wanted)))
+                self.graph.output_node().meta["specs"] = tuple(wanted)
+                continue
+            op = self.solver.ops.get(node)
+            operands = iter(())
+            if op is not None:
+                operands = iter([self.value(v, s, node) for v, s in zip(op.operands, self.solver.chosen[node].operands)])
+            copy = self.graph.node_copy(node, lambda n, rest=operands: next(rest, None) or self.new[n])
+            self.new[node] = copy
+            copy.meta = dict(node.meta)
+            if op is not None:
+                strategy = self.solver.chosen[node]
+                copy.meta |= {"rule": op.rule, "assignment": dict(strategy.assignment), "result_specs": strategy.results}
+            if node in self.solver.held:
+                copy.meta["spec"] = self.solver.held[node]
+        return self.graph
+
+    def value(self, value: fx.Node, spec: ShardSpec, user: fx.Node) -> fx.Node:
+        """The value laid out as `spec`, made from the copy of it that is cheapest to start from."""
+        copies = self.copies.setdefault((value, False), {self.solver.held[value]: self.new[value]})
+        if spec not in copies:
+            val = value.meta["val"]
+            shape, itemsize = tuple(val.shape), val.element_size()
+            start = min(copies, key=lambda s: self.solver.resharder.cost(shape, itemsize, s, spec))
+            node = copies[start]
+            for step in self.solver.resharder.steps(shape, itemsize, start, spec):
+                if step.spec in copies:
+                    node = copies[step.spec]
+                    continue
+                node = self.graph.create_node("call_function", STEPS[step.kind], (node, *step.args),
+                                              name=f"{value.name}_{_SUFFIX[step.kind]}")
+                node.meta = {**_carried(value, user), "spec": step.spec, "step": step}
+                copies[step.spec] = node
+        return copies[spec]
+
+_SUFFIX = {"all_reduce": "r", "all_gather": "g", "reduce_scatter": "rs", "all_to_all": "x", "permute": "p", "shard": "s"}
+
+def _carried(value: fx.Node, user: fx.Node) -> dict:
+    backward = user.meta.get("backward", value.meta.get("backward", False)) if user.op != "output" else value.meta.get("backward", False)
+    return {"val": value.meta["val"], "source": value.meta.get("source"), "backward": backward or value.meta.get("backward", False)}
+
+def _marked(op: Op) -> ShardSpec | None:
+    """The layout that a mark node asks for, its open dimensions as propagated."""
+    spec = op.node.meta.get("mark")
+    return spec.closed() if spec is not None else None
+
+def output_specs(graph: fx.Graph) -> tuple[ShardSpec | None, ...]:
+    return graph.output_node().meta["specs"]
+
+def inserted(graph: fx.Graph) -> Iterable[fx.Node]:
+    """The steps that this pass inserted, in order."""
+    return (n for n in graph.nodes if "step" in n.meta)
+

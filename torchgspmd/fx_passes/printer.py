@@ -1,0 +1,74 @@
+"""The graph as text: one line a value, global sizes, `@` and a mesh axis where one shards or is pending.
+
+    mesh data=2 model=4
+      %x      : f32[8@data, 64]           = input
+      %mm_1   : f32[8@data, 64] sum@model = mm(%gelu, %w2)
+      %mm_1_r : f32[8@data, 64]           = all_reduce(%mm_1, sum, model)
+"""
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..mesh import Mesh
+from ..shard_spec import ShardSpec
+
+_NAMES = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+          torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+          torch.complex64: "c64", torch.complex128: "c128"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def type_text(dtype: torch.dtype, shape: Any, spec: ShardSpec | None) -> str:
+    """f32[8@data, 64] sum@model"""
+    dims = [f"{n}@{'+'.join(axes)}" if axes else str(n) for n, axes in zip(shape, spec.dims if spec else ((),) * len(shape))]
+    pending = f" {spec.reduction}@{'+'.join(spec.pending)}" if spec and spec.pending else ""
+    return f"{dtype_name(dtype)}[{', '.join(dims)}]{pending}"
+
+
+def graph_text(graph: fx.Graph, mesh: Mesh) -> str:
+    rows = [row for row in map(_row, graph.nodes) if row]
+    names, types = (max((len(row[i]) for row in rows), default=0) for i in (0, 1))
+    lines = [f"  {name:{names}} : {kind:{types}} = {text}".rstrip() if name else f"  {text}" for name, kind, text in rows]
+    return "\n".join([f"mesh {' '.join(f'{n}={s}' for n, s in mesh.axes)}", *lines])
+
+
+def _row(node: fx.Node) -> tuple[str, str, str] | None:
+    if node.op == "output":
+        return "", "", f"return {', '.join(map(_text, node.args[0]))}"
+    val = node.meta.get("val")
+    name = f"%{node.name}"
+    if not isinstance(val, Tensor):
+        specs = node.meta.get("result_specs", ())
+        kinds = [type_text(t.dtype, t.shape, s) for t, s in zip([v for v in val if isinstance(v, Tensor)], specs)]
+        return name, f"({'; '.join(kinds)})", call_text(node)
+    return name, type_text(val.dtype, val.shape, node.meta.get("spec")), call_text(node)
+
+
+def call_text(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        return "constant"
+    if node.target is operator.getitem:
+        return f"{_text(node.args[0])}[{node.args[1]}]"
+    arguments = [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout"))]
+    return f"{_op_name(node.target)}({', '.join(arguments)})"
+
+
+def _op_name(target: Any) -> str:
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else target.__name__
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return dtype_name(value) if isinstance(value, torch.dtype) else str(value)

@@ -1,0 +1,200 @@
+"""Plan: what was decided for a program. Print it, ask it why, count its bytes, run it on simulated devices."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured
+from .comm.collective import Collective
+from .comm.simulate import Lockstep, join_global, split_global
+from .errors import ShardingError, did_you_mean, user_line
+from .fx_passes import Layouts
+from .fx_passes.printer import dtype_name, graph_text
+from .mesh import Mesh
+from .shard_spec import ShardSpec
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, padding included."""
+    parameters: int
+    inputs: int                         # arguments and buffers
+    peak: int                           # of everything alive at once during a run, parameters and inputs included
+
+    def __str__(self) -> str:
+        return f"parameters {_size(self.parameters)}, inputs {_size(self.inputs)}, peak {_size(self.peak)}"
+
+
+@dataclass(frozen=True)
+class ReplicatedOp:
+    """An operation that every device computes whole, or an operand gathered for one, though nobody asked for it."""
+    op: str
+    source: str | None
+    bytes: int
+    why: str
+
+
+class Plan:
+    """A program for every device of a mesh; made by torchgspmd.plan."""
+
+    def __init__(self, mesh: Mesh, captured: Captured, sharded: fx.Graph, program: fx.GraphModule, layouts: Layouts):
+        self.mesh = mesh
+        self.program = program
+        self.captured, self.sharded, self.layouts = captured, sharded, layouts
+
+    # -------------------------------------------------------------------------------------- what was decided
+
+    @cached_property
+    def in_specs(self) -> tuple[ShardSpec, ...]:
+        """The layout of every flat input: parameters, buffers, then the tensors among the arguments."""
+        return tuple(spec for spec, given in zip(self.input_layouts, self.captured.inputs) if given.kind != TANGENT)
+
+    @cached_property
+    def input_layouts(self) -> tuple[ShardSpec, ...]:
+        """The same, with the cotangents of a plan with grad=True at the end."""
+        return tuple(n.meta["spec"] for n in self.sharded.nodes if n.op == "placeholder")
+
+    @cached_property
+    def out_specs(self) -> tuple[ShardSpec | None, ...]:
+        """The layout of every flat output; behind them those of updated inputs and of gradients."""
+        return self.sharded.output_node().meta["specs"]
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every communication of a run, in program order."""
+        return tuple(_collective(n, self.mesh) for n in self.sharded.nodes if "step" in n.meta and n.meta["step"].kind != "shard")
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device sends in a run, by bandwidth-optimal algorithms (see comm/collective.py)."""
+        return sum(c.sent_bytes for c in self.collectives)
+
+    @cached_property
+    def replicated_ops(self) -> tuple[ReplicatedOp, ...]:
+        """What ran replicated because nothing is known of the operation."""
+        found = []
+        for node in self.sharded.nodes:
+            rule = node.meta.get("rule")
+            if rule is not None and not rule.known:
+                val = pytree.tree_leaves(node.meta["val"])
+                found.append(ReplicatedOp(str(node.target), node.meta.get("source"),
+                                          sum(t.numel() * t.element_size() for t in val if isinstance(t, Tensor)),
+                                          "no rule and no decomposition"))
+        return tuple(found)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes on one device."""
+        sizes = {n: math.prod(n.meta["shape"]) * n.meta["dtype"].itemsize for n in self.program.graph.nodes if n.meta.get("shape") is not None}
+        inputs = [n for n in self.program.graph.nodes if n.op == "placeholder"][len(self.mesh.axes):]
+        kinds = [given.kind for given in self.captured.inputs]
+        parameters = sum(sizes[n] for n, kind in zip(inputs, kinds) if kind == PARAMETER)
+        others = sum(sizes[n] for n, kind in zip(inputs, kinds) if kind in (ARGUMENT, BUFFER, TANGENT))
+        return Memory(parameters, others, _peak(self.program.graph, sizes, parameters + others))
+
+    def explain(self, name: str) -> str:
+        """Why a value has its layout: for every axis the chain of operations back to a mark."""
+        by_name = {v.name: v for v in self.layouts.spec}
+        alias = {given.name: n.name for given, n in zip(self.captured.inputs, by_name.values())}
+        name = alias.get(name, name.removeprefix("%"))
+        if name not in by_name:
+            raise ShardingError(f"the plan has no value '{name}'", where=user_line(), fix=did_you_mean(name, by_name))
+        lines = self.layouts.explain(by_name[name])
+        held = next((n.meta.get("spec") for n in self.sharded.nodes if n.name == name), None)
+        if held is not None and held != self.layouts.spec[by_name[name]]:
+            lines.append(f"chosen by cost: [{held}]")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join([graph_text(self.sharded, self.mesh), "", self.summary()])
+
+    def summary(self) -> str:
+        """Collectives by kind and axes, bytes, memory."""
+        groups: dict[tuple[str, str], list[Collective]] = {}
+        for c in self.collectives:
+            groups.setdefault((c.kind, "+".join(c.axes)), []).append(c)
+        lines = [f"{kind:14} over {axes:12} {len(found):4} x, {_size(sum(c.sent_bytes for c in found))} sent by a device"
+                 for (kind, axes), found in sorted(groups.items())] or ["no communication"]
+        return "\n".join([*lines, f"sent by a device in all: {_size(self.sent_bytes)}", f"memory of a device: {self.memory}"])
+
+    # -------------------------------------------------------------------------------------- running it
+
+    def simulate(self, *args: Any, _poison: bool = False, **kwargs: Any) -> Any:
+        """Runs the program of every device of the mesh in this process; takes and returns global tensors.
+
+        Inputs that the function changes in place are changed. A plan with grad=True returns (outputs, gradients): the
+        gradients of the sum of the floating outputs that require one, by parameter name.
+        """
+        tensors = self.flat_inputs(args, kwargs)
+        inputs = [split_global(t, spec, self.mesh, _poison) for t, spec in zip(tensors, self.input_layouts)]
+        with torch.no_grad():
+            results = Lockstep(self.program, self.mesh).run_devices(inputs)
+        nodes = self.sharded.output_node().args[0]
+        joined = [None if spec is None else join_global(parts, spec, node.meta["val"].shape, self.mesh)
+                  for parts, spec, node in zip(results, self.out_specs, nodes)]
+        return self.rebuild(joined, tensors)
+
+    def flat_inputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
+        """Every input as a tensor: the module's own state, the arguments, ones as cotangents."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        wanted = [i for i in self.captured.inputs if i.kind == ARGUMENT]
+        if tree != self.captured.arguments or len(given) != len(wanted):
+            raise ShardingError("the arguments have another structure than those that the plan was made for", where=user_line(),
+                                fix="call simulate as the function itself was called in plan()")
+        for tensor, want in zip(given, wanted):
+            if tuple(tensor.shape) != want.shape or tensor.dtype != want.dtype:
+                raise ShardingError(f"argument '{want.name}' is {dtype_name(tensor.dtype)}{list(tensor.shape)}, the plan was made for "
+                                    f"{dtype_name(want.dtype)}{list(want.shape)}", where=user_line(), fix="make a plan for these shapes")
+        ones = [torch.ones(i.shape, dtype=i.dtype) for i in self.captured.inputs if i.kind == TANGENT]
+        return [*self.captured.tensors, *given, *ones]
+
+    def rebuild(self, flat: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+        """The function's own structure of flat results; writes what it changes in place."""
+        outputs, gradients = [], {}
+        for value, out in zip(flat, self.captured.outputs):
+            if out.kind == OUTPUT:
+                outputs.append(value)
+            elif out.kind == GRADIENT:
+                gradients[self.captured.inputs[out.input].name] = value
+            elif out.kind == MUTATION:
+                with torch.no_grad():
+                    tensors[out.input].copy_(value)
+        leaves = list(self.captured.result_leaves)
+        for slot, value in zip(self.captured.result_slots, outputs):
+            leaves[slot] = value
+        result = pytree.tree_unflatten(leaves, self.captured.results)
+        return (result, gradients) if self.captured.has_backward else result
+
+
+def _collective(node: fx.Node, mesh: Mesh) -> Collective:
+    step, val = node.meta["step"], node.meta["val"]
+    return Collective(step.kind, step.axes, mesh.count(step.axes), dtype_name(val.dtype), step.payload, step.sent, 1, node.meta.get("source"))
+
+
+def _peak(graph: fx.Graph, sizes: dict[fx.Node, int], resident: int) -> int:
+    """Largest sum of what is alive at once, if every value is freed after its last use and inputs never are."""
+    last = {user_input: node for node in graph.nodes for user_input in node.all_input_nodes}
+    alive = peak = resident
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        alive += sizes.get(node, 0)
+        peak = max(peak, alive)
+        alive -= sum(sizes.get(n, 0) for n in node.all_input_nodes if last[n] is node and n.op == "call_function")
+    return peak
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError
