@@ -49,7 +49,9 @@ class ShardSpec:
     def __post_init__(self):
         if not self.open:
             object.__setattr__(self, "open", (False,) * len(self.dims))
-        object.__setattr__(self, "_hash", hash((self.dims, self.open, self.pending, self.reduction if self.pending else "")))
+        if not self.pending:
+            object.__setattr__(self, "reduction", "sum")                    # so that equal layouts are equal
+        object.__setattr__(self, "_hash", hash((self.dims, self.open, self.pending, self.reduction)))
 
     def __hash__(self) -> int:
         return self._hash

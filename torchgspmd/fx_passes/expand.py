@@ -82,7 +82,7 @@ def _usable(inner: fx.Graph, node: fx.Node) -> bool:
     steps = [n for n in inner.nodes if n.op not in ("placeholder", "output")]
     if any(n.op != "call_function" for n in steps) or any(n.target is node.target for n in steps):
         return False
-    got = [n.meta["val"] if isinstance(n, fx.Node) else None for n in pytree.tree_leaves(list(inner.nodes)[-1].args[0])]
+    got = [n.meta["val"] if isinstance(n, fx.Node) else None for n in pytree.tree_leaves(inner.output_node().args[0])]
     want = [t for t in pytree.tree_leaves(node.meta["val"])]
     return len(got) == len(want) and all(
         not isinstance(w, Tensor) or (isinstance(g, Tensor) and g.shape == w.shape and g.dtype == w.dtype) for g, w in zip(got, want))

@@ -158,9 +158,9 @@ class _Solver:
                 for axis in spec.pending:
                     for g in range(len(rule.linear)):
                         options[axis][g] = None
-        if rule.contraction:
-            for axis, found in options.items():
-                if len(found) > 1:
+        if rule.contraction:                                                # where tensors disagree, a third way may be best
+            for found in options.values():
+                if sum(isinstance(target, str) for target in found) > 1:
                     found.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
         return {axis: tuple(found) for axis, found in options.items() if len(found) > 1}
 

@@ -62,5 +62,7 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph:
     mode = tensors[0].fake_mode if tensors else FakeTensorMode()
     with mode, torch.no_grad(), fx_traceback.preserve_node_meta(False):
         graph = make_fx(flat)(*tensors).graph
+    for node in graph.nodes:
+        node.meta.setdefault("val", None)
     graph.eliminate_dead_code()
     return graph
