@@ -4,7 +4,9 @@ from .api import plan
 from .comm.collective import Collective
 from .errors import ShardingError
 from .mesh import Mesh
+from .parallel import parallelize, shard_batch
 from .plan import Plan
 from .shard_spec import UNCONSTRAINED, ShardSpec
 
-__all__ = ["UNCONSTRAINED", "Collective", "Mesh", "Plan", "ShardSpec", "ShardingError", "annotate", "mark_sharding", "plan"]
+__all__ = ["UNCONSTRAINED", "Collective", "Mesh", "Plan", "ShardSpec", "ShardingError", "annotate", "mark_sharding", "parallelize",
+           "plan", "shard_batch"]

@@ -1,7 +1,7 @@
 """plan and parallelize: capture, the passes, a backend."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -35,23 +35,30 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
 
 
 def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
-                 closed_state: bool = False) -> Plan:
-    """The passes over a captured program. arguments: a spec or None for each. closed_state: unmarked parameters and
-    buffers are replicated rather than laid out by propagation."""
+                 stored: Mapping[str, ShardSpec] | None = None, plain: Sequence[bool] = ()) -> Plan:
+    """The passes over a captured program. arguments: a spec or None for each.
+
+    For a program that runs on real processes also, stored: the layouts of parameters and buffers, by name; plain:
+    which arguments are whole on every rank, so that their gradients have to be. Results without a spec are whole then.
+    """
     rules = Rules()
     graph = expand(captured.graph)
-    results = _result_specs(captured, graph, out_specs, mesh)
-    layouts = _propagate(captured, graph, mesh, arguments, results, closed_state, rules)
+    results = _result_specs(captured, graph, out_specs, mesh, whole=stored is not None)
+    inputs = _input_specs(captured, mesh, arguments, stored or {})
+    layouts = _propagate(captured, graph, mesh, inputs, results, rules)
     splitting = frozenset(op.node for op in rules.ops(graph) if op.rule.splits and _shards_whole(op, layouts))
     if splitting:
         graph = expand(graph, splitting)
-        layouts = _propagate(captured, graph, mesh, arguments, results, closed_state, rules)
+        layouts = _propagate(captured, graph, mesh, inputs, results, rules)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for node in graph.nodes:
         if node.target is _MARK:
             node.meta["mark"] = layouts.spec[node]
-    given = {n: layouts.spec[n] for n, spec in zip(placeholders, _input_specs(captured, mesh, arguments, closed_state)) if spec is not None}
-    sharded = partition(graph, mesh, given, _outputs(captured, placeholders, results), rules)
+    given = {n: layouts.spec[n] for n, spec in zip(placeholders, inputs) if spec is not None}
+    for node, inp in zip(placeholders, captured.inputs):
+        if inp.kind == TANGENT and results[inp.output] is not None and not any(results[inp.output].open):
+            given[node] = results[inp.output]
+    sharded = partition(graph, mesh, given, _outputs(captured, placeholders, results, plain), rules)
     program = fx.GraphModule(captured.constants, localize(sharded, mesh))
     return Plan(mesh, captured, sharded, program, layouts)
 
@@ -69,36 +76,36 @@ def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:
     return ShardSpec(tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims), spec.open)
 
 
-def _input_specs(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], closed_state: bool) -> list[ShardSpec | None]:
+def _input_specs(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None],
+                 stored: Mapping[str, ShardSpec]) -> list[ShardSpec | None]:
     """What is settled about every input of the graph."""
     rest = iter(arguments)
     found = []
     for given in captured.inputs:
-        spec = next(rest) if given.kind == ARGUMENT else None
+        spec = next(rest) if given.kind == ARGUMENT else stored.get(given.name) if given.kind != TANGENT else None
         if spec is None:
             spec = given.mark
-        if spec is None and closed_state and given.kind not in (ARGUMENT, TANGENT):
-            spec = ShardSpec.replicated(len(given.shape))
         found.append(_drop_trivial(spec.check(mesh, given.shape, f"{given.kind} '{given.name}'"), mesh) if spec is not None else None)
     return found
 
 
-def _result_specs(captured: Captured, graph: fx.Graph, out_specs: Any, mesh: Mesh) -> list[ShardSpec | None]:
-    """The specs asked for, for every flat output of the function."""
+def _result_specs(captured: Captured, graph: fx.Graph, out_specs: Any, mesh: Mesh, whole: bool) -> list[ShardSpec | None]:
+    """The specs asked for, for every flat output of the function; whole: others are replicated."""
     values = [v for v, out in zip(graph.output_node().args[0], captured.outputs) if out.kind == OUTPUT]
     leaves = list(captured.result_leaves)
     for slot, value in zip(captured.result_slots, values):
         leaves[slot] = value.meta["val"]
     tree = pytree.tree_unflatten(leaves, captured.results)
-    return [None if spec is None else _drop_trivial(spec, mesh) for spec in spread(out_specs, tree, mesh, "the result")]
+    specs = [None if spec is None else _drop_trivial(spec, mesh) for spec in spread(out_specs, tree, mesh, "the result")]
+    return [ShardSpec.replicated(v.meta["val"].dim()) if spec is None and whole else spec for spec, v in zip(specs, values)]
 
 
-def _propagate(captured: Captured, graph: fx.Graph, mesh: Mesh, arguments, results, closed_state, rules: Rules) -> Layouts:
+def _propagate(captured: Captured, graph: fx.Graph, mesh: Mesh, inputs, results, rules: Rules) -> Layouts:
     """Seeds: inputs, marks, outputs. Ties: gradients and updates with their inputs, cotangents with their outputs."""
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     returned = graph.output_node().args[0]
     seeds = []
-    for node, given, spec in zip(placeholders, captured.inputs, _input_specs(captured, mesh, arguments, closed_state)):
+    for node, given, spec in zip(placeholders, captured.inputs, inputs):
         if spec is not None:
             seeds.append((node, spec, f"marked at {given.source}" if given.source else "in_specs"))
     for node in graph.nodes:
@@ -120,13 +127,18 @@ def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
     return _drop_trivial(ShardSpec.parse(node.args[2]), mesh)
 
 
-def _outputs(captured: Captured, placeholders: list[fx.Node], results: list[ShardSpec | None]) -> dict[int, ShardSpec | fx.Node]:
+def _outputs(captured: Captured, placeholders: list[fx.Node], results: list[ShardSpec | None],
+             plain: Sequence[bool]) -> dict[int, ShardSpec | fx.Node]:
     """What partition is to know of the outputs: a layout, or the input whose layout they have."""
     found: dict[int, ShardSpec | fx.Node] = {}
     wanted = iter(results)
+    arguments = [i for i, given in enumerate(captured.inputs) if given.kind == ARGUMENT]
+    whole = {i for i, is_plain in zip(arguments, plain) if is_plain}
     for i, out in enumerate(captured.outputs):
         spec = next(wanted) if out.kind == OUTPUT else None
-        if out.kind in (GRADIENT, MUTATION):
+        if out.input in whole:
+            found[i] = ShardSpec.replicated(len(captured.inputs[out.input].shape))
+        elif out.kind in (GRADIENT, MUTATION):
             found[i] = placeholders[out.input]
         elif spec is not None:
             found[i] = spec

@@ -1,0 +1,59 @@
+"""Process groups for the axes of a mesh, and the DeviceMesh on which parameters are stored."""
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import ShardingError, user_line
+from ..mesh import Coordinates, Mesh
+
+
+class Groups:
+    """The process groups of this rank. Groups are made when first asked for: by all ranks in the same order, since all
+    ranks have the same program."""
+
+    def __init__(self, mesh: Mesh, device_type: str):
+        check_world(mesh)
+        self.mesh, self.device_type = mesh, device_type
+        names = mesh.names or ("device",)
+        self.device_mesh: DeviceMesh = init_device_mesh(device_type, mesh.shape or (1,), mesh_dim_names=names)
+        self.rank = dist.get_rank()
+        self.coordinates: Coordinates = mesh.coordinates(self.rank)
+        self.known: dict[tuple[str, ...], tuple[str, list[int]]] = {}
+
+    def group(self, axes: tuple[str, ...]) -> tuple[str, list[int]]:
+        """(name of the group over these axes, for each of its positions in axes order the position in the group)."""
+        ordered = tuple(a for a in self.mesh.names if a in axes)
+        if ordered not in self.known:
+            self.known[ordered] = (self._make(ordered), next(g for g in self.mesh.groups(ordered) if self.rank in g))
+        name, ranks = self.known[ordered]
+        mine = next(g for g in self.mesh.groups(axes) if self.rank in g)
+        return name, [ranks.index(r) for r in mine]
+
+    def _make(self, axes: tuple[str, ...]) -> str:
+        if len(axes) == 1:
+            return self.device_mesh.get_group(axes[0]).group_name
+        mine = None
+        for ranks in self.mesh.groups(axes):
+            made = dist.new_group(ranks)
+            mine = made if self.rank in ranks else mine
+        assert mine is not None
+        return mine.group_name
+
+
+def check_world(mesh: Mesh) -> None:
+    """ShardingError unless there is a process group with one process for every device of the mesh."""
+    if not dist.is_initialized():
+        raise ShardingError("there is no process group", where=user_line(),
+                            fix="start the program with torchrun and call torch.distributed.init_process_group() first")
+    if dist.get_world_size() != mesh.size:
+        raise ShardingError(f"mesh {mesh} has {mesh.size} devices, but there are {dist.get_world_size()} processes", where=user_line(),
+                            fix=f"torchrun --nproc-per-node {mesh.size}, or a mesh of {dist.get_world_size()} devices")
+
+
+def agree(signature: int, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether all ranks pass the same number (63 bits); one small all_reduce."""
+    value = torch.tensor([signature, -signature], device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return value[0].item() == signature and value[1].item() == -signature

@@ -1,0 +1,152 @@
+"""The collectives of a program as torch.distributed's functional collectives, for one rank.
+
+Coordinates become numbers, what can be computed from them is computed, and each collective becomes the reshapes that
+bring its dimension to the front, the call, and the way back: plain nodes, no Python beside them at run time.
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..mesh import Mesh
+from ..shard_spec import ShardSpec
+from .collective import all_gather, all_reduce, all_to_all, permute, reduce_scatter, split_axes
+from .groups import Groups
+from .simulate import permute_sources
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+def lower(graph: fx.Graph, groups: Groups) -> fx.Graph:
+    """The program with this rank's coordinates put in; its remaining inputs are the parts of the inputs."""
+    return _Lowering(graph, groups).run()
+
+
+class _Lowering:
+    def __init__(self, source: fx.Graph, groups: Groups):
+        self.source, self.groups, self.mesh, self.graph = source, groups, groups.mesh, fx.Graph()
+        self.node: fx.Node
+
+    def run(self) -> fx.Graph:
+        new: dict[fx.Node, Any] = {}
+        coordinates = dict(zip((n for n in self.source.nodes if n.op == "placeholder"), self.mesh.names))
+        for node in self.source.nodes:
+            self.node = node
+            if node in coordinates:
+                new[node] = self.groups.coordinates[coordinates[node]]
+            elif node.op == "call_function" and node.target in _LOWERINGS:
+                x, *rest = node.args
+                new[node] = _LOWERINGS[node.target](self, new[x], list(x.meta["shape"]), *rest)
+                self._carry(new[node])
+            elif node.target in (operator.add, operator.mul) and not any(isinstance(new.get(a, a), fx.Node) for a in node.args):
+                new[node] = node.target(*(new.get(a, a) if isinstance(a, fx.Node) else a for a in node.args))
+            else:
+                new[node] = self._copy(node, new)
+        return self.graph
+
+    def _copy(self, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), new.__getitem__)
+        made = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
+        made.meta = dict(node.meta)
+        return made
+
+    def _carry(self, last: fx.Node) -> None:
+        last.meta = dict(self.node.meta)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.graph.call_function(op, args, kwargs)
+        made.meta = {"source": self.node.meta.get("source"), "backward": self.node.meta.get("backward", False)}
+        return made
+
+    # -------------------------------------------------------------------------------------- layout changes
+
+    def to_front(self, x: Any, shape: list[int], dim: int, count: int) -> tuple[Any, list[int]]:
+        """x with `dim` cut into `count` equal parts that stand in a new first dimension; pads what does not divide."""
+        rows = -(-shape[dim] // count)
+        if rows * count != shape[dim]:
+            x = self.call(aten.constant_pad_nd.default, x, [0, 0] * (len(shape) - 1 - dim) + [0, rows * count - shape[dim]])
+        part = [*shape[:dim], rows, *shape[dim + 1:]]
+        x = self.call(aten.reshape.default, x, [*shape[:dim], count, rows, *shape[dim + 1:]])
+        if dim:
+            order = [dim, *range(dim), *range(dim + 1, len(shape) + 1)]
+            x = self.call(aten.permute.default, x, order)
+        return x, part
+
+    def from_front(self, x: Any, part: list[int], dim: int, count: int) -> Any:
+        """The inverse: parts in the first dimension joined at `dim`."""
+        if dim:
+            x = self.call(aten.permute.default, x, [*range(1, dim + 1), 0, *range(dim + 1, len(part) + 1)])
+        return self.call(aten.reshape.default, x, [*part[:dim], part[dim] * count, *part[dim + 1:]])
+
+    def reorder(self, x: Any, positions: Sequence[int]) -> Any:
+        """Takes the first dimension's entries in another order."""
+        if list(positions) == list(range(len(positions))):
+            return x
+        return self.call(torch.stack, [self.call(aten.select.int, x, 0, p) for p in positions])
+
+    def contiguous(self, x: Any) -> Any:
+        return self.call(aten.contiguous.default, x)
+
+    def wait(self, x: Any) -> fx.Node:
+        return self.call(c10d.wait_tensor.default, x)
+
+
+def _all_reduce(l: _Lowering, x: Any, shape: list[int], reduction: str, axes: str) -> fx.Node:
+    name, _ = l.groups.group(split_axes(axes))
+    return l.wait(l.call(c10d.all_reduce.default, l.contiguous(x), _reduction(reduction), name))
+
+
+def _all_gather(l: _Lowering, x: Any, shape: list[int], dim: int, axes: str) -> fx.Node:
+    name, positions = l.groups.group(split_axes(axes))
+    n = len(positions)
+    gathered = l.wait(l.call(c10d.all_gather_into_tensor.default, l.contiguous(x), n, name))
+    stacked = l.reorder(l.call(aten.reshape.default, gathered, [n, *shape]), positions)
+    return l.contiguous(l.from_front(stacked, shape, dim, n))
+
+
+def _reduce_scatter(l: _Lowering, x: Any, shape: list[int], reduction: str, dim: int, axes: str) -> fx.Node:
+    name, positions = l.groups.group(split_axes(axes))
+    n = len(positions)
+    stacked, part = l.to_front(x, shape, dim, n)
+    stacked = l.contiguous(l.reorder(stacked, [positions.index(i) for i in range(n)]))
+    mine = l.wait(l.call(c10d.reduce_scatter_tensor.default, stacked, _reduction(reduction), n, name))
+    return l.call(aten.reshape.default, mine, part)
+
+
+def _all_to_all(l: _Lowering, x: Any, shape: list[int], gather_dim: int, scatter_dim: int, axes: str) -> fx.Node:
+    name, positions = l.groups.group(split_axes(axes))
+    n = len(positions)
+    stacked, part = l.to_front(x, shape, scatter_dim, n)
+    stacked = l.contiguous(l.reorder(stacked, [positions.index(i) for i in range(n)]))
+    moved = l.wait(l.call(c10d.all_to_all_single.default, stacked, [1] * n, [1] * n, name))
+    return l.contiguous(l.from_front(l.reorder(moved, positions), part, gather_dim, n))
+
+
+def _permute(l: _Lowering, x: Any, shape: list[int], before: str, after: str) -> fx.Node:
+    """all_to_all with nothing for all but the destinations; gloo and NCCL alike have it."""
+    axes = l.node.meta["step"].axes
+    name, positions = l.groups.group(axes)
+    ranks = next(g for g in l.mesh.groups(tuple(a for a in l.mesh.names if a in axes)) if l.groups.rank in g)
+    sources = permute_sources(l.mesh, ShardSpec.parse(before), ShardSpec.parse(after))
+    me = l.groups.rank
+    sends = [int(sources[r] == me) for r in ranks]
+    receives = [int(sources[me] == r) for r in ranks]
+    one = l.call(aten.unsqueeze.default, l.contiguous(x), 0)
+    copies = l.call(aten.contiguous.default, l.call(aten.expand.default, one, [sum(sends), *shape])) if sum(sends) != 1 else one
+    moved = l.wait(l.call(c10d.all_to_all_single.default, copies, receives, sends, name))
+    return l.call(aten.reshape.default, moved, shape)
+
+
+def _reduction(reduction: str) -> str:
+    return {"prod": "product"}.get(reduction, reduction)
+
+
+_LOWERINGS: dict[Any, Callable] = {all_reduce: _all_reduce, all_gather: _all_gather, reduce_scatter: _reduce_scatter,
+                                   all_to_all: _all_to_all, permute: _permute}
+
+

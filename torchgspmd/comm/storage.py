@@ -1,0 +1,142 @@
+"""Parameters as DTensors, and the boundary between what a DTensor stores and what the program computes on.
+
+DTensor keeps the last shards of a dimension that does not divide short; the program has equal shards with padding.
+Private API of torch (DTensor's constructor, its local tensor and spec), checked on 2.9.0 and 2.13.0.
+"""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ..annotate import copy_mark
+from ..errors import ShardingError, user_line
+from ..mesh import Coordinates, Mesh
+from ..shard_spec import ShardSpec
+from .local import take_part
+
+aten = torch.ops.aten
+
+
+def storable(spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
+    """The nearest layout that a DTensor expresses: several axes on one dimension in mesh order and only if they divide it.
+
+    Where it is coarser than the spec, the program slices (for free) and gathers the gradient.
+    """
+    dims = []
+    for size, axes in zip(shape, spec.dims):
+        kept = axes
+        while len(kept) > 1 and (size % mesh.count(kept) or list(kept) != [a for a in mesh.names if a in kept]):
+            kept = kept[:-1]
+        dims.append(kept)
+    return ShardSpec(tuple(dims))
+
+
+def placements(spec: ShardSpec, mesh: Mesh) -> list[Placement]:
+    """One placement a mesh axis."""
+    of = {axis: d for d, axes in enumerate(spec.dims) for axis in axes}
+    return [Shard(of[name]) if name in of else Replicate() for name in mesh.names]
+
+
+def spec_of(tensor: DTensor, mesh: Mesh) -> ShardSpec:
+    """The layout of a DTensor on the plan's mesh; ShardingError for one on another mesh or with a pending sum."""
+    if tuple(tensor.device_mesh.shape) != mesh.shape or tensor.device_mesh.mesh_dim_names != mesh.names:
+        raise ShardingError(f"a DTensor on mesh {tensor.device_mesh} is given to a program on mesh {mesh}", where=user_line())
+    dims: list[tuple[str, ...]] = [()] * tensor.dim()
+    for name, placement in zip(mesh.names, tensor.placements):
+        if isinstance(placement, Shard):
+            dims[placement.dim] += (name,)
+        elif not isinstance(placement, Replicate):
+            raise ShardingError(f"a DTensor with placement {placement} is given; only Shard and Replicate are taken", where=user_line(),
+                                fix="redistribute it first")
+    return ShardSpec(tuple(dims))
+
+
+def distribute(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceMesh) -> DTensor:
+    """A tensor that all ranks have (rank 0's values count) as a DTensor; one on meta keeps no values."""
+    where = placements(spec, mesh)
+    if tensor.is_meta:
+        coordinates = mesh.coordinates(device_mesh.get_rank())
+        local = torch.empty(stored_shape(spec, tuple(tensor.shape), mesh, coordinates), dtype=tensor.dtype, device="meta")
+        return DTensor.from_local(local, device_mesh, where, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return distribute_tensor(tensor.detach(), device_mesh, where)
+
+
+def stored_shape(spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh, coordinates: Coordinates) -> tuple[int, ...]:
+    """Shape of the shard that a DTensor keeps on one device: without padding."""
+    result = []
+    for size, axes in zip(shape, spec.dims):
+        rows = -(-size // mesh.count(axes))
+        result.append(min(max(size - mesh.index(axes, coordinates) * rows, 0), rows))
+    return tuple(result)
+
+
+def shard_module(module: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    """Puts DTensors in place of a module's parameters and buffers; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+    for prefix, owner in module.named_modules():
+        for table in (owner._parameters, owner._buffers):
+            for name, tensor in list(table.items()):
+                if tensor is None or isinstance(tensor, DTensor):
+                    continue
+                if id(tensor) not in made:
+                    stored = distribute(tensor, specs[f"{prefix}.{name}" if prefix else name], mesh, device_mesh)
+                    made[id(tensor)] = nn.Parameter(stored, tensor.requires_grad) if table is owner._parameters else stored
+                    copy_mark(tensor, made[id(tensor)])
+                table[name] = made[id(tensor)]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What a DTensor stores here; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def gradient_like(local: Tensor, parameter: DTensor) -> DTensor:
+    """A gradient as a DTensor laid out as its parameter."""
+    return DTensor(local, parameter._spec, requires_grad=False)
+
+
+def wrap_local(local: Tensor, spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh, device_mesh: DeviceMesh) -> DTensor:
+    """A stored shard as a DTensor of global shape; differentiable."""
+    stride = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+    return DTensor.from_local(local, device_mesh, placements(spec, mesh), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def pad_stored(graph: fx.Graph, node: fx.Node, stored: tuple[int, ...], padded: tuple[int, ...]) -> None:
+    """Behind an input that is a stored shard: the padding that the program expects."""
+    if stored != padded:
+        pads = [p for have, want in reversed(list(zip(stored, padded))) for p in (0, want - have)]
+        _behind(graph, node, lambda: graph.call_function(aten.constant_pad_nd.default, (node, pads)))
+
+
+def slice_global(graph: fx.Graph, node: fx.Node, spec: ShardSpec, mesh: Mesh, coordinates: Coordinates) -> None:
+    """Behind an input that is a global tensor: this device's part of it."""
+    def parts() -> fx.Node:
+        part = node
+        for d, axes in enumerate(spec.dims):
+            if axes:
+                part = graph.call_function(take_part, (part, d, mesh.index(axes, coordinates), mesh.count(axes)))
+        return part
+    if spec.sharding_axes:
+        _behind(graph, node, parts)
+
+
+def cut_padding(graph: fx.Graph, value: fx.Node, stored: tuple[int, ...], padded: tuple[int, ...]) -> fx.Node:
+    """A result without its padding."""
+    for d, (have, want) in enumerate(zip(padded, stored)):
+        if have != want:
+            value = graph.call_function(aten.narrow.default, (value, d, 0, want))
+    return graph.call_function(aten.contiguous.default, (value,)) if stored != padded else value
+
+
+def _behind(graph: fx.Graph, node: fx.Node, make) -> None:
+    """Inserts nodes before the first operation and lets all users of `node` but them use the result."""
+    users = list(node.users)
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        made = make()
+    for user in users:
+        user.replace_input_with(node, made)

@@ -1,0 +1,265 @@
+"""parallelize: a module that computes on the devices of a mesh, one process each."""
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from .annotate import recorded_mark
+from .api import compile_plan
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
+from .comm.groups import Groups, agree
+from .comm.lower import lower
+from .comm.storage import (cut_padding, gradient_like, local_of, pad_stored, shard_module, slice_global, spec_of, storable, stored_shape,
+                           wrap_local)
+from .errors import ShardingError, user_line
+from .fx_passes.products import products
+from .fx_passes.split import split
+from .mesh import Mesh
+from .plan import Plan
+from .shard_spec import ShardSpec, SpecLike
+from .specs import spread_inputs
+
+BACKENDS = ("torch", "inductor")
+
+
+def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_specs: Any = None, out_specs: Any = None) -> nn.Module:
+    """The model on a mesh: an nn.Module with the same forward, to be called by every process alike.
+
+    Parameters and buffers become DTensors laid out as marked (replicated without a mark) with rank 0's values; give the
+    returned module's parameters to the optimizer. Plain tensor arguments are the global batch, the same on every
+    rank; DTensors are taken as laid out. Results come back whole, but for those whose layout out_specs gives: DTensors.
+    backend "torch" runs the program operation by operation, "inductor" compiles it. Raises ShardingError if there is
+    no process group with one process a device, or if ranks differ in their programs or in the shapes of arguments.
+    """
+    if backend not in BACKENDS:
+        raise ShardingError(f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}", where=user_line())
+    return ShardedModule(model, mesh, backend, in_specs, out_specs)
+
+
+def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> DTensor:
+    """This rank's part of a batch, all parts together as one global DTensor; nothing is sent.
+
+    local: the rows that a DistributedSampler gives this rank: of the same shape on every rank. The global size of a
+    sharded dimension is the local one times the number of shards.
+    """
+    groups = Groups(mesh, local.device.type)
+    parsed = ShardSpec.parse(spec).check(mesh, local.shape, "the batch")
+    shape = tuple(n * mesh.count(axes) for n, axes in zip(local.shape, parsed.dims))
+    if storable(parsed, shape, mesh) != parsed.closed():
+        raise ShardingError(f"'{parsed}' shards one dimension by axes out of mesh order", where=user_line(), fix="name them in mesh order")
+    return wrap_local(local, parsed, shape, mesh, groups.device_mesh)
+
+
+class ShardedModule(nn.Module):
+    """What parallelize returns. Names of parameters, buffers and submodules are those of the model.
+
+    plan: the Plan of the latest call (None before the first). planning_seconds: how long making it took.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any):
+        super().__init__()
+        tensors = [*model.parameters(), *model.buffers()]
+        device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
+        self.__dict__.update(_model=model, _mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs,
+                             _groups=Groups(mesh, device), _programs={}, plan=None, planning_seconds=0.0)
+        shard_module(model, {name: _stored_spec(t, mesh) for name, t in _named_tensors(model)}, mesh, self._groups.device_mesh)
+        self.__dict__.update(_parameters=model._parameters, _buffers=model._buffers, _modules=model._modules, training=model.training)
+        self.__dict__["_everything"] = list(model.modules())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_model"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._model.training = self.training
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        key = (tree, tuple(map(_leaf_key, leaves)), tuple([m.training for m in self._everything]), torch.is_grad_enabled(),
+               tuple([p.requires_grad for p in self._model.parameters()]), torch.is_autocast_enabled(self._groups.device_type),
+               torch.get_autocast_dtype(self._groups.device_type))
+        self._compare(key)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._compile(args, kwargs)
+        self.__dict__["plan"] = program.plan
+        return program(leaves)
+
+    def _compare(self, key: Any) -> None:
+        """ShardingError on every rank if the arguments differ between ranks in what the program depends on."""
+        if not agree(_hash(str(key)), None, torch.device(self._groups.device_type)):
+            shapes = [None] * self._mesh.size
+            dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple)])
+            raise ShardingError("the arguments differ between ranks", where=user_line(),
+                                why="; ".join(f"rank {r}: {s}" for r, s in enumerate(shapes) if s != shapes[0] or r == 0),
+                                fix="give every rank the same global batch, or its own part as a DTensor made by shard_batch")
+
+    def _compile(self, args: tuple, kwargs: dict) -> _Program:
+        start = time.perf_counter()
+        grad = torch.is_grad_enabled()
+        captured = capture(self._model, args, kwargs, self._mesh, grad=grad)
+        wanted = spread_inputs(self._in_specs, args, kwargs, self._mesh)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        wanted = [spec_of(t, self._mesh) if isinstance(t, DTensor) else spec for t, spec in zip(tensors, wanted)]
+        made = compile_plan(captured, self._mesh, wanted, self._out_specs,
+                            stored={i.name: _stored_spec_of(i.mark, i.shape, self._mesh) for i in captured.inputs if i.kind in (PARAMETER, BUFFER)},
+                            plain=[not isinstance(t, DTensor) for t in tensors])
+        if not agree(_hash(made.program.code), None, torch.device(self._groups.device_type)):
+            raise ShardingError("the ranks have made different programs", where=user_line(),
+                                why="the model, its marks or the versions of torch differ between ranks")
+        program = _Program(made, self._groups, self._model, tensors, self._backend)
+        self.__dict__["planning_seconds"] = time.perf_counter() - start
+        return program
+
+
+class _Program:
+    """One compiled call: forward and backward graph of this rank, and how they are fed."""
+
+    def __init__(self, plan: Plan, groups: Groups, model: nn.Module, tensors: Sequence[Tensor], backend: str):
+        self.plan, self.groups, self.captured = plan, groups, plan.captured
+        self.slots = [_slot(model, i.name, i.kind) for i in self.captured.inputs if i.kind in (PARAMETER, BUFFER)]
+        self.out_kinds = [o.kind for o in self.captured.outputs]
+        self.gradient_inputs = [o.input for o in self.captured.outputs if o.kind == GRADIENT]
+        self.tangent_outputs = [i.output for i in self.captured.inputs if i.kind == TANGENT]
+        self.mutated = [o.input for o in self.captured.outputs if o.kind == MUTATION]
+        self.outputs = self.out_kinds.count(OUTPUT)
+        graph = products(lower(plan.program.graph, groups))
+        self._inputs(graph, tensors)
+        self._outputs(graph)
+        forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
+        owner = self.captured.constants
+        self.forward, self.backward = (_compiled(fx.GraphModule(owner, g), backend) for g in (forward, backward))
+
+    def _inputs(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
+        """Behind every input the way from what the caller has to what the program takes."""
+        mesh, coordinates = self.groups.mesh, self.groups.coordinates
+        given = iter(tensors)
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        for node, inp, spec in zip(placeholders, self.captured.inputs, self.plan.input_layouts):
+            plain = inp.kind == ARGUMENT and not isinstance(next(given), DTensor)
+            if plain or inp.kind == TANGENT and self.wrapped(inp.output) is None:
+                slice_global(graph, node, spec, mesh, coordinates)
+            else:
+                pad_stored(graph, node, stored_shape(spec, inp.shape, mesh, coordinates), spec.local_shape(inp.shape, mesh))
+
+    def _outputs(self, graph: fx.Graph) -> None:
+        """Results and gradients without padding."""
+        mesh, coordinates = self.groups.mesh, self.groups.coordinates
+        node = graph.output_node()
+        nodes = self.plan.sharded.output_node().args[0]
+        cut = []
+        with graph.inserting_before(node):
+            for value, spec, source in zip(node.args[0], self.plan.out_specs, nodes):
+                if spec is not None:
+                    shape = tuple(source.meta["val"].shape)
+                    meta = value.meta
+                    value = cut_padding(graph, value, stored_shape(spec, shape, mesh, coordinates), spec.local_shape(shape, mesh))
+                    value.meta = value.meta or dict(meta)
+                cut.append(value)
+        node.args = (tuple(cut),)
+
+    def wrapped(self, output: int) -> ShardSpec | None:
+        """The layout of an output that is returned as a DTensor; None for a plain one."""
+        spec = self.plan.out_specs[output]
+        return spec if spec is not None and spec.sharding_axes else None
+
+    def __call__(self, leaves: list) -> Any:
+        state = [table[name] for table, name in self.slots]
+        flat = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        if self.captured.has_backward:
+            outs = _Run.apply(self, *flat)
+        else:
+            outs = self.run_forward(flat)[0]
+        results = list(self.captured.result_leaves)
+        for i, (slot, value) in enumerate(zip(self.captured.result_slots, outs)):
+            spec = self.wrapped(i)
+            if spec is not None:
+                shape = tuple(self.plan.sharded.output_node().args[0][i].meta["val"].shape)
+                value = wrap_local(value, spec, shape, self.groups.mesh, self.groups.device_mesh)
+            results[slot] = value
+        return pytree.tree_unflatten(results, self.captured.results)
+
+    def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """(outputs, saved values); writes what the program changes in place."""
+        with torch.no_grad():
+            results = self.forward(*map(local_of, flat))
+            count = self.outputs + len(self.mutated)
+            for index, value in zip(self.mutated, results[self.outputs:count]):
+                local_of(flat[index]).copy_(value)
+        return results[:self.outputs], results[count:]
+
+
+class _Run(torch.autograd.Function):
+    """One node in autograd's graph for the whole program."""
+
+    @staticmethod
+    def forward(ctx: Any, program: _Program, *flat: Tensor) -> tuple[Tensor, ...]:
+        outs, saved = program.run_forward(flat)
+        ctx.program, ctx.flat = program, [flat[i] if isinstance(flat[i], DTensor) else None for i in program.gradient_inputs]
+        ctx.save_for_backward(*saved)
+        ctx.count = len(flat)
+        ctx.mark_non_differentiable(*[o for i, o in enumerate(outs) if i not in program.tangent_outputs and isinstance(o, Tensor)])
+        ctx.shapes = [(outs[i].shape, outs[i].dtype, outs[i].device) for i in program.tangent_outputs]
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        program: _Program = ctx.program
+        tangents = [torch.zeros(shape, dtype=dtype, device=device) if grads[i] is None else grads[i]
+                    for i, (shape, dtype, device) in zip(program.tangent_outputs, ctx.shapes)]
+        with torch.no_grad():
+            results = program.backward(*ctx.saved_tensors, *tangents)
+        flat: list[Tensor | None] = [None] * ctx.count
+        for index, like, value in zip(program.gradient_inputs, ctx.flat, results):
+            flat[index] = value if like is None or value is None else gradient_like(value, like)
+        return None, *flat
+
+
+def _compiled(module: fx.GraphModule, backend: str) -> Any:
+    module.graph.lint()
+    module.recompile()
+    return torch.compile(module) if backend == "inductor" else module.forward
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def _stored_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec:
+    mark = recorded_mark(tensor)
+    if mark is not None and mark[0] != mesh:
+        raise ShardingError(f"a parameter is marked on mesh {mark[0]}, but the model is put on mesh {mesh}", where=mark[2],
+                            fix="use one Mesh for all marks of a model")
+    return _stored_spec_of(mark[1] if mark else None, tuple(tensor.shape), mesh)
+
+
+def _stored_spec_of(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
+    if mark is None:
+        return ShardSpec.replicated(len(shape))
+    trimmed = ShardSpec(tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in mark.dims))
+    return storable(trimmed, shape, mesh)
+
+
+def _slot(model: nn.Module, name: str, kind: str) -> tuple[dict, str]:
+    """The table that holds a parameter or buffer, and its name there."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return (owner._parameters if kind == PARAMETER else owner._buffers), last
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, DTensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.placements
+    return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
