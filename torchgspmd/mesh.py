@@ -45,11 +45,13 @@ class Mesh:
     def parse(cls, text: str) -> Mesh:
         """The inverse of str(): `data=2,model=4`."""
         try:
-            return cls(**{name.strip(): int(size) for name, size in (part.split("=") for part in text.split(",") if part)})
-        except ValueError as error:
-            if isinstance(error, ShardingError):
-                raise
+            axes = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(",") if part)]
+        except ValueError:
             raise ShardingError(f"'{text}' is not a mesh; write it as 'data=2,model=4'", where=user_line()) from None
+        twice = next((name for name, _ in axes if [n for n, _ in axes].count(name) > 1), None)
+        if twice is not None:
+            raise ShardingError(f"'{twice}' occurs twice in mesh '{text}'", where=user_line())
+        return cls(**dict(axes))
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Union
+from typing import Any, Final, Union
 
 from .errors import ShardingError, user_line
 from .mesh import Mesh
@@ -129,6 +129,10 @@ def padding(size: int, count: int) -> int:
     return math.ceil(size / count) * count - size if count else 0
 
 
+def _is_axis(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier() and name != "_"
+
+
 @lru_cache(maxsize=4096)
 def _parse_string(text: str) -> ShardSpec:
     words, pending, reduction = text.split(), (), "sum"
@@ -137,12 +141,15 @@ def _parse_string(text: str) -> ShardSpec:
         pending = tuple(names.split("+"))
         if reduction not in REDUCTIONS:
             raise ShardingError(f"'{reduction}' in spec '{text}' is not a reduction; known are {', '.join(REDUCTIONS)}", where=user_line())
+        if not all(map(_is_axis, pending)):
+            raise ShardingError(f"'{names}' in spec '{text}' is not an axis name", where=user_line(),
+                                fix="behind '@' an axis, or axes joined by '+'")
     dims, opens = [], []
     for word in words:
         is_open = word.endswith("?")
         word = word[:-1] if is_open else word
         axes = () if word in ("", "_") else tuple(word.split("+"))
-        if any(not axis.isidentifier() for axis in axes):
+        if not all(map(_is_axis, axes)):
             raise ShardingError(f"'{word}' in spec '{text}' is not an axis name", where=user_line(),
                                 fix="one word per dimension: '_', '?', an axis, or axes joined by '+'")
         dims.append(axes)
@@ -156,9 +163,9 @@ def _parse_sequence(entries: Sequence) -> ShardSpec:
         opens.append(entry is UNCONSTRAINED)
         if entry is None or entry is UNCONSTRAINED:
             dims.append(())
-        elif isinstance(entry, str):
+        elif _is_axis(entry):
             dims.append((entry,))
-        elif isinstance(entry, (tuple, list)) and all(isinstance(axis, str) for axis in entry):
+        elif isinstance(entry, (tuple, list)) and all(map(_is_axis, entry)):
             dims.append(tuple(entry))
         else:
             raise ShardingError(f"{entry!r} is not an entry of a spec; use None, an axis name, a tuple of axis names or UNCONSTRAINED",

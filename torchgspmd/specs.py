@@ -18,6 +18,8 @@ def spread(prefix: Any, tree: Any, mesh: Mesh, what: str) -> list[ShardSpec | No
     if prefix is None or isinstance(prefix, (str, ShardSpec)):
         leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
         parsed = None if prefix is None else ShardSpec.parse(prefix)
+        if parsed is not None and parsed.pending:
+            raise ShardingError(f"spec '{parsed}' for {what} asks for a pending reduction", where=user_line())
         return [parsed.check(mesh, leaf.shape, what) if parsed is not None else None for leaf in leaves]
     if isinstance(prefix, Mapping) and isinstance(tree, Mapping):
         unknown = [key for key in prefix if key not in tree]
@@ -41,4 +43,4 @@ def spread_inputs(prefix: Any, args: tuple, kwargs: dict, mesh: Mesh) -> list[Sh
         prefix = (prefix,)
     elif isinstance(prefix, (str, ShardSpec)):
         raise ShardingError(f"one spec, '{prefix}', is given for {len(args)} arguments", where=user_line(), fix="a tuple with one spec for each")
-    return spread(prefix if prefix is None else tuple(prefix), args, mesh, "args") + spread(None, kwargs, mesh, "kwargs")
+    return spread(tuple(prefix) if isinstance(prefix, list) else prefix, args, mesh, "args") + spread(None, kwargs, mesh, "kwargs")

@@ -130,12 +130,17 @@ def _names(names: str | frozenset[str]) -> frozenset[str]:
 
 def _tokens(text: str, sentence: str) -> tuple[str, ...]:
     tokens = tuple(re.findall(r"\.\.\.|\([^()]*\)|[^\s()]+", text))
+    if re.search(r"[()]", re.sub(r"\([^()]*\)", "", text)):
+        raise ValueError(f"'{text.strip()}' in rule '{sentence}' has nested or unpaired parentheses")
     for token in tokens:
         names = token.strip("()").split() if token != "..." else []
         if any(not (name.isidentifier() or name == "1") for name in names):
             raise ValueError(f"'{token}' in rule '{sentence}' is not a factor")
     if tokens.count("...") > 1:
         raise ValueError(f"'{text.strip()}' in rule '{sentence}' has more than one '...'")
+    names = [name for token in tokens for name in token.strip("()").split() if name not in ("1", "...")]
+    if len(set(names)) < len(names):
+        raise ValueError(f"'{text.strip()}' in rule '{sentence}' has a factor twice")
     return tokens
 
 
