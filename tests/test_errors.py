@@ -1,0 +1,151 @@
+"""What a user can do wrong with a plan, and the whole message; and how the user's line is found."""
+import pytest
+import torch
+from helpers import message
+from torch import nn
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh, ShardingError, plan
+from torchgspmd.errors import did_you_mean, user_line
+
+MESH = Mesh(data=2, model=4)
+X = torch.zeros(4, 8)
+WHERE = "\n  where test_errors.py:N"
+ONE = "\n  fix   one entry per dimension, such as '_ _'"
+FORMS = "\n  fix   specs in string form, in the containers of the value"
+
+
+def linear_on(mesh, spec):
+    module = nn.Linear(8, 4)
+    gspmd.mark_sharding(module.weight, mesh, spec)
+    return module
+
+
+ERRORS = {
+    "mark of an unknown axis": (
+        lambda: plan(lambda x: gspmd.mark_sharding(x + 1, MESH, "modle _"), X, mesh=MESH),
+        f"mesh data=2,model=4 has no axis 'modle'; did you mean 'model'?{WHERE}"),
+    "mark of a wrong rank": (
+        lambda: plan(lambda x: gspmd.mark_sharding(x + 1, MESH, "model"), X, mesh=MESH),
+        f"spec 'model' has 1 entries, but the tensor has 2 dimensions [4, 8]{WHERE}{ONE}"),
+    "axis twice": (
+        lambda: plan(lambda x: gspmd.mark_sharding(x + 1, MESH, "model model"), X, mesh=MESH),
+        f"'model' occurs twice in spec 'model model'{WHERE}\n  why   an axis shards at most one dimension of a tensor\n"
+        "  fix   remove one of the two"),
+    "value marked on another mesh": (
+        lambda: plan(lambda x: gspmd.mark_sharding(x + 1, Mesh(q=2), "q _"), X, mesh=MESH),
+        f"a value is marked on mesh q=2, but the program runs on mesh data=2,model=4{WHERE}\n"
+        "  fix   use one Mesh for all marks of a program"),
+    "parameter marked on another mesh": (
+        lambda: plan(linear_on(Mesh(model=2), "model _"), X, mesh=MESH),
+        f"parameter 'weight' is marked on mesh model=2, but the program runs on mesh data=2,model=4{WHERE}\n"
+        "  fix   use one Mesh for all marks of a program"),
+    "in_specs of an unknown axis": (
+        lambda: plan(torch.sin, X, mesh=MESH, in_specs=("dta _",)),
+        f"mesh data=2,model=4 has no axis 'dta'; did you mean 'data'?{WHERE}"),
+    "in_specs of a wrong rank": (
+        lambda: plan(torch.sin, X, mesh=MESH, in_specs=("data _ _",)),
+        f"spec 'data _ _' has 3 entries, but args[0] has 2 dimensions [4, 8]{WHERE}{ONE}"),
+    "in_specs of a wrong rank, deep": (
+        lambda: plan(lambda d: d["a"][1], {"a": (X, X)}, mesh=MESH, in_specs=({"a": (None, "data")},)),
+        f"spec 'data' has 1 entries, but args[0]['a'][1] has 2 dimensions [4, 8]{WHERE}{ONE}"),
+    "one spec for two arguments": (
+        lambda: plan(torch.add, X, X, mesh=MESH, in_specs="data _"),
+        f"one spec, 'data _', is given for 2 arguments{WHERE}\n  fix   a tuple with one spec for each"),
+    "too few specs": (
+        lambda: plan(torch.add, X, X, mesh=MESH, in_specs=("data _",)),
+        f"args has 2 entries, but 1 specs are given{WHERE}\n  fix   one spec for each, None where it is open; a spec itself is a "
+        "string here, a tuple is a container"),
+    "a spec in tuple form": (
+        lambda: plan(torch.sin, X, mesh=MESH, in_specs=(("data", None),)),
+        f"the specs given for args[0] are a tuple, where the value is a Tensor{WHERE}{FORMS}"),
+    "a number as a spec": (
+        lambda: plan(torch.sin, X, mesh=MESH, in_specs=(3,)),
+        f"the specs given for args[0] are a int, where the value is a Tensor{WHERE}{FORMS}"),
+    "a number as in_specs": (
+        lambda: plan(torch.sin, X, mesh=MESH, in_specs=3),
+        f"the specs given for args are a int, where the value is a tuple{WHERE}{FORMS}"),
+    "unknown keyword in in_specs": (
+        lambda: plan(lambda x, y: x + y, X, y=X, mesh=MESH, in_specs={"z": "data _"}),
+        f"kwargs has no entry 'z'; it has 'y'{WHERE}"),
+    "unknown key in in_specs": (
+        lambda: plan(lambda d: d["a"], {"a": X}, mesh=MESH, in_specs=({"b": "data _"},)),
+        f"args[0] has no entry 'b'; it has 'a'{WHERE}"),
+    "pending in in_specs": (
+        lambda: plan(torch.sin, X, mesh=MESH, in_specs="data _ sum@model"),
+        f"spec 'data _ sum@model' for args[0] asks for a pending reduction{WHERE}"),
+    "pending in out_specs": (
+        lambda: plan(torch.sin, X, mesh=MESH, out_specs="data _ sum@model"),
+        f"spec 'data _ sum@model' for the result asks for a pending reduction{WHERE}"),
+    "out_specs of a wrong rank": (
+        lambda: plan(torch.sin, X, mesh=MESH, out_specs="data model _"),
+        f"spec 'data model _' has 3 entries, but the result has 2 dimensions [4, 8]{WHERE}{ONE}"),
+    "out_specs of an unknown axis": (
+        lambda: plan(torch.sin, X, mesh=MESH, out_specs="data modl"),
+        f"mesh data=2,model=4 has no axis 'modl'; did you mean 'model'?{WHERE}"),
+    "out_specs of another number": (
+        lambda: plan(lambda x: (x, x + 1), X, mesh=MESH, out_specs=("data _",)),
+        f"the result has 2 entries, but 1 specs are given{WHERE}\n  fix   one spec for each, None where it is open; a spec itself is a "
+        "string here, a tuple is a container"),
+    "grad of a function": (
+        lambda: plan(torch.sin, X, mesh=MESH, grad=True),
+        f"plan(grad=True) takes a module{WHERE}\n  fix   call torch.autograd.grad inside of the function"),
+    "simulate with another number of arguments": (
+        lambda: plan(torch.sin, X, mesh=MESH).simulate(X, X),
+        f"the arguments have another structure than those that the plan was made for{WHERE}\n"
+        "  fix   call simulate as the function itself was called in plan()"),
+    "simulate with another structure": (
+        lambda: plan(torch.sin, X, mesh=MESH).simulate([X]),
+        f"the arguments have another structure than those that the plan was made for{WHERE}\n"
+        "  fix   call simulate as the function itself was called in plan()"),
+    "simulate with a keyword for a position": (
+        lambda: plan(torch.sin, X, mesh=MESH).simulate(input=X),
+        f"the arguments have another structure than those that the plan was made for{WHERE}\n"
+        "  fix   call simulate as the function itself was called in plan()"),
+    "simulate with another shape": (
+        lambda: plan(lambda x: x.sin(), X, mesh=MESH).simulate(torch.zeros(3, 8)),
+        f"argument 'x' is f32[3, 8], the plan was made for f32[4, 8]{WHERE}\n  fix   make a plan for these shapes"),
+    "simulate with another type": (
+        lambda: plan(lambda x: x.sin(), X, mesh=MESH).simulate(X.double()),
+        f"argument 'x' is f64[4, 8], the plan was made for f32[4, 8]{WHERE}\n  fix   make a plan for these shapes"),
+    "explain an unknown value": (
+        lambda: plan(lambda x: x.sin(), X, mesh=MESH).explain("sn"),
+        f"the plan has no value 'sn'{WHERE}\n  fix   did you mean 'sin'?"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_message(name):
+    action, text = ERRORS[name]
+    assert message(action) == text
+
+
+@pytest.mark.xfail(strict=True, reason="api.py: plan does not check its mesh argument: AttributeError: 'str' object has no attribute 'axes'")
+def test_mesh_that_is_none():
+    message(lambda: plan(torch.sin, X, mesh="data=2"))
+
+
+def test_parts_of_a_message():
+    error = ShardingError("what", where="a.py:1", why="because", fix="do")
+    assert str(error) == "what\n  where a.py:1\n  why   because\n  fix   do"
+    assert (error.what, error.where, error.why, error.fix) == ("what", "a.py:1", "because", "do")
+    assert str(ShardingError("what")) == "what" and isinstance(error, ValueError)
+
+
+def test_where_is_the_line_of_the_wrong_call():
+    line = None
+
+    def deep(x):
+        nonlocal line
+        line = user_line()
+        return gspmd.mark_sharding(x + 1, MESH, "modle _")                  # the line after the one of user_line()
+    with pytest.raises(ShardingError) as caught:
+        plan(deep, X, mesh=MESH)
+    name, number = line.rsplit(":", 1)
+    assert name.endswith("test_errors.py") and caught.value.where == f"{name}:{int(number) + 1}"
+
+
+def test_did_you_mean():
+    assert did_you_mean("modl", ["data", "model"]) == "did you mean 'model'?"
+    assert did_you_mean("xyz", ["data", "model"]) == "known are 'data', 'model'"
+    assert did_you_mean("xyz", []) == "known are none"

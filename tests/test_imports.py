@@ -1,0 +1,125 @@
+"""The layers of the package: what imports what, how large it is, and that importing it starts nothing."""
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchgspmd
+
+ROOT = Path(torchgspmd.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+LAYERS = (                              # a file imports only from the lines below its own (DESIGN.md, section 7)
+    ("__init__",),
+    ("backend", "parallel", "parallelize", "torch_backend"),
+    ("api",),
+    ("plan",),
+    ("capture",),
+    ("xla_backend",),
+    ("comm.groups", "comm.lower", "comm.simulate"),
+    ("fx_passes",),
+    ("comm", "comm.collective", "comm.local"),
+    ("rules", "nd_capture", "specs"),
+    ("nd_ops",),
+    ("annotate",),
+    ("shard_spec",),
+    ("mesh",),
+    ("errors",),
+)
+
+
+def module_of(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def layer(module: str) -> int | None:
+    """The layer of a module: that of its longest listed prefix."""
+    place = {name: i for i, names in enumerate(LAYERS) for name in names}
+    while module and module not in place:
+        module = module.rpartition(".")[0]
+    return place.get(module)
+
+
+def imports(path: Path) -> list[tuple[str, ast.stmt, bool]]:
+    """(module of this package, statement, whether at the top level) for every import of this package in a file."""
+    tree = ast.parse(path.read_text())
+    hidden = {n for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
+    typing = {n for i in tree.body if isinstance(i, ast.If) for n in ast.walk(i)}
+    package = list(path.relative_to(ROOT).with_suffix("").parts)[:-1]
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level and node not in typing:
+            base = package[:len(package) - node.level + 1]
+            parts = base + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                deeper = [*parts, alias.name]
+                is_module = (ROOT.joinpath(*deeper).with_suffix(".py")).exists() or ROOT.joinpath(*deeper).is_dir()
+                found.append((".".join(deeper if is_module else parts), node, node not in hidden))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_go_down_the_layers(path):
+    module = module_of(path)
+    mine = layer(module)
+    if mine is None:
+        pytest.fail(f"{module} has no layer; add it to LAYERS")
+    for other, node, _ in imports(path):
+        same_folder = module.split(".")[0] == other.split(".")[0] and mine == layer(other)
+        assert same_folder or layer(other) is not None and layer(other) > mine or mine == layer(other) and "." not in module, (
+            f"{module}:{node.lineno} imports {other}, which is not below it")
+
+
+def test_no_import_cycle():
+    edges = {module_of(path): {other for other, _, _ in imports(path)} - {module_of(path)} for path in FILES}
+    done: set[str] = set()
+
+    def visit(module: str, chain: tuple[str, ...]) -> None:
+        assert module not in chain, f"imports in a circle: {' -> '.join((*chain, module))}"
+        if module not in done:
+            for other in edges.get(module, ()):
+                visit(other, (*chain, module))
+            done.add(module)
+    for module in edges:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_of_the_package_are_at_the_top(path):
+    assert [(other, node.lineno) for other, node, top in imports(path) if not top and not other.startswith("xla_backend")] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_no_file_over_500_lines(path):
+    assert len(path.read_text().splitlines()) <= 500
+
+
+def test_at_most_20_public_names():
+    assert len(torchgspmd.__all__) <= 20
+    assert len(set(torchgspmd.__all__)) == len(torchgspmd.__all__)
+    assert all(hasattr(torchgspmd, name) for name in torchgspmd.__all__)
+
+
+def test_private_capture_apis_are_imported_in_few_files():
+    """STYLE.md, 5: private torch modules only where the docstring says so."""
+    private = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else (
+                [a.name for a in node.names] if isinstance(node, ast.Import) else [])
+            for name in names:
+                parts = (name or "").split(".")
+                if parts[0] == "torch" and any(p.startswith("_") for p in parts[1:]):
+                    private.add((module_of(path), name))
+    allowed = {"capture", "rules.decompose"}
+    assert {module for module, name in private if name != "torch._ops"} <= allowed | {"comm.groups", "comm.lower"}, private
+
+
+def test_import_starts_nothing():
+    code = ("import sys, torch, torchgspmd\n"
+            "assert 'torch_xla' not in sys.modules\n"
+            "assert not torch.distributed.is_initialized()\n"
+            "assert torch._C._get_default_device() == 'cpu'\n")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent, timeout=120)
