@@ -41,6 +41,13 @@ class Strategy:
     results: tuple[ShardSpec, ...]
     work: float                         # of one device, in bytes on the wire
 
+@dataclass(frozen=True, slots=True)
+class Available:
+    """The layouts of an operand that exist (the first: as it is made), and how many operations share a new one."""
+    layouts: tuple[ShardSpec, ...]
+    sharers: int
+
+
 def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outputs: dict[int, ShardSpec | fx.Node],
               rules: Rules | None = None) -> fx.Graph:
     """given: layouts of inputs that are settled (others may be chosen). outputs: layouts of outputs by position; a node
@@ -81,7 +88,7 @@ class _Solver:
                 break
 
     def _choose(self, op: Op, first: bool = False) -> bool:
-        available = tuple(self.held[v] for v in op.operands)
+        available = tuple(self._available(v, op, first) for v in op.operands)
         wanted = tuple(self._wanted(v, first) for v in op.results)
         current = self.chosen.get(op.node)
         key = (op.key, available, wanted, current)
@@ -97,6 +104,14 @@ class _Solver:
         for i, (value, spec) in enumerate(zip(op.operands, best.operands)):
             self.needs.setdefault(value, {})[op.node, i] = spec
         return True
+
+    def _available(self, value: fx.Node, op: Op, first: bool) -> Available:
+        """The layouts in which a value exists anyhow; at first, before they are known, how many operations share it."""
+        if first:
+            alike = sum(user in self.ops and self.ops[user].key == op.key for user in value.users)
+            return Available((self.held[value],), max(alike, 1))
+        others = (spec for (user, _), spec in self.needs.get(value, {}).items() if user is not op.node)
+        return Available(tuple(dict.fromkeys((self.held[value], *others))), 1)
 
     def _wanted(self, value: fx.Node | None, first: bool) -> tuple[ShardSpec, ...]:
         """The different layouts in which a value is used; before that is known, the propagated one."""
@@ -115,12 +130,14 @@ class _Solver:
     def _cost(self, op: Op, strategy: Strategy, available, wanted) -> float:
         cost = strategy.work
         for value, have, need in zip(op.operands, available, strategy.operands):
-            if have != need:
-                cost += self._move(value, have, need)
-        for value, have, uses in zip(op.results, strategy.results, wanted):
+            if need not in have.layouts:
+                cost += min(self._move(value, layout, need) for layout in have.layouts) / have.sharers
+        for value, made, uses in zip(op.results, strategy.results, wanted):
+            copies = [made]
             for need in uses:
-                if have != need:
-                    cost += self._move(value, have, need)
+                if need not in copies:
+                    cost += min(self._move(value, layout, need) for layout in copies)
+                    copies.append(need)
         return cost
 
     def _move(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
@@ -130,15 +147,12 @@ class _Solver:
     def _candidates(self, op: Op, available, wanted) -> list[Strategy]:
         mark = _marked(op)
         if mark is not None:
-            return [s for s in self._enumerate(op, (mark,), ((mark,),)) if s.results[0] == mark] or [self._forced(op, mark)]
+            return [Strategy((), (mark,), (mark,), 0.0)]
         return self._enumerate(op, available, wanted)
-
-    def _forced(self, op: Op, spec: ShardSpec) -> Strategy:
-        return Strategy((), (spec,), (spec,), 0.0)
 
     def _enumerate(self, op: Op, available, wanted) -> list[Strategy]:
         options = self._options(op, available, wanted)
-        key = (op.key, tuple(options.items()), tuple(s.pending for s in available))
+        key = (op.key, tuple(options.items()), tuple(a.layouts[0].pending for a in available))
         if key not in self.strategies:
             made = (self._strategy(op, available, choice) for choice in self._choices(op.rule, options))
             self.strategies[key] = list(dict.fromkeys(s for s in made if s is not None))
@@ -148,7 +162,7 @@ class _Solver:
         """For each axis the factors it may shard, the operand groups it may pass through (integers), and None."""
         rule = op.rule
         options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
-        tensors = [*zip(rule.operands, ((a,) for a in available)), *zip(rule.results, wanted)]
+        tensors = [*zip(rule.operands, (a.layouts for a in available)), *zip(rule.results, wanted)]
         for dims, specs in tensors:
             for spec in specs:
                 for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
@@ -186,7 +200,8 @@ class _Solver:
         for i, dims in enumerate(rule.operands):
             axes = assemble(dims, assignment, rule.sizes, self.mesh)
             pending = tuple(a for a in self.mesh.names if a in through and i in rule.linear[through[a]])
-            if axes is None or any(a not in available[i].pending for a in pending) or pending and available[i].reduction != "sum":
+            if axes is None or any(a not in available[i].layouts[0].pending for a in pending) or pending and (
+                    available[i].layouts[0].reduction != "sum"):
                 return None
             operands.append(ShardSpec(axes, (), pending))
         for dims in rule.results:
