@@ -31,6 +31,7 @@ from .reshard import Resharder
 
 FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
 TRAFFIC_PER_BYTE = 64.0         # bytes of memory traffic worth one byte on the wire
+LATE = 0.5                      # between equals a sum stays pending: it may meet another one
 SWEEPS = 6
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class _Solver:
         return min(strategies, key=lambda s: self._cost(op, s, available, wanted))
 
     def _cost(self, op: Op, strategy: Strategy, available, wanted) -> float:
-        cost = strategy.work
+        cost = strategy.work - LATE * sum(len(spec.pending) for spec in strategy.results)
         for value, have, need in zip(op.operands, available, strategy.operands):
             if need not in have.layouts:
                 cost += min(self._move(value, layout, need) for layout in have.layouts) / have.sharers

@@ -2,6 +2,8 @@
 local statistics and an all_reduce of those."""
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .notation import Call, Rule, make_rule
@@ -58,6 +60,21 @@ def _layer_norm(call: Call) -> Rule:
     sizes = {name[0]: n for name, n in zip(lead + tail, x.shape)}
     return make_rule([lead + tail] + [tail] * (len(call.tensors) - 1), [lead + tail, statistics, statistics], sizes,
                      whole=" ".join(n[0] for n in tail), splits=True)
+
+
+def _split_layer_norm(x, normalized_shape, weight, bias, eps):
+    dims = list(range(x.dim() - len(normalized_shape), x.dim()))
+    kind = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    wide, count = x.to(kind), math.prod(normalized_shape)
+    mean = wide.sum(dims, True) / count
+    centered = wide - mean
+    rstd = ((centered * centered).sum(dims, True) / count + eps).rsqrt()
+    out = centered * rstd
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(x.dtype), mean, rstd
+
+
+SPLITS[aten.native_layer_norm.default] = _split_layer_norm
 
 
 @computed(aten.native_layer_norm_backward.default, splits=True)

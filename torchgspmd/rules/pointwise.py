@@ -21,6 +21,7 @@ def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> tuple[tuple[s
 
 def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = ()) -> Rule:
     shape = tuple(call.results[0].shape)
+    linear = [group for group in linear if max(group) < len(call.tensors)]  # x + 1 is not linear in x
     sizes = {f"d{i}": size for i, size in enumerate(shape)}
     return make_rule([broadcast_dims(t.shape, shape) for t in call.tensors],
                      [broadcast_dims(t.shape, shape) for t in call.results], sizes, linear=linear)
