@@ -31,8 +31,8 @@ from .reshard import Resharder
 
 FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
 TRAFFIC_PER_BYTE = 64.0         # bytes of memory traffic worth one byte on the wire
-LATE = 0.5                      # between equals a sum stays pending: it may meet another one
-SWEEPS = 6
+LATE = 1 / 8                    # of its bytes is what a sum is favoured by that stays pending: it may meet another one
+SWEEPS = 6                      # at most, with that favour and again without
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -71,6 +71,7 @@ class _Solver:
         self.chosen: dict[fx.Node, Strategy] = {}
         self.needs: dict[fx.Node, dict] = {}                                # value -> {(user, operand index): layout}
         self.memo: dict = {}
+        self.late = LATE
         self.strategies: dict = {}
         self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
 
@@ -80,19 +81,20 @@ class _Solver:
         for op in self.ops.values():
             self._choose(op, first=True)
         self._settle_outputs()
-        for sweep in range(SWEEPS):
-            order = list(self.ops.values())
-            changed = [self._choose(op) for op in (order if sweep % 2 else reversed(order))]
-            changed += [self._choose_input(node) for node in self.open_inputs]
-            self._settle_outputs()
-            if not any(changed):
-                break
+        for self.late in (LATE, 0.0):
+            for sweep in range(SWEEPS):
+                order = list(self.ops.values())
+                changed = [self._choose(op) for op in (order if sweep % 2 else reversed(order))]
+                changed += [self._choose_input(node) for node in self.open_inputs]
+                self._settle_outputs()
+                if not any(changed):
+                    break
 
     def _choose(self, op: Op, first: bool = False) -> bool:
         available = tuple(self._available(v, op, first) for v in op.operands)
         wanted = tuple(self._wanted(v, first) for v in op.results)
         current = self.chosen.get(op.node)
-        key = (op.key, available, wanted, current)
+        key = (op.key, available, wanted, current, self.late)
         best = self.memo.get(key)
         if best is None:
             best = self.memo[key] = self._best(op, available, wanted, current)
@@ -129,11 +131,13 @@ class _Solver:
         return min(strategies, key=lambda s: self._cost(op, s, available, wanted))
 
     def _cost(self, op: Op, strategy: Strategy, available, wanted) -> float:
-        cost = strategy.work - LATE * sum(len(spec.pending) for spec in strategy.results)
+        cost = strategy.work
         for value, have, need in zip(op.operands, available, strategy.operands):
             if need not in have.layouts:
                 cost += min(self._move(value, layout, need) for layout in have.layouts) / have.sharers
         for value, made, uses in zip(op.results, strategy.results, wanted):
+            if made.pending and value is not None:
+                cost -= self.late * math.prod(made.local_shape(value.meta["val"].shape, self.mesh)) * value.meta["val"].element_size()
             copies = [made]
             for need in uses:
                 if need not in copies:

@@ -184,6 +184,9 @@ class _Propagation:
 
 
 def _broadcasts(rule: Rule, operand: int) -> bool:
-    """Whether an operand lacks factors that the first result has."""
+    """Whether an operand is spread over dimensions that the result has, by itself or beside a larger operand."""
     own = {f for dim in rule.operands[operand] for f in dim}
-    return any(f not in own for dim in rule.results[0] for f in dim)
+    others = [{f for dim in dims for f in dim} for i, dims in enumerate(rule.operands) if i != operand]
+    if others:
+        return any(own < other for other in others)
+    return bool({f for dim in rule.results[0] for f in dim} - own)
