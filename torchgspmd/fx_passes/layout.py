@@ -15,8 +15,8 @@ def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -
     """The axes of a tensor's dimensions as axes of its factors.
 
     The axes of a dimension fill its factors from the major one on: the next factor only when the one before it is
-    fully sharded. An axis that does not divide what is left of a factor (unless that is the last one, which may be
-    uneven) has no place, and neither have those after it.
+    fully sharded. Only a factor that is alone may be uneven: an axis that does not divide what is left of another has
+    no place, and neither have those after it.
     """
     found: dict[str, Axes] = {}
     for factors, axes in zip(dims, spec.dims):
@@ -25,10 +25,9 @@ def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -
                 found[factors[0]] = axes
             continue
         rest = list(axes)
-        for i, factor in enumerate(factors):
+        for factor in factors:
             left, taken = sizes[factor], []
-            last = i == len(factors) - 1
-            while rest and (last or left % mesh.count(rest[:1]) == 0):
+            while rest and left % mesh.count(rest[:1]) == 0:
                 left //= mesh.count(rest[:1])
                 taken.append(rest.pop(0))
                 if left == 1:
@@ -49,13 +48,13 @@ def assemble(dims: Dims, assignment: Assignment, sizes: Mapping[str, int], mesh:
             continue
         axes: Axes = ()
         open_end = True
-        for i, factor in enumerate(factors):
+        for factor in factors:
             here = assignment.get(factor, ())
             if here and not open_end:
                 return None
             axes += here
             count = mesh.count(here)
-            if count > 1 and i < len(factors) - 1 and sizes[factor] % count:
+            if sizes[factor] % count:
                 return None
             open_end = open_end and count == sizes[factor]
         result.append(axes)

@@ -53,7 +53,9 @@ def _embedding_backward(call: Call) -> Rule:
     grad, index = call.tensors
     names = _factors("i", index.shape)
     sizes = _sizes((names, index.shape)) | {"v": call.args[2], "e": grad.shape[-1]}
-    return make_rule([[*names, ("e",)], names], [[("v",), ("e",)]], sizes, special="v", reduce=" ".join(n[0] for n in names),
+    every = " ".join(n[0] for n in names)
+    return make_rule([[*names, ("e",)], names], [[("v",), ("e",)]], sizes, special="v", reduce=every,
+                     whole=f"{every} v" if call.args[4] else "",                   # how often an index occurs is counted over all
                      emit=_emit_embedding_backward, linear=[[0]])
 
 

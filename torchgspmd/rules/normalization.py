@@ -33,6 +33,14 @@ def _split_log_softmax(x, dim, half_to_float):
     return shifted - shifted.exp().sum(dim, True).log()
 
 
+def _split_safe_softmax(x, dim, dtype=None):
+    x = x if dtype is None else x.to(dtype)
+    top = x.amax(dim, True)
+    empty = top == float("-inf")                                             # rows without any finite number are 0
+    e = (x - torch.where(empty, 0.0, top)).exp()
+    return torch.where(empty, 0.0, e / e.sum(dim, True))
+
+
 def _split_softmax_backward(grad, y, dim, dtype):
     gy = grad * y
     return (gy - y * gy.sum(dim, True)).to(dtype)
@@ -42,7 +50,8 @@ def _split_log_softmax_backward(grad, y, dim, dtype):
     return (grad - y.exp() * grad.sum(dim, True)).to(dtype)
 
 
-SPLITS.update({aten._softmax.default: _split_softmax, aten._log_softmax.default: _split_log_softmax,
+SPLITS.update({aten._softmax.default: _split_softmax, aten._safe_softmax.default: _split_safe_softmax,
+               aten._log_softmax.default: _split_log_softmax,
                aten._softmax_backward_data.default: _split_softmax_backward,
                aten._log_softmax_backward_data.default: _split_log_softmax_backward})
 

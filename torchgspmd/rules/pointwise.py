@@ -58,13 +58,24 @@ pointwise(
     aten.tanh.default, aten.tanh_backward.default, aten.threshold.default, aten.threshold_backward.default, aten.trunc.default,
     aten.where.ScalarOther, aten.where.ScalarSelf, aten.xlogy.Tensor, aten.add.Scalar, aten.sub.Scalar,
     aten.square.default)
-pointwise(aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.clone.default, aten._to_copy.default, aten.positive.default,
+pointwise(aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.clone.default, aten.positive.default,
           aten.conj_physical.default, linear=[[0]])
 pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
 pointwise(aten.mul.Tensor, linear=[[0], [1]])
 pointwise(aten.div.Tensor, linear=[[0]])
 pointwise(aten.where.self, linear=[[1, 2]])
 pointwise(mark_sharding_op._opoverload)
+
+
+def keeps_sums(call: Call) -> bool:
+    """Whether the cast from the operand's type to the result's is linear: the one to integers rounds."""
+    before, after = call.tensors[0].dtype, call.results[0].dtype
+    return before == after or after != torch.bool and (after.is_floating_point or after.is_complex or not before.is_floating_point)
+
+
+@computed(aten._to_copy.default)
+def _to_copy(call: Call) -> Rule:
+    return pointwise_rule(call, linear=[[0]] if keeps_sums(call) else ())
 
 
 @decomposition(aten.addcmul.default)

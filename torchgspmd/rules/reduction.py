@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .notation import Call, Rule, make_rule
+from .pointwise import keeps_sums
 from .registry import computed, decomposition
 
 aten = torch.ops.aten
@@ -24,7 +25,7 @@ def reduction_rule(call: Call, dims: Sequence[int] | int | None, kind: str | Non
     factors = [f"d{i}" for i in sorted(reduced)]
     results = [kept if r.dim() == len(kept) else keepdim for r in call.results]
     return make_rule([names], results, sizes, reduce={f: kind for f in factors} if kind else {},
-                     whole="" if kind else " ".join(factors), linear=[[0]] if kind == "sum" else ())
+                     whole="" if kind else " ".join(factors), linear=[[0]] if kind == "sum" and keeps_sums(call) else ())
 
 
 for _op, _kind in ((aten.sum.dim_IntList, "sum"), (aten.amax.default, "max"), (aten.amin.default, "min"),
@@ -32,9 +33,10 @@ for _op, _kind in ((aten.sum.dim_IntList, "sum"), (aten.amax.default, "max"), (a
     computed(_op)(lambda call, kind=_kind: reduction_rule(call, call.argument(1, "dim"), kind))
 for _op, _kind in ((aten.sum.default, "sum"), (aten.max.default, "max"), (aten.min.default, "min"), (aten.prod.default, "prod")):
     computed(_op)(lambda call, kind=_kind: reduction_rule(call, None, kind))
-for _op in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.mode.default,
-            aten.kthvalue.default, aten.nanmedian.dim):
+for _op in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim):
     computed(_op)(lambda call: reduction_rule(call, call.argument(1, "dim"), None))
+computed(aten.mode.default)(lambda call: reduction_rule(call, call.argument(1, "dim", -1), None))
+computed(aten.kthvalue.default)(lambda call: reduction_rule(call, call.argument(2, "dim", -1), None))
 
 
 def _count(x: torch.Tensor, dims) -> int:
@@ -44,8 +46,7 @@ def _count(x: torch.Tensor, dims) -> int:
 
 @decomposition(aten.mean.dim)
 def _mean_dim(x, dim, keepdim=False, *, dtype=None):
-    total = x.sum(dim, keepdim, dtype=dtype) if dim else x.sum(dtype=dtype)
-    return total / _count(x, dim)
+    return x.sum(dim if dim else list(range(x.dim())), keepdim, dtype=dtype) / _count(x, dim)
 
 
 @decomposition(aten.mean.default)
