@@ -1,0 +1,244 @@
+"""Arguments for every operation that has a rule: the prover splits each of their factors and compares (test_prover.py).
+
+Sizes are such that 2 and 3 devices divide some of them, leave padding in others, and leave whole devices with nothing
+but padding in the small ones. A new rule needs a line here: sample(op, arguments...) with functions that make them.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgspmd import nd_ops  # noqa: F401 (registers einsum and attention)
+
+aten = torch.ops.aten
+ours = torch.ops.torchgspmd
+SAMPLES: dict[Any, list[Callable[[], tuple[tuple, dict]]]] = {}
+
+
+def sample(ops: Any, *args: Any, **kwargs: Any) -> None:
+    """Registers one call of an operation or of several. A function among the arguments is called to make a tensor."""
+    def make() -> tuple[tuple, dict]:
+        torch.manual_seed(0)
+
+        def value(a: Any) -> Any:
+            return a() if callable(a) else [value(b) for b in a] if isinstance(a, list) else a
+        return tuple(map(value, args)), {name: value(a) for name, a in kwargs.items()}
+    for op in ops if isinstance(ops, (list, tuple)) else [ops]:
+        SAMPLES.setdefault(op, []).append(make)
+
+
+def unit(*shape: int) -> Callable[[], Tensor]:
+    """Numbers between 0.1 and 0.9."""
+    return lambda: torch.rand(*shape) * 0.8 + 0.1
+
+
+def real(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*shape)
+
+
+def ints(high: int, *shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(0, high, shape)
+
+
+def bools(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.rand(*shape) > 0.5
+
+
+def named(text: str, overload: str = "default") -> list[Any]:
+    return [getattr(getattr(aten, name), overload) for name in text.split()]
+
+
+# ------------------------------------------------------------------------------------------ elementwise
+
+sample(named("abs acos angle asin asinh atan atanh ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu "
+             "hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 logical_not logit mish "
+             "nan_to_num neg positive reciprocal relu round rsqrt sgn sigmoid sign signbit silu sin sinc sinh softplus sqrt square tan "
+             "tanh trunc clone conj_physical log_sigmoid_forward"), unit(4, 5))
+sample(named("abs neg relu sign"), ints(9, 7))
+sample(aten.acosh.default, lambda: torch.rand(4, 5) + 1.1)
+sample(aten.polygamma.default, 1, unit(4, 5))
+sample([*named("atan2 floor_divide fmax fmin hypot logaddexp maximum minimum nextafter logical_and logical_or logical_xor sigmoid_backward "
+               "tanh_backward"),
+        *named("copysign eq fmod ge gt le lt ne remainder xlogy add sub mul div", "Tensor"), aten.pow.Tensor_Tensor], unit(4, 5), unit(4, 5))
+sample([*named("add sub mul div", "Tensor"), aten.maximum.default, aten.atan2.default], real(4, 5), real(5))
+sample([*named("add sub mul div", "Tensor"), aten.minimum.default], real(4, 1), real(3, 1, 5))
+sample(named("eq ge gt le lt ne fmod remainder mul div add sub", "Scalar"), real(4, 5), 0.5)
+sample(named("eq ge gt le lt ne mul add sub", "Scalar"), ints(5, 7), 2)
+sample(aten.rsub.Scalar, real(4, 5), 2)
+sample([aten.add.Tensor, aten.sub.Tensor], real(4, 5), real(5), alpha=0.5)
+sample(named("bitwise_and bitwise_or bitwise_xor", "Scalar"), ints(9, 7), 5)
+sample(named("bitwise_and bitwise_or bitwise_xor", "Tensor"), ints(9, 4, 5), ints(9, 5))
+sample(aten.bitwise_not.default, bools(7))
+sample(aten.pow.Tensor_Scalar, unit(4, 5), 2.5)
+sample(aten.pow.Scalar, 2, unit(4, 5))
+sample(aten.lerp.Scalar, real(4, 5), real(4, 5), 0.3)
+sample(aten.lerp.Tensor, real(4, 5), real(4, 5), unit(5))
+sample(aten.div.Tensor_mode, real(4, 5), unit(5), rounding_mode="floor")
+sample(aten.div.Scalar_mode, real(4, 5), 0.3, rounding_mode="trunc")
+sample(aten.clamp.default, real(4, 5), -0.5, 0.5)
+sample(aten.clamp.Tensor, real(4, 5), lambda: torch.full((5,), -0.5), unit(4, 1))
+sample(aten.clamp_max.default, real(4, 5), 0.5)
+sample(aten.clamp_min.default, real(4, 5), -0.5)
+sample(aten.masked_fill.Scalar, real(4, 5), bools(5), 7.0)
+sample(aten.masked_fill.Tensor, real(4, 5), bools(4, 1), lambda: torch.tensor(7.0))
+sample(aten.where.self, bools(4, 1), real(4, 5), real(5))
+sample(aten.where.ScalarOther, bools(4, 5), real(4, 5), 2.0)
+sample(aten.where.ScalarSelf, bools(4, 5), 2.0, real(4, 5))
+sample(aten._to_copy.default, real(4, 5), dtype=torch.float64)
+sample(aten._to_copy.default, real(4, 5), dtype=torch.int64)
+sample(aten._to_copy.default, real(4, 5), dtype=torch.bfloat16)
+sample(aten.threshold.default, real(4, 5), 0.1, 2.0)
+sample(aten.threshold_backward.default, real(4, 5), real(4, 5), 0.1)
+sample(aten.elu_backward.default, real(4, 5), 1.0, 1.0, 1.0, False, real(4, 5))
+sample(aten.gelu_backward.default, real(4, 5), real(4, 5), approximate="tanh")
+sample(named("hardsigmoid_backward hardswish_backward silu_backward"), real(4, 5), real(4, 5))
+sample(aten.hardtanh_backward.default, real(4, 5), real(4, 5), -0.5, 0.5)
+sample(aten.leaky_relu_backward.default, real(4, 5), real(4, 5), 0.1, False)
+sample(aten.softplus_backward.default, real(4, 5), real(4, 5), 1.0, 20.0)
+sample(aten.log_sigmoid_backward.default, real(4, 5), lambda: torch.full((4, 5), 0.5), lambda: torch.full((4, 5), -0.5).exp())
+sample(ours.mark_sharding.default, real(4, 5), "m=2", "? ?")
+
+# ------------------------------------------------------------------------------------------ contractions
+
+sample(ours.einsum.default, "mk,kn->mn", real(4, 7), real(7, 5))
+sample(ours.einsum.default, "bsk,nk->bsn", real(2, 5, 7), real(4, 7))
+sample(ours.einsum.default, "abst,tbax->axbs", real(2, 3, 5, 7), real(7, 3, 2, 4))
+sample(ours.einsum.default, "k,k->", real(7), real(7))
+sample(ours.einsum.default, "a,b->ab", real(4), real(5))
+sample(ours.attention.default, real(2, 4, 5, 8), real(2, 4, 5, 8), real(2, 4, 5, 8), True, 0.3)
+sample(ours.attention.default, real(3, 2, 5, 8), real(3, 2, 7, 8), real(3, 2, 7, 8), False, 0.3)
+
+
+def _attention_backward() -> tuple[tuple, dict]:
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(3, 4, 5, 8) for _ in range(4))
+    out, lse = ours.attention.default(q, k, v, True, 0.3)
+    return (grad, q, k, v, out, lse, True, 0.3), {}
+
+
+SAMPLES[ours.attention_backward.default] = [_attention_backward]
+
+# ------------------------------------------------------------------------------------------ making tensors
+
+sample([aten.full.default], [4, 5], 2.0)
+sample([aten.zeros.default, aten.ones.default, aten.rand.default, aten.randn.default], [4, 5])
+sample(aten.empty.memory_format, [0, 5])
+sample(aten.scalar_tensor.default, 3.0)
+sample(aten.arange.start_step, 1, 12, 2)
+sample(aten.arange.start_step, 0.5, 3.0, 0.5)
+sample(aten.bernoulli.p, real(4, 5), 0.5)
+sample(aten.bernoulli.default, unit(4, 5))
+sample(aten.randint.default, 9, [4, 5])
+sample(aten.randint.low, 3, 9, [4, 5])
+
+# ------------------------------------------------------------------------------------------ looking up
+
+sample(aten.embedding.default, real(7, 4), ints(7, 3, 5))
+sample(aten.embedding.default, real(4, 5), ints(4, 5))
+sample(aten.embedding_dense_backward.default, real(3, 5, 4), ints(7, 3, 5), 7, -1, False)
+sample(aten.embedding_dense_backward.default, real(5, 4), ints(7, 5), 7, 2, False)
+sample(aten.embedding_dense_backward.default, real(9, 4), ints(7, 9), 7, -1, True)
+sample(aten.gather.default, real(4, 7), 1, ints(7, 4, 3))
+sample(aten.gather.default, real(7, 5), 0, ints(7, 3, 4))
+sample(aten.scatter.value, real(4, 7), 1, ints(7, 4, 1), 2.0)
+sample(aten.scatter.value, real(7, 5), -2, ints(7, 2, 5), 2.0)
+sample(aten.index_select.default, real(4, 7, 2), 1, ints(7, 5))
+sample(aten.index_select.default, real(7, 2), 0, ints(7, 3))
+
+# ------------------------------------------------------------------------------------------ normalization
+
+sample([aten._softmax.default, aten._log_softmax.default], real(4, 5, 7), 1, False)
+sample([aten._softmax.default, aten._log_softmax.default], real(4, 5), -1, False)
+sample(aten._safe_softmax.default, real(4, 5), -1)
+sample(aten._safe_softmax.default, lambda: torch.randn(4, 5).masked_fill(torch.eye(4, 1) > 0, -float("inf")), -1)
+sample([aten._softmax_backward_data.default], real(4, 5), lambda: torch.randn(4, 5).softmax(1), 1, torch.float32)
+sample([aten._log_softmax_backward_data.default], real(4, 5), lambda: torch.randn(4, 5).log_softmax(0), 0, torch.float32)
+sample(aten.native_layer_norm.default, real(4, 5, 7), [7], real(7), real(7), 1e-5)
+sample(aten.native_layer_norm.default, real(3, 4, 5), [4, 5], None, None, 1e-5)
+sample(aten.native_layer_norm.default, real(4, 7), [7], real(7), None, 1e-5)
+
+
+def _layer_norm_backward(weighted: bool, mask: list[bool]) -> Callable[[], tuple[tuple, dict]]:
+    def make() -> tuple[tuple, dict]:
+        torch.manual_seed(0)
+        x, grad, weight, bias = torch.randn(3, 5, 7), torch.randn(3, 5, 7), torch.randn(7), torch.randn(7)
+        weight, bias = (weight, bias) if weighted else (None, None)
+        _, mean, rstd = aten.native_layer_norm.default(x, [7], weight, bias, 1e-5)
+        return (grad, x, [7], mean.contiguous(), rstd.contiguous(), weight, bias, mask), {}
+    return make
+
+
+SAMPLES[aten.native_layer_norm_backward.default] = [
+    _layer_norm_backward(True, [True, True, True]), _layer_norm_backward(False, [True, False, False]),
+    _layer_norm_backward(True, [False, True, True])]
+
+# ------------------------------------------------------------------------------------------ reductions
+
+sample([aten.sum.dim_IntList, aten.amax.default, aten.amin.default], real(4, 5, 7), [1])
+sample([aten.sum.dim_IntList, aten.amax.default, aten.amin.default], real(4, 5, 7), [0, -1], True)
+sample([aten.amax.default, aten.amin.default, aten.sum.dim_IntList], lambda: torch.randint(-9, 9, (4, 5)), [0])
+sample(aten.sum.dim_IntList, real(4, 5), [])
+sample(aten.sum.dim_IntList, real(4, 5), None)
+sample(aten.sum.dim_IntList, bools(4, 5), [0])
+sample([aten.amax.default, aten.amin.default], bools(4, 5), [0])
+sample(aten.prod.dim_int, real(4, 5), 1)
+sample(named("sum max min prod"), real(4, 5))
+sample(named("sum max min prod"), lambda: torch.randint(1, 4, (5,)))
+sample(aten.sum.dim_IntList, real(4, 5), [0], dtype=torch.int64)
+sample([aten.argmax.default, aten.argmin.default], real(4, 5))
+sample([aten.argmax.default, aten.argmin.default], real(4, 5), 1, True)
+sample([aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode.default], real(4, 5, 7), 1)
+sample(aten.kthvalue.default, real(4, 5), 2, 1)
+sample([aten.kthvalue.default], real(4, 5, 7), 3)
+sample(aten.mode.default, ints(3, 4, 5, 7))
+
+# ------------------------------------------------------------------------------------------ rearranging
+
+VIEWS = named("view _unsafe_view reshape")
+sample(VIEWS, real(4, 6), [2, 2, 3, 2])
+sample(VIEWS, real(2, 6, 5), [12, 5])
+sample(VIEWS, real(6, 4), [2, 12])
+sample(VIEWS, real(5, 7), [35])
+sample(VIEWS, real(5, 6), [5, 1, 2, 3])
+sample(VIEWS, real(4, 6), [3, 8])
+sample(aten.permute.default, real(4, 5, 7), [2, 0, 1])
+sample(aten.permute.default, real(4, 5, 7), [-1, 0, -2])
+sample(aten.t.default, real(4, 5))
+sample(aten.t.default, real(4))
+sample(aten.transpose.int, real(4, 5, 7), 0, -1)
+sample(aten.expand.default, real(4, 1, 5), [3, 4, 7, 5])
+sample(aten.expand.default, real(4, 5), [-1, -1])
+sample(aten.unsqueeze.default, real(4, 5), 1)
+sample(aten.squeeze.default, real(4, 1, 5))
+sample(aten.squeeze.dim, real(4, 1, 5), 1)
+sample(aten.squeeze.dim, real(4, 5), 1)
+sample(aten.squeeze.dims, real(1, 4, 1, 5), [0, 2])
+sample(aten.cat.default, [real(4, 5), real(4, 2), real(4, 4)], 1)
+sample(aten.cat.default, [real(4, 5), real(3, 5)])
+sample(aten.stack.default, [real(4, 5), real(4, 5)], 1)
+sample(aten.split.Tensor, real(4, 5), 2, 1)
+sample(aten.split_with_sizes.default, real(4, 5), [1, 4], 1)
+sample(aten.unbind.int, real(4, 5, 3), 2)
+sample(aten.flip.default, real(4, 5, 7), [1])
+sample(aten.flip.default, real(4, 5, 7), [0, 2])
+sample(aten.roll.default, real(4, 5, 7), [2], [1])
+sample(aten.roll.default, real(4, 5), [3])
+sample(named("cumsum cumprod logcumsumexp cummax cummin"), real(4, 5, 7), 1)
+sample(aten.sort.default, real(4, 5), 1, True)
+sample(aten.sort.stable, real(4, 5), stable=True, dim=0)
+sample(aten.topk.default, real(4, 5), 2)
+sample(aten.topk.default, real(4, 5), 2, 0)
+sample([aten.tril.default, aten.triu.default], real(3, 4, 5))
+sample([aten.tril.default, aten.triu.default], real(3, 4, 5), 1)
+sample(aten.slice.Tensor, real(4, 5), 1, 1, 4)
+sample(aten.slice.Tensor, real(4, 7), 1, 0, 7, 2)
+sample(aten.slice.Tensor, real(4, 5), 0, 0, 99)
+sample(aten.slice_backward.default, real(4, 3), [4, 7], 1, 1, 6, 2)
+sample(aten.constant_pad_nd.default, real(4, 5), [1, 2])
+sample(aten.constant_pad_nd.default, real(4, 5), [0, 0, 2, -1], 3.0)
+sample(aten.select.int, real(4, 5, 7), 1, 2)
+sample(aten.select.int, real(4, 5, 7), -1, -1)
+sample(aten.select_backward.default, real(4, 7), [4, 5, 7], 1, 2)

@@ -1,0 +1,265 @@
+"""The prover: every rule says of its operation what is true.
+
+For each sample of each operation with a rule, and for each factor that the rule lets be sharded: the operands are
+split along it over 2 and 3 devices, their padding poisoned, the operation is run on the parts as the rule says, the
+results are joined and compared with the operation itself.
+"""
+from __future__ import annotations
+
+import itertools
+import operator
+
+import pytest
+import torch
+from helpers import assert_same
+from samples import SAMPLES
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh, ShardSpec
+from torchgspmd.comm.collective import STEPS
+from torchgspmd.comm.simulate import Lockstep, join_global, split_global
+from torchgspmd.fx_passes import localize, partition, propagate
+from torchgspmd.fx_passes.graph import Rules, call_of, results_of
+from torchgspmd.fx_passes.layout import assemble, result_pending
+from torchgspmd.fx_passes.reshard import Resharder
+from torchgspmd.rules import rule_of
+from torchgspmd.rules.registry import DECOMPOSITIONS, RULES, SPLITS
+
+aten = torch.ops.aten
+CASES = [pytest.param(op, i, id=f"{op}-{i}") for op, samples in SAMPLES.items() for i in range(len(samples))]
+RANDOM = torch.Tag.nondeterministic_seeded
+
+
+def test_every_rule_has_a_sample():
+    assert sorted(map(str, set(RULES) - set(SAMPLES))) == []
+
+
+def one_operation(op, args, kwargs) -> tuple[fx.Graph, fx.Node, list[Tensor]]:
+    """A graph of one operation that returns all of its results; the operation's node; its tensor operands."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    graph, mode = fx.Graph(), FakeTensorMode()
+    fakes = [mode.from_tensor(t) for t in tensors]
+    nodes = [graph.placeholder(f"x{i}") for i in range(len(tensors))]
+    for node, fake in zip(nodes, fakes):
+        node.meta["val"] = fake
+
+    def filled(with_: list) -> tuple[tuple, dict]:
+        rest = iter(with_)
+        return pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+    node = graph.call_function(op, *filled(nodes))
+    fake_args, fake_kwargs = filled(fakes)
+    with mode:
+        node.meta["val"] = op(*fake_args, **fake_kwargs)
+    val = node.meta["val"]
+    if isinstance(val, (tuple, list)):
+        node.meta["val"] = val = tuple(val)
+        for i, v in enumerate(val):
+            if isinstance(v, Tensor):
+                graph.call_function(operator.getitem, (node, i)).meta["val"] = v
+    graph.output(tuple(n for n in results_of(node)))
+    return graph, node, tensors
+
+
+def shard(graph: fx.Graph, node: fx.Node, assignment: dict, mesh: Mesh) -> tuple[fx.Graph, list[ShardSpec], list[ShardSpec]] | None:
+    """The graph with the operation's factors sharded as given and its pending results reduced; layouts of inputs and
+    outputs. None where no layout of whole dimensions expresses the assignment."""
+    rule = rule_of(call_of(node))
+    ins = [assemble(dims, assignment, rule.sizes, mesh) for dims in rule.operands]
+    outs = [assemble(dims, assignment, rule.sizes, mesh) for dims in rule.results]
+    if None in ins or None in outs:
+        return None
+    specs = [ShardSpec(axes, (), *result_pending(rule, dims, assignment)) for axes, dims in zip(outs, rule.results)]
+    for given, axes in zip((n for n in graph.nodes if n.op == "placeholder"), ins):
+        given.meta["spec"] = ShardSpec(axes)
+    node.meta |= {"rule": rule, "assignment": assignment, "result_specs": specs}
+    returned = []
+    for value, spec in zip(results_of(node), specs):
+        value.meta["spec"] = spec
+        done = spec.with_pending(())
+        shape, size = tuple(value.meta["val"].shape), value.meta["val"].element_size()
+        for step in Resharder(mesh).steps(shape, size, spec, done):
+            with graph.inserting_before(graph.output_node()):
+                after = graph.call_function(STEPS[step.kind], (value, *step.args))
+            after.meta = {"val": value.meta["val"], "spec": step.spec, "step": step}
+            value = after
+        returned.append(value)
+    graph.output_node().args = (tuple(returned),)
+    return graph, [ShardSpec(axes) for axes in ins], [s.with_pending(()) for s in specs]
+
+
+def run(graph: fx.Graph, mesh: Mesh, tensors: list[Tensor], ins: list[ShardSpec], outs: list[ShardSpec]) -> list[Tensor]:
+    program = fx.GraphModule(nn.Module(), localize(graph, mesh))
+    parts = Lockstep(program, mesh).run_devices([split_global(t, spec, mesh, poison=True) for t, spec in zip(tensors, ins)])
+    shapes = [n.meta["val"].shape for n in graph.output_node().args[0]]
+    return [join_global(p, spec, shape, mesh) for p, spec, shape in zip(parts, outs, shapes)]
+
+
+def expected(op, args, kwargs) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [t.contiguous() for t in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(t, Tensor)]
+
+
+def check(op, number: int, assignment: dict, mesh: Mesh) -> None:
+    args, kwargs = SAMPLES[op][number]()
+    graph, node, tensors = one_operation(op, args, kwargs)
+    made = shard(graph, node, assignment, mesh)
+    if made is None:
+        return
+    torch.manual_seed(1)
+    assert_same(run(made[0], mesh, tensors, *made[1:]), expected(op, args, kwargs), f"{op} {assignment} {mesh!r}")
+
+
+def shardable(op, number: int) -> list[str]:
+    rule = rule_of(call_of(one_operation(op, *SAMPLES[op][number]())[1]))
+    return [factor for factor in rule.sizes if factor not in rule.whole]
+
+
+@pytest.mark.parametrize("op, number", CASES)
+def test_every_factor_can_be_sharded(op, number):
+    check(op, number, {}, Mesh(m=2))
+    for factor in shardable(op, number):
+        for mesh in (Mesh(m=2), Mesh(m=3)):
+            check(op, number, {factor: ("m",)}, mesh)
+
+
+@pytest.mark.parametrize("op, number", CASES)
+def test_two_factors_at_once(op, number):
+    mesh = Mesh(a=2, b=3)
+    for one, two in itertools.permutations(shardable(op, number)[:4], 2):
+        check(op, number, {one: ("a",), two: ("b",)}, mesh)
+
+
+@pytest.mark.parametrize("op, number", CASES)
+def test_two_axes_on_one_factor(op, number):
+    for factor in shardable(op, number):
+        check(op, number, {factor: ("b", "a")}, Mesh(a=2, b=2))
+
+
+@pytest.mark.parametrize("op, number", CASES)
+def test_pending_sums_pass_through_what_is_linear(op, number):
+    """op(x + y) = op(x) + op(y), where x and y are terms of the operands of a `linear` group."""
+    args, kwargs = SAMPLES[op][number]()
+    graph, node, tensors = one_operation(op, args, kwargs)
+    for group in rule_of(call_of(node)).linear:
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        sums, terms = list(leaves), list(leaves)
+        for operand in group:
+            x = leaves[places[operand]]
+            if x.dtype == torch.bool:
+                return                  # no rule leaves terms of booleans that do not exclude each other
+            terms[places[operand]] = torch.randn(x.shape).mul(3).to(x.dtype)
+            sums[places[operand]] = x + terms[places[operand]]
+        a, b, both = (expected(op, *pytree.tree_unflatten(flat, tree)) for flat in (leaves, terms, sums))
+        coarse = min((t.dtype for t in (*tensors, *both) if t.is_floating_point()), key=lambda d: -torch.finfo(d).eps, default=torch.int64)
+        assert_same([(x + y).to(coarse) for x, y in zip(a, b)], [t.to(coarse) for t in both], f"{op}, operands {sorted(group)}")
+
+
+@pytest.mark.parametrize("op, number", CASES)
+def test_partition_shards_the_factor_that_inputs_and_outputs_are_laid_out_by(op, number):
+    mesh = Mesh(m=2)
+    if not any(t.numel() for t in expected(op, *SAMPLES[op][number]())):
+        pytest.skip("nothing to shard: the layout of an empty tensor costs nothing either way")
+    for factor in shardable(op, number):
+        graph, node, tensors = one_operation(op, *SAMPLES[op][number]())
+        rule = rule_of(call_of(node))
+        assignment = {factor: ("m",)}
+        ins, outs = ([assemble(dims, assignment, rule.sizes, mesh) for dims in side] for side in (rule.operands, rule.results))
+        if None in ins or None in outs or not any(any(axes) for axes in outs):
+            continue                    # a factor that is summed over: whether to shard it is a question of cost
+        given = {n: ShardSpec(axes) for n, axes in zip((n for n in graph.nodes if n.op == "placeholder"), ins)}
+        wanted = {i: ShardSpec(axes) for i, axes in enumerate(outs)}
+        seeds = [*((n, s, "") for n, s in given.items()), *((v, s, "") for v, s in zip(results_of(node), wanted.values()))]
+        propagate(graph, mesh, seeds)
+        sharded = partition(graph, mesh, given, wanted, Rules())
+        found = next(n for n in sharded.nodes if "rule" in n.meta)
+        assert found.meta["assignment"] == assignment, f"{op}: {rule}"
+
+
+# ------------------------------------------------------------------------------------------ taken apart
+
+def _r(*shape) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(str(shape))))
+
+
+_T = torch.tensor([0, 2, 4, 1])
+
+
+@pytest.mark.parametrize("op, number", [case for case in CASES if case.values[0] in SPLITS])
+def test_operations_that_split_run_with_shards_of_what_they_need_whole(op, number):
+    args, kwargs = SAMPLES[op][number]()
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def f(*given):
+        rest = iter(given)
+        a, k = pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+        return [t for t in pytree.tree_leaves(op(*a, **k)) if isinstance(t, Tensor)]
+    rule = rule_of(call_of(one_operation(op, args, kwargs)[1]))
+    assert rule.whole and rule.splits
+    for factor in rule.whole:
+        for mesh in (Mesh(m=2), Mesh(m=3)):
+            specs = [assemble(dims, {factor: ("m",)}, rule.sizes, mesh) for dims in rule.operands]
+            plan = gspmd.plan(f, *tensors, mesh=mesh, in_specs=tuple(str(ShardSpec(s)) for s in specs))
+            assert_same(plan.simulate(*tensors, _poison=True), expected(op, args, kwargs), f"{op} {factor} {mesh!r}")
+            assert not any(c.kind == "all_gather" for c in plan.collectives), f"{op} is gathered along {factor}"
+
+
+DECOMPOSED = {
+    aten.mm.default: [(_r(3, 4), _r(4, 5))], aten.bmm.default: [(_r(2, 3, 4), _r(2, 4, 5))], aten.mv.default: [(_r(3, 4), _r(4))],
+    aten.dot.default: [(_r(4), _r(4))], aten.vdot.default: [(_r(4), _r(4))],
+    aten.addmm.default: [(_r(5), _r(3, 4), _r(4, 5)), (_r(5), _r(3, 4), _r(4, 5), dict(beta=0.5, alpha=2)),
+                         (_r(5) * float("nan"), _r(3, 4), _r(4, 5), dict(beta=0))],
+    aten.baddbmm.default: [(_r(2, 3, 5), _r(2, 3, 4), _r(2, 4, 5), dict(beta=0.5, alpha=2))],
+    aten.addcmul.default: [(_r(3, 4), _r(4), _r(3, 1)), (_r(3, 4), _r(3, 4), _r(3, 4), dict(value=0.3))],
+    aten.addcdiv.default: [(_r(3, 4), _r(4), _r(3, 1) + 5), (_r(3, 4), _r(3, 4), _r(3, 4) + 5, dict(value=0.3))],
+    aten.mean.dim: [(_r(3, 4), [1]), (_r(3, 4), [], True), (_r(3, 4), None), (_r(3, 4), [0], dict(dtype=torch.float64))],
+    aten.mean.default: [(_r(3, 4),)],
+    aten.any.dim: [(_r(3, 4) > 1, 1), (_r(3, 4) > 1, 0, True)], aten.any.dims: [(_r(3, 4) > 1, [0, 1])], aten.any.default: [(_r(3, 4) > 9,)],
+    aten.all.dim: [(_r(3, 4) > 0, 1), (_r(3, 4), 0, True)], aten.all.dims: [(_r(3, 4) > -9, [0, 1])], aten.all.default: [(_r(3, 4) > -9,)],
+    aten.var_mean.correction: [(_r(3, 4), [1]), (_r(3, 4), None), (_r(3, 4), [0], dict(correction=0, keepdim=True))],
+    aten.var.correction: [(_r(3, 4), [1]), (_r(3, 4), [0, 1], dict(correction=2))],
+    aten.std.correction: [(_r(3, 4), [1]), (_r(3, 4), [0], dict(correction=0, keepdim=True))],
+    aten.logsumexp.default: [(_r(3, 4), [1]), (_r(3, 4), [0, 1], True), (_r(3, 4) - float("inf"), [1])],
+    aten.arange.default: [(5,), (5.5,), (5, dict(dtype=torch.float64))], aten.arange.start: [(2, 5), (0.5, 4)],
+    aten.zeros_like.default: [(_r(3, 4),), (_r(3), dict(dtype=torch.int64))], aten.ones_like.default: [(_r(3, 4),)],
+    aten.full_like.default: [(_r(3, 4), 2.5), (torch.ones(3, dtype=torch.int64), 2)],
+    aten.new_zeros.default: [(_r(3), [2, 4])], aten.new_ones.default: [(_r(3), [2, 4], dict(dtype=torch.bool))],
+    aten.new_full.default: [(_r(3), [2, 4], 1.5)], aten.fill.Scalar: [(_r(3), 2)], aten.fill.Tensor: [(_r(3), torch.tensor(2))],
+    aten.copy.default: [(_r(3, 4), _r(4)), (_r(3), torch.tensor([1, 2, 3]))],
+    aten.native_dropout.default: [(_r(3, 4), 0.5, False), (_r(3, 4), 0.0, True)],
+    aten.native_dropout_backward.default: [(_r(3, 4), _r(3, 4) > 0, 2.0)],
+    aten.nll_loss_forward.default: [
+        (_r(4, 5), _T, None, 1, -100), (_r(4, 5), _T, _r(5).abs(), 1, -100), (_r(4, 5), _T, _r(5).abs(), 0, 2), (_r(4, 5), _T, None, 2, 2),
+        (_r(5), torch.tensor(3), None, 1, -100), (_r(4, 5), _T, None, 1, 2)],
+    aten.nll_loss_backward.default: [
+        (_r(()), _r(4, 5), _T, None, 1, -100, torch.tensor(4.0)), (_r(4), _r(4, 5), _T, _r(5).abs(), 0, 2, torch.tensor(0.0)),
+        (_r(()), _r(4, 5), _T, _r(5).abs(), 2, -100, torch.tensor(3.0)), (_r(()), _r(5), torch.tensor(3), None, 1, -100, torch.tensor(1.0))],
+}
+UNDEFINED = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}          # content is unspecified
+DRAWN = {aten.rand_like.default: (_r(3, 4),), aten.randn_like.default: (_r(3, 4),), aten.native_dropout.default: (_r(3, 4), 0.5, True)}
+
+
+def call(op, given: tuple) -> list:
+    *args, kwargs = given if isinstance(given[-1], dict) else (*given, {})
+    torch.manual_seed(1)
+    return pytree.tree_leaves(op(*args, **kwargs))
+
+
+def test_every_decomposition_has_a_sample():
+    assert sorted(map(str, set(DECOMPOSITIONS) - set(DECOMPOSED) - UNDEFINED - set(DRAWN))) == []
+
+
+@pytest.mark.parametrize("op", DECOMPOSED, ids=str)
+def test_decompositions_compute_the_same(op):
+    for given in DECOMPOSED[op]:
+        assert_same(call(DECOMPOSITIONS[op], given), call(op, given), str(op))
+
+
+@pytest.mark.parametrize("op", DRAWN, ids=str)
+def test_decompositions_draw_the_same_numbers(op):
+    assert_same(call(DECOMPOSITIONS[op], DRAWN[op]), call(op, DRAWN[op]), str(op))
