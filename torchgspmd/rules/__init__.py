@@ -1,5 +1,15 @@
 """What is known of every operation. `rule_of` is all that the passes ask."""
-from . import contraction, factory, indexing, normalization, pointwise, reduction, view  # noqa: F401 (they register)
+from . import (  # noqa: F401 (they register)
+    contraction,
+    convolution,
+    factory,
+    indexing,
+    normalization,
+    pointwise,
+    pooling,
+    reduction,
+    view,
+)
 from .decompose import RENAMED, decomposition_of, trace
 from .notation import IDENTITY, Call, Rule, Shapes, describe, make_rule
 from .registry import RULES, replicated
