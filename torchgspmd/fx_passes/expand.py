@@ -78,9 +78,9 @@ class _Expander:
 
 
 def _usable(inner: fx.Graph, node: fx.Node) -> bool:
-    """Whether a decomposition can stand for its operation: no constants, other operations, results of the same kind."""
+    """Whether a decomposition can stand for its operation: no constants, not the same again, results of the same kind."""
     steps = [n for n in inner.nodes if n.op not in ("placeholder", "output")]
-    if any(n.op != "call_function" for n in steps) or any(n.target is node.target for n in steps):
+    if any(n.op != "call_function" for n in steps) or any(n.target is node.target and signature(n) == signature(node) for n in steps):
         return False
     got = [n.meta["val"] if isinstance(n, fx.Node) else None for n in pytree.tree_leaves(inner.output_node().args[0])]
     want = [t for t in pytree.tree_leaves(node.meta["val"])]
