@@ -3,9 +3,11 @@
     n (g c) i, (g k) c r -> n (g k) o               transposed: n (g c) i, (g c) k r -> n (g k) o
 
 Batch, groups and channels may be sharded; a sum over sharded input channels stays pending. The bias is added behind
-it, so that it is added once. Spatial dimensions are whole.
+it, so that it is added once. Spatial dimensions are whole, but for windows that do not overlap.
 """
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -15,34 +17,37 @@ from .registry import computed, decomposition
 aten = torch.ops.aten
 
 
-def _names(transposed: bool, spatial: int) -> tuple[Dims, Dims, Dims]:
-    """Factors of input, weight and output. Of the positions only those have names that the arithmetic is counted by."""
-    window = tuple((f"r{i}",) for i in range(spatial))
-    none, places = ((),) * spatial, tuple((f"o{i}",) for i in range(spatial))
-    near, far = (places, none) if transposed else (none, places)
-    weight = (("g", "c"), ("k",)) if transposed else (("g", "k"), ("c",))
-    return (("n",), ("g", "c"), *near), (*weight, *window), (("n",), ("g", "k"), *far)
+def _factors(x, w, y, stride, padding, dilation, transposed: bool, groups: int) -> tuple[tuple[Dims, Dims, Dims], dict[str, int], str]:
+    """Dimensions of input, weight and output as factors, sizes, and which factors are whole.
 
-
-def _sizes(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, groups: int, transposed: bool) -> dict[str, int]:
+    Windows that lie side by side, such as those of a patch embedding or of a 1x1 kernel, make a dimension of positions
+    times window. Of other spatial dimensions only those have names that the arithmetic is counted by.
+    """
     sizes = {"n": x.shape[0], "g": groups, "c": x.shape[1] // groups, "k": y.shape[1] // groups}
-    sizes |= {f"r{i}": size for i, size in enumerate(w.shape[2:])}
-    return sizes | {f"o{i}": size for i, size in enumerate((x if transposed else y).shape[2:])}
+    whole, fine, coarse, window = [], [], [], []
+    many, few = (y, x) if transposed else (x, y)
+    for i, r in enumerate(w.shape[2:]):
+        beside = _at(stride, i) == r and not _at(padding, i) and (_at(dilation, i) == 1 or r == 1) and many.shape[i + 2] == few.shape[i + 2] * r
+        sizes |= {f"o{i}": few.shape[i + 2], f"r{i}": r}
+        whole += [f"r{i}"] if beside else [f"r{i}", f"o{i}"]
+        fine.append((f"o{i}", f"r{i}") if beside else ())
+        coarse.append((f"o{i}",))
+        window.append((f"r{i}",))
+    near, far = (coarse, fine) if transposed else (fine, coarse)
+    weight = (("g", "c"), ("k",)) if transposed else (("g", "k"), ("c",))
+    return ((("n",), ("g", "c"), *near), (*weight, *window), (("n",), ("g", "k"), *far)), sizes, " ".join(whole)
 
 
-def _whole(sizes: dict[str, int]) -> str:
-    return " ".join(name for name in sizes if name[0] in "ro")
+def _at(values: Sequence[int], i: int) -> int:
+    return values[i if len(values) > 1 else 0]
 
 
 @computed(aten.convolution.default)
 def _convolution(call: Call) -> Rule | None:
     if len(call.tensors) != 2:                                              # with a bias only where it could not be split off
         return None
-    (x, w), y, transposed, groups = call.tensors, call.results[0], call.args[6], call.args[8]
-    sizes = _sizes(x, w, y, groups, transposed)
-    names = _names(transposed, x.dim() - 2)
-    return make_rule(names[:2], names[2:], sizes, reduce="c", whole=_whole(sizes), linear=[[0], [1]], contraction=True,
-                     local=_local_groups)
+    (x, w, y), sizes, whole = _factors(*call.tensors, call.results[0], *call.args[3:7], call.args[8])
+    return make_rule([x, w], [y], sizes, reduce="c", whole=whole, linear=[[0], [1]], contraction=True, local=_local_groups)
 
 
 def _local_groups(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
@@ -61,11 +66,11 @@ def _weight_gradient(call: Call) -> Rule | None:
     """The one piece that _backward leaves: the gradient of the weight, which takes part by its shape alone."""
     if list(call.args[10]) != [False, True, False]:
         return None
-    (grad, x, w), transposed, groups = call.tensors, call.args[7], call.args[9]
-    sizes = _sizes(x, w, grad, groups, transposed)
-    names = _names(transposed, x.dim() - 2)
-    return make_rule([names[2], names[0], names[1]], [names[1]], sizes, reduce="n", whole=_whole(sizes), linear=[[0], [1]],
-                     contraction=True, local=_local_backward_groups)
+    grad, x, w = call.tensors
+    (x, w, y), sizes, whole = _factors(x, w, grad, *call.args[4:8], call.args[9])
+    positions = " ".join(name for name in sizes if name[0] == "o" and name not in whole.split())
+    return make_rule([y, x, w], [w], sizes, reduce=f"n {positions}", whole=whole, linear=[[0], [1]], contraction=True,
+                     local=_local_backward_groups)
 
 
 def _local_backward_groups(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
