@@ -16,12 +16,14 @@ from .annotate import recorded_mark
 from .api import compile_plan
 from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
 from .comm.groups import Groups, agree
-from .comm.lower import lower
+from .fx_passes.lower import lower
 from .comm.storage import (cut_padding, gradient_like, local_of, pad_stored, shard_module, slice_global, spec_of, storable, stored_shape,
                            wrap_local)
 from .errors import ShardingError, user_line
+from .fx_passes.bucket import bucket
 from .fx_passes.products import products
 from .fx_passes.split import split
+from .fx_passes.tidy import tidy
 from .mesh import Mesh
 from .plan import Plan
 from .shard_spec import ShardSpec, SpecLike
@@ -131,7 +133,7 @@ class _Program:
         self.tangent_outputs = [i.output for i in self.captured.inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in self.captured.outputs if o.kind == MUTATION]
         self.outputs = self.out_kinds.count(OUTPUT)
-        graph = products(lower(plan.program.graph, groups))
+        graph = tidy(products(lower(bucket(_copy(plan.program.graph)), groups), groups.device_type))
         self._inputs(graph, tensors)
         self._outputs(graph)
         forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
@@ -221,6 +223,13 @@ class _Run(torch.autograd.Function):
         for index, like, value in zip(program.gradient_inputs, ctx.flat, results):
             flat[index] = value if like is None or value is None else gradient_like(value, like)
         return None, *flat
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    """The plan keeps its program as it was printed."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
 
 
 def _compiled(module: fx.GraphModule, backend: str) -> Any:

@@ -1,4 +1,4 @@
-"""einsum nodes of the local program as matrix products, chosen at compile time.
+"""einsum and attention nodes of the local program as the operations that compute them, chosen at compile time.
 
 before   y = einsum("bsm,hm->bsh", x, w)
 after    y = reshape(mm(reshape(x, [b*s, m]), t(w)), [b, s, h])
@@ -12,22 +12,43 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..nd_ops import einsum, split_equation
+from ..nd_ops import attention, attention_backward, einsum, split_equation
 
 aten = torch.ops.aten
 EINSUM = einsum._opoverload
 
 
-def products(graph: fx.Graph) -> fx.Graph:
-    """Rewrites the graph in place and returns it."""
+ATTENTION, ATTENTION_BACKWARD = attention._opoverload, attention_backward._opoverload
+
+
+def products(graph: fx.Graph, device: str) -> fx.Graph:
+    """Rewrites the graph in place and returns it; on the CPU attention becomes PyTorch's kernel itself."""
     for node in list(graph.nodes):
+        if node.target in (ATTENTION, ATTENTION_BACKWARD) and device == "cpu":
+            _use_cpu_kernel(graph, node)
         if node.target is EINSUM:
-            with graph.inserting_before(node):
-                made = _Product(graph, node).make()
-            made.meta = dict(node.meta)
-            node.replace_all_uses_with(made)
-            graph.erase_node(node)
+            product = _Product(graph, node)
+            with graph.inserting_before(product.added or node):
+                made = product.make()
+            for replaced in filter(None, (product.added, node)):
+                made.meta = dict(replaced.meta)
+                replaced.replace_all_uses_with(made)
+                graph.erase_node(replaced)
     return graph
+
+
+def _use_cpu_kernel(graph: fx.Graph, node: fx.Node) -> None:
+    """The operation that nd_ops.attention calls, called by the program: spares the way through Python."""
+    *tensors, causal, scale = node.args
+    if tensors[-1].meta.get("shape", [None])[-1] != tensors[0].meta.get("shape", [0])[-1] and node.target is ATTENTION:
+        return                                                              # a kernel for heads of one width
+    backward = node.target is ATTENTION_BACKWARD
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward if backward else aten._scaled_dot_product_flash_attention_for_cpu
+    with graph.inserting_before(node):
+        made = graph.call_function(op.default, (*tensors, 0.0, causal), {"scale": scale})
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
 
 
 class _Product:
@@ -36,6 +57,18 @@ class _Product:
         self.a, self.b, self.out = split_equation(equation)
         self.graph, self.node = graph, node
         self.sizes = dict(zip(self.a, self.x.meta["shape"])) | dict(zip(self.b, self.y.meta["shape"]))
+        self.added = self.bias()
+
+    def bias(self) -> fx.Node | None:
+        """The addition of a bias that is all that happens to the result, and can be had with the product."""
+        user = next(iter(self.node.users)) if len(self.node.users) == 1 else None
+        if user is None or user.target is not aten.add.Tensor or user.args[0] is not self.node or user.kwargs:
+            return None
+        bias = user.args[1]
+        columns = [c for c in self.out if c not in self.a]
+        plain = not [c for c in self.out if c in self.a and c in self.b] and list(self.out[-1:]) == columns
+        fits = isinstance(bias, fx.Node) and bias.meta.get("shape") == (self.sizes[self.out[-1]],) if plain and self.out else False
+        return user if fits and bias.meta.get("dtype") == self.node.meta.get("dtype") else None
 
     def make(self) -> fx.Node:
         a, b = self.a, self.b
@@ -47,7 +80,11 @@ class _Product:
         inner = [c for c in a if c in b and c not in batch]
         left = self.matrix(x, a, batch, rows, inner)
         right = self.matrix(y, b, batch, inner, columns)
-        product = self.call(aten.bmm.default if batch else aten.mm.default, left, right)
+        if self.added is not None and columns == [self.out[-1]]:
+            product = self.call(aten.addmm.default, self.added.args[1], left, right)
+        else:
+            self.added = None
+            product = self.call(aten.bmm.default if batch else aten.mm.default, left, right)
         letters = batch + rows + columns
         shape = [self.sizes[c] for c in letters]
         product = self.call(aten.reshape.default, product, shape) if len(shape) != (3 if batch else 2) or not all(

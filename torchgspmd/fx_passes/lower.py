@@ -5,6 +5,7 @@ bring its dimension to the front, the call, and the way back: plain nodes, no Py
 """
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..mesh import Mesh
+from .bucket import key
 from ..shard_spec import ShardSpec
-from .collective import all_gather, all_reduce, all_to_all, permute, reduce_scatter, split_axes
-from .groups import Groups
-from .simulate import permute_sources
+from ..comm.collective import all_gather, all_reduce, all_to_all, permute, reduce_scatter, split_axes
+from ..comm.groups import Groups
+from ..comm.simulate import permute_sources
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -39,6 +40,10 @@ class _Lowering:
             self.node = node
             if node in coordinates:
                 new[node] = self.groups.coordinates[coordinates[node]]
+            elif node in new:
+                continue                                                    # lowered together with the one before it
+            elif node.target in _MERGED and len(run := self._run_of(node)) > 1:
+                new.update(zip(run, _MERGED[node.target](self, run, [new[n.args[0]] for n in run])))
             elif node.op == "call_function" and node.target in _LOWERINGS:
                 x, *rest = node.args
                 new[node] = _LOWERINGS[node.target](self, new[x], list(x.meta["shape"]), *rest)
@@ -47,7 +52,15 @@ class _Lowering:
                 new[node] = node.target(*(new.get(a, a) if isinstance(a, fx.Node) else a for a in node.args))
             else:
                 new[node] = self._copy(node, new)
+        _wait_late(self.graph)
         return self.graph
+
+    def _run_of(self, node: fx.Node) -> list[fx.Node]:
+        """The node and the collectives right behind it that can go with it: of equal key, and not using its result."""
+        run = [node]
+        while key(run[-1].next) == key(node) and run[-1].next.args[0] not in run:
+            run.append(run[-1].next)
+        return run
 
     def _copy(self, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), new.__getitem__)
@@ -55,8 +68,9 @@ class _Lowering:
         made.meta = dict(node.meta)
         return made
 
-    def _carry(self, last: fx.Node) -> None:
-        last.meta = dict(self.node.meta)
+    def _carry(self, last: fx.Node, node: fx.Node | None = None) -> fx.Node:
+        last.meta = dict((node or self.node).meta)
+        return last
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(op, args, kwargs)
@@ -91,6 +105,12 @@ class _Lowering:
 
     def contiguous(self, x: Any) -> Any:
         return self.call(aten.contiguous.default, x)
+
+    def unpack(self, run: list[fx.Node], flat: Any, shapes: list[list[int]], dim: int) -> list[fx.Node]:
+        """The results of merged collectives out of their flat concatenation."""
+        parts = self.call(aten.split_with_sizes.default, flat, [math.prod(shape) for shape in shapes], dim)
+        return [self._carry(self.call(aten.reshape.default, self.call(operator.getitem, parts, i), shape), node)
+                for i, (node, shape) in enumerate(zip(run, shapes))]
 
     def wait(self, x: Any) -> fx.Node:
         return self.call(c10d.wait_tensor.default, x)
@@ -142,11 +162,58 @@ def _permute(l: _Lowering, x: Any, shape: list[int], before: str, after: str) ->
     return l.call(aten.reshape.default, moved, shape)
 
 
+# ------------------------------------------------------------------------------------------ several as one
+
+def _merged_all_reduce(l: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
+    _, reduction, axes = run[0].args
+    name, _ = l.groups.group(split_axes(axes))
+    shapes = [list(n.args[0].meta["shape"]) for n in run]
+    flat = l.call(aten.cat.default, [l.call(aten.reshape.default, x, [-1]) for x in xs])
+    total = l.wait(l.call(c10d.all_reduce_.default, flat, _reduction(reduction), name))
+    return l.unpack(run, total, shapes, 0)
+
+
+def _merged_all_gather(l: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
+    name, positions = l.groups.group(split_axes(run[0].args[2]))
+    n = len(positions)
+    shapes = [list(node.args[0].meta["shape"]) for node in run]
+    flat = l.call(aten.cat.default, [l.call(aten.reshape.default, x, [-1]) for x in xs])
+    gathered = l.wait(l.call(c10d.all_gather_into_tensor.default, flat, n, name))
+    rows = l.call(aten.reshape.default, gathered, [n, sum(map(math.prod, shapes))])
+    parts = l.call(aten.split_with_sizes.default, l.reorder(rows, positions), [math.prod(shape) for shape in shapes], 1)
+    made = []
+    for i, (node, shape) in enumerate(zip(run, shapes)):
+        stacked = l.call(aten.reshape.default, l.call(operator.getitem, parts, i), [n, *shape])
+        made.append(l._carry(l.contiguous(l.from_front(stacked, shape, node.args[1], n)), node))
+    return made
+
+
+def _merged_reduce_scatter(l: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
+    _, reduction, _, axes = run[0].args
+    name, positions = l.groups.group(split_axes(axes))
+    n = len(positions)
+    rows, shapes = [], []
+    for node, x in zip(run, xs):
+        stacked, part = l.to_front(x, list(node.args[0].meta["shape"]), node.args[2], n)
+        rows.append(l.call(aten.reshape.default, stacked, [n, -1]))
+        shapes.append(part)
+    flat = l.reorder(l.call(aten.cat.default, rows, 1), [positions.index(i) for i in range(n)])
+    total = l.wait(l.call(c10d.reduce_scatter_tensor.default, l.contiguous(flat), _reduction(reduction), n, name))
+    return l.unpack(run, l.call(aten.reshape.default, total, [-1]), shapes, 0)
+
+
+def _wait_late(graph: fx.Graph) -> None:
+    """Moves every wait to the first use of what it waits for: what lies between overlaps with the communication."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.target is c10d.wait_tensor.default and node.users:
+            min(node.users, key=order.__getitem__).prepend(node)
+
+
 def _reduction(reduction: str) -> str:
     return {"prod": "product"}.get(reduction, reduction)
 
 
 _LOWERINGS: dict[Any, Callable] = {all_reduce: _all_reduce, all_gather: _all_gather, reduce_scatter: _reduce_scatter,
                                    all_to_all: _all_to_all, permute: _permute}
-
-
+_MERGED: dict[Any, Callable] = {all_reduce: _merged_all_reduce, all_gather: _merged_all_gather, reduce_scatter: _merged_reduce_scatter}

@@ -1,0 +1,234 @@
+"""Time of a training step against the same parallelism written by hand, on gloo processes of this machine.
+
+    torchrun --nproc-per-node 2 benchmarks/step_time.py [--sizes 64 256 512] [--steps 30]
+
+All variants live in one run and take turns step by step. Printed: median CPU time of a step summed over the processes
+(forward, backward, AdamW), and its ratio to the hand-written variant of the same parallelism:
+
+    data     hand: bucketed all_reduce of gradients; DDP; FSDP2; torchgspmd dp; torchgspmd fsdp
+    tensor   hand: Megatron-LM's autograd functions (arXiv 1909.08053, section 3); DTensor tensor parallel; torchgspmd tp
+"""
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import torchgspmd as gspmd
+
+HEADS, LAYERS, VOCABULARY, SEQUENCE, BATCH = 4, 4, 512, 128, 8
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head_width = width // HEADS
+
+    def forward(self, x: Tensor) -> Tensor:                                  # [b, s, m]
+        b, s, _ = x.shape
+        h = self.ln1(x)
+        q, k, v = (f(h).view(b, s, -1, self.head_width).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(b, s, -1))
+        return x + self.down(F.gelu(self.up(self.ln2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(torch.randn(SEQUENCE, width) * 0.02)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
+        self.ln, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.ln(x)).flatten(0, 1), targets.flatten())
+
+
+# ---------------------------------------------------------------------------------------------- by hand
+
+class _Copy(torch.autograd.Function):
+    """Identity; the backward sums the gradient over the group."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class _Reduce(torch.autograd.Function):
+    """Sums over the group; the backward is the identity."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class MegatronBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        h = _Copy.apply(self.ln1(x))
+        q, k, v = (f(h).view(b, s, -1, self.head_width).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + (_Reduce.apply(F.linear(y.transpose(1, 2).reshape(b, s, -1), self.o.weight)) + self.o.bias)
+        h = F.gelu(self.up(_Copy.apply(self.ln2(x))))
+        return x + (_Reduce.apply(F.linear(h, self.down.weight)) + self.down.bias)
+
+
+def by_hand_tensor(model: GPT) -> nn.Module:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for block in model.blocks:
+        block.__class__ = MegatronBlock
+        for name in ("q", "k", "v", "up", "o", "down"):
+            layer, dim = getattr(block, name), int(name in ("o", "down"))
+            layer.weight = nn.Parameter(layer.weight.detach().chunk(world, dim)[rank].clone())
+            if not dim:
+                layer.bias = nn.Parameter(layer.bias.detach().chunk(world)[rank].clone())
+    return model
+
+
+def all_reduce_gradients(model: nn.Module) -> None:
+    grads = [p.grad for p in model.parameters()]
+    bucket = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(bucket)
+    bucket /= dist.get_world_size()
+    for grad, part in zip(grads, bucket.split([g.numel() for g in grads])):
+        grad.copy_(part.view_as(grad))
+
+
+# ---------------------------------------------------------------------------------------------- the variants
+
+def mark(model: GPT, mesh: gspmd.Mesh, layout: str) -> None:
+    if layout == "fsdp":
+        for p in model.parameters():
+            gspmd.mark_sharding(p, mesh, " ".join(["data"] + ["_"] * (p.dim() - 1)))
+    for block in model.blocks if layout == "tp" else ():
+        for layer in (block.q, block.k, block.v, block.up):
+            gspmd.mark_sharding(layer.weight, mesh, "model _")
+            gspmd.mark_sharding(layer.bias, mesh, "model")
+        for layer in (block.o, block.down):
+            gspmd.mark_sharding(layer.weight, mesh, "_ model")
+
+
+def ours(model: GPT, layout: str) -> nn.Module:
+    mesh = gspmd.Mesh(**{"model" if layout == "tp" else "data": dist.get_world_size()})
+    mark(model, mesh, layout)
+    return gspmd.parallelize(model, mesh, in_specs=None if layout == "tp" else ("data _", "data _"))
+
+
+def dtensor_tensor(model: GPT) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {n: ColwiseParallel() for n in ("q", "k", "v", "up")} | {n: RowwiseParallel() for n in ("o", "down")}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def fsdp2(model: GPT) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+# name -> (group, how the model is made, whether it takes the local batch, what follows the backward)
+VARIANTS = {
+    "data: hand": (lambda m: m, True, all_reduce_gradients),
+    "data: DDP": (DistributedDataParallel, True, None),
+    "data: FSDP2": (fsdp2, True, None),
+    "data: torchgspmd dp": (lambda m: ours(m, "dp"), False, None),
+    "data: torchgspmd fsdp": (lambda m: ours(m, "fsdp"), False, None),
+    "tensor: hand": (by_hand_tensor, False, None),
+    "tensor: DTensor": (dtensor_tensor, False, None),
+    "tensor: torchgspmd tp": (lambda m: ours(m, "tp"), False, None),
+}
+
+
+class Trainer:
+    def __init__(self, model: GPT, make, local: bool, after):
+        self.model, self.local, self.after = make(copy.deepcopy(model)), local, after
+        grouped: dict[bool, list] = {}
+        for p in self.model.parameters():
+            grouped.setdefault(hasattr(p, "placements"), []).append(p)      # AdamW(foreach) takes no mixture
+        self.optimizers = [torch.optim.AdamW(ps, 1e-3, foreach=True) for ps in grouped.values()]
+        self.seconds: list[float] = []
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        if self.local:
+            tokens, targets = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in (tokens, targets))
+        dist.barrier()
+        start = time.process_time()
+        loss = self.model(tokens, targets)
+        loss.backward()
+        if self.after:
+            self.after(self.model)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.seconds.append(time.process_time() - start)
+        return loss.item()
+
+
+def run(width: int, steps: int) -> None:
+    torch.manual_seed(0)
+    model = GPT(width)
+    trainers = {name: Trainer(model, *options) for name, options in VARIANTS.items()}
+    losses: dict[str, float] = {}
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=generator)
+        names = list(trainers)
+        for name in names[step % len(names):] + names[:step % len(names)]:
+            losses[name] = trainers[name].step(*batch)
+    rows = torch.tensor([statistics.median(t.seconds[3:]) for t in trainers.values()])
+    dist.all_reduce(rows)
+    if dist.get_rank() == 0:
+        print(f"width {width}: {sum(p.numel() for p in model.parameters()):,} parameters, {BATCH * SEQUENCE} tokens")
+        for (name, seconds) in zip(trainers, rows.tolist()):
+            hand = rows[list(trainers).index(name.split(":")[0] + ": hand")].item()
+            print(f"  {name:24} {seconds * 1e3:8.1f} ms   {seconds / hand:5.2f} of hand   loss {losses[name]:.4f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 512], help="widths of the model")
+    parser.add_argument("--steps", type=int, default=30)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for width in options.sizes:
+        run(width, options.steps)
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
