@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .annotate import recorded_mark
+from .annotate import mark_sharding, recorded_mark
 from .errors import ShardingError, user_line
 from .mesh import Mesh
 from .nd_capture import REPLACEMENTS
@@ -172,6 +172,10 @@ class _Interceptor(TorchFunctionMode):
         if func in _BACKWARDS:
             with self:                                                      # what a backward recomputes is seen as well
                 return _BACKWARDS[func](*args, **kwargs)
+        if func is mark_sharding and not isinstance(args[0], FunctionalTensor):
+            raise ShardingError("mark_sharding is called inside of the program on a tensor that is no part of it", where=user_line(),
+                                why="it is neither a parameter, buffer or argument nor computed from one",
+                                fix="register it as a buffer, or pass it as an argument")
         result = REPLACEMENTS[func](*args, **kwargs) if func in REPLACEMENTS else NotImplemented
         if result is NotImplemented:
             result = func(*args, **kwargs)

@@ -1,0 +1,225 @@
+"""Run under torchrun by test_parallelize.py: every check compares real processes with one process, on every rank."""
+import copy
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+import torchgspmd as gspmd
+
+WORDS, WIDTH, HIDDEN = 51, 16, 65                                           # sizes that 2, 3 and 4 do not divide
+
+
+class Model(nn.Module):
+    """Tied embedding, dropout, a buffer that changes, uneven sizes."""
+
+    def __init__(self, dropout=0.1):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.batch_norm = nn.BatchNorm1d(6)
+        self.dropout = dropout
+
+    def forward(self, tokens, targets):                                     # [b, 6]
+        x = self.embedding(tokens)                                          # [b, 6, m]
+        x = x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout, self.training)
+        logits = self.batch_norm(x) @ self.embedding.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def marked(model, mesh):
+    if "model" not in mesh.names:
+        return model
+    for tensor, spec in ((model.embedding.weight, "model _"), (model.up.weight, "model _"), (model.up.bias, "model"),
+                         (model.down.weight, "_ model")):
+        gspmd.mark_sharding(tensor, mesh, spec)
+    return model
+
+
+def batch(step, rows=7):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(WORDS, (2, rows, 6), generator=generator)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def close(a, b, tolerance=1e-5):
+    a, b = whole(a).detach(), whole(b).detach()
+    assert a.shape == b.shape and torch.isfinite(a).all(), (a.shape, b.shape)
+    scale = max(b.abs().max().item(), 1e-6)
+    assert (a - b).abs().max().item() <= tolerance * scale, f"off by {(a - b).abs().max().item() / scale:.1e}"
+
+
+def pair(mesh, **options):
+    torch.manual_seed(0)
+    reference = Model(**options)
+    return gspmd.parallelize(marked(copy.deepcopy(reference), mesh), mesh, in_specs=specs(mesh)), reference
+
+
+def specs(mesh):
+    return ("data _", "data _") if "data" in mesh.names else None
+
+
+def check_training(mesh):
+    """AdamW, clipped gradients, dropout, running statistics; a last batch of another size."""
+    model, reference = pair(mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, foreach=True) for m in (model, reference)]
+    for step in range(4):
+        losses, norms = [], []
+        for m, optimizer in zip((model, reference), optimizers):
+            torch.manual_seed(step)
+            loss = m(*batch(step, 7 if step < 3 else 5))
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5))
+            optimizer.step()
+            losses.append(loss)
+        close(*losses)
+        close(*norms)
+    close(model.batch_norm.running_mean, reference.batch_norm.running_mean)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
+    for name, parameter in reference.named_parameters():
+        close(model.get_parameter(name), parameter, 1e-3)                   # AdamW divides by small second moments
+
+
+def check_modes(mesh):
+    """eval, no_grad, and gradients accumulated over two calls."""
+    model, reference = pair(mesh, dropout=0.0)
+    for m in (model, reference):
+        m.eval()
+        with torch.no_grad():
+            m.out = m(*batch(0))
+        m.train()
+        (m(*batch(1)) + 2 * m(*batch(2))).backward()
+    close(model.out, reference.out)
+    for name, parameter in reference.named_parameters():
+        close(model.get_parameter(name).grad, parameter.grad)
+
+
+def check_scaler(mesh):
+    model, reference = pair(mesh, dropout=0.0)
+    for m in (model, reference):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(m.parameters(), 0.1)
+        scaler.scale(m(*batch(0))).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    for name, parameter in reference.named_parameters():
+        close(model.get_parameter(name), parameter)
+
+
+def check_layouts_of_results(mesh):
+    """out_specs, DTensor arguments, gradients of arguments, shard_batch."""
+    torch.manual_seed(0)
+    reference = nn.Linear(WIDTH, 12)
+    axis = mesh.names[0]
+    count = mesh.count((axis,))
+    model = gspmd.parallelize(copy.deepcopy(reference), mesh, out_specs=f"{axis} _")
+    x = torch.randn(4 * count, WIDTH, requires_grad=True)
+    y = model(x)
+    assert isinstance(y, DTensor) and y.to_local().shape == (4, 12)
+    close(y, reference(x))
+    (grad,) = torch.autograd.grad(whole(y).square().sum(), x)
+    close(grad, torch.autograd.grad(reference(x).square().sum(), x)[0])
+    index = mesh.coordinates(dist.get_rank())[axis]
+    part = gspmd.shard_batch(x.detach()[4 * index:4 * index + 4], mesh, f"{axis} _")
+    close(part, x)
+    close(model(part), reference(x))
+
+
+def check_errors(mesh):
+    """Other shapes on one rank: an error on every rank, no hang."""
+    model, _ = pair(mesh, dropout=0.0)
+    model(*batch(0))
+    try:
+        model(*batch(0, 7 if dist.get_rank() else 6))
+    except gspmd.ShardingError as error:
+        assert str(error).startswith("the arguments differ between ranks"), error
+    else:
+        raise AssertionError("no error")
+    model(*batch(0))
+    try:
+        gspmd.parallelize(Model(), gspmd.Mesh(data=mesh.size + 1))
+    except gspmd.ShardingError as error:
+        assert f"there are {mesh.size} processes" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
+def check_same_text(mesh):
+    """The program's text is the same on all ranks."""
+    model, _ = pair(mesh)
+    model(*batch(0))
+    texts = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, model.plan.program.code)
+    assert len(set(texts)) == 1
+
+
+def save(mesh, path):
+    model, _ = pair(mesh, dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(*batch(step)).backward()
+        optimizer.step()
+    parameters, state = get_state_dict(model, optimizer)
+    dcp.save({"model": parameters, "optimizer": state}, checkpoint_id=path)
+
+
+def load(mesh, path):
+    """Resumes what `save` saved on another mesh; two more steps equal those of one process."""
+    model, reference = pair(mesh, dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    parameters, state = get_state_dict(model, optimizer)
+    content = {"model": parameters, "optimizer": state}
+    dcp.load(content, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    other = torch.optim.AdamW(reference.parameters(), 1e-2)
+    for step in range(4):
+        other.zero_grad()
+        expected = reference(*batch(step))
+        expected.backward()
+        other.step()
+        if step >= 2:
+            optimizer.zero_grad()
+            loss = model(*batch(step))
+            loss.backward()
+            optimizer.step()
+            close(loss, expected, 1e-4)
+
+
+CHECKS = (check_training, check_modes, check_scaler, check_layouts_of_results, check_errors, check_same_text)
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = gspmd.Mesh.parse(sys.argv[1])
+    command = sys.argv[2]
+    if command == "checks":
+        for check in CHECKS:
+            check(mesh)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                print(f"{check.__name__} holds on {mesh}", flush=True)
+    else:
+        {"save": save, "load": load}[command](mesh, sys.argv[3])
+        if dist.get_rank() == 0:
+            print(f"{command} done on {mesh}", flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)                                                             # gloo may abort at exit
+
+
+if __name__ == "__main__":
+    main()
