@@ -58,6 +58,13 @@ class Emitter:
         axes = self.assignment.get(factor, ())
         return fx.Proxy(self.localizer.index(axes)) if axes else 0
 
+    def masked(self, value: Any, dim: int, factor: str, fill: float) -> Any:
+        """The value with `fill` in what pads its dimension `dim`, which is the factor's."""
+        axes, size = self.assignment.get(factor, ()), self.rule.sizes.get(factor, 1)
+        if size % self.localizer.mesh.count(axes) == 0:
+            return value
+        return self.call(mask_padding, value, dim, self.index(factor), size, fill)
+
     def shape(self, value: Any) -> tuple[int, ...]:
         return self.localizer.shapes[value.node if isinstance(value, fx.Proxy) else value]
 
