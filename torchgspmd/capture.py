@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import operator
+import keyword
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -317,7 +318,7 @@ def _finish(traced: fx.GraphModule, program: _Program, inputs: list[Input], tens
     results = list(pytree.tree_leaves(old_nodes[-1].args, is_leaf=lambda x: x is None))
     graph, new = fx.Graph(), {}
     for node, given in zip(placeholders, inputs):
-        new[node] = graph.placeholder(given.name.replace(".", "_"))
+        new[node] = graph.placeholder(_identifier(given.name))
         _copy_meta(node, new[node])
     if program.tangents:
         seeds = _seed_nodes(old_nodes, program.tangents)
@@ -338,6 +339,12 @@ def _finish(traced: fx.GraphModule, program: _Program, inputs: list[Input], tens
                     tuple(None if i in set(slots) else leaf for i, leaf in enumerate(leaves)), program.results,
                     tuple(None if i in set(program.result_slots) else leaf for i, leaf in enumerate(program.result_leaves)),
                     tuple(program.result_slots), bool(program.tangents), tensors)
+
+
+def _identifier(name: str) -> str:
+    """A qualified name as a Python identifier: `0.weight` as `_0_weight`."""
+    word = re.sub(r"\W", "_", name)
+    return word if word.isidentifier() and not keyword.iskeyword(word) else f"_{word}"
 
 
 def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
