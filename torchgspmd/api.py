@@ -1,6 +1,7 @@
 """plan and parallelize: capture, the passes, a backend."""
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,8 +31,12 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
     if grad and not isinstance(fn, nn.Module):
         raise ShardingError("plan(grad=True) takes a module", where=user_line(), fix="call torch.autograd.grad inside of the function")
     wanted = spread_inputs(in_specs, args, kwargs, mesh)
+    start = time.perf_counter()
     captured = capture(fn, args, kwargs, mesh, grad=grad)
-    return compile_plan(captured, mesh, wanted, out_specs)
+    seconds = time.perf_counter() - start
+    made = compile_plan(captured, mesh, wanted, out_specs)
+    made.seconds = {"capture": seconds, **made.seconds}
+    return made
 
 
 def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
@@ -41,8 +46,9 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     For a program that runs on real processes also, stored: the layouts of parameters and buffers, by name; plain:
     which arguments are whole on every rank, so that their gradients have to be. Results without a spec are whole then.
     """
-    rules = Rules()
+    rules, clock = Rules(), _Clock()
     graph = expand(captured.graph)
+    clock("expand")
     results = _result_specs(captured, graph, out_specs, mesh, whole=stored is not None)
     inputs = _input_specs(captured, mesh, arguments, stored or {})
     layouts = _propagate(captured, graph, mesh, inputs, results, rules)
@@ -50,6 +56,7 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     if splitting:
         graph = expand(graph, splitting)
         layouts = _propagate(captured, graph, mesh, inputs, results, rules)
+    clock("propagate")
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for node in graph.nodes:
         if node.target is _MARK:
@@ -59,8 +66,22 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
         if inp.kind == TANGENT and results[inp.output] is not None and not any(results[inp.output].open):
             given[node] = results[inp.output]
     sharded = partition(graph, mesh, given, _outputs(captured, placeholders, results, plain), rules)
+    clock("partition")
     program = fx.GraphModule(captured.constants, localize(sharded, mesh))
-    return Plan(mesh, captured, sharded, program, layouts)
+    clock("localize")
+    return Plan(mesh, captured, sharded, program, layouts, clock.seconds)
+
+
+class _Clock:
+    """Seconds between calls, by name."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def __call__(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self.last = now - self.last, now
 
 
 def _shards_whole(op, layouts: Layouts) -> bool:

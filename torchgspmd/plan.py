@@ -44,9 +44,11 @@ class ReplicatedOp:
 class Plan:
     """A program for every device of a mesh; made by torchgspmd.plan."""
 
-    def __init__(self, mesh: Mesh, captured: Captured, sharded: fx.Graph, program: fx.GraphModule, layouts: Layouts):
+    def __init__(self, mesh: Mesh, captured: Captured, sharded: fx.Graph, program: fx.GraphModule, layouts: Layouts,
+                 seconds: dict[str, float]):
         self.mesh = mesh
         self.program = program
+        self.seconds = seconds              # what planning took, by phase
         self.captured, self.sharded, self.layouts = captured, sharded, layouts
 
     # -------------------------------------------------------------------------------------- what was decided

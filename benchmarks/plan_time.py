@@ -1,0 +1,94 @@
+"""How long planning takes, by phase, against the bare capture.
+
+    python benchmarks/plan_time.py [--layers 96] [--width 12288] [--mesh data=64,model=8]
+
+By default the joint forward and backward of GPT-3 175B on the meta device: nothing is allocated. Also: the same for
+meshes of 8, 64, 512 and 4096 devices, whose programs must have one text (sizes apart) and take equally long.
+"""
+from __future__ import annotations
+
+import argparse
+import re
+import resource
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchgspmd as gspmd
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, mesh: gspmd.Mesh):
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        for layer in (self.q, self.k, self.v, self.up):
+            gspmd.mark_sharding(layer.weight, mesh, "model data")
+            gspmd.mark_sharding(layer.bias, mesh, "model")
+        for layer in (self.o, self.down):
+            gspmd.mark_sharding(layer.weight, mesh, "data model")
+
+    def forward(self, x: Tensor) -> Tensor:                                 # [b, s, m]
+        b, s, m = x.shape
+        h = self.ln1(x)
+        q, k, v = (f(h).view(b, s, self.heads, m // self.heads).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(b, s, m))
+        return x + self.down(F.gelu(self.up(self.ln2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, width: int, mesh: gspmd.Mesh, words: int = 50257, length: int = 2048):
+        super().__init__()
+        self.mesh = mesh
+        self.embedding, self.position = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, width // 128, mesh) for _ in range(layers))
+        self.ln = nn.LayerNorm(width)
+        gspmd.mark_sharding(self.embedding.weight, mesh, "model data")
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = gspmd.mark_sharding(self.embedding(tokens) + self.position.weight, self.mesh, "data _ _")
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy((self.ln(x) @ self.embedding.weight.T).flatten(0, 1), targets.flatten())
+
+
+def planned(layers: int, width: int, mesh: gspmd.Mesh, batch: int) -> tuple[gspmd.Plan, float]:
+    with torch.device("meta"):
+        model, tokens = GPT(layers, width, mesh), torch.zeros(batch, 2048, dtype=torch.long)
+    start = time.perf_counter()
+    plan = gspmd.plan(model, tokens, tokens, mesh=mesh, grad=True)
+    return plan, time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=96)
+    parser.add_argument("--width", type=int, default=12288)
+    parser.add_argument("--mesh", default="data=64,model=8")
+    options = parser.parse_args()
+    planned(1, 256, gspmd.Mesh(data=2, model=2), 4)                         # imports and caches
+
+    mesh = gspmd.Mesh.parse(options.mesh)
+    plan, seconds = planned(options.layers, options.width, mesh, mesh.count(("data",)))
+    for phase, spent in plan.seconds.items():
+        print(f"{phase:10} {spent:7.2f} s")
+    print(f"{'in all':10} {seconds:7.2f} s   {seconds / plan.seconds['capture']:.2f} of the capture   "
+          f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20:.2f} GiB   {len(plan.sharded.nodes)} nodes")
+    print(plan.summary())
+
+    print("\ndevices, seconds, same text (4 layers)")
+    texts = []
+    for data in (1, 8, 64, 512):
+        mesh = gspmd.Mesh(data=data * 2, model=4)
+        plan, seconds = planned(4, 1024, mesh, 1024)
+        texts.append(re.sub(r"\d+", "#", plan.program.code))
+        print(f"{mesh.size:8} {seconds:7.2f} {texts[-1] == texts[0]}")
+
+
+if __name__ == "__main__":
+    main()
