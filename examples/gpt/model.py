@@ -20,6 +20,8 @@ from torchgspmd import Mesh, mark_sharding
 DP = {
     "tokens":     "data _",             # [b, s]
     "stream":     "data _ _",           # [b, s, m]       the residual stream, wherever a sublayer has added to it
+    "heads":      "data _ _ _ _",       # [b, s, 3, n, d] queries, keys and values
+    "hidden":     "data _ _",           # [b, s, h]       inside of the feed-forward layer
     "logits":     "data _ _",           # [b, s, v]
     "embedding":  "_ _",                # [v, m]
     "position":   "_ _",                # [s, m]
@@ -36,6 +38,8 @@ DP = {
 
 # Tensor parallel (Megatron): each device has some heads, some hidden units and some words of the vocabulary.
 TP = DP | {
+    "heads":      "data _ _ model _",
+    "hidden":     "data _ model",
     "logits":     "data _ model",
     "embedding":  "model _",
     "qkv":        "_ _ model _",
@@ -69,6 +73,8 @@ FSDP = DP | {
 # Both axes on every weight and on the stream (GSPMD, arXiv 2105.04663, section 5.1, the "2D finalized" layout).
 TWO_D = DP | {
     "stream":     "data _ model",
+    "heads":      "data _ _ model _",
+    "hidden":     "data _ model",
     "logits":     "data _ model",
     "embedding":  "model data",
     "position":   "data model",
@@ -108,6 +114,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, mesh: Mesh, layout: dict[str, str]):
         super().__init__()
+        self.mesh, self.layout = mesh, layout
         width, heads, head = config.width, config.heads, config.width // config.heads
         self.qkv = nn.Parameter(torch.randn(width, 3, heads, head) * 0.02)                      # [m, 3, n, d]
         self.qkv_bias = nn.Parameter(torch.zeros(3, heads, head))                               # [3, n, d]
@@ -120,6 +127,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:                                                     # x [b, s, m]
         qkv = torch.einsum("bsm,mcnd->bscnd", x, self.qkv) + self.qkv_bias                      # [b, s, 3, n, d]
+        qkv = mark_sharding(qkv, self.mesh, self.layout["heads"])
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))                              # [b, n, s, d] each
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)                             # [b, n, s, d]
         return torch.einsum("bnsd,ndm->bsm", y, self.out) + self.out_bias                       # [b, s, m]
@@ -128,6 +136,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config: Config, mesh: Mesh, layout: dict[str, str]):
         super().__init__()
+        self.mesh, self.layout = mesh, layout
         hidden = config.hidden or 4 * config.width
         self.up = nn.Linear(config.width, hidden)
         self.down = nn.Linear(hidden, config.width)
@@ -141,7 +150,8 @@ class FeedForward(nn.Module):
         mark_sharding(self.down.bias, mesh, layout["down_bias"])                                # [m]
 
     def forward(self, x: Tensor) -> Tensor:                                                     # x [b, s, m]
-        return self.down(F.gelu(self.up(x)))                                                    # [b, s, h], [b, s, m]
+        y = mark_sharding(self.up(x), self.mesh, self.layout["hidden"])                         # [b, s, h]
+        return self.down(F.gelu(y))                                                             # [b, s, m]
 
 
 class Norm(nn.LayerNorm):
