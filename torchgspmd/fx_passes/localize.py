@@ -136,7 +136,7 @@ class _Localizer:
 
     def _operation(self, node: fx.Node) -> Any:
         rule: Rule = node.meta["rule"]
-        operands = [self._ready(node, value, dims, rule) for value, dims in zip(operands_of(node), rule.operands)]
+        operands = [self._ready(node, value, i, rule) for i, value in enumerate(operands_of(node))]
         rest = iter(operands)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: next(rest))
         if rule.emit is not None and any(node.meta["assignment"].get(f) for f in rule.special):
@@ -150,11 +150,11 @@ class _Localizer:
         return Shapes(tuple(v.meta["spec"].local_shape(v.meta["val"].shape, self.mesh) for v in operands_of(node)),
                       tuple(s.local_shape(t.shape, self.mesh) for s, t in zip(node.meta["result_specs"], tensors_of(node))))
 
-    def _ready(self, node: fx.Node, value: fx.Node, dims: Sequence[tuple[str, ...]], rule: Rule) -> fx.Node:
-        """An operand with its padding overwritten where the operation would let it into a reduction."""
+    def _ready(self, node: fx.Node, value: fx.Node, operand: int, rule: Rule) -> fx.Node:
+        """An operand with its padding overwritten where the operation would let it into a reduction or look it up."""
         local, spec, shape = self.new[value], value.meta["spec"], value.meta["val"].shape
-        for d, (factors, axes) in enumerate(zip(dims, spec.dims)):
-            fill = next((rule.fill(f) for f in factors if rule.fill(f) is not None), None)
+        for d, (factors, axes) in enumerate(zip(rule.operands[operand], spec.dims)):
+            fill = next((rule.fill(f) for f in factors if rule.fill(f) is not None), 0.0 if operand in rule.positions else None)
             if axes and fill is not None and shape[d] % self.mesh.count(axes):
                 local = self._mask(local, d, axes, shape[d], fill, node)
         return local

@@ -1,5 +1,6 @@
 """What is known of every operation. `rule_of` is all that the passes ask."""
 from . import (  # noqa: F401 (they register)
+    advanced,
     contraction,
     convolution,
     factory,
@@ -8,6 +9,7 @@ from . import (  # noqa: F401 (they register)
     pointwise,
     pooling,
     reduction,
+    scatter,
     view,
 )
 from .decompose import RENAMED, decomposition_of, trace

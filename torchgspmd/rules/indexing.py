@@ -19,7 +19,7 @@ def _sizes(*pairs) -> dict[str, int]:
     return {name[0]: n for names, shape in pairs for name, n in zip(names, shape) if name}
 
 
-def _here(local, factor: str, index, dtype=None):
+def here(local, factor: str, index, dtype=None):
     """(index into the device's part, clamped; whether it falls there at all)."""
     size, start = local.size(factor), local.index(factor) * local.size(factor)
     moved = local.call(aten.sub.Tensor, index, start)
@@ -27,7 +27,7 @@ def _here(local, factor: str, index, dtype=None):
     return local.call(aten.clamp.default, moved, 0, size - 1), inside
 
 
-def _zero_outside(local, inside, values, trailing: int = 0):
+def zero_outside(local, inside, values, trailing: int = 0):
     for _ in range(trailing):
         inside = local.call(aten.unsqueeze.default, inside, -1)
     zero = local.call(aten.scalar_tensor.default, 0, dtype=local.results[0].dtype, device=local.results[0].device)
@@ -39,13 +39,14 @@ def _embedding(call: Call) -> Rule:
     table, index = call.tensors
     names = _factors("i", index.shape)
     return make_rule([[("v",), ("e",)], names], [[*names, ("e",)]], {"v": table.shape[0], "e": table.shape[1]}
-                     | _sizes((names, index.shape)), special="v", reduce="v", emit=_emit_embedding)
+                     | _sizes((names, index.shape)), special="v", reduce="v", emit=_emit_embedding,
+                     linear=[[0]], positions=frozenset({1}))
 
 
 def _emit_embedding(local, args, kwargs):
     table, index = args[:2]
-    here, inside = _here(local, "v", index)
-    return [_zero_outside(local, inside, local.call(aten.embedding.default, table, here), 1)]
+    place, inside = here(local, "v", index)
+    return [zero_outside(local, inside, local.call(aten.embedding.default, table, place), 1)]
 
 
 @computed(aten.embedding_dense_backward.default)
@@ -56,36 +57,38 @@ def _embedding_backward(call: Call) -> Rule:
     every = " ".join(n[0] for n in names)
     return make_rule([[*names, ("e",)], names], [[("v",), ("e",)]], sizes, special="v", reduce=every,
                      whole=f"{every} v" if call.args[4] else "",                   # how often an index occurs is counted over all
-                     emit=_emit_embedding_backward, linear=[[0]])
+                     emit=_emit_embedding_backward, linear=[[0]], positions=frozenset({1}))
 
 
 def _emit_embedding_backward(local, args, kwargs):
     grad, index, _, padding_index, by_frequency = args
-    here, inside = _here(local, "v", index)
+    place, inside = here(local, "v", index)
     if padding_index >= 0:
         inside = local.call(aten.logical_and.default, inside, local.call(aten.ne.Scalar, index, padding_index))
     unsqueezed = local.call(aten.unsqueeze.default, inside, -1)
     zero = local.call(aten.scalar_tensor.default, 0, dtype=local.results[0].dtype, device=local.results[0].device)
     grad = local.call(aten.where.self, unsqueezed, grad, zero)
-    return [local.call(aten.embedding_dense_backward.default, grad, here, local.size("v"), -1, by_frequency)]
+    return [local.call(aten.embedding_dense_backward.default, grad, place, local.size("v"), -1, by_frequency)]
 
 
-def _aligned(call: Call, dim: int, table, index, *others) -> tuple[list, list, dict[str, int], str]:
-    """Factors of x and index in gather and scatter: dimensions of equal size correspond, others are whole."""
-    x_names, i_names, whole = [], [], []
+def aligned(dim: int, table: torch.Tensor, index: torch.Tensor, *sources: torch.Tensor) -> tuple[list[list], dict[str, int], str]:
+    """Factors of table, index and sources in gather and scatter: dimensions of equal size correspond, others are whole."""
+    names: list[list] = [[] for _ in (table, index, *sources)]
     sizes: dict[str, int] = {}
+    whole = []
     for d in range(table.dim()):
-        if d == dim:
-            x, i = f"v{d}", f"i{d}"
-        elif table.shape[d] == index.shape[d]:
-            x = i = f"d{d}"
-        else:
-            x, i = f"x{d}", f"y{d}"
-            whole += [x, i]
-        sizes |= {x: table.shape[d], i: index.shape[d]}
-        x_names.append((x,))
-        i_names.append((i,))
-    return x_names, i_names, sizes, " ".join(whole)
+        row = [f"v{d}" if d == dim else f"d{d}", f"i{d}" if d == dim else f"d{d}"]
+        if d != dim and table.shape[d] != index.shape[d]:
+            row = [f"x{d}", f"y{d}"]
+            whole += row
+        for k, source in enumerate(sources):
+            same = source.shape[d] == index.shape[d]
+            row.append(row[1] if same else f"s{k}_{d}")
+            whole += [] if same else [row[1], row[-1]]
+        for found, name, tensor in zip(names, row, (table, index, *sources)):
+            found.append((name,))
+            sizes[name] = tensor.shape[d]
+    return names, sizes, " ".join(whole)
 
 
 @computed(aten.gather.default)
@@ -94,40 +97,16 @@ def _gather(call: Call) -> Rule | None:
     if not x.dim():
         return None
     dim = call.args[1] % x.dim()
-    x_names, i_names, sizes, whole = _aligned(call, dim, x, index)
-    return make_rule([x_names, i_names], [i_names], sizes, special=f"v{dim}", reduce=f"v{dim}", whole=whole, emit=_emit_gather)
+    (x_names, i_names), sizes, whole = aligned(dim, x, index)
+    return make_rule([x_names, i_names], [i_names], sizes, special=f"v{dim}", reduce=f"v{dim}", whole=whole, emit=_emit_gather,
+                     linear=[[0]], positions=frozenset({1}))
 
 
 def _emit_gather(local, args, kwargs):
     x, dim, index = args[:3]
     rank = len(local.results[0].shape)
-    here, inside = _here(local, f"v{dim % rank}", index)
-    return [_zero_outside(local, inside, local.call(aten.gather.default, x, dim, here))]
-
-
-@computed(aten.scatter.value)
-def _scatter_value(call: Call) -> Rule | None:
-    x, index = call.tensors
-    if not x.dim():
-        return None
-    dim = call.args[1] % x.dim()
-    x_names, i_names, sizes, whole = _aligned(call, dim, x, index)
-    return make_rule([x_names, i_names], [x_names], sizes, special=f"v{dim}", whole=f"{whole} i{dim}", emit=_emit_scatter_value)
-
-
-def _emit_scatter_value(local, args, kwargs):
-    """Writes what falls here; elsewhere it writes back what stands at the clamped place, unless something is written there too."""
-    x, dim, index, value = args
-    rank = len(local.results[0].shape)
-    factor = f"v{dim % rank}"
-    size = local.size(factor)
-    here, inside = _here(local, factor, index)
-    spare = local.call(aten.where.self, inside, here, local.call(aten.full.default, list(local.shape(here)), size,
-                                                                 dtype=torch.int64, device=local.results[0].device))
-    pads = [0] * (2 * (rank - 1 - dim % rank)) + [0, 1]
-    longer = local.call(aten.constant_pad_nd.default, x, pads)
-    written = local.call(aten.scatter.value, longer, dim, spare, value)
-    return [local.call(aten.slice.Tensor, written, dim % rank, 0, size)]
+    place, inside = here(local, f"v{dim % rank}", index)
+    return [zero_outside(local, inside, local.call(aten.gather.default, x, dim, place))]
 
 
 @computed(aten.index_select.default)
@@ -139,14 +118,15 @@ def _index_select(call: Call) -> Rule | None:
     names = _factors("d", x.shape)
     out = [*names[:dim], ("i",), *names[dim + 1:]]
     sizes = _sizes((names, x.shape)) | {"i": index.shape[0]}
-    return make_rule([names, [("i",)]], [out], sizes, special=f"d{dim}", reduce=f"d{dim}", emit=_emit_index_select)
+    return make_rule([names, [("i",)]], [out], sizes, special=f"d{dim}", reduce=f"d{dim}", emit=_emit_index_select,
+                     linear=[[0]], positions=frozenset({1}))
 
 
 def _emit_index_select(local, args, kwargs):
     x, dim, index = args[:3]
     rank = len(local.results[0].shape)
-    here, inside = _here(local, f"d{dim % rank}", index)
-    return [_zero_outside(local, inside, local.call(aten.index_select.default, x, dim, here), rank - 1 - dim % rank)]
+    place, inside = here(local, f"d{dim % rank}", index)
+    return [zero_outside(local, inside, local.call(aten.index_select.default, x, dim, place), rank - 1 - dim % rank)]
 
 
 @decomposition(aten.nll_loss_forward.default)

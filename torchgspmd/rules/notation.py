@@ -36,6 +36,7 @@ class Rule:
     local: Callable | None = None                   # (args, kwargs, Shapes) -> (args, kwargs) for local shapes
     emit: Callable | None = None                    # (Emitter, args, kwargs) -> results: if a factor of `special` is sharded
     special: frozenset[str] = frozenset()
+    positions: frozenset[int] = frozenset()         # operands that hold indices: their padding has to point somewhere
     contraction: bool = False                       # arithmetic is the product of all factor sizes
     splits: bool = False                            # has a decomposition that can do with shards of the `whole` factors
     known: bool = True                              # False: nothing is known of the operation, it runs replicated
