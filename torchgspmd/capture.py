@@ -329,7 +329,7 @@ def _finish(traced: fx.GraphModule, program: _Program, inputs: list[Input], tens
     for node in old_nodes:
         if node.target in _IDENTITIES:
             new[node] = new[node.args[0]]
-        elif node.op in ("call_function", "get_attr") and node not in new:
+        elif node.op in ("call_function", "get_attr") and node not in new and not _is_profiling(node.target):
             new[node] = graph.node_copy(node, new.__getitem__)
             _copy_meta(node, new[node])
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
@@ -388,6 +388,11 @@ def _share_random(graph: fx.Graph) -> None:
             if index < len(twins):
                 node.replace_all_uses_with(twins[index])
                 graph.erase_node(node)
+
+
+def _is_profiling(target: Any) -> bool:
+    """What torch.profiler.record_function leaves behind; every optimizer's step is inside of one."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "profiler"
 
 
 def _is_random(target: Any) -> bool:
