@@ -1,0 +1,393 @@
+"""Capture: whatever a module or function does, simulated devices give the numbers of one device, gradients included."""
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import MESHES, assert_same, eager
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh
+
+BIG = Mesh(a=2, m=3)
+
+
+def check(module: nn.Module, *args, mesh: Mesh = BIG, terms: int = 256, **kwargs):
+    """Forward and every gradient of a module against eager; returns the plan."""
+    plan = gspmd.plan(module, *args, mesh=mesh, grad=True, **kwargs)
+    state = {name: t.clone() for name, t in module.state_dict().items()}
+    torch.manual_seed(1)
+    want = eager(module, *args, **kwargs)
+    after = {name: t.clone() for name, t in module.state_dict().items()}
+    module.load_state_dict(state)
+    torch.manual_seed(1)
+    got = plan.simulate(*args, _poison=True, **kwargs)
+    assert_same(got, want, terms=terms)
+    assert_same(dict(module.state_dict()), after, "state", terms=terms)
+    return plan
+
+
+def marked(module: nn.Module, mesh: Mesh, layouts: dict[str, str]) -> nn.Module:
+    """The layouts as far as the mesh has their axes."""
+    words = {name: " ".join(w if w in ("_", "?") or w in mesh.names else "_" for w in spec.split()) for name, spec in layouts.items()}
+    return gspmd.annotate(module, mesh, words)
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
+
+
+class Block(nn.Module):
+    """A pre-norm attention and MLP block with heads as a dimension of their own."""
+
+    def __init__(self, width: int = 12, heads: int = 4):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        b, s, w = x.shape
+        q, k, v = (t.view(b, s, self.heads, w // self.heads).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(w, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, w)
+        x = x + self.out(y)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+MEGATRON = {"qkv.weight": "m _", "qkv.bias": "m", "out.weight": "_ m", "up.weight": "m _", "up.bias": "m", "down.weight": "_ m"}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("shape", [(4, 6, 12), (5, 7, 12)], ids=["even", "uneven"])
+def test_transformer_block(mesh, shape):
+    batch = "a _ _" if "a" in mesh.names else "_ _ _"
+    block = marked(seeded(Block), mesh, MEGATRON)
+    x = gspmd.mark_sharding(rand(*shape), mesh, batch)
+    check(block, x, mesh=mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_uneven_everything(mesh):
+    net = seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)))
+    marked(net, mesh, {"0.weight": "m _", "2.weight": "m", "3.weight": "_ m"})
+    check(net, gspmd.mark_sharding(rand(5, 5), mesh, "a _" if "a" in mesh.names else "m _"), mesh=mesh)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, index):
+        return F.cross_entropy(self.head(self.embed(index)).flatten(0, 1), index.flatten())
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_tied_weights_have_one_gradient(mesh):
+    net = marked(seeded(Tied), mesh, {"embed.weight": "m _"})
+    plan = check(net, torch.arange(15).view(5, 3) % 11, mesh=mesh)
+    assert [i.name for i in plan.captured.inputs if i.kind == "parameter"] == ["embed.weight"]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_updates_its_buffers(mesh, training):
+    net = seeded(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU())).train(training)
+    net[1].running_mean.uniform_(-1, 1)
+    marked(net, mesh, {"1.weight": "m", "0.weight": "m _"})
+    plan = check(net, gspmd.mark_sharding(rand(7, 6), mesh, "a _" if "a" in mesh.names else "_ _"), mesh=mesh)
+    changed = [plan.captured.inputs[o.input].name for o in plan.captured.outputs if o.kind == "mutation"]
+    assert changed == (["1.running_mean", "1.running_var", "1.num_batches_tracked"] if training else [])
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Trees(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(rand(4, 5))
+
+    def forward(self, pair, *, scale=None, flag=False, rest=None):
+        x = pair["a"][0] @ self.w + (pair["a"][1] if flag else 0)
+        return {"point": Point(x if scale is None else x * scale, None), "list": [x.sum(), 3, "text"], "none": rest}
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_keywords_and_trees_in_and_out(flag):
+    net = gspmd.annotate(seeded(Trees), BIG, {"w": "_ m"})
+    check(net, {"a": (rand(6, 4), rand(5))}, scale=torch.tensor(2.0), flag=flag)
+
+
+def test_default_arguments_and_none():
+    check(seeded(Trees), {"a": [rand(6, 4), None]})
+
+
+def test_one_value_returned_twice_and_an_input_returned():
+    def f(x):
+        y = x.sin()
+        return y, [y, x]
+    x = rand(5, 4)
+    assert_same(gspmd.plan(f, x, mesh=BIG, in_specs="m _").simulate(x, _poison=True), f(x))
+
+
+def test_one_tensor_passed_twice():
+    x = rand(5, 4)
+    assert_same(gspmd.plan(torch.mul, x, x, mesh=BIG, in_specs=("m _", "_ a")).simulate(x, x, _poison=True), x * x)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_dropout_draws_the_numbers_of_one_device(mesh):
+    net = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 6), nn.Dropout(0.1)))
+    check(marked(net, mesh, {"0.weight": "m _", "2.weight": "_ m"}), rand(7, 6), mesh=mesh)
+
+
+def test_dropout_differs_between_runs_and_is_off_in_eval():
+    net = nn.Sequential(nn.Dropout(0.5))
+    x = torch.ones(64)
+    plan = gspmd.plan(net, x, mesh=Mesh(m=2), in_specs="m")
+    assert not torch.equal(plan.simulate(x), plan.simulate(x))
+    assert torch.equal(gspmd.plan(net.eval(), x, mesh=Mesh(m=2), in_specs="m").simulate(x), x)
+
+
+class Autocast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.b(self.a(x).relu())
+        return y, y.float().logsumexp(-1)
+
+
+def test_autocast():
+    net = gspmd.annotate(seeded(Autocast), BIG, {"a.weight": "m _", "b.weight": "_ m"})
+    x = rand(7, 6)
+    plan = gspmd.plan(net, x, mesh=BIG, grad=True)
+    (got, _), grads = plan.simulate(x, _poison=True)
+    (want, _), expected = eager(net, x)
+    assert got.dtype == torch.bfloat16 and {n: g.dtype for n, g in grads.items()} == dict.fromkeys(expected, torch.float32)
+    for g, w in [(got.float(), want.float()), *((grads[n], expected[n]) for n in expected)]:
+        torch.testing.assert_close(g, w, rtol=0, atol=8 * torch.finfo(torch.bfloat16).eps * float(w.detach().abs().max()))
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(3, 3)
+        self.a.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu()), x.detach() * 2
+
+
+def test_frozen_and_unused_parameters_have_no_gradient():
+    net = gspmd.annotate(seeded(Frozen), BIG, {"a.weight": "m _"})
+    plan = check(net, rand(7, 6))
+    assert sorted(plan.simulate(rand(7, 6))[1]) == ["a.bias", "b.bias", "b.weight"]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool = False, dropout: float = 0.0):
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(6, 8), nn.Linear(8, 6), nn.Dropout(dropout)
+        self.reentrant = reentrant
+
+    def inner(self, x):
+        return self.b(self.drop(self.a(x).sin()))
+
+    def forward(self, x):
+        return checkpoint(self.inner, checkpoint(self.inner, x, use_reentrant=False), use_reentrant=False).cos()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_checkpointing_recomputes_in_the_backward(dropout):
+    net = gspmd.annotate(seeded(lambda: Checkpointed(dropout=dropout)), BIG, {"a.weight": "m _", "b.weight": "_ m"})
+    plan = check(net, gspmd.mark_sharding(rand(7, 6), BIG, "a _"))
+    sines = [n.meta["backward"] for n in plan.captured.graph.nodes if n.target is torch.ops.aten.sin.default]
+    assert sines.count(False) == 2 and sines.count(True) >= 2
+
+
+def test_gradients_inside_of_a_function():
+    def f(w, x):
+        loss = (x @ w).tanh().square().sum()
+        (grad,) = torch.autograd.grad(loss, w, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), w)
+        return loss, grad, second
+    w, x = rand(6, 5).requires_grad_(), rand(7, 6, seed=1)
+    plan = gspmd.plan(f, w, x, mesh=BIG, in_specs=("_ m", "a _"))
+    assert_same(plan.simulate(w, x, _poison=True), f(w, x), terms=1024)
+
+
+def test_optimizer_step_inside_of_a_function():
+    def step(w, moment, x):
+        with torch.enable_grad():
+            v = w.detach().requires_grad_()
+            (grad,) = torch.autograd.grad((x @ v).square().mean(), v)
+        moment.mul_(0.9).add_(grad)
+        w.sub_(0.1 * moment)
+        return grad.norm()
+    x = rand(7, 6, seed=2)
+    w, moment = rand(6, 5), rand(6, 5, seed=1)
+    plan = gspmd.plan(step, w, moment, x, mesh=BIG, in_specs=("_ m", "_ m", "a _"))
+    w2, moment2 = w.clone(), moment.clone()
+    want = step(w2, moment2, x)
+    assert_same(plan.simulate(w, moment, x, _poison=True), want)
+    assert_same([w, moment], [w2, moment2])
+
+
+def test_torch_optimizer_inside_of_a_function():
+    def step(w, x):
+        v = nn.Parameter(w.detach())
+        optimizer = torch.optim.SGD([v], lr=0.1)
+        (v.grad,) = torch.autograd.grad((x @ v).square().mean(), v)
+        optimizer.step()
+        return v.detach()
+    w, x = rand(6, 5), rand(7, 6, seed=1)
+    want = step(w.clone(), x)
+    assert_same(gspmd.plan(step, w, x, mesh=BIG, in_specs=("_ m", "a _")).simulate(w.clone(), x, _poison=True), want)
+
+
+def test_arguments_changed_in_place():
+    def f(x, y):
+        x[1:3].add_(y)
+        x.mul_(2)
+        return x.sum()
+    x, y = rand(5, 4), rand(4)
+    x2 = x.clone()
+    plan = gspmd.plan(f, x, y, mesh=BIG, in_specs=("m _", None))
+    want = f(x2, y)
+    assert_same(plan.simulate(x, y, _poison=True), want)
+    assert_same(x, x2)
+
+
+def test_view_of_an_argument_changed_in_place():
+    def f(x):
+        x.t()[0].fill_(3.0)
+        return x + 1
+    x = rand(5, 4)
+    x2 = x.clone()
+    plan = gspmd.plan(f, x, mesh=BIG, in_specs="m a")
+    want = f(x2)
+    assert_same(plan.simulate(x, _poison=True), want)
+    assert_same(x, x2)
+
+
+def test_constant_of_the_model():
+    table = rand(4)
+    x = rand(5, 4)
+    assert_same(gspmd.plan(lambda x: x + table, x, mesh=BIG, in_specs="m _").simulate(x, _poison=True), x + table)
+
+
+def test_positions_beyond_the_end_look_nothing_up():
+    """Padding of an index is no place of the table: 7 positions over 2 or 3 devices."""
+    for mesh in MESHES:
+        f = lambda table: F.embedding(torch.arange(7), table).sin()         # noqa: E731
+        table = rand(7, 4)
+        assert_same(gspmd.plan(f, table, mesh=mesh, out_specs="m _").simulate(table, _poison=True), f(table))
+
+
+def test_model_on_the_meta_device_is_not_allocated():
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(1 << 16, 1 << 18), nn.ReLU(), nn.Linear(1 << 18, 1 << 16))     # 128 GiB
+    mesh = Mesh(a=2, m=4)
+    gspmd.annotate(net, mesh, {"0.weight": "m _", "0.bias": "m", "2.weight": "_ m"})
+    plan = gspmd.plan(net, torch.empty(64, 1 << 16, device="meta"), mesh=mesh, in_specs="a _", grad=True)
+    assert plan.memory.parameters == ((1 << 34) * 2 + (1 << 18)) // 4 * 4 + (1 << 16) * 4
+    assert str(plan.in_specs[0]) == "m _" and all(p.is_meta for p in net.parameters())
+
+
+def test_fake_arguments():
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(6, 4)
+    plan = gspmd.plan(torch.sin, x, mesh=BIG, in_specs="m _")
+    assert_same(plan.simulate(rand(6, 4)), rand(6, 4).sin())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_types(dtype):
+    x, y = rand(6, 4).to(dtype), rand(4, 5).to(dtype)
+    f = lambda x, y: (x @ y).sum(0)         # noqa: E731
+    assert_same(gspmd.plan(f, x, y, mesh=BIG, in_specs=("a m", "m _")).simulate(x, y, _poison=True), f(x, y))
+
+
+def test_backward_nodes_are_told_apart():
+    plan = gspmd.plan(seeded(Block), rand(4, 6, 12), mesh=BIG, grad=True)
+    flags = [n.meta["backward"] for n in plan.captured.graph.nodes if n.op == "call_function"]
+    assert flags == sorted(flags) and 0 < flags.index(True) < len(flags)
+
+
+def test_source_is_the_user_s_line():
+    plan = gspmd.plan(seeded(Block), rand(4, 6, 12), mesh=BIG, grad=True)
+    found = {n.meta["source"].rpartition(":")[0].rsplit("/")[-1] for n in plan.captured.graph.nodes
+             if n.op == "call_function" and n.meta["source"]}
+    assert found == {"test_capture.py"}
+
+
+@pytest.mark.parametrize("lead", [(3,), (3, 5), (2, 3, 5)], ids=str)
+def test_products_keep_their_dimensions(lead):
+    net = seeded(lambda: nn.Linear(4, 6))
+    plan = check(net, rand(*lead, 4))
+    shapes = [tuple(n.meta["val"].shape) for n in plan.captured.graph.nodes if n.target is torch.ops.torchgspmd.einsum.default]
+    assert shapes[0] == (*lead, 6)
+
+
+EINSUMS = ["ij,jk->ik", "bij,bjk->bik", "...ij,jk->...ik", "ij,jk", "ij,kj,k->i", "i,i->", "i,j->ij", "ii,ij->ij", "ijk,kjl->il", "ij->ji"]
+
+
+@pytest.mark.parametrize("equation", EINSUMS)
+def test_einsum(equation):
+    sizes = dict(zip("ijklb", (5, 5, 5, 6, 4)))
+    terms = equation.split("->")[0].replace("...", "b").split(",")
+    operands = [rand(*(sizes[c] for c in term), seed=i) for i, term in enumerate(terms)]
+    f = lambda *xs: torch.einsum(equation, *xs)         # noqa: E731
+    specs = tuple(" ".join(["m", *"_" * (t.dim() - 1)]) for t in operands)
+    assert_same(gspmd.plan(f, *operands, mesh=BIG, in_specs=specs).simulate(*operands, _poison=True), f(*operands))
+
+
+MATMULS = [((5, 4), (4, 6)), ((5, 4), (4,)), ((4,), (4, 6)), ((4,), (4,)), ((3, 5, 4), (4, 6)), ((3, 5, 4), (3, 4, 6)),
+           ((5, 4), (3, 4, 6)), ((3, 1, 5, 4), (2, 4, 6))]
+
+
+@pytest.mark.parametrize("left, right", MATMULS, ids=str)
+def test_matmul(left, right):
+    x, y = rand(*left), rand(*right, seed=1)
+    specs = tuple(" ".join(["m", *"_" * (t.dim() - 1)]) for t in (x, y))
+    for f in (torch.matmul, lambda x, y: x @ y):
+        assert_same(gspmd.plan(f, x, y, mesh=BIG, in_specs=specs).simulate(x, y, _poison=True), x @ y)
+
+
+class Attention(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.scale = kind, nn.Parameter(torch.ones(()))
+
+    def forward(self, q, k, v):
+        options = {"plain": {}, "causal": {"is_causal": True}, "scale": {"scale": 0.2}, "gqa": {"enable_gqa": True},
+                   "bool": {"attn_mask": torch.ones(5, 7, dtype=torch.bool).tril(1)},
+                   "float": {"attn_mask": torch.linspace(-1, 1, 35).view(5, 7)}}[self.kind]
+        if self.kind == "gqa":
+            k, v = k[:, :2], v[:, :2]
+        if self.kind == "causal":
+            k, v = k[:, :, :5], v[:, :, :5]
+        return F.scaled_dot_product_attention(q * self.scale, k, v, **options)
+
+
+@pytest.mark.parametrize("spec", ["a m _ _", "_ _ m _", "m _ _ a"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "scale", "gqa", "bool", "float"])
+def test_attention(kind, spec):
+    q, k, v = rand(3, 4, 5, 8), rand(3, 4, 7, 8, seed=1), rand(3, 4, 7, 8, seed=2)
+    gspmd.mark_sharding(q, BIG, spec)
+    check(Attention(kind), q, k, v, terms=1024)
