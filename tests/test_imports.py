@@ -14,6 +14,7 @@ LAYERS = (                              # a file imports only from the lines bel
     ("__init__",),
     ("backend", "parallel", "parallelize", "torch_backend"),
     ("api",),
+    ("dump",),
     ("plan",),
     ("capture",),
     ("xla_backend",),

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from .annotate import mark_sharding_op
 from .capture import ARGUMENT, GRADIENT, MUTATION, OUTPUT, TANGENT, Captured, capture
+from .dump import Dump
 from .errors import ShardingError, user_line
 from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
 from .mesh import Mesh
@@ -46,8 +47,10 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     For a program that runs on real processes also, stored: the layouts of parameters and buffers, by name; plain:
     which arguments are whole on every rank, so that their gradients have to be. Results without a spec are whole then.
     """
-    rules, clock = Rules(), _Clock()
+    rules, clock, dump = Rules(), _Clock(), Dump(mesh)
+    dump("capture", captured.graph)
     graph = expand(captured.graph)
+    dump("expand", graph)
     clock("expand")
     results = _result_specs(captured, graph, out_specs, mesh, whole=stored is not None)
     inputs = _input_specs(captured, mesh, arguments, stored or {})
@@ -56,6 +59,7 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     if splitting:
         graph = expand(graph, splitting)
         layouts = _propagate(captured, graph, mesh, inputs, results, rules)
+    dump("propagate", graph)
     clock("propagate")
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for node in graph.nodes:
@@ -66,10 +70,13 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
         if inp.kind == TANGENT and results[inp.output] is not None and not any(results[inp.output].open):
             given[node] = results[inp.output]
     sharded = partition(graph, mesh, given, _outputs(captured, placeholders, results, plain), rules)
+    dump("partition", sharded)
     clock("partition")
     program = fx.GraphModule(captured.constants, localize(sharded, mesh))
     clock("localize")
-    return Plan(mesh, captured, sharded, program, layouts, clock.seconds)
+    made = Plan(mesh, captured, sharded, program, layouts, clock.seconds)
+    dump.final(made)
+    return made
 
 
 class _Clock:

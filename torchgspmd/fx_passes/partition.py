@@ -231,7 +231,7 @@ class _Solver:
     def _choose_input(self, node: fx.Node) -> bool:
         """An input whose layout is open is stored as it is used most cheaply."""
         wanted = self._wanted(node, first=False)
-        candidates = [self.held[node], *(w for w in wanted if not w.pending)]
+        candidates = [node.meta["spec"], self.held[node], *(w for w in wanted if not w.pending)]
         best = min(candidates, key=lambda spec: sum(self._move(node, spec, w) for w in wanted))
         changed = best != self.held[node]
         self.held[node] = best

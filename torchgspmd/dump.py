@@ -1,0 +1,38 @@
+"""TORCHGSPMD_DUMP=1|2|3, on standard error: the final graph; also what every pass changed; also why each value has its layout."""
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+
+from torch import fx
+
+from .fx_passes.printer import graph_text
+from .mesh import Mesh
+from .plan import Plan
+
+
+class Dump:
+    """Called with the graph after every pass, and with the plan at the end; does nothing without the variable."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.level, self.before = mesh, int(os.environ.get("TORCHGSPMD_DUMP") or 0), ""
+
+    def __call__(self, name: str, graph: fx.Graph) -> None:
+        if self.level < 2:
+            return
+        text = graph_text(graph, self.mesh)
+        changes = difflib.unified_diff(self.before.splitlines(), text.splitlines(), "before", name, lineterm="", n=0)
+        self._print(text if not self.before else "\n".join(changes), f"after {name}")
+        self.before = text
+
+    def final(self, plan: Plan) -> None:
+        if self.level:
+            self._print(str(plan), "the plan")
+        if self.level > 2:
+            lines = [line for value in plan.layouts.spec for line in plan.layouts.explain(value)]
+            self._print("\n".join(lines), "who sharded what, and why")
+
+    @staticmethod
+    def _print(text: str, title: str) -> None:
+        print(f"---- torchgspmd: {title}\n{text}", file=sys.stderr)
