@@ -8,7 +8,7 @@ needs    val on every node
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, fx
@@ -18,13 +18,14 @@ from ..rules import RENAMED, decomposition_of, trace
 from .graph import signature
 
 
-def expand(graph: fx.Graph, splitting: frozenset[fx.Node] = frozenset()) -> fx.Graph:
-    """A copy of the graph. splitting: nodes with a rule that are to be taken apart all the same."""
-    return _Expander(splitting).run(graph)
+def expand(graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset()) -> fx.Graph:
+    """A copy of the graph. splitting: nodes with a rule that are to be taken apart all the same; over how many devices the
+    dimension is sharded that they need whole, if that is known."""
+    return _Expander(splitting if isinstance(splitting, Mapping) else dict.fromkeys(splitting, 1)).run(graph)
 
 
 class _Expander:
-    def __init__(self, splitting: frozenset[fx.Node]):
+    def __init__(self, splitting: Mapping[fx.Node, int]):
         self.splitting, self.graph, self.traced = splitting, fx.Graph(), {}
 
     def run(self, graph: fx.Graph) -> fx.Graph:
@@ -33,14 +34,14 @@ class _Expander:
             if node.op == "call_function" and node.target is operator.getitem and not isinstance(new[node.args[0]], fx.Node):
                 new[node] = new[node.args[0]][node.args[1]]
             elif node.op == "call_function":
-                new[node] = self.emit(node, new, node.meta, splitting=node in self.splitting)
+                new[node] = self.emit(node, new, node.meta, splitting=self.splitting.get(node, 0))
             else:
                 new[node] = self.graph.node_copy(node, new.__getitem__)
                 new[node].meta = dict(node.meta)
         self.graph.eliminate_dead_code()
         return self.graph
 
-    def emit(self, node: fx.Node, new: dict[fx.Node, Any], meta: dict, splitting: bool = False, within: tuple = ()) -> Any:
+    def emit(self, node: fx.Node, new: dict[fx.Node, Any], meta: dict, splitting: int = 0, within: tuple = ()) -> Any:
         """The node's value in the new graph: a node, or a tuple of nodes for an operation that was taken apart."""
         function = decomposition_of(node.target, splitting=splitting) if node.target not in within else None
         inner = self.trace(node, function, splitting) if function else None
@@ -48,6 +49,7 @@ class _Expander:
             copy = self.graph.node_copy(node, new.__getitem__)
             copy.target = RENAMED.get(node.target, node.target)
             copy.meta = {**meta, "val": node.meta["val"]}
+            copy.meta.pop("spec", None)                                     # of an earlier propagation
             return copy
         operands: list[fx.Node] = []
         fx.map_arg((node.args, dict(node.kwargs)), lambda n: operands.append(n))
@@ -64,7 +66,7 @@ class _Expander:
                 values[step] = self.emit(step, values, meta, within=(*within, node.target))
         raise AssertionError("a graph without output")
 
-    def trace(self, node: fx.Node, function: Callable, splitting: bool) -> fx.Graph | None:
+    def trace(self, node: fx.Node, function: Callable, splitting: int) -> fx.Graph | None:
         """The decomposition's graph, once for equal signatures; None if it cannot be traced or holds tensors of its own."""
         key = (signature(node), splitting)
         if key not in self.traced:

@@ -6,9 +6,11 @@ from . import (  # noqa: F401 (they register)
     factory,
     indexing,
     normalization,
+    ordering,
     pointwise,
     pooling,
     reduction,
+    scan,
     scatter,
     view,
 )

@@ -5,7 +5,7 @@ PyTorch's tables are a private API (torch._decomp), checked on 2.9.0 and 2.13.0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from .registry import DECOMPOSITIONS, RULES, SPLITS
+from .registry import BLOCKWISE, DECOMPOSITIONS, RULES, SPLITS
 
 RENAMED = {torch.ops.aten.view.default: torch.ops.aten.reshape.default,          # local parts need not be contiguous
            torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default}
@@ -28,10 +28,10 @@ def _core() -> dict[Any, Callable]:
     return dict(core_aten_decompositions())
 
 
-def decomposition_of(op: Any, *, splitting: bool = False) -> Callable | None:
+def decomposition_of(op: Any, *, splitting: int = 0) -> Callable | None:
     """A function that computes the operation by others; None if it stands for itself.
 
-    splitting: of an operation with a rule whose `whole` factors are sharded.
+    splitting: of an operation with a rule whose `whole` factors are sharded, over so many devices (1: not known).
     """
     if op in DECOMPOSITIONS:
         return DECOMPOSITIONS[op]
@@ -40,7 +40,7 @@ def decomposition_of(op: Any, *, splitting: bool = False) -> Callable | None:
     if op in RULES and not splitting:
         return None
     if splitting and SPLITS.get(op):
-        return SPLITS[op]
+        return partial(SPLITS[op], shards=int(splitting)) if op in BLOCKWISE else SPLITS[op]
     if op in _core():
         return _core()[op]
     if op in decomposition_table:

@@ -94,7 +94,7 @@ def aligned(dim: int, table: torch.Tensor, index: torch.Tensor, *sources: torch.
 @computed(aten.gather.default)
 def _gather(call: Call) -> Rule | None:
     x, index = call.tensors
-    if not x.dim():
+    if not x.dim() or index.dim() != x.dim():
         return None
     dim = call.args[1] % x.dim()
     (x_names, i_names), sizes, whole = aligned(dim, x, index)

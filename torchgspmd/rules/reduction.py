@@ -33,7 +33,7 @@ for _op, _kind in ((aten.sum.dim_IntList, "sum"), (aten.amax.default, "max"), (a
     computed(_op)(lambda call, kind=_kind: reduction_rule(call, call.argument(1, "dim"), kind))
 for _op, _kind in ((aten.sum.default, "sum"), (aten.max.default, "max"), (aten.min.default, "min"), (aten.prod.default, "prod")):
     computed(_op)(lambda call, kind=_kind: reduction_rule(call, None, kind))
-for _op in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim):
+for _op in (aten.median.dim, aten.nanmedian.dim):
     computed(_op)(lambda call: reduction_rule(call, call.argument(1, "dim"), None))
 computed(aten.mode.default)(lambda call: reduction_rule(call, call.argument(1, "dim", -1), None))
 computed(aten.kthvalue.default)(lambda call: reduction_rule(call, call.argument(2, "dim", -1), None))

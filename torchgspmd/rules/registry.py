@@ -11,6 +11,7 @@ from .notation import Call, Rule, Sentence, Shapes, make_rule
 RULES: dict[Any, Callable[[Call], Rule | None]] = {}
 DECOMPOSITIONS: dict[Any, Callable] = {}            # always taken apart, before anything else
 SPLITS: dict[Any, Callable | None] = {}             # taken apart if a `whole` factor is sharded; None: PyTorch's own table
+BLOCKWISE: set[Any] = set()                         # those among SPLITS that are told how many shards there are
 
 
 def rule(op: OpOverload, sentence: str, *, splits: Callable | bool = False, **keywords: Any) -> None:

@@ -149,19 +149,16 @@ def _cat(call: Call) -> Rule | None:
     return keep_rule(call, [call.argument(1, "dim", 0)], linear=[list(range(len(call.tensors)))])
 
 
-@computed(aten.split.Tensor, aten.split_with_sizes.default, aten.flip.default, aten.cumsum.default, aten.cumprod.default,
-          aten.sort.default, aten.sort.stable, aten.topk.default, aten.tril.default, aten.triu.default, aten.roll.default,
-          aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default)
+@computed(aten.split.Tensor, aten.split_with_sizes.default, aten.flip.default, aten.tril.default, aten.triu.default,
+          aten.roll.default)
 def _along(call: Call) -> Rule:
     linear = [[0]] if call.target in _LINEAR else ()
     return keep_rule(call, _dims_of(call), linear=linear)
 
 
-_LINEAR = {aten.split.Tensor, aten.split_with_sizes.default, aten.flip.default, aten.cumsum.default, aten.tril.default,
-           aten.triu.default, aten.roll.default}
-_WHERE = {aten.split.Tensor: (2, 0), aten.split_with_sizes.default: (2, 0), aten.flip.default: (1, 0), aten.cumsum.default: (1, 0),
-          aten.cumprod.default: (1, 0), aten.sort.default: (1, -1), aten.sort.stable: (1, -1), aten.topk.default: (2, -1),
-          aten.cummax.default: (1, 0), aten.cummin.default: (1, 0), aten.logcumsumexp.default: (1, 0)}
+_LINEAR = {aten.split.Tensor, aten.split_with_sizes.default, aten.flip.default, aten.tril.default, aten.triu.default,
+           aten.roll.default}
+_WHERE = {aten.split.Tensor: (2, 0), aten.split_with_sizes.default: (2, 0), aten.flip.default: (1, 0)}
 
 
 def _dims_of(call: Call) -> list[int]:
