@@ -114,9 +114,9 @@ class Resharder:
                     fine = spec.dims[d] + (axis,)
                     if self.mesh.count(fine) <= max(size, 1) * 2 and self._nests(size, spec.dims[d], fine):
                         yield Step("shard", (d, axis), spec.with_dim(d, fine), (axis,), 0.0, 0.0)
-        for d, (have, want) in enumerate(zip(spec.dims, after.dims)):               # at once, where blocks do not nest
+        for d, (have, want) in enumerate(zip(spec.dims, after.dims)):               # at once, whatever the size
             rest = want[len(have):]
-            if len(rest) > 1 and have == want[:len(have)] and set(rest) <= set(free) and self._nests(shape[d], have, want):
+            if rest and have == want[:len(have)] and set(rest) <= set(free) and self._nests(shape[d], have, want):
                 yield Step("shard", (d, "+".join(rest)), spec.with_dim(d, want), rest, 0.0, 0.0)
         yield from self._gathers(shape, itemsize, spec)
         yield from self._exchanges(shape, spec, local)
