@@ -302,7 +302,7 @@ def check(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpe
         assert torch.equal(torch.where(inside[group[0]] > 0, total, 0), want[group[0]]), f"{before} -> {after}: {[s.kind for s in steps]}"
 
 
-@pytest.mark.parametrize("shape", [(24, 24), (5, 7), (3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(24, 24), (5, 7), (3, 1)], ids=str)
 @pytest.mark.parametrize("mesh", [Mesh(a=2, b=2), Mesh(a=2, b=3), Mesh(a=4, b=2)], ids=str)
 def test_every_pair_of_layouts_arrives(mesh, shape):
     torch.manual_seed(0)
