@@ -61,6 +61,9 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph:
         return function(*a, **k)
     mode = tensors[0].fake_mode if tensors else FakeTensorMode()
     with mode, torch.no_grad(), fx_traceback.preserve_node_meta(False):
+        seen: set[int] = set()                                              # one tensor twice stands for any two
+        tensors = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) if id(t) in seen or seen.add(id(t)) else t
+                   for t in tensors]
         graph = make_fx(flat)(*tensors).graph
     for node in graph.nodes:
         node.meta.setdefault("val", None)

@@ -41,7 +41,7 @@ computed(aten.kthvalue.default)(lambda call: reduction_rule(call, call.argument(
 
 def _count(x: torch.Tensor, dims) -> int:
     dims = [dims] if isinstance(dims, int) else dims
-    return math.prod(x.shape[d] for d in dims) if dims else x.numel()
+    return math.prod(x.shape[d] for d in dims) if dims and x.dim() else x.numel()
 
 
 @decomposition(aten.mean.dim)
