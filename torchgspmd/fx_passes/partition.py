@@ -94,10 +94,11 @@ class _Solver:
         available = tuple(self._available(v, op, first) for v in op.operands)
         wanted = tuple(self._wanted(v, first) for v in op.results)
         current = self.chosen.get(op.node)
-        key = (op.key, available, wanted, current, self.late)
+        summands = self._summands(op) if first else 1
+        key = (op.key, available, wanted, current, self.late, summands)
         best = self.memo.get(key)
         if best is None:
-            best = self.memo[key] = self._best(op, available, wanted, current)
+            best = self.memo[key] = self._best(op, available, wanted, current, summands)
         if best is current:
             return False
         self.chosen[op.node] = best
@@ -124,13 +125,37 @@ class _Solver:
             return (value.meta["spec"].closed(),)
         return tuple(dict.fromkeys(self.needs.get(value, {}).values()))
 
-    def _best(self, op: Op, available, wanted, current: Strategy | None) -> Strategy:
+    def _summands(self, op: Op) -> int:
+        """How many operations like this one add up to one sum, which needs one reduction."""
+        root = op.results[0]
+        while root is not None and (above := self._sum_of(root)) is not None:
+            root = above.results[0]
+        stack, count = [root], 0
+        while stack:
+            node = stack.pop()
+            inner = self.ops.get(node)
+            if inner is not None and self._adds(inner):
+                stack.extend(inner.operands)
+            elif inner is not None and inner.key == op.key:
+                count += 1
+        return max(count, 1)
+
+    def _sum_of(self, value: fx.Node) -> Op | None:
+        """The addition that is the only use of a value."""
+        user = self.ops.get(next(iter(value.users))) if len(value.users) == 1 else None
+        return user if user is not None and self._adds(user) else None
+
+    @staticmethod
+    def _adds(op: Op) -> bool:
+        return len(op.results) == 1 and len(op.operands) == 2 and frozenset((0, 1)) in op.rule.linear
+
+    def _best(self, op: Op, available, wanted, current: Strategy | None, summands: int) -> Strategy:
         strategies = self._candidates(op, available, wanted)
         if current is not None:
             strategies = [current, *strategies]                             # of equals the current one stays
-        return min(strategies, key=lambda s: self._cost(op, s, available, wanted))
+        return min(strategies, key=lambda s: self._cost(op, s, available, wanted, summands))
 
-    def _cost(self, op: Op, strategy: Strategy, available, wanted) -> float:
+    def _cost(self, op: Op, strategy: Strategy, available, wanted, summands: int) -> float:
         cost = strategy.work
         for value, have, need in zip(op.operands, available, strategy.operands):
             if need not in have.layouts:
@@ -141,7 +166,7 @@ class _Solver:
             copies = [made]
             for need in uses:
                 if need not in copies:
-                    cost += min(self._move(value, layout, need) for layout in copies)
+                    cost += min(self._move(value, layout, need) for layout in copies) / (summands if made.pending else 1)
                     copies.append(need)
         return cost
 
