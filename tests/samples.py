@@ -61,8 +61,8 @@ sample(named("abs neg relu sign"), ints(9, 7))
 sample(aten.acosh.default, lambda: torch.rand(4, 5) + 1.1)
 sample(aten.polygamma.default, 1, unit(4, 5))
 sample([*named("atan2 floor_divide fmax fmin hypot logaddexp maximum minimum nextafter logical_and logical_or logical_xor sigmoid_backward "
-               "tanh_backward"),
-        *named("copysign eq fmod ge gt le lt ne remainder xlogy add sub mul div", "Tensor"), aten.pow.Tensor_Tensor], unit(4, 5), unit(4, 5))
+               "tanh_backward"), aten.pow.Tensor_Tensor,
+        *named("copysign eq fmod ge gt le lt ne remainder xlogy add sub mul div", "Tensor")], unit(4, 5), unit(4, 5))
 sample([*named("add sub mul div", "Tensor"), aten.maximum.default, aten.atan2.default], real(4, 5), real(5))
 sample([*named("add sub mul div", "Tensor"), aten.minimum.default], real(4, 1), real(3, 1, 5))
 sample(named("eq ge gt le lt ne fmod remainder mul div add sub", "Scalar"), real(4, 5), 0.5)
@@ -242,3 +242,118 @@ sample(aten.constant_pad_nd.default, real(4, 5), [0, 0, 2, -1], 3.0)
 sample(aten.select.int, real(4, 5, 7), 1, 2)
 sample(aten.select.int, real(4, 5, 7), -1, -1)
 sample(aten.select_backward.default, real(4, 7), [4, 5, 7], 1, 2)
+
+# ------------------------------------------------------------------------------------------ writing by index
+
+sample(aten.scatter.src, real(4, 7), 1, lambda: torch.rand(4, 3).mul(0).long() + torch.tensor([5, 0, 2]), real(4, 3))
+sample(aten.scatter.reduce, unit(4, 7), 1, ints(7, 4, 3), unit(4, 3), reduce="add")
+sample(aten.scatter.value_reduce, unit(4, 7), 1, ints(7, 4, 3), 2.0, reduce="multiply")
+sample(aten.scatter_add.default, real(4, 7), 1, ints(7, 4, 5), real(4, 5))
+sample(aten.scatter_add.default, real(7, 5), 0, ints(7, 3, 5), real(4, 5))
+for _how in ("sum", "prod", "mean", "amax", "amin"):
+    sample(aten.scatter_reduce.two, unit(4, 7), 1, ints(7, 4, 5), unit(4, 5), _how)
+    sample(aten.scatter_reduce.two, unit(4, 7), 1, ints(7, 4, 5), unit(4, 5), _how, include_self=False)
+sample(aten.index_add.default, real(4, 7, 2), 1, ints(7, 5), real(4, 5, 2))
+sample(aten.index_add.default, real(7, 2), 0, ints(7, 5), real(5, 2), alpha=0.5)
+sample(aten.index_copy.default, real(4, 7, 2), 1, lambda: torch.randperm(7)[:5], real(4, 5, 2))
+sample(aten.index_fill.int_Scalar, real(4, 7), 1, ints(7, 3), 2.0)
+sample(aten.index_fill.int_Tensor, real(4, 7), 1, ints(7, 3), lambda: torch.tensor(2.0))
+sample([aten.index_put.default, aten._unsafe_index_put.default], real(4, 7), [lambda: torch.tensor([3, 1])], real(2, 7))
+sample([aten.index_put.default, aten._unsafe_index_put.default], real(7, 4), [ints(7, 5)], real(5, 4), True)
+sample([aten.index_put.default], real(7, 4, 5), [ints(7, 5), ints(4, 5)], real(5, 5), True)
+sample([aten.index.Tensor, aten._unsafe_index.Tensor], real(7, 4), [ints(7, 5)])
+sample([aten.index.Tensor, aten._unsafe_index.Tensor], real(4, 7, 5), [None, ints(7, 3, 2)])
+sample([aten.index.Tensor], real(7, 4, 5), [ints(7, 6), ints(4, 6)])
+sample([aten.index.Tensor], real(7, 4, 5), [ints(7, 6), None, ints(5, 6)])
+
+# ------------------------------------------------------------------------------------------ convolutions and windows
+
+
+def _backward_of(forward: Any, backward: Any, first: Callable, *args: Any) -> None:
+    """A sample of grad, x, arguments: of pads and adaptive pools."""
+    def make() -> tuple[tuple, dict]:
+        torch.manual_seed(0)
+        x = first()
+        out = forward(x, *args)
+        grad = torch.randn_like(out[0] if isinstance(out, tuple) else out)
+        return (grad, x, out[1]) if isinstance(out, tuple) else (grad, x, *args), {}
+    sample(forward, first, *args)
+    SAMPLES.setdefault(backward, []).append(make)
+
+
+def _convolution(x: tuple, w: tuple, groups: int = 1, stride: int = 1, padding: int = 0, transposed: bool = False, bias: bool = True) -> None:
+    n = len(x) - 2
+    tail = ([stride] * n, [padding] * n, [1] * n, transposed, [0] * n, groups)
+    channels = w[1] * groups if transposed else w[0]
+    sample(aten.convolution.default, real(*x), real(*w), real(channels) if bias else None, *tail)
+
+    def make() -> tuple[tuple, dict]:
+        torch.manual_seed(0)
+        data, weight = torch.randn(x), torch.randn(w)
+        grad = torch.randn_like(aten.convolution.default(data, weight, None, *tail))
+        return (grad, data, weight, [channels] if bias else None, *tail, [True, True, bias]), {}
+    SAMPLES.setdefault(aten.convolution_backward.default, []).append(make)
+
+
+_convolution((3, 4, 9), (5, 4, 3), padding=1)
+_convolution((3, 4, 8, 6), (5, 4, 3, 3), padding=1, stride=2)
+_convolution((3, 4, 8, 6), (6, 4, 2, 2), stride=2, bias=False)
+_convolution((2, 6, 7, 5), (4, 3, 3, 3), groups=2)
+_convolution((2, 4, 7, 5), (4, 1, 3, 3), groups=4, padding=1)
+_convolution((2, 4, 5, 4), (4, 5, 2, 2), transposed=True, stride=2)
+_convolution((2, 4, 5, 4, 4), (3, 4, 2, 2, 2))
+
+
+def _sizes(n: int, size: int) -> tuple[int, ...]:
+    return (3, 4, *[size] * n)
+
+
+for _n in (1, 2, 3):
+    for _pad in ("reflection", "replication"):
+        _backward_of(getattr(aten, f"{_pad}_pad{_n}d").default, getattr(aten, f"{_pad}_pad{_n}d_backward").default,
+                     real(*_sizes(_n, 4)), [1, 2] * _n)
+    for _kind in [f"upsample_nearest{_n}d", f"_upsample_nearest_exact{_n}d"]:
+        sample(getattr(aten, _kind).default, real(*_sizes(_n, 3)), [5] * _n)
+        sample(getattr(aten, f"{_kind}_backward").default, real(*_sizes(_n, 5)), [5] * _n, list(_sizes(_n, 3)))
+for _kind, _n in [("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 2),
+                  ("_upsample_bicubic2d_aa", 2), ("upsample_trilinear3d", 3)]:
+    sample(getattr(aten, _kind).default, real(*_sizes(_n, 3)), [5] * _n, False)
+    sample(getattr(aten, f"{_kind}_backward").default, real(*_sizes(_n, 5)), [5] * _n, list(_sizes(_n, 3)), False)
+for _n in (2, 3):
+    _backward_of(getattr(aten, f"adaptive_max_pool{_n}d").default, getattr(aten, f"adaptive_max_pool{_n}d_backward").default,
+                 real(*_sizes(_n, 5)), [2] * _n)
+
+    def _adaptive_average(n: int = _n) -> tuple[tuple, dict]:
+        torch.manual_seed(0)
+        return (torch.randn(_sizes(n, 2)), torch.randn(_sizes(n, 5))), {}
+    sample(getattr(aten, f"_adaptive_avg_pool{_n}d").default, real(*_sizes(_n, 5)), [2] * _n)
+    SAMPLES[getattr(aten, f"_adaptive_avg_pool{_n}d_backward").default] = [_adaptive_average]
+    _window = ([3] * _n, [2] * _n, [1] * _n)
+    sample(getattr(aten, f"avg_pool{_n}d").default, real(*_sizes(_n, 6)), *_window, False, True)
+    sample(getattr(aten, f"avg_pool{_n}d_backward").default, real(*_sizes(_n, 3)), real(*_sizes(_n, 6)), *_window, False, False, None)
+
+    def _max_backward(n: int = _n, window: tuple = _window) -> tuple[tuple, dict]:
+        torch.manual_seed(0)
+        x = torch.randn(_sizes(n, 6))
+        out, where = getattr(aten, f"max_pool{n}d_with_indices").default(x, *window)
+        return (torch.randn_like(out), x, *window, [1] * n, False, where), {}
+    sample(getattr(aten, f"max_pool{_n}d_with_indices").default, real(*_sizes(_n, 6)), *_window)
+    SAMPLES[getattr(aten, f"max_pool{_n}d_with_indices_backward").default] = [_max_backward]
+
+    def _unpool(n: int = _n) -> tuple[tuple, dict]:
+        torch.manual_seed(0)
+        out, where = getattr(aten, f"max_pool{n}d_with_indices").default(torch.randn(_sizes(n, 4)), [2] * n, [2] * n)
+        return (out, where, [4] * n, *([[2] * n, [0] * n] if n == 3 else [])), {}
+    SAMPLES[getattr(aten, f"max_unpool{_n}d").default] = [_unpool]
+
+    def _fractional(n: int = _n, backward: bool = False) -> tuple[tuple, dict]:
+        torch.manual_seed(0)
+        x, samples = torch.randn(_sizes(n, 6)), torch.rand(3, 4, n)
+        if not backward:
+            return (x, [2] * n, [3] * n, samples), {}
+        out, where = getattr(aten, f"fractional_max_pool{n}d").default(x, [2] * n, [3] * n, samples)
+        return (torch.randn_like(out), x, [2] * n, [3] * n, where), {}
+    SAMPLES[getattr(aten, f"fractional_max_pool{_n}d").default] = [_fractional]
+    SAMPLES[getattr(aten, f"fractional_max_pool{_n}d_backward").default] = [lambda n=_n: _fractional(n, True)]
+sample(aten.grid_sampler_2d.default, real(3, 4, 5, 5), unit(3, 2, 3, 2), 0, 0, False)
+sample(aten.grid_sampler_3d.default, real(3, 4, 5, 5, 5), unit(3, 2, 3, 2, 3), 0, 0, False)

@@ -69,6 +69,12 @@ def test_sequence_parallel_sends_the_same_bytes_in_other_collectives(n):
         assert pair == sent(tp, "all_reduce", backward) == 2 * 2 * (n - 1) / n * STREAM
 
 
+@pytest.mark.xfail(strict=True, reason="partition.py: the gradient of the heads goes to the sequence layout and back around a view "
+                                       "and a transpose (two all_to_all): no single operation gains by leaving")
+def test_sequence_parallel_sends_nothing_else():
+    assert {kind for kind, _ in counts(plan_of(models.block(Mesh(model=2), "sp"), Mesh(model=2)))} == {"all_gather", "reduce_scatter"}
+
+
 @pytest.mark.parametrize("n", SIZES)
 def test_sequence_parallel_reduces_the_gradients_of_norms(n):
     plan = plan_of(models.block(Mesh(model=n), "sp"), Mesh(model=n))

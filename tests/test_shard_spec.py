@@ -29,8 +29,8 @@ def test_notation(text, spec):
 
 
 @pytest.mark.parametrize("entries, text", [
-    ((), ""), ((None,), "_"), (["data", None], "data _"), ((("data", "model"), None), "data+model _"), ((UNCONSTRAINED, "model"), "? model"),
-    (((), None), "_ _"), ([["data"], ("model",)], "data model")])
+    ((), ""), ((None,), "_"), (["data", None], "data _"), ((("data", "model"), None), "data+model _"),
+    ((UNCONSTRAINED, "model"), "? model"), (((), None), "_ _"), ([["data"], ("model",)], "data model")])
 def test_sequences_mean_the_same_as_strings(entries, text):
     assert ShardSpec.parse(entries) == ShardSpec.parse(text)
 
