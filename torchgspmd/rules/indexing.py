@@ -149,9 +149,8 @@ def _nll_loss_backward(grad, x, target, weight, reduction, ignore_index, total):
     dim = x.dim() - 1
     grad = grad / total if reduction == 1 else grad
     safe = torch.where(target != ignore_index, target, 0).unsqueeze(dim)
-    one = torch.full_like(x, 0.0).scatter(dim, safe, -1.0)
     grad = grad.unsqueeze(dim) if grad.dim() else grad
-    scale = torch.where(target != ignore_index, 1.0, 0.0).to(x.dtype)
+    scale = torch.where(target != ignore_index, -1.0, 0.0).to(x.dtype)
     if weight is not None:
         scale = scale * weight[safe.squeeze(dim)]
-    return one * (grad * scale.unsqueeze(dim))
+    return torch.full_like(x, 0.0).scatter(dim, safe, grad * scale.unsqueeze(dim))
