@@ -1,5 +1,5 @@
-"""Largest, smallest, sorted. Along a sharded dimension every device picks candidates of its block; those are gathered and picked
-from again."""
+"""Largest, smallest, sorted. Along a sharded dimension the extreme is reduced, then its place; of the k largest every device picks
+candidates in its block, which are gathered and picked from again."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -31,12 +31,6 @@ def _extreme(call: Call) -> Rule:
     return replace(reduction_rule(call, dim, None), splits=dim is not None)
 
 
-def _places(x: torch.Tensor, parts: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
-    """Places within blocks as places in x; 4 bytes each on their way, where that is enough."""
-    dtype = torch.int32 if x.shape[dim] < 2 ** 31 else torch.int64
-    return places.to(dtype) + place_of_block(parts.shape[dim], parts.shape[dim + 1], places.dim() - 1 - dim, x.device, dtype)
-
-
 def _split_topk(x, k, dim=-1, largest=True, sorted=True, *, shards=1):
     dim %= max(x.dim(), 1)
     blocks = blocks_of(x.shape[dim] if x.dim() else 1, shards)
@@ -44,26 +38,31 @@ def _split_topk(x, k, dim=-1, largest=True, sorted=True, *, shards=1):
         raise NotImplementedError
     parts = cut(x, dim, blocks)
     values, places = parts.topk(k, dim + 1, largest, sorted)
+    dtype = torch.int32 if x.shape[dim] < 2 ** 31 else torch.int64          # what is sent
+    places = places.to(dtype) + place_of_block(blocks, parts.shape[dim + 1], x.dim() - dim, x.device, dtype)
     shape = [*x.shape[:dim], blocks * k, *x.shape[dim + 1:]]
     values, at = values.reshape(shape).topk(k, dim, largest, sorted)
-    return values, _places(x, parts, places, dim).reshape(shape).gather(dim, at).to(torch.int64)
+    return values, places.reshape(shape).gather(dim, at).to(torch.int64)
 
 
-def _blockwise(pick):
-    def split(x, dim, keepdim=False, *, shards=1):
+def _first_place(reduce):
+    def split(x, dim, keepdim=False):
+        """The extreme value, which devices agree on, and the first place where it stands. NaN is the extreme if there is one."""
         dim %= max(x.dim(), 1)
-        parts = cut(x, dim, blocks_of(x.shape[dim] if x.dim() else 1, shards))
-        values, places = pick(parts, dim + 1)
-        best, at = pick(values, dim, True)
-        at = _places(x, parts, places.unsqueeze(dim + 1), dim).squeeze(dim + 1).gather(dim, at).to(torch.int64)
-        return (best, at) if keepdim else (best.squeeze(dim), at.squeeze(dim))
+        size = x.shape[dim] if x.dim() else 1
+        dtype = torch.int32 if size < 2 ** 31 else torch.int64              # what is sent
+        best = reduce(x, dim, True)
+        found = (x == best) | x.isnan() if x.is_floating_point() else x == best
+        places = torch.arange(size, device=x.device, dtype=dtype).reshape([size] + [1] * (x.dim() - 1 - dim) if x.dim() else [])
+        place = torch.where(found, places, size).to(dtype).amin(dim, keepdim).to(torch.int64)
+        return best if keepdim else best.squeeze(dim), place
     return split
 
 
-def _only_places(split):
-    return lambda x, dim=None, keepdim=False, *, shards=1: split(x, dim, keepdim, shards=shards)[1]
+def _only_place(split):
+    return lambda x, dim=None, keepdim=False: split(x, dim, keepdim)[1]
 
 
-SPLITS.update({aten.topk.default: _split_topk, aten.max.dim: _blockwise(torch.max), aten.min.dim: _blockwise(torch.min),
-               aten.argmax.default: _only_places(_blockwise(torch.max)), aten.argmin.default: _only_places(_blockwise(torch.min))})
-BLOCKWISE.update([aten.topk.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default])
+SPLITS.update({aten.topk.default: _split_topk, aten.max.dim: _first_place(torch.amax), aten.min.dim: _first_place(torch.amin),
+               aten.argmax.default: _only_place(_first_place(torch.amax)), aten.argmin.default: _only_place(_first_place(torch.amin))})
+BLOCKWISE.add(aten.topk.default)
