@@ -71,7 +71,7 @@ class ShardedModule(nn.Module):
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
         self.__dict__.update(_model=model, _mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs,
-                             _groups=Groups(mesh, device), _programs={}, plan=None, planning_seconds=0.0)
+                             _groups=Groups(mesh, device), _programs={}, _signatures={}, plan=None, planning_seconds=0.0)
         shard_module(model, {name: _stored_spec(t, mesh) for name, t in _named_tensors(model)}, mesh, self._groups.device_mesh)
         self.__dict__.update(_parameters=model._parameters, _buffers=model._buffers, _modules=model._modules, training=model.training)
         self.__dict__["_everything"] = list(model.modules())
@@ -97,7 +97,10 @@ class ShardedModule(nn.Module):
 
     def _compare(self, key: Any) -> None:
         """ShardingError on every rank if the arguments differ between ranks in what the program depends on."""
-        if not agree(_hash(str(key)), None, torch.device(self._groups.device_type)):
+        signature = self._signatures.get(key)
+        if signature is None:
+            signature = self._signatures[key] = _hash(str(key))
+        if not agree(signature, None, torch.device(self._groups.device_type)):
             shapes = [None] * self._mesh.size
             dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple)])
             raise ShardingError("the arguments differ between ranks", where=user_line(),
