@@ -20,6 +20,7 @@ from .fx_passes.lower import lower
 from .comm.storage import (cut_padding, gradient_like, local_of, pad_stored, shard_module, slice_global, spec_of, storable, stored_shape,
                            wrap_local)
 from .errors import ShardingError, user_line
+from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.bucket import bucket
 from .fx_passes.products import products
 from .fx_passes.split import split
@@ -141,7 +142,8 @@ class _Program:
         self._outputs(graph)
         forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
         owner = self.captured.constants
-        self.forward, self.backward = (_compiled(fx.GraphModule(owner, g), backend) for g in (forward, backward))
+        self.forward = _compiled(owner, forward, backend)
+        self.backward = _compiled(owner, backward, backend, boxed=True)
 
     def _inputs(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
         """Behind every input the way from what the caller has to what the program takes."""
@@ -220,8 +222,11 @@ class _Run(torch.autograd.Function):
         program: _Program = ctx.program
         tangents = [torch.zeros(shape, dtype=dtype, device=device) if grads[i] is None else grads[i]
                     for i, (shape, dtype, device) in zip(program.tangent_outputs, ctx.shapes)]
+        boxed = [*ctx.saved_tensors, *tangents]
+        ctx.maybe_clear_saved_tensors()                                     # unless the backward is to run again
+        del tangents, grads
         with torch.no_grad():
-            results = program.backward(*ctx.saved_tensors, *tangents)
+            results = program.backward(boxed)
         flat: list[Tensor | None] = [None] * ctx.count
         for index, like, value in zip(program.gradient_inputs, ctx.flat, results):
             flat[index] = value if like is None or value is None else gradient_like(value, like)
@@ -235,10 +240,15 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def _compiled(module: fx.GraphModule, backend: str) -> Any:
-    module.graph.lint()
-    module.recompile()
-    return torch.compile(module) if backend == "inductor" else module.forward
+def _compiled(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = False) -> Any:
+    """A function that runs the graph; boxed: it takes its inputs in a list, which it empties."""
+    graph.lint()
+    if backend == "inductor":
+        compiled = torch.compile(fx.GraphModule(owner, graph))
+        return (lambda inputs: compiled(*inputs)) if boxed else compiled
+    if boxed:
+        graph.set_codegen(BoxedCodeGen())
+    return fx.GraphModule(owner, graph).forward
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
