@@ -18,7 +18,7 @@ from torchgspmd import Mesh
 
 MESHES = [Mesh(a=2), Mesh(a=3), Mesh(a=4), Mesh(a=2, b=2), Mesh(a=2, b=3)]
 SIZES = [1, 2, 3, 4, 5, 6, 8]
-EXAMPLES = int(os.environ.get("TORCHGSPMD_EXAMPLES", "120"))
+EXAMPLES = int(os.environ.get("TORCHGSPMD_EXAMPLES", "300"))
 
 UNARY = {"sin": torch.sin, "tanh": torch.tanh, "exp": lambda x: (x.clamp(-2, 2)).exp(), "square": torch.square, "gelu": F.gelu,
          "sigmoid": torch.sigmoid, "scaled": lambda x: x * 0.5, "shifted": lambda x: 1 - x}
