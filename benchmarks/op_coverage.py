@@ -85,7 +85,8 @@ def differs(got: list[Tensor], want: list[Tensor]) -> str | None:
         finite = w[w.isfinite()].abs() if w.numel() else w
         scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
         if not torch.allclose(g, w, rtol=1e-4, atol=2e-5 * scale, equal_nan=True):
-            return f"result {i} is off by {float((g.to(w.dtype) != w).float().mean() if not w.is_floating_point() else (g - w).abs().nan_to_num(9e9).max()):.1e}"
+            error = (g - w).abs().nan_to_num(9e9).max() if w.is_floating_point() else (g != w).float().mean()
+            return f"result {i} is off by {float(error):.1e}"
     return None
 
 
@@ -225,7 +226,8 @@ def main() -> None:
     for row in Pool(options.jobs, options.samples, options.seed, options.seconds).run(names):
         rows.append(row)
         for failure in row.get("failures", ())[:2]:
-            print(f"{row['op']}: {failure.get('wrong') or failure.get('raises')}  [{failure.get('mesh')} {failure.get('specs')}]", flush=True)
+            why = failure.get("wrong") or failure["raises"]
+            print(f"{row['op']}: {why}  [{failure.get('mesh')} {failure.get('specs')}]", flush=True)
     tested = [r for r in rows if r["samples"] and "skipped" not in r]
     summary = {"operations": len(tested), "skipped": sorted(r["op"] for r in rows if "skipped" in r),
                "forward_right": sum(r["forward"] == r["samples"] for r in tested),
@@ -238,7 +240,8 @@ def main() -> None:
         with open(options.json, "w") as file:
             json.dump({"summary": summary, "rows": sorted(rows, key=lambda r: r["op"])}, file, indent=1)
     print(f"{summary['operations']} operations ({len(summary['skipped'])} random ones left out) in {summary['seconds']} s: "
-          f"{summary['forward_right']} right in the forward, {summary['both_right']} in both; {len(summary['silently_wrong'])} silently wrong, "
+          f"{summary['forward_right']} right in the forward, {summary['both_right']} in both; "
+          f"{len(summary['silently_wrong'])} silently wrong, "
           f"{len(summary['raising'])} raise; {summary['partitioned']} ran partitioned, {summary['nothing_replicated']} replicate nothing")
 
 

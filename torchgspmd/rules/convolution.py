@@ -27,7 +27,8 @@ def _factors(x, w, y, stride, padding, dilation, transposed: bool, groups: int) 
     whole, fine, coarse, window = [], [], [], []
     many, few = (y, x) if transposed else (x, y)
     for i, r in enumerate(w.shape[2:]):
-        beside = _at(stride, i) == r and not _at(padding, i) and (_at(dilation, i) == 1 or r == 1) and many.shape[i + 2] == few.shape[i + 2] * r
+        beside = (_at(stride, i) == r and not _at(padding, i) and (_at(dilation, i) == 1 or r == 1)
+                  and many.shape[i + 2] == few.shape[i + 2] * r)
         sizes |= {f"o{i}": few.shape[i + 2], f"r{i}": r}
         whole += [f"r{i}"] if beside else [f"r{i}", f"o{i}"]
         fine.append((f"o{i}", f"r{i}") if beside else ())

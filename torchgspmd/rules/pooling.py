@@ -52,7 +52,8 @@ def _pooled(x: torch.Tensor, y: torch.Tensor, kernel: Sequence[int], stride: Seq
     count = 3 if len(kernel) == 3 else 2
     lead = [(f"l{i}",) for i in range(x.dim() - count)]
     sizes, whole, fine, coarse = {f"l{i}": n for i, n in enumerate(x.shape[:-count])}, [], [], []
-    for i, (k, s, p, d) in enumerate(zip(*(list(v) * (count if len(v) == 1 else 1) for v in (kernel, stride or kernel, padding, dilation)))):
+    options = [list(v) * (count if len(v) == 1 else 1) for v in (kernel, stride or kernel, padding, dilation)]
+    for i, (k, s, p, d) in enumerate(zip(*options)):
         few, many = y.shape[len(lead) + i], x.shape[len(lead) + i]
         beside = k == s and p == 0 and d == 1 and many == few * k
         sizes |= {f"o{i}": few, f"r{i}": k if beside else many}
@@ -64,7 +65,8 @@ def _pooled(x: torch.Tensor, y: torch.Tensor, kernel: Sequence[int], stride: Seq
 
 @computed(aten.avg_pool2d.default, aten.avg_pool3d.default)
 def _average(call: Call) -> Rule:
-    x, y, sizes, whole = _pooled(call.tensors[0], call.results[0], call.args[1], call.argument(2, "stride", ()), call.argument(3, "padding", (0,)))
+    options = call.argument(2, "stride", ()), call.argument(3, "padding", (0,))
+    x, y, sizes, whole = _pooled(call.tensors[0], call.results[0], call.args[1], *options)
     return make_rule([x], [y], sizes, whole=whole, linear=[[0]])
 
 
@@ -109,7 +111,8 @@ def _moved(local, index, count: int, sign: int):
     parts, sizes = [], local.rule.sizes
     for i in range(count):
         beside = f"o{i}" in local.rule.special
-        parts.append((local.size(f"r{i}") * (local.size(f"o{i}") if beside else 1), sizes.get(f"r{i}", 1) * (sizes[f"o{i}"] if beside else 1)))
+        mine, every = (local.size(f"o{i}"), sizes[f"o{i}"]) if beside else (1, 1)
+        parts.append((local.size(f"r{i}") * mine, sizes.get(f"r{i}", 1) * every))
     old, new = ([p[0] for p in parts], [p[1] for p in parts])[::sign]
     result, step = 0, 1
     for i in reversed(range(count)):

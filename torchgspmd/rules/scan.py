@@ -79,7 +79,8 @@ def _highest(dtype: torch.dtype) -> float | int:
     return math.inf if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-SPLITS.update({aten.cumsum.default: _along(torch.cumsum, torch.add, 0), aten.cumprod.default: _along(torch.cumprod, torch.mul, 1),
-               aten.logcumsumexp.default: _along(torch.logcumsumexp, torch.logaddexp, -math.inf),
-               aten.cummax.default: _extreme(torch.cummax, torch.ge, _lowest), aten.cummin.default: _extreme(torch.cummin, torch.le, _highest)})
-BLOCKWISE.update([aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default])
+_SCANS = {aten.cumsum.default: _along(torch.cumsum, torch.add, 0), aten.cumprod.default: _along(torch.cumprod, torch.mul, 1),
+          aten.logcumsumexp.default: _along(torch.logcumsumexp, torch.logaddexp, -math.inf),
+          aten.cummax.default: _extreme(torch.cummax, torch.ge, _lowest), aten.cummin.default: _extreme(torch.cummin, torch.le, _highest)}
+SPLITS.update(_SCANS)
+BLOCKWISE.update(_SCANS)
