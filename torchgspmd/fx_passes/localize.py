@@ -11,7 +11,6 @@ over it; nowhere else does it matter.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
