@@ -120,7 +120,6 @@ def test_message(name):
     assert message(action) == text
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="api.py: plan does not check its mesh argument")
 def test_mesh_that_is_none():
     message(lambda: plan(torch.sin, X, mesh="data=2"))
 

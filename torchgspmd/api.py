@@ -29,6 +29,9 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
     prefixes of args and of the result (a mapping as in_specs: of kwargs) whose leaves are specs in string form, or
     None where propagation decides. grad=True, on a module: forward and backward together. Raises ShardingError.
     """
+    if not isinstance(mesh, Mesh):
+        raise ShardingError(f"plan takes a torchgspmd.Mesh, not {type(mesh).__name__}", where=user_line(),
+                            fix="Mesh(data=2, model=4), or Mesh.from_device_mesh(device_mesh)")
     if grad and not isinstance(fn, nn.Module):
         raise ShardingError("plan(grad=True) takes a module", where=user_line(), fix="call torch.autograd.grad inside of the function")
     wanted = spread_inputs(in_specs, args, kwargs, mesh)
@@ -92,9 +95,11 @@ class _Clock:
 
 
 def _shards_whole(op, layouts: Layouts) -> bool:
-    """Whether propagation shards a factor that the fused operation needs whole."""
-    for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)):
-        if value is not None and any(axes and set(factors) & op.rule.whole for factors, axes in zip(dims, layouts.spec[value].dims)):
+    """Whether propagation shards a factor that the fused operation needs whole, in one of its largest tensors."""
+    tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)) if v is not None]
+    largest = max(v.meta["val"].numel() for v, _ in tensors)
+    for value, dims in tensors:
+        if value.meta["val"].numel() == largest and any(axes and set(factors) & op.rule.whole for factors, axes in zip(dims, layouts.spec[value].dims)):
             return True
     return False
 

@@ -119,7 +119,7 @@ _COLLECTIVES: dict[Callable, Callable] = {all_reduce: _all_reduce, all_gather: _
 
 
 def split_global(tensor: Tensor, spec: ShardSpec, mesh: Mesh, poison: bool = False) -> list[Tensor]:
-    """The parts of a global tensor. poison: NaN (or the largest integer) in the padding, to see whether it leaks."""
+    """The parts of a global tensor. poison: NaN in the padding of floating ones, to see whether it leaks."""
     parts = []
     for rank in range(mesh.size):
         part, c = tensor, mesh.coordinates(rank)

@@ -22,6 +22,9 @@ from ..mesh import Mesh
 from ..shard_spec import Axes, ShardSpec
 
 
+STATES = 3000                   # layouts that a search looks at before it settles for the direct way
+
+
 @dataclass(frozen=True)
 class Step:
     """One move: the function's name, its arguments after the tensor, the layout it leads to, and what it sends."""
@@ -80,11 +83,37 @@ class Resharder:
             came[spec] = (previous, step, cost)
             if spec == after:
                 return cost, self._path(came, after)
+            if len(came) > STATES:
+                return self._direct(shape, itemsize, before, after)
             for move in self._moves(shape, itemsize, spec, after):
                 if move.spec not in came:
                     total = cost + move.sent + (ALPHA if move.kind != "shard" else 0.01)
                     heapq.heappush(queue, (total, next(order), move.spec, spec, move))
         raise AssertionError(f"no way from {before} to {after}")
+
+    def _direct(self, shape, itemsize, before, after) -> tuple[float, tuple[Step, ...]]:
+        """Reduces, gathers what is sharded otherwise, shards anew: for meshes of so many axes that a search takes too long."""
+        spec, steps = before, []
+        while spec != after:
+            local = self._bytes(shape, itemsize, spec)
+            common = [len([0 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(b, a))]) for b, a in zip(spec.dims, after.dims)]
+            extra = [d for d, axes in enumerate(spec.dims) if len(axes) > common[d]]
+            if set(spec.pending) - set(after.pending):
+                step = next(m for m in self._reductions(shape, spec, after, local) if m.kind == "all_reduce")
+            elif extra:
+                kept = common[extra[0]] if self._nests(shape[extra[0]], spec.dims[extra[0]][:common[extra[0]]], spec.dims[extra[0]]) else 0
+                step = [m for m in self._gathers(shape, itemsize, spec) if m.args[0] == extra[0]
+                        and m.spec.dims[extra[0]] == spec.dims[extra[0]][:kept]][0]
+            else:
+                d = next(d for d, axes in enumerate(spec.dims) if axes != after.dims[d])
+                if not self._nests(shape[d], spec.dims[d], after.dims[d]):
+                    step = next(m for m in self._gathers(shape, itemsize, spec) if m.args[0] == d and not m.spec.dims[d])
+                else:
+                    rest = after.dims[d][common[d]:]
+                    step = Step("shard", (d, "+".join(rest)), spec.with_dim(d, after.dims[d]), rest, 0.0, 0.0)
+            steps.append(step)
+            spec = step.spec
+        return sum(s.sent + ALPHA for s in steps), tuple(steps)
 
     @staticmethod
     def _path(came: dict, spec: ShardSpec) -> tuple[Step, ...]:
@@ -170,7 +199,8 @@ class Resharder:
         if max(counts, default=1) == 1:
             return
         names = [a for a in self.mesh.names if a not in spec.pending]
-        for dims in self._arrangements(counts, names):
+        direct = [after.dims] if counts == [self.mesh.count(axes) for axes in after.dims] else []
+        for dims in self._arrangements(counts, names) if len(names) <= 5 else direct:
             if dims != spec.dims:
                 new = ShardSpec(dims, (), spec.pending, spec.reduction)
                 moved = tuple(sorted({a for old, axes in zip(spec.dims, dims) if old != axes for a in old + axes}))
