@@ -8,7 +8,7 @@ import torch
 
 from .notation import Call, Dims, Rule, make_rule
 from .pointwise import broadcast_dims
-from .registry import computed, shape_argument
+from .registry import computed, decomposition, shape_argument
 
 aten = torch.ops.aten
 
@@ -110,13 +110,21 @@ def _expand(call: Call) -> Rule:
                      {f"d{i}": n for i, n in enumerate(shape)}, linear=[[0]], local=shape_argument(1))
 
 
-@computed(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+@computed(aten.unsqueeze.default, aten.squeeze.dims)
 def _unsqueeze(call: Call) -> Rule:
     x, y = call.tensors[0], call.results[0]
     long = [(f"d{i}",) for i, n in enumerate(x.shape) if n > 1]
     sizes = {f"d{i}": n for i, n in enumerate(x.shape)}
     names = iter(long)
     return make_rule([[(f"d{i}",) for i in range(x.dim())]], [[next(names) if n > 1 else () for n in y.shape]], sizes, linear=[[0]])
+
+
+@decomposition(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def _squeeze(x, dim=None):
+    """By the dimensions of global size 1: a device's part of another one may have size 1 as well."""
+    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    ones = [d for d in dims if x.dim() and x.shape[d] == 1]
+    return aten.squeeze.dims(x, ones) if ones else x.view(x.shape)
 
 
 def keep_rule(call: Call, dims: Sequence[int], **keywords) -> Rule:
