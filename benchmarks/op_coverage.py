@@ -131,16 +131,18 @@ def run_op(op, samples: int, seed: int) -> dict:
         try:
             case = Case(op, sample)
             if is_random(case):
-                return {**found, "skipped": "random"}
+                found["skipped"] = "random"
+                continue
             backward = differentiable and case.prepare()
             if backward:
                 case.joint(*(t.clone() for t in (*case.tensors, *case.cotangents)))
         except Exception:                                                   # noqa: BLE001 (one device cannot run it either)
             continue
-        found["samples"] += 1
         row = attempt(case, rng, backward)
         if row.get("random"):                                               # it sets the seed itself, so is_random did not see it
-            return {**found, "skipped": "random"}
+            found["skipped"] = "random"
+            continue
+        found["samples"] += 1
         failed = "wrong" in row or "raises" in row
         forward = not failed or backward and not {"wrong", "raises"} & set(attempt(case, rng, False))
         found["both"] += not failed
@@ -228,8 +230,8 @@ def main() -> None:
         for failure in row.get("failures", ())[:2]:
             why = failure.get("wrong") or failure["raises"]
             print(f"{row['op']}: {why}  [{failure.get('mesh')} {failure.get('specs')}]", flush=True)
-    tested = [r for r in rows if r["samples"] and "skipped" not in r]
-    summary = {"operations": len(tested), "skipped": sorted(r["op"] for r in rows if "skipped" in r),
+    tested = [r for r in rows if r["samples"]]
+    summary = {"operations": len(tested), "skipped": sorted(r["op"] for r in rows if not r["samples"]),
                "forward_right": sum(r["forward"] == r["samples"] for r in tested),
                "both_right": sum(r["both"] == r["samples"] for r in tested),
                "silently_wrong": sorted(r["op"] for r in tested if any("wrong" in f for f in r["failures"])),
@@ -239,7 +241,7 @@ def main() -> None:
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"summary": summary, "rows": sorted(rows, key=lambda r: r["op"])}, file, indent=1)
-    print(f"{summary['operations']} operations ({len(summary['skipped'])} random ones left out) in {summary['seconds']} s: "
+    print(f"{summary['operations']} operations ({len(summary['skipped'])} left out: random, or without samples) in {summary['seconds']} s: "
           f"{summary['forward_right']} right in the forward, {summary['both_right']} in both; "
           f"{len(summary['silently_wrong'])} silently wrong, "
           f"{len(summary['raising'])} raise; {summary['partitioned']} ran partitioned, {summary['nothing_replicated']} replicate nothing")
