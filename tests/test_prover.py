@@ -212,6 +212,9 @@ def test_operations_that_split_run_with_shards_of_what_they_need_whole(op, numbe
 
 _C = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 DECOMPOSED = {
+    aten.squeeze.default: [(_r(4, 1, 5),)],
+    aten.squeeze.dim: [(_r(4, 1, 5), 1), (_r(4, 5), 1)],
+    aten.squeeze.dims: [(_r(1, 4, 1, 5), [0, 2])],
     aten.convolution.default: [(_r(2, 3, 5, 5), _r(4, 3, 3, 3), _r(4), *_C), (_r(2, 3, 5, 5), _r(4, 3, 3, 3), None, *_C)],
     aten.convolution_backward.default: [
         (_r(2, 4, 5, 5), _r(2, 3, 5, 5), _r(4, 3, 3, 3), [4], *_C, [True, True, True]),

@@ -13,6 +13,7 @@ from .capture import ARGUMENT, GRADIENT, MUTATION, OUTPUT, TANGENT, Captured, ca
 from .dump import Dump
 from .errors import ShardingError, user_line
 from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
+from .fx_passes.graph import Op
 from .mesh import Mesh
 from .plan import Plan
 from .shard_spec import ShardSpec
@@ -58,7 +59,8 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     results = _result_specs(captured, graph, out_specs, mesh, whole=stored is not None)
     inputs = _input_specs(captured, mesh, arguments, stored or {})
     layouts = _propagate(captured, graph, mesh, inputs, results, rules)
-    splitting = frozenset(op.node for op in rules.ops(graph) if op.rule.splits and _shards_whole(op, layouts))
+    splitting = {op.node: _whole_shards(op, layouts) for op in rules.ops(graph) if op.rule.splits}
+    splitting = {node: shards for node, shards in splitting.items() if shards > 1}
     if splitting:
         graph = expand(graph, splitting)
         layouts = _propagate(captured, graph, mesh, inputs, results, rules)
@@ -94,14 +96,12 @@ class _Clock:
         self.seconds[name], self.last = now - self.last, now
 
 
-def _shards_whole(op, layouts: Layouts) -> bool:
-    """Whether propagation shards a factor that the fused operation needs whole, in one of its largest tensors."""
+def _whole_shards(op: Op, layouts: Layouts) -> int:
+    """Into how many shards propagation cuts a factor that the fused operation needs whole, in one of its largest tensors."""
     tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)) if v is not None]
     largest = max(v.meta["val"].numel() for v, _ in tensors)
-    for value, dims in tensors:
-        if value.meta["val"].numel() == largest and any(axes and set(factors) & op.rule.whole for factors, axes in zip(dims, layouts.spec[value].dims)):
-            return True
-    return False
+    return max((layouts.mesh.count(axes) for value, dims in tensors if value.meta["val"].numel() == largest
+                for factors, axes in zip(dims, layouts.spec[value].dims) if set(factors) & op.rule.whole), default=1)
 
 
 def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:

@@ -199,6 +199,8 @@ class _Solver:
                     for axis in axes:
                         if factor not in rule.whole:
                             options[axis][factor] = None
+                        elif rule.known:                                    # it has to leave: any other factor may take it
+                            options[axis].update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole | rule.special))
                 for axis in spec.pending:
                     for g in range(len(rule.linear)):
                         options[axis][g] = None
