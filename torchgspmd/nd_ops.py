@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-
 # ------------------------------------------------------------------------------------------ einsum of two tensors
 
 @torch.library.custom_op("torchgspmd::einsum", mutates_args=())

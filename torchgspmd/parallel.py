@@ -16,12 +16,22 @@ from .annotate import recorded_mark
 from .api import compile_plan
 from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
 from .comm.groups import Groups, agree
-from .fx_passes.lower import lower
-from .comm.storage import (cut_padding, gradient_like, local_of, pad_stored, shard_module, slice_global, spec_of, storable, stored_shape,
-                           wrap_local)
+from .comm.storage import (
+    cut_padding,
+    gradient_like,
+    local_of,
+    pad_stored,
+    shard_module,
+    slice_global,
+    spec_of,
+    storable,
+    stored_shape,
+    wrap_local,
+)
 from .errors import ShardingError, user_line
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.bucket import bucket
+from .fx_passes.lower import lower
 from .fx_passes.products import products
 from .fx_passes.split import split
 from .fx_passes.tidy import tidy
@@ -116,7 +126,8 @@ class ShardedModule(nn.Module):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         wanted = [spec_of(t, self._mesh) if isinstance(t, DTensor) else spec for t, spec in zip(tensors, wanted)]
         made = compile_plan(captured, self._mesh, wanted, self._out_specs,
-                            stored={i.name: _stored_spec_of(i.mark, i.shape, self._mesh) for i in captured.inputs if i.kind in (PARAMETER, BUFFER)},
+                            stored={i.name: _stored_spec_of(i.mark, i.shape, self._mesh) for i in captured.inputs
+                                    if i.kind in (PARAMETER, BUFFER)},
                             plain=[not isinstance(t, DTensor) for t in tensors])
         if not agree(_hash(made.program.code), None, torch.device(self._groups.device_type)):
             raise ShardingError("the ranks have made different programs", where=user_line(),

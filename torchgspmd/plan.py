@@ -94,7 +94,8 @@ class Plan:
     @cached_property
     def memory(self) -> Memory:
         """Bytes on one device."""
-        sizes = {n: math.prod(n.meta["shape"]) * n.meta["dtype"].itemsize for n in self.program.graph.nodes if n.meta.get("shape") is not None}
+        sizes = {n: math.prod(n.meta["shape"]) * n.meta["dtype"].itemsize for n in self.program.graph.nodes
+                 if n.meta.get("shape") is not None}
         inputs = [n for n in self.program.graph.nodes if n.op == "placeholder"][len(self.mesh.axes):]
         kinds = [given.kind for given in self.captured.inputs]
         parameters = sum(sizes[n] for n, kind in zip(inputs, kinds) if kind == PARAMETER)
@@ -178,7 +179,8 @@ class Plan:
 
 def _collective(node: fx.Node, mesh: Mesh) -> Collective:
     step, val = node.meta["step"], node.meta["val"]
-    return Collective(step.kind, step.axes, mesh.count(step.axes), dtype_name(val.dtype), step.payload, step.sent, 1, node.meta.get("source"))
+    return Collective(step.kind, step.axes, mesh.count(step.axes), dtype_name(val.dtype), step.payload, step.sent, 1,
+                      node.meta.get("source"))
 
 
 def _peak(graph: fx.Graph, sizes: dict[fx.Node, int], resident: int) -> int:

@@ -42,5 +42,6 @@ def spread_inputs(prefix: Any, args: tuple, kwargs: dict, mesh: Mesh) -> list[Sh
     if isinstance(prefix, (str, ShardSpec)) and len(args) == 1:
         prefix = (prefix,)
     elif isinstance(prefix, (str, ShardSpec)):
-        raise ShardingError(f"one spec, '{prefix}', is given for {len(args)} arguments", where=user_line(), fix="a tuple with one spec for each")
+        raise ShardingError(f"one spec, '{prefix}', is given for {len(args)} arguments", where=user_line(),
+                            fix="a tuple with one spec for each")
     return spread(tuple(prefix) if isinstance(prefix, list) else prefix, args, mesh, "args") + spread(None, kwargs, mesh, "kwargs")

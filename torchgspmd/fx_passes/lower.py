@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .bucket import key
-from ..shard_spec import ShardSpec
 from ..comm.collective import all_gather, all_reduce, all_to_all, permute, reduce_scatter, split_axes
 from ..comm.groups import Groups
 from ..comm.simulate import permute_sources
+from ..shard_spec import ShardSpec
+from .bucket import key
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -116,90 +116,90 @@ class _Lowering:
         return self.call(c10d.wait_tensor.default, x)
 
 
-def _all_reduce(l: _Lowering, x: Any, shape: list[int], reduction: str, axes: str) -> fx.Node:
-    name, _ = l.groups.group(split_axes(axes))
-    return l.wait(l.call(c10d.all_reduce.default, l.contiguous(x), _reduction(reduction), name))
+def _all_reduce(to: _Lowering, x: Any, shape: list[int], reduction: str, axes: str) -> fx.Node:
+    name, _ = to.groups.group(split_axes(axes))
+    return to.wait(to.call(c10d.all_reduce.default, to.contiguous(x), _reduction(reduction), name))
 
 
-def _all_gather(l: _Lowering, x: Any, shape: list[int], dim: int, axes: str) -> fx.Node:
-    name, positions = l.groups.group(split_axes(axes))
+def _all_gather(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str) -> fx.Node:
+    name, positions = to.groups.group(split_axes(axes))
     n = len(positions)
-    gathered = l.wait(l.call(c10d.all_gather_into_tensor.default, l.contiguous(x), n, name))
-    stacked = l.reorder(l.call(aten.reshape.default, gathered, [n, *shape]), positions)
-    return l.contiguous(l.from_front(stacked, shape, dim, n))
+    gathered = to.wait(to.call(c10d.all_gather_into_tensor.default, to.contiguous(x), n, name))
+    stacked = to.reorder(to.call(aten.reshape.default, gathered, [n, *shape]), positions)
+    return to.contiguous(to.from_front(stacked, shape, dim, n))
 
 
-def _reduce_scatter(l: _Lowering, x: Any, shape: list[int], reduction: str, dim: int, axes: str) -> fx.Node:
-    name, positions = l.groups.group(split_axes(axes))
+def _reduce_scatter(to: _Lowering, x: Any, shape: list[int], reduction: str, dim: int, axes: str) -> fx.Node:
+    name, positions = to.groups.group(split_axes(axes))
     n = len(positions)
-    stacked, part = l.to_front(x, shape, dim, n)
-    stacked = l.contiguous(l.reorder(stacked, [positions.index(i) for i in range(n)]))
-    mine = l.wait(l.call(c10d.reduce_scatter_tensor.default, stacked, _reduction(reduction), n, name))
-    return l.call(aten.reshape.default, mine, part)
+    stacked, part = to.to_front(x, shape, dim, n)
+    stacked = to.contiguous(to.reorder(stacked, [positions.index(i) for i in range(n)]))
+    mine = to.wait(to.call(c10d.reduce_scatter_tensor.default, stacked, _reduction(reduction), n, name))
+    return to.call(aten.reshape.default, mine, part)
 
 
-def _all_to_all(l: _Lowering, x: Any, shape: list[int], gather_dim: int, scatter_dim: int, axes: str) -> fx.Node:
-    name, positions = l.groups.group(split_axes(axes))
+def _all_to_all(to: _Lowering, x: Any, shape: list[int], gather_dim: int, scatter_dim: int, axes: str) -> fx.Node:
+    name, positions = to.groups.group(split_axes(axes))
     n = len(positions)
-    stacked, part = l.to_front(x, shape, scatter_dim, n)
-    stacked = l.contiguous(l.reorder(stacked, [positions.index(i) for i in range(n)]))
-    moved = l.wait(l.call(c10d.all_to_all_single.default, stacked, [1] * n, [1] * n, name))
-    return l.contiguous(l.from_front(l.reorder(moved, positions), part, gather_dim, n))
+    stacked, part = to.to_front(x, shape, scatter_dim, n)
+    stacked = to.contiguous(to.reorder(stacked, [positions.index(i) for i in range(n)]))
+    moved = to.wait(to.call(c10d.all_to_all_single.default, stacked, [1] * n, [1] * n, name))
+    return to.contiguous(to.from_front(to.reorder(moved, positions), part, gather_dim, n))
 
 
-def _permute(l: _Lowering, x: Any, shape: list[int], before: str, after: str) -> fx.Node:
+def _permute(to: _Lowering, x: Any, shape: list[int], before: str, after: str) -> fx.Node:
     """all_to_all with nothing for all but the destinations; gloo and NCCL alike have it."""
-    axes = l.node.meta["step"].axes
-    name, positions = l.groups.group(axes)
-    ranks = next(g for g in l.mesh.groups(tuple(a for a in l.mesh.names if a in axes)) if l.groups.rank in g)
-    sources = permute_sources(l.mesh, ShardSpec.parse(before), ShardSpec.parse(after))
-    me = l.groups.rank
+    axes = to.node.meta["step"].axes
+    name, positions = to.groups.group(axes)
+    ranks = next(g for g in to.mesh.groups(tuple(a for a in to.mesh.names if a in axes)) if to.groups.rank in g)
+    sources = permute_sources(to.mesh, ShardSpec.parse(before), ShardSpec.parse(after))
+    me = to.groups.rank
     sends = [int(sources[r] == me) for r in ranks]
     receives = [int(sources[me] == r) for r in ranks]
-    one = l.call(aten.unsqueeze.default, l.contiguous(x), 0)
-    copies = l.call(aten.contiguous.default, l.call(aten.expand.default, one, [sum(sends), *shape])) if sum(sends) != 1 else one
-    moved = l.wait(l.call(c10d.all_to_all_single.default, copies, receives, sends, name))
-    return l.call(aten.reshape.default, moved, shape)
+    one = to.call(aten.unsqueeze.default, to.contiguous(x), 0)
+    copies = to.call(aten.contiguous.default, to.call(aten.expand.default, one, [sum(sends), *shape])) if sum(sends) != 1 else one
+    moved = to.wait(to.call(c10d.all_to_all_single.default, copies, receives, sends, name))
+    return to.call(aten.reshape.default, moved, shape)
 
 
 # ------------------------------------------------------------------------------------------ several as one
 
-def _merged_all_reduce(l: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
+def _merged_all_reduce(to: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
     _, reduction, axes = run[0].args
-    name, _ = l.groups.group(split_axes(axes))
+    name, _ = to.groups.group(split_axes(axes))
     shapes = [list(n.args[0].meta["shape"]) for n in run]
-    flat = l.call(aten.cat.default, [l.call(aten.reshape.default, x, [-1]) for x in xs])
-    total = l.wait(l.call(c10d.all_reduce_.default, flat, _reduction(reduction), name))
-    return l.unpack(run, total, shapes, 0)
+    flat = to.call(aten.cat.default, [to.call(aten.reshape.default, x, [-1]) for x in xs])
+    total = to.wait(to.call(c10d.all_reduce_.default, flat, _reduction(reduction), name))
+    return to.unpack(run, total, shapes, 0)
 
 
-def _merged_all_gather(l: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
-    name, positions = l.groups.group(split_axes(run[0].args[2]))
+def _merged_all_gather(to: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
+    name, positions = to.groups.group(split_axes(run[0].args[2]))
     n = len(positions)
     shapes = [list(node.args[0].meta["shape"]) for node in run]
-    flat = l.call(aten.cat.default, [l.call(aten.reshape.default, x, [-1]) for x in xs])
-    gathered = l.wait(l.call(c10d.all_gather_into_tensor.default, flat, n, name))
-    rows = l.call(aten.reshape.default, gathered, [n, sum(map(math.prod, shapes))])
-    parts = l.call(aten.split_with_sizes.default, l.reorder(rows, positions), [math.prod(shape) for shape in shapes], 1)
+    flat = to.call(aten.cat.default, [to.call(aten.reshape.default, x, [-1]) for x in xs])
+    gathered = to.wait(to.call(c10d.all_gather_into_tensor.default, flat, n, name))
+    rows = to.call(aten.reshape.default, gathered, [n, sum(map(math.prod, shapes))])
+    parts = to.call(aten.split_with_sizes.default, to.reorder(rows, positions), [math.prod(shape) for shape in shapes], 1)
     made = []
     for i, (node, shape) in enumerate(zip(run, shapes)):
-        stacked = l.call(aten.reshape.default, l.call(operator.getitem, parts, i), [n, *shape])
-        made.append(l._carry(l.contiguous(l.from_front(stacked, shape, node.args[1], n)), node))
+        stacked = to.call(aten.reshape.default, to.call(operator.getitem, parts, i), [n, *shape])
+        made.append(to._carry(to.contiguous(to.from_front(stacked, shape, node.args[1], n)), node))
     return made
 
 
-def _merged_reduce_scatter(l: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
+def _merged_reduce_scatter(to: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
     _, reduction, _, axes = run[0].args
-    name, positions = l.groups.group(split_axes(axes))
+    name, positions = to.groups.group(split_axes(axes))
     n = len(positions)
     rows, shapes = [], []
     for node, x in zip(run, xs):
-        stacked, part = l.to_front(x, list(node.args[0].meta["shape"]), node.args[2], n)
-        rows.append(l.call(aten.reshape.default, stacked, [n, -1]))
+        stacked, part = to.to_front(x, list(node.args[0].meta["shape"]), node.args[2], n)
+        rows.append(to.call(aten.reshape.default, stacked, [n, -1]))
         shapes.append(part)
-    flat = l.reorder(l.call(aten.cat.default, rows, 1), [positions.index(i) for i in range(n)])
-    total = l.wait(l.call(c10d.reduce_scatter_tensor.default, l.contiguous(flat), _reduction(reduction), n, name))
-    return l.unpack(run, l.call(aten.reshape.default, total, [-1]), shapes, 0)
+    flat = to.reorder(to.call(aten.cat.default, rows, 1), [positions.index(i) for i in range(n)])
+    total = to.wait(to.call(c10d.reduce_scatter_tensor.default, to.contiguous(flat), _reduction(reduction), n, name))
+    return to.unpack(run, to.call(aten.reshape.default, total, [-1]), shapes, 0)
 
 
 def _wait_late(graph: fx.Graph) -> None:

@@ -58,7 +58,8 @@ def call_text(node: fx.Node) -> str:
         return "constant"
     if node.target is operator.getitem:
         return f"{_text(node.args[0])}[{node.args[1]}]"
-    arguments = [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout"))]
+    options = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}
+    arguments = [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in options.items())]
     return f"{_op_name(node.target)}({', '.join(arguments)})"
 
 

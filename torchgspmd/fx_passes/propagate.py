@@ -132,7 +132,7 @@ class _Propagation:
             if factor in rule.whole and not rule.splits or stage < ALL and (factor in rule.reduce or factor in rule.special):
                 continue
             longest, source = self._longest(rule, factor, found, tensors, stage)
-            for t, (value, dims) in enumerate(tensors):
+            for t, (value, _) in enumerate(tensors):
                 if self._extend(rule, factor, longest, t, tensors, found):
                     changed.append(value)
                     for axis in longest:
@@ -151,7 +151,7 @@ class _Propagation:
         """The longest list of axes that a tensor has for a factor. Small broadcast operands count in the last round only."""
         best: Axes = ()
         source = None
-        for i, ((value, dims), axes) in enumerate(zip(tensors, found)):
+        for i, ((value, _), axes) in enumerate(zip(tensors, found)):
             if stage < ALL and not rule.contraction and i < len(rule.operands) and rule.results and _broadcasts(rule, i):
                 continue
             if len(axes.get(factor, ())) > len(best):

@@ -21,7 +21,6 @@ from ..comm.collective import ALPHA, sent_bytes
 from ..mesh import Mesh
 from ..shard_spec import Axes, ShardSpec
 
-
 STATES = 3000                   # layouts that a search looks at before it settles for the direct way
 
 

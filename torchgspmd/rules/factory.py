@@ -30,7 +30,7 @@ def _arange(call: Call) -> Rule:
 
 
 def _emit_arange(local, args, kwargs):
-    start, end, step = args[0], args[1], args[2] if len(args) > 2 else 1
+    start, step = args[0], args[2] if len(args) > 2 else 1
     size = local.size("d0")
     values = local.call(aten.arange.start_step, 0, size, 1, **{**kwargs, "dtype": local.results[0].dtype})
     offset = local.index("d0") * size
