@@ -156,6 +156,21 @@ def check_errors(mesh):
         raise AssertionError("no error")
 
 
+def check_uneven_weights(mesh):
+    """Weights stored along dimensions that the axis does not divide: gathered together, their gradients scattered."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 17))
+    model, axis = copy.deepcopy(reference), mesh.names[0]
+    for parameter in model.parameters():
+        gspmd.mark_sharding(parameter, mesh, " ".join([axis] + ["_"] * (parameter.dim() - 1)))
+    model = gspmd.parallelize(model, mesh, in_specs=f"{axis} _")
+    x = torch.randn(301, 16)
+    for m in (model, reference):
+        m(x).square().mean().backward()
+    for name, parameter in reference.named_parameters():
+        close(model.get_parameter(name).grad, parameter.grad)
+
+
 def check_same_text(mesh):
     """The program's text is the same on all ranks."""
     model, _ = pair(mesh)
@@ -198,7 +213,8 @@ def load(mesh, path):
             close(loss, expected, 1e-4)
 
 
-CHECKS = (check_training, check_modes, check_scaler, check_layouts_of_results, check_errors, check_same_text)
+CHECKS = (check_training, check_modes, check_scaler, check_layouts_of_results, check_errors, check_uneven_weights,
+          check_same_text)
 
 
 def main():

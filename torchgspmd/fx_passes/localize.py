@@ -185,6 +185,8 @@ class _Localizer:
         size = node.meta["val"].shape[dim]
         if node.meta["spec"].dims[dim] or size % self.mesh.count(before.dims[dim]) == 0:
             return made
-        made.meta = self.carried(node)
+        padded = list(node.meta["spec"].local_shape(node.meta["val"].shape, self.mesh))
+        padded[dim] = -(-size // self.mesh.count(before.dims[dim])) * self.mesh.count(before.dims[dim])
+        made.meta = self.carried(node) | {"shape": tuple(padded)}
         trimmed = self.graph.call_function(torch.ops.aten.narrow.default, (made, dim, 0, size))
         return self.graph.call_function(torch.ops.aten.contiguous.default, (trimmed,))
