@@ -81,13 +81,10 @@ def single(runs: Path) -> list[float]:
     return train(runs, "single")
 
 
-# A crash is expected until localize gives trimmed gathers a shape; wrong losses (an AssertionError) are not.
-UNEVEN_GATHERS = pytest.mark.xfail(raises=RuntimeError, reason="bucket() needs meta['shape'] of a gather whose padding is trimmed")
-
-
-@pytest.mark.parametrize("layout", ["tp", pytest.param("fsdp", marks=UNEVEN_GATHERS)])
-def test_training_on_four_processes(layout: str, runs: Path, single: list[float]) -> None:
-    losses = train(runs, layout, "--mesh", "data=2,model=2", "--layout", layout, processes=4)
+@pytest.mark.parametrize("layout, mesh", [(layout, "data=2,model=2") for layout in LAYOUTS]
+                         + [("fsdp", "data=4"), ("2d", "model=4"), ("sp", "model=3")])
+def test_training_on_processes(layout: str, mesh: str, runs: Path, single: list[float]) -> None:
+    losses = train(runs, f"{layout}-{mesh}", "--mesh", mesh, "--layout", layout, processes=gspmd.Mesh.parse(mesh).size)
     assert len(losses) == len(single) == 20
     assert max(abs(a - b) / b for a, b in zip(losses, single)) <= 1e-4
     assert single[-1] < single[0] - 0.1
