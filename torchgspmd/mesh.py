@@ -61,10 +61,12 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the axes, the major one first."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Number of devices along every axis."""
         return tuple(size for _, size in self.axes)
 
     @property

@@ -58,10 +58,12 @@ class ShardSpec:
 
     @classmethod
     def replicated(cls, rank: int) -> ShardSpec:
+        """Of a tensor with `rank` dimensions that every device has whole."""
         return cls(((),) * rank)
 
     @classmethod
     def unconstrained(cls, rank: int) -> ShardSpec:
+        """Every dimension open: propagation decides."""
         return cls(((),) * rank, (True,) * rank)
 
     @classmethod
@@ -81,6 +83,7 @@ class ShardSpec:
 
     @property
     def rank(self) -> int:
+        """Number of dimensions."""
         return len(self.dims)
 
     @property
@@ -90,9 +93,11 @@ class ShardSpec:
 
     @property
     def is_replicated(self) -> bool:
+        """Whether every device has the whole value, nothing pending."""
         return not any(self.dims) and not self.pending
 
     def closed(self) -> ShardSpec:
+        """The same axes with no dimension open."""
         return ShardSpec(self.dims, (), self.pending, self.reduction)
 
     def with_pending(self, axes: Axes, reduction: str | None = None) -> ShardSpec:
