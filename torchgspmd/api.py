@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
@@ -20,6 +21,10 @@ from .shard_spec import ShardSpec
 from .specs import spread, spread_inputs
 
 _MARK = mark_sharding_op._opoverload
+
+
+def _ignore(*_: Any) -> None:
+    """In place of a clock or a dump."""
 
 
 def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None, out_specs: Any = None, grad: bool = False,
@@ -44,6 +49,16 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
     return made
 
 
+@dataclass
+class Annotated:
+    """A captured program with a layout for every value: what partition works on, or a partitioner that is not ours."""
+    captured: Captured
+    graph: fx.Graph                         # operations that have rules, where they can be had; meta["spec"], meta["mark"]
+    layouts: Layouts
+    given: dict[fx.Node, ShardSpec]         # layouts of inputs that are settled
+    results: list[ShardSpec | None]         # those asked for, of the outputs
+
+
 def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
                  stored: Mapping[str, ShardSpec] | None = None, plain: Sequence[bool] = ()) -> Plan:
     """The passes over a captured program. arguments: a spec or None for each.
@@ -53,10 +68,27 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     """
     rules, clock, dump = Rules(), _Clock(), Dump(mesh)
     dump("capture", captured.graph)
+    made = lay_out(captured, mesh, arguments, out_specs, stored, whole=stored is not None, rules=rules, clock=clock, dump=dump)
+    placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
+    sharded = partition(made.graph, mesh, made.given, _outputs(captured, placeholders, made.results, plain), rules)
+    dump("partition", sharded)
+    clock("partition")
+    program = fx.GraphModule(captured.constants, localize(sharded, mesh))
+    clock("localize")
+    plan = Plan(mesh, captured, sharded, program, made.layouts, clock.seconds)
+    dump.final(plan)
+    return plan
+
+
+def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
+            stored: Mapping[str, ShardSpec] | None = None, *, whole: bool = False, expand: Callable = expand,
+            rules: Rules | None = None, clock: Callable = _ignore, dump: Callable = _ignore) -> Annotated:
+    """The passes before partition. whole: results without a spec are replicated; expand: how operations are taken apart."""
+    rules = rules or Rules()
     graph = expand(captured.graph)
     dump("expand", graph)
     clock("expand")
-    results = _result_specs(captured, graph, out_specs, mesh, whole=stored is not None)
+    results = _result_specs(captured, graph, out_specs, mesh, whole)
     inputs = _input_specs(captured, mesh, arguments, stored or {})
     layouts = _propagate(captured, graph, mesh, inputs, results, rules)
     splitting = {op.node: _whole_shards(op, layouts) for op in rules.ops(graph) if op.rule.splits}
@@ -74,14 +106,7 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     for node, inp in zip(placeholders, captured.inputs):
         if inp.kind == TANGENT and results[inp.output] is not None and not any(results[inp.output].open):
             given[node] = results[inp.output]
-    sharded = partition(graph, mesh, given, _outputs(captured, placeholders, results, plain), rules)
-    dump("partition", sharded)
-    clock("partition")
-    program = fx.GraphModule(captured.constants, localize(sharded, mesh))
-    clock("localize")
-    made = Plan(mesh, captured, sharded, program, layouts, clock.seconds)
-    dump.final(made)
-    return made
+    return Annotated(captured, graph, layouts, given, results)
 
 
 class _Clock:

@@ -18,15 +18,16 @@ from ..rules import RENAMED, decomposition_of, trace
 from .graph import signature
 
 
-def expand(graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset()) -> fx.Graph:
+def expand(graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset(),
+           lookup: Callable = decomposition_of) -> fx.Graph:
     """A copy of the graph. splitting: nodes with a rule that are to be taken apart all the same; over how many devices the
-    dimension is sharded that they need whole, if that is known."""
-    return _Expander(splitting if isinstance(splitting, Mapping) else dict.fromkeys(splitting, 1)).run(graph)
+    dimension is sharded that they need whole, if that is known. lookup: as decomposition_of."""
+    return _Expander(splitting if isinstance(splitting, Mapping) else dict.fromkeys(splitting, 1), lookup).run(graph)
 
 
 class _Expander:
-    def __init__(self, splitting: Mapping[fx.Node, int]):
-        self.splitting, self.graph, self.traced = splitting, fx.Graph(), {}
+    def __init__(self, splitting: Mapping[fx.Node, int], lookup: Callable):
+        self.splitting, self.lookup, self.graph, self.traced = splitting, lookup, fx.Graph(), {}
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         new: dict[fx.Node, Any] = {}
@@ -43,7 +44,7 @@ class _Expander:
 
     def emit(self, node: fx.Node, new: dict[fx.Node, Any], meta: dict, splitting: int = 0, within: tuple = ()) -> Any:
         """The node's value in the new graph: a node, or a tuple of nodes for an operation that was taken apart."""
-        function = decomposition_of(node.target, splitting=splitting) if node.target not in within else None
+        function = self.lookup(node.target, splitting=splitting) if node.target not in within else None
         inner = self.trace(node, function, splitting) if function else None
         if inner is None:
             copy = self.graph.node_copy(node, new.__getitem__)
