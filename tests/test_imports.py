@@ -12,7 +12,8 @@ ROOT = Path(torchgspmd.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (                              # a file imports only from the lines below its own (DESIGN.md, section 7)
     ("__init__",),
-    ("backend", "parallel", "parallelize", "torch_backend"),
+    ("parallel",),
+    ("parallel_xla",),
     ("api",),
     ("dump",),
     ("plan",),
@@ -20,7 +21,7 @@ LAYERS = (                              # a file imports only from the lines bel
     ("xla_backend",),
     ("fx_passes",),
     ("comm",),
-    ("rules", "nd_capture", "specs"),
+    ("rules", "nd_capture", "specs", "module_state"),
     ("nd_ops",),
     ("annotate",),
     ("shard_spec",),

@@ -281,8 +281,8 @@ def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    """A tensor without content; a meta tensor becomes one on the CPU, so that all of them are on one device."""
-    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    """A tensor without content; one on meta or XLA becomes one on the CPU, so that all of them are on one device."""
+    device = "cpu" if tensor.device.type in ("meta", "xla") else tensor.device
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 

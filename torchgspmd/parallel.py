@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from .annotate import recorded_mark
 from .api import compile_plan
 from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
 from .comm.groups import Groups, agree
@@ -36,14 +35,17 @@ from .fx_passes.products import products
 from .fx_passes.split import split
 from .fx_passes.tidy import tidy
 from .mesh import Mesh
+from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
+from .parallel_xla import XlaModule
 from .plan import Plan
 from .shard_spec import ShardSpec, SpecLike
 from .specs import spread_inputs
 
-BACKENDS = ("torch", "inductor")
+BACKENDS = ("torch", "inductor", "xla")
 
 
-def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_specs: Any = None, out_specs: Any = None) -> nn.Module:
+def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_specs: Any = None, out_specs: Any = None,
+                pin: str = "user") -> nn.Module:
     """The model on a mesh: an nn.Module with the same forward, to be called by every process alike.
 
     Parameters and buffers become DTensors laid out as marked (replicated without a mark) with rank 0's values; give the
@@ -51,9 +53,15 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     rank; DTensors are taken as laid out. Results come back whole, but for those whose layout out_specs gives: DTensors.
     backend "torch" runs the program operation by operation, "inductor" compiles it. Raises ShardingError if there is
     no process group with one process a device, or if ranks differ in their programs or in the shapes of arguments.
+
+    backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner makes the program.
+    pin: what it is told besides the layouts of inputs and results: the marks ("user"), every layout that propagation
+    chose ("all"), or nothing ("none").
     """
     if backend not in BACKENDS:
         raise ShardingError(f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}", where=user_line())
+    if backend == "xla":
+        return XlaModule(model, mesh, in_specs, out_specs, pin)
     return ShardedModule(model, mesh, backend, in_specs, out_specs)
 
 
@@ -71,32 +79,24 @@ def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> DTensor:
     return wrap_local(local, parsed, shape, mesh, groups.device_mesh)
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(Wrapped):
     """What parallelize returns. Names of parameters, buffers and submodules are those of the model.
 
     plan: the Plan of the latest call (None before the first). planning_seconds: how long making it took.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any):
-        super().__init__()
+        super().__init__(model)
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
-        self.__dict__.update(_model=model, _mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs,
+        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs,
                              _groups=Groups(mesh, device), _programs={}, _signatures={}, plan=None, planning_seconds=0.0)
-        shard_module(model, {name: _stored_spec(t, mesh) for name, t in _named_tensors(model)}, mesh, self._groups.device_mesh)
-        self.__dict__.update(_parameters=model._parameters, _buffers=model._buffers, _modules=model._modules, training=model.training)
-        self.__dict__["_everything"] = list(model.modules())
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_model"], name)
+        shard_module(model, {name: _stored_spec_of(mark_on(t, mesh), tuple(t.shape), mesh)
+                             for name, t in named_tensors(model)}, mesh, self._groups.device_mesh)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._model.training = self.training
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        key = (tree, tuple(map(_leaf_key, leaves)), tuple([m.training for m in self._everything]), torch.is_grad_enabled(),
+        key = (tree, tuple(map(_leaf_key, leaves)), self.modes(), torch.is_grad_enabled(),
                tuple([p.requires_grad for p in self._model.parameters()]), torch.is_autocast_enabled(self._groups.device_type),
                torch.get_autocast_dtype(self._groups.device_type))
         self._compare(key)
@@ -142,7 +142,7 @@ class _Program:
 
     def __init__(self, plan: Plan, groups: Groups, model: nn.Module, tensors: Sequence[Tensor], backend: str):
         self.plan, self.groups, self.captured = plan, groups, plan.captured
-        self.slots = [_slot(model, i.name, i.kind) for i in self.captured.inputs if i.kind in (PARAMETER, BUFFER)]
+        self.slots = [slot_of(model, i.name) for i in self.captured.inputs if i.kind in (PARAMETER, BUFFER)]
         self.out_kinds = [o.kind for o in self.captured.outputs]
         self.gradient_inputs = [o.input for o in self.captured.outputs if o.kind == GRADIENT]
         self.tangent_outputs = [i.output for i in self.captured.inputs if i.kind == TANGENT]
@@ -262,18 +262,6 @@ def _compiled(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = Fal
     return fx.GraphModule(owner, graph).forward
 
 
-def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-
-
-def _stored_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec:
-    mark = recorded_mark(tensor)
-    if mark is not None and mark[0] != mesh:
-        raise ShardingError(f"a parameter is marked on mesh {mark[0]}, but the model is put on mesh {mesh}", where=mark[2],
-                            fix="use one Mesh for all marks of a model")
-    return _stored_spec_of(mark[1] if mark else None, tuple(tensor.shape), mesh)
-
-
 def _stored_spec_of(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
     if mark is None:
         return ShardSpec.replicated(len(shape))
@@ -281,17 +269,10 @@ def _stored_spec_of(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) 
     return storable(trimmed, shape, mesh)
 
 
-def _slot(model: nn.Module, name: str, kind: str) -> tuple[dict, str]:
-    """The table that holds a parameter or buffer, and its name there."""
-    path, _, last = name.rpartition(".")
-    owner = model.get_submodule(path)
-    return (owner._parameters if kind == PARAMETER else owner._buffers), last
-
-
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.placements
-    return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+    return leaf_key(leaf)
 
 
 def _hash(text: str) -> int:

@@ -17,6 +17,7 @@ from . import (  # noqa: F401 (they register)
 from .decompose import RENAMED, decomposition_of, trace
 from .notation import IDENTITY, Call, Rule, Shapes, describe, make_rule
 from .registry import RULES, replicated
+from .unpartitioned import unpartitioned_of
 
 
 def rule_of(call: Call) -> Rule:
@@ -26,4 +27,5 @@ def rule_of(call: Call) -> Rule:
     return replicated(call) if found is None else found
 
 
-__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "rule_of", "trace"]
+__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "rule_of", "trace",
+           "unpartitioned_of"]

@@ -1,0 +1,57 @@
+"""A module's parameters and buffers, by name and place; and what a call of it depends on."""
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .annotate import recorded_mark
+from .errors import ShardingError
+from .mesh import Mesh
+from .shard_spec import ShardSpec
+
+
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers under all of their names."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def slot_of(model: nn.Module, name: str) -> tuple[dict, str]:
+    """The table that holds a parameter or buffer, and its name there."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return (owner._parameters if last in owner._parameters else owner._buffers), last
+
+
+def mark_on(tensor: Tensor, mesh: Mesh) -> ShardSpec | None:
+    """The layout that a parameter or buffer is marked with."""
+    mark = recorded_mark(tensor)
+    if mark is not None and mark[0] != mesh:
+        raise ShardingError(f"a parameter is marked on mesh {mark[0]}, but the model is put on mesh {mesh}", where=mark[2],
+                            fix="use one Mesh for all marks of a model")
+    return mark[1] if mark else None
+
+
+def leaf_key(leaf: Any) -> Any:
+    """What of an argument the compiled program depends on."""
+    return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+class Wrapped(nn.Module):
+    """Stands for a model: names of parameters, buffers and submodules are the model's."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.__dict__.update(_model=model, _parameters=model._parameters, _buffers=model._buffers, _modules=model._modules,
+                             training=model.training, _everything=list(model.modules()))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_model"], name)
+
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module is training, this one as the model itself."""
+        self._model.training = self.training
+        return tuple([m.training for m in self._everything])

@@ -1,0 +1,192 @@
+"""parallelize for backend "xla": one process a host computes on all devices of the mesh, through torch_xla."""
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
+
+from .api import Annotated, lay_out
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
+from .errors import ShardingError, user_line
+from .fx_passes.boxed import BoxedCodeGen
+from .fx_passes.split import split
+from .mesh import Mesh
+from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
+from .shard_spec import ShardSpec
+from .specs import spread_inputs
+from .xla_backend.lower import PINS, lower, unpartitioned
+from .xla_backend.runtime import start
+from .xla_backend.sharding import check
+from .xla_backend.state import pin, place, place_tensor, sync
+
+
+class XlaModule(Wrapped):
+    """What parallelize returns. Parameters and buffers are XLA tensors of global shape, laid out as marked.
+
+    Everything is lazy: forward, backward and optimizer are one XLA program a step, run when the optimizer has stepped or
+    a value is read. planning_seconds: how long it took to prepare the latest new program.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, in_specs: Any, out_specs: Any, pin: str):
+        if pin not in PINS:
+            raise ShardingError(f"there is no pin '{pin}'; there are {', '.join(map(repr, PINS))}", where=user_line())
+        super().__init__(model)
+        specs = {name: _stored_spec(name, t, mesh) for name, t in named_tensors(model)}
+        self.__dict__.update(_mesh=mesh, _device=start(mesh), _in_specs=in_specs, _out_specs=out_specs, _pin=pin, _specs=specs,
+                             _programs={}, _versions=None, plan=None, planning_seconds=0.0)
+        self.__dict__["_slots"] = place(model, specs, mesh, self._device)
+        hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        key = (tree, tuple(map(leaf_key, leaves)), self.modes(), torch.is_grad_enabled(),
+               tuple([p.requires_grad for p in self._model.parameters()]), _autocast())
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._compile(args, kwargs)
+        self._settle()
+        return program(leaves)
+
+    def _compile(self, args: tuple, kwargs: dict) -> _Program:
+        begin = time.perf_counter()
+        mesh, (enabled, dtype) = self._mesh, _autocast()
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            captured = capture(self._model, args, kwargs, mesh, grad=torch.is_grad_enabled())
+        made = lay_out(captured, mesh, spread_inputs(self._in_specs, args, kwargs, mesh), self._out_specs,
+                       stored={i.name: self._specs[i.name] for i in captured.inputs if i.kind in (PARAMETER, BUFFER)},
+                       expand=unpartitioned)
+        program = _Program(made, self._model, mesh, self._device, self._pin)
+        self.__dict__["planning_seconds"] = time.perf_counter() - begin
+        return program
+
+    def _settle(self) -> None:
+        """Before a call: what has been assigned or loaded meanwhile is laid out again, and computed."""
+        tensors = [table[key] for table, key, _ in self._slots]
+        if self._versions == [(id(t), t._version) for t in tensors]:
+            return
+        for tensor, (_, key, spec) in zip(tensors, self._slots):
+            if tensor.device != self._device:
+                raise ShardingError(f"'{key}' is on {tensor.device}, not on {self._device}", where=user_line(),
+                                    fix="model.to_empty(device='xla') after a model on meta, then initialize it")
+            pin(tensor, self._mesh, spec)
+        sync()
+        self.__dict__["_versions"] = [(id(t), t._version) for t in tensors]
+
+    def _finish_step(self, optimizer: Optimizer) -> None:
+        """After an optimizer's step: what it keeps of a parameter is laid out as the parameter; the step is run."""
+        specs = {id(table[key]): spec for table, key, spec in self._slots}
+        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in specs]
+        for parameter in mine:
+            state = [t for t in pytree.tree_leaves(optimizer.state.get(parameter)) if isinstance(t, Tensor)]
+            for tensor in (parameter, parameter.grad, *state):
+                if tensor is not None and tensor.device == self._device and tensor.shape == parameter.shape:
+                    pin(tensor, self._mesh, specs[id(parameter)])
+        if mine:
+            self.__dict__["_versions"] = None
+            self._settle()
+
+
+def _after_step(module: weakref.ref) -> Any:
+    def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if module() is not None:
+            module()._finish_step(optimizer)
+    return hook
+
+
+class _Program:
+    """One call as two graphs of lazy operations, and how they are fed."""
+
+    def __init__(self, made: Annotated, model: nn.Module, mesh: Mesh, device: torch.device, pin: str):
+        self.captured, self.mesh, self.device = made.captured, mesh, device
+        inputs, outputs = self.captured.inputs, self.captured.outputs
+        self.slots = [slot_of(model, i.name) for i in inputs if i.kind in (PARAMETER, BUFFER)]
+        self.gradient_inputs = [o.input for o in outputs if o.kind == GRADIENT]
+        self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
+        self.mutated = [o.input for o in outputs if o.kind == MUTATION]
+        self.outputs = sum(o.kind == OUTPUT for o in outputs)
+        placed = [made.layouts.spec[n].closed() for n in made.graph.nodes if n.op == "placeholder"]
+        self.arguments = [check(spec, mesh, f"argument '{i.name}'") for i, spec in zip(inputs, placed) if i.kind == ARGUMENT]
+        pinned = {i: spec.closed() for i, spec in enumerate(made.results) if spec is not None}
+        pinned |= {i: placed[o.input] for i, o in enumerate(outputs) if o.kind in (GRADIENT, MUTATION)}
+        graph = lower(made.graph, mesh, device, pin, pinned)
+        forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
+        backward.set_codegen(BoxedCodeGen())
+        constants = _on(self.captured.constants, device)
+        self.forward, self.backward = (fx.GraphModule(constants, g).forward for g in (forward, backward))
+
+    def __call__(self, leaves: list) -> Any:
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        arguments = [place_tensor(t, spec, self.mesh, self.device) for t, spec in zip(given, self.arguments)]
+        flat = [*(table[key] for table, key in self.slots), *arguments]
+        with torch.autocast("xla", enabled=False):
+            outs = _Run.apply(self, *flat) if self.captured.has_backward else self.run_forward(flat)[0]
+        originals = [*flat[:len(self.slots)], *given]
+        with torch.no_grad():
+            for index in self.mutated:
+                if originals[index] is not flat[index]:
+                    originals[index].copy_(flat[index])
+        results = list(self.captured.result_leaves)
+        for slot, value in zip(self.captured.result_slots, outs):
+            results[slot] = value
+        return pytree.tree_unflatten(results, self.captured.results)
+
+    def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """(outputs, saved values); writes what the program changes in place."""
+        with torch.no_grad():
+            results = self.forward(*flat)
+            count = self.outputs + len(self.mutated)
+            for index, value in zip(self.mutated, results[self.outputs:count]):
+                flat[index].copy_(value)
+        return results[:self.outputs], results[count:]
+
+
+class _Run(torch.autograd.Function):
+    """One node in autograd's graph for the whole program."""
+
+    @staticmethod
+    def forward(ctx: Any, program: _Program, *flat: Tensor) -> tuple[Tensor, ...]:
+        outs, saved = program.run_forward(flat)
+        ctx.program, ctx.count = program, len(flat)
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*[o for i, o in enumerate(outs) if i not in program.tangent_outputs and isinstance(o, Tensor)])
+        ctx.like = [outs[i].detach() for i in program.tangent_outputs]
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        program: _Program = ctx.program
+        tangents = [torch.zeros_like(like) if grads[i] is None else grads[i] for i, like in zip(program.tangent_outputs, ctx.like)]
+        with torch.no_grad(), torch.autocast("xla", enabled=False):
+            results = program.backward([*ctx.saved_tensors, *tangents])
+        flat: list[Tensor | None] = [None] * ctx.count
+        for index, value in zip(program.gradient_inputs, results):
+            flat[index] = value
+        return None, *flat
+
+
+def _stored_spec(name: str, tensor: Tensor, mesh: Mesh) -> ShardSpec:
+    mark = mark_on(tensor, mesh)
+    return check(mark.closed(), mesh, f"'{name}'") if mark else ShardSpec.replicated(tensor.dim())
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")
+
+
+def _on(constants: nn.Module, device: torch.device) -> nn.Module:
+    """The tensors that a captured graph holds, on a device."""
+    held = nn.Module()
+    for name, value in vars(constants).items():
+        if isinstance(value, Tensor):
+            setattr(held, name, value.to(device))
+    for name, value in constants.named_buffers():
+        held.register_buffer(name, value.to(device))
+    return held

@@ -1,0 +1,68 @@
+"""How operations are taken apart for a partitioner that is not ours: XLA's. It has good rules for einsums, sums, slices and
+elementwise operations; a fused norm, an attention by merged batch dimensions or a roll makes it gather whole tensors.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..nd_ops import einsum
+from .decompose import decomposition_of
+
+aten = torch.ops.aten
+ours = torch.ops.torchgspmd
+
+NORMS = {aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten.native_group_norm.default,
+         aten.native_group_norm_backward.default, aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
+
+
+def unpartitioned_of(op: Any, *, splitting: int = 0) -> Callable | None:
+    """As decomposition_of."""
+    return _FUNCTIONS.get(op) or decomposition_of(op, splitting=splitting or int(op in NORMS))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v of q[b, h, s, d], k[b, h, t, d], v[b, h, t, e]; statistics in float32."""
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp()
+    return einsum("bhst,bhte->bhse", weights.to(v.dtype), v), lse
+
+
+def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+                        scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v; the weights are computed again from the logsumexp of the scores."""
+    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()                              # [b, h, s, t]
+    of_v = einsum("bhst,bhse->bhte", weights.to(grad.dtype), grad)
+    of_weights = einsum("bhse,bhte->bhst", grad, v).to(weights.dtype)
+    mean = (grad * out).to(weights.dtype).sum(-1, True)                                             # [b, h, s, 1]
+    of_scores = (weights * (of_weights - mean) * scale).to(q.dtype)
+    return einsum("bhst,bhtd->bhsd", of_scores, k), einsum("bhst,bhsd->bhtd", of_scores, q), of_v
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = einsum("bhsd,bhtd->bhst", q, k)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    if not causal:
+        return scores
+    s, t = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+    return torch.where(t <= s.unsqueeze(1), scores, float("-inf"))
+
+
+def _roll(x: Tensor, shifts: list[int], dims: list[int] = ()) -> Tensor:
+    """By two slices and a cat, which XLA knows to be a shift between neighbours."""
+    if not dims:
+        return _roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
+    for shift, dim in zip(shifts, dims):
+        size = x.shape[dim]
+        cut = size - shift % size if size else 0
+        if cut != size:
+            x = torch.cat([x.narrow(dim, cut, size - cut), x.narrow(dim, 0, cut)], dim)
+    return x
+
+
+_FUNCTIONS: dict[Any, Callable] = {ours.attention.default: _attention, ours.attention_backward.default: _attention_backward,
+                                   aten.roll.default: _roll}

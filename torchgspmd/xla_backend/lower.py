@@ -1,0 +1,113 @@
+"""An annotated graph as one that runs on lazy XLA tensors.
+
+before   operations at global shapes on the CPU; marks                      %y = mark_sharding(%x, 'data=4,model=2', 'data _')
+after    the same on XLA, marks and pinned layouts as annotations           %y = annotate(%x, 'data=4,model=2', 'data _')
+needs    a graph expanded by rules.unpartitioned_of; meta["spec"]
+"""
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..annotate import mark_sharding_op
+from ..errors import ShardingError
+from ..fx_passes.expand import expand
+from ..fx_passes.graph import is_operation
+from ..mesh import Mesh
+from ..rules import unpartitioned_of
+from ..shard_spec import ShardSpec
+from .sharding import annotate, check, expressible
+
+aten = torch.ops.aten
+_MARK = mark_sharding_op._opoverload
+_KEYS = ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+_COLLECTIVES = ("_c10d_functional", "c10d", "c10d_functional", "_c10d_functional_autograd")
+_LOST = {"xla::dynamo_mark_sharding"}       # its backward is empty
+PINS = ("user", "all", "none")              # which layouts are annotated: marks, every one, those of inputs and results
+
+
+def unpartitioned(graph: fx.Graph, splitting: Mapping[fx.Node, int] = {}) -> fx.Graph:     # noqa: B006 (read only)
+    """The graph as XLA's partitioner takes it best: operations that torch_xla would run on the host are taken apart too."""
+    graph = expand(graph, splitting, lookup=unpartitioned_of)
+    missing = {node: 1 for node in graph.nodes if is_operation(node) and not _has_kernel(node.target)}
+    return expand(graph, missing, lookup=unpartitioned_of) if missing else graph
+
+
+def lower(graph: fx.Graph, mesh: Mesh, device: torch.device, pin: str, outputs: Mapping[int, ShardSpec]) -> fx.Graph:
+    """A copy of the graph. outputs: layouts of results by position, which are annotated whatever is pinned."""
+    _refuse(graph)
+    made, new = fx.Graph(), {}
+    for node in graph.nodes:
+        if node.op == "output":
+            results = [_pinned(made, new[v], mesh, outputs[i]) if i in outputs and isinstance(v, fx.Node) else _value(new, v)
+                       for i, v in enumerate(node.args[0])]
+            made.output(tuple(results))
+        else:
+            new[node] = _lowered(made, node, new, mesh, device, pin)
+    return made
+
+
+def _value(new: dict[fx.Node, fx.Node], value: Any) -> Any:
+    return new[value] if isinstance(value, fx.Node) else value
+
+
+def _lowered(made: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], mesh: Mesh, device: torch.device, pin: str) -> fx.Node:
+    if node.target is _MARK:
+        source = new[node.args[0]]
+        spec = node.meta["spec"] if pin == "all" else node.meta["mark"]
+        return source if pin == "none" else _pinned(made, source, mesh, check(spec, mesh, "a mark", node.meta["source"]))
+    copy = made.node_copy(node, new.__getitem__)
+    copy.meta = {key: node.meta[key] for key in ("val", "source", "backward") if key in node.meta}
+    if "device" in copy.kwargs:
+        copy.kwargs = {**copy.kwargs, "device": device}
+    if node.target in _LOWERINGS:
+        copy.target, copy.args = _LOWERINGS[node.target](copy.args)
+    pinned = pin == "all" and node.op == "call_function" and isinstance(copy.meta["val"], Tensor) and expressible(node.meta["spec"])
+    return _pinned(made, copy, mesh, node.meta["spec"]) if pinned else copy
+
+
+def _pinned(made: fx.Graph, value: fx.Node, mesh: Mesh, spec: ShardSpec) -> fx.Node:
+    if not expressible(spec):
+        return value
+    node = made.call_function(annotate, (value, str(mesh), str(spec.closed())))
+    node.meta = dict(value.meta)
+    return node
+
+
+def _einsum(args: tuple) -> tuple[Callable, tuple]:
+    equation, a, b = args
+    return aten.einsum.default, (equation, [a, b])
+
+
+_LOWERINGS: dict[Any, Callable] = {torch.ops.torchgspmd.einsum.default: _einsum}
+
+
+# ------------------------------------------------------------------------------------------------------------- guards
+
+def _has_kernel(op: Any) -> bool:
+    """Whether torch_xla runs an operation on the device; without a kernel the host does."""
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace == "torchgspmd":
+        return True
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in _KEYS)
+
+
+def _refuse(graph: fx.Graph) -> None:
+    """ShardingError for what would silently compute something else on XLA; a warning for what the host will compute."""
+    for node in graph.nodes:
+        if not is_operation(node) or node.target is operator.getitem:
+            continue
+        name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+        if name.split("::")[0] in _COLLECTIVES:
+            raise ShardingError(f"the program calls the collective {name}", where=node.meta.get("source"),
+                                why="XLA sees one process, in which it does nothing; the program is partitioned by XLA itself",
+                                fix="leave it out: marks say how tensors are laid out, and XLA communicates")
+        if name in _LOST:
+            raise ShardingError(f"{name} loses the gradient", where=node.meta.get("source"), fix="torchgspmd.mark_sharding")
+        if not _has_kernel(node.target):
+            warnings.warn(f"{name} ({node.meta.get('source')}) has no XLA kernel: the host computes it, on gathered tensors, and the "
+                          "step is cut in two", stacklevel=2)

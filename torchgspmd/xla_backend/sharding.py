@@ -1,0 +1,120 @@
+"""Our layouts as XLA's: a ShardSpec to what torch_xla annotates with, to XLA's text for it, and back.
+
+XLA writes `{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}`: tiles along every dimension, then the devices in
+row-major order of the tiles; with last_tile_dim_replicate the last number counts devices that hold equal tiles.
+"""
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ShardingError
+from ..mesh import Mesh
+from ..shard_spec import Axes, ShardSpec
+
+MOST_DIMS = 5           # torch_xla 2.9 cannot shard tensors with more dimensions
+
+
+def check(spec: ShardSpec, mesh: Mesh, what: str, where: str | None = None) -> ShardSpec:
+    """Itself without axes of size 1; ShardingError if torch_xla cannot express it."""
+    if spec.pending:
+        raise ShardingError(f"{what}: XLA has no layout '{spec}' with a pending reduction", where=where)
+    trimmed = ShardSpec(tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims))
+    if not expressible(trimmed):
+        raise ShardingError(f"{what}: torch_xla shards tensors of at most {MOST_DIMS} dimensions, not '{spec}'", where=where,
+                            fix="merge dimensions that are not sharded, or mark it before they are split")
+    return trimmed
+
+
+def expressible(spec: ShardSpec) -> bool:
+    return not spec.pending and (spec.rank <= MOST_DIMS or not spec.sharding_axes)
+
+
+def annotate(x: Tensor, mesh: str, spec: str) -> Tensor:
+    """The value with a layout: what a mark is in a graph for XLA. The tensor given keeps its own."""
+    import torch_xla
+    y = x.clone()                                                           # a tensor of its own for the same value
+    torch_xla._XLAC._xla_annotate_custom_sharding(y, op_sharding(mesh, spec))
+    return y
+
+
+def annotate_in_place(x: Tensor, mesh: Mesh, spec: ShardSpec) -> None:
+    """Gives a tensor a layout; one that has data moves them in the next graph."""
+    import torch_xla
+    torch_xla._XLAC._xla_annotate_custom_sharding(x, op_sharding(str(mesh), str(spec)))
+
+
+@cache
+def op_sharding(mesh: str, spec: str) -> Any:
+    return xla_mesh(mesh).get_op_sharding(partition_spec(ShardSpec.parse(spec)))
+
+
+def partition_spec(spec: ShardSpec) -> tuple:
+    """As torch_xla takes it: None, a name, or a tuple of names, the major one first."""
+    return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec.dims)
+
+
+@cache
+def xla_mesh(mesh: str) -> Any:
+    """One object for equal meshes: torch_xla caches by it."""
+    import numpy
+    import torch_xla.distributed.spmd as xs
+    ours = Mesh.parse(mesh)
+    return xs.Mesh(numpy.array(device_order()), ours.shape, ours.names)
+
+
+def device_order() -> list[int]:
+    """Ids of all devices, those of one slice together: the first axes of a mesh run over the slow network between slices."""
+    import torch_xla.runtime as xr
+    attributes = xr.global_runtime_device_attributes()
+    return sorted(range(len(attributes)), key=lambda i: (attributes[i].get("slice_index", 0), i))
+
+
+def layout_text(tensor: Tensor) -> str:
+    """XLA's text for the layout of a tensor; empty for a value without one that is not computed yet."""
+    import torch_xla
+    return torch_xla._XLAC._get_xla_sharding_spec(tensor)
+
+
+@cache
+def text_of(spec: ShardSpec, mesh: Mesh, order: tuple[int, ...]) -> str:
+    """XLA's text for a layout. order: device_order()."""
+    if not spec.sharding_axes:
+        return "{replicated}"
+    rest = tuple(name for name in mesh.names if name not in spec.sharding_axes)
+    tiles = [mesh.count(axes) for axes in spec.dims] + ([mesh.count(rest)] if mesh.count(rest) > 1 else [])
+    major_first = (*spec.sharding_axes, *rest)
+    devices = [order[mesh.rank(dict(zip(major_first, place)))]
+               for place in itertools.product(*(range(mesh.count((a,))) for a in major_first))]
+    suffix = " last_tile_dim_replicate" if mesh.count(rest) > 1 else ""
+    return f"{{devices=[{','.join(map(str, tiles))}]{','.join(map(str, devices))}{suffix}}}"
+
+
+def spec_of_text(text: str, rank: int, mesh: Mesh, order: tuple[int, ...]) -> ShardSpec | None:
+    """The layout that XLA's text means; None if no axes of the mesh express it."""
+    if text == "{replicated}":
+        return ShardSpec.replicated(rank)
+    tiles = re.match(r"\{devices=\[([\d,]+)\]", text)
+    if tiles is None:
+        return None
+    counts = [int(n) for n in tiles[1].split(",")][:rank]
+    if math.prod(counts) == 1:
+        return ShardSpec.replicated(rank)
+    return next((spec for spec in _candidates(counts, mesh) if text_of(spec, mesh, order) == text), None)
+
+
+def _candidates(counts: list[int], mesh: Mesh) -> Iterator[ShardSpec]:
+    """Layouts with so many tiles along every dimension."""
+    names = [name for name in mesh.names if mesh.count((name,)) > 1]
+    choices: list[list[Axes]] = [[axes for k in range(len(names) + 1) for axes in itertools.permutations(names, k)
+                                  if mesh.count(axes) == n] for n in counts]
+    for dims in itertools.product(*choices):
+        flat = [a for axes in dims for a in axes]
+        if len(set(flat)) == len(flat):
+            yield ShardSpec(dims)

@@ -1,0 +1,50 @@
+"""Tensors on XLA in their layouts: a module's parameters and buffers, arguments, and keeping them so."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..annotate import copy_mark
+from ..mesh import Mesh
+from ..module_state import named_tensors, slot_of
+from ..shard_spec import ShardSpec
+from .sharding import annotate_in_place, device_order, layout_text, partition_spec, text_of, xla_mesh
+
+Slot = tuple[dict, str, ShardSpec]          # a module's table of parameters or buffers, the name there, the layout
+
+
+def place(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, device: torch.device) -> list[Slot]:
+    """Puts XLA tensors in place of a module's parameters and buffers; tied ones stay tied, those on meta stay there."""
+    made: dict[int, Tensor] = {}
+    slots: dict[int, Slot] = {}
+    for name, tensor in named_tensors(model):
+        table, key = slot_of(model, name)
+        if id(tensor) not in made:
+            stored = tensor.detach() if tensor.is_meta else place_tensor(tensor.detach(), specs[name], mesh, device)
+            made[id(tensor)] = nn.Parameter(stored, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stored
+            copy_mark(tensor, made[id(tensor)])
+            slots[id(tensor)] = (table, key, specs[name])
+        table[key] = made[id(tensor)]
+    return list(slots.values())
+
+
+def place_tensor(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device: torch.device) -> Tensor:
+    """A tensor on XLA; every device is sent its shard only. What is there already stays as it is."""
+    import torch_xla.distributed.spmd as xs
+    if tensor.device == device:
+        return tensor
+    moved = tensor.to(device)
+    xs.mark_sharding(moved, xla_mesh(str(mesh)), partition_spec(spec))
+    return moved
+
+
+def pin(tensor: Tensor, mesh: Mesh, spec: ShardSpec) -> None:
+    """Lays a tensor out, unless it is so already. What is assigned or copied to it, torch_xla may lay out otherwise."""
+    if layout_text(tensor) != text_of(spec, mesh, tuple(device_order())):
+        annotate_in_place(tensor, mesh, spec)
+
+
+def sync() -> None:
+    """Runs everything that is pending, as one program."""
+    import torch_xla
+    torch_xla.sync()
