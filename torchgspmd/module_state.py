@@ -44,12 +44,29 @@ class Wrapped(nn.Module):
         super().__init__()
         self.__dict__.update(_model=model, _parameters=model._parameters, _buffers=model._buffers, _modules=model._modules,
                              training=model.training, _everything=list(model.modules()))
+        self.__dict__["_slots"] = [(m._parameters, name) for m in self._everything for name, p in m._parameters.items() if p is not None]
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_model"], name)
+
+    def __getitem__(self, key: Any) -> Any:                                 # those of nn.Sequential, ModuleList and ModuleDict
+        return self._model[key]
+
+    def __len__(self) -> int:
+        return len(self._model)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Any:
+        return iter(self._model)
+
+    def trainable(self) -> tuple[bool, ...]:
+        """Whether each parameter requires a gradient."""
+        return tuple([table[name].requires_grad for table, name in self._slots])
 
     def modes(self) -> tuple[bool, ...]:
         """Whether each module is training, this one as the model itself."""

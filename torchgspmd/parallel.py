@@ -25,9 +25,11 @@ from .comm.storage import (
     spec_of,
     storable,
     stored_shape,
+    takes_gradient,
     wrap_local,
 )
 from .errors import ShardingError, user_line
+from .fx_passes.bindings import bindings
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.bucket import bucket
 from .fx_passes.lower import lower
@@ -97,7 +99,7 @@ class ShardedModule(Wrapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         key = (tree, tuple(map(_leaf_key, leaves)), self.modes(), torch.is_grad_enabled(),
-               tuple([p.requires_grad for p in self._model.parameters()]), torch.is_autocast_enabled(self._groups.device_type),
+               self.trainable(), torch.is_autocast_enabled(self._groups.device_type),
                torch.get_autocast_dtype(self._groups.device_type))
         self._compare(key)
         program = self._programs.get(key)
@@ -239,8 +241,15 @@ class _Run(torch.autograd.Function):
         with torch.no_grad():
             results = program.backward(boxed)
         flat: list[Tensor | None] = [None] * ctx.count
+        nodes = ctx.next_functions
+        first_order = not torch.is_grad_enabled()
         for index, like, value in zip(program.gradient_inputs, ctx.flat, results):
-            flat[index] = value if like is None or value is None else gradient_like(value, like)
+            if like is not None and value is not None:
+                value = gradient_like(value, like)
+                if first_order and takes_gradient(like, nodes[index][0]):
+                    like.grad = value
+                    continue
+            flat[index] = value
         return None, *flat
 
 
@@ -253,7 +262,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 def _compiled(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = False) -> Any:
     """A function that runs the graph; boxed: it takes its inputs in a list, which it empties."""
-    graph.lint()
+    bindings(graph).lint()
     if backend == "inductor":
         compiled = torch.compile(fx.GraphModule(owner, graph))
         return (lambda inputs: compiled(*inputs)) if boxed else compiled

@@ -48,7 +48,7 @@ class XlaModule(Wrapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         key = (tree, tuple(map(leaf_key, leaves)), self.modes(), torch.is_grad_enabled(),
-               tuple([p.requires_grad for p in self._model.parameters()]), _autocast())
+               self.trainable(), _autocast())
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._compile(args, kwargs)

@@ -33,6 +33,7 @@ def key(node: fx.Node) -> Any:
 
 def bucket(graph: fx.Graph, cap: int = CAP) -> fx.Graph:
     """Reorders the graph in place and returns it."""
+    _sink_tails(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     last = len(order)
     deadline = {n: min((order[u] for u in n.users if u.op != "output"), default=last) for n in order}
@@ -41,6 +42,19 @@ def bucket(graph: fx.Graph, cap: int = CAP) -> fx.Graph:
     _collect(order, cap, lambda n: n.target is all_gather and n.args[0].op == "placeholder", lambda bucket, n: True,
              lambda bucket: [bucket[0].append(n) for n in reversed(bucket[1:])])
     return graph
+
+
+def _sink_tails(graph: fx.Graph) -> None:
+    """Moves what only reshapes or scales a reduced value for the output to the end, where it forces no bucket to be closed."""
+    end = graph.output_node()
+    for node in [n for n in graph.nodes if n.target in (all_reduce, reduce_scatter)]:
+        chain = []
+        while len(node.users) == 1 and (user := next(iter(node.users))) is not end and user.all_input_nodes == [node]:
+            chain.append(user)
+            node = user
+        if list(node.users) == [end]:
+            for tail in chain:
+                end.prepend(tail)
 
 
 def _collect(order: dict[fx.Node, int], cap: int, chosen: Callable, fits: Callable, move: Callable) -> None:

@@ -118,7 +118,8 @@ class _Lowering:
 
 def _all_reduce(to: _Lowering, x: Any, shape: list[int], reduction: str, axes: str) -> fx.Node:
     name, _ = to.groups.group(split_axes(axes))
-    return to.wait(to.call(c10d.all_reduce.default, to.contiguous(x), _reduction(reduction), name))
+    op = c10d.all_reduce_.default if _owned(to.node.args[0]) else c10d.all_reduce.default
+    return to.wait(to.call(op, to.contiguous(x), _reduction(reduction), name))
 
 
 def _all_gather(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str) -> fx.Node:
@@ -208,6 +209,15 @@ def _wait_late(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is c10d.wait_tensor.default and node.users:
             min(node.users, key=order.__getitem__).prepend(node)
+
+
+def _owned(value: fx.Node) -> bool:
+    """Whether nobody else sees the memory of a value that is used once, so that it can be written over."""
+    while value.op == "call_function" and len(value.users) == 1 and isinstance(value.target, torch._ops.OpOverload):
+        if not any(r.alias_info for r in value.target._schema.returns):
+            return True
+        value = value.args[0]
+    return False
 
 
 def _reduction(reduction: str) -> str:
