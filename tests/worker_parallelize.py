@@ -105,6 +105,27 @@ def check_modes(mesh):
         close(model.get_parameter(name).grad, parameter.grad)
 
 
+def check_ways_to_a_gradient(mesh):
+    """Accumulation, hooks, torch.autograd.grad, backward(inputs=...): the same gradients and calls as on one process."""
+    seen = []
+    for model in pair(mesh, dropout=0.0):
+        calls, params = [], list(model.parameters())
+        model(*batch(0)).backward()
+        first = [whole(p.grad).clone() for p in params]
+        handles = [params[0].register_hook(lambda g: 2 * g), params[1].register_post_accumulate_grad_hook(lambda p: calls.append(1))]
+        model(*batch(1)).backward()
+        grads = torch.autograd.grad(model(*batch(2)), params[1:3])
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()
+        model(*batch(3)).backward(inputs=params[2:4])
+        seen.append((len(calls), *first, *[whole(g) for g in grads], *[whole(p.grad) for p in params[2:4]],
+                     [p.grad is None for p in params]))
+    assert seen[0][0] == seen[1][0] == 1 and seen[0][-1] == seen[1][-1]
+    for mine, theirs in zip(seen[0][1:-1], seen[1][1:-1]):
+        close(mine, theirs)
+
+
 def check_scaler(mesh):
     model, reference = pair(mesh, dropout=0.0)
     for m in (model, reference):
@@ -213,8 +234,8 @@ def load(mesh, path):
             close(loss, expected, 1e-4)
 
 
-CHECKS = (check_training, check_modes, check_scaler, check_layouts_of_results, check_errors, check_uneven_weights,
-          check_same_text)
+CHECKS = (check_training, check_modes, check_ways_to_a_gradient, check_scaler, check_layouts_of_results, check_errors,
+          check_uneven_weights, check_same_text)
 
 
 def main():
