@@ -2,11 +2,12 @@
 from .annotate import annotate, mark_sharding
 from .api import plan
 from .comm.collective import Collective
+from .compare import compare_with_xla
 from .errors import ShardingError
 from .mesh import Mesh
 from .parallel import parallelize, shard_batch
 from .plan import Plan
 from .shard_spec import UNCONSTRAINED, ShardSpec
 
-__all__ = ["UNCONSTRAINED", "Collective", "Mesh", "Plan", "ShardSpec", "ShardingError", "annotate", "mark_sharding", "parallelize",
-           "plan", "shard_batch"]
+__all__ = ["UNCONSTRAINED", "Collective", "Mesh", "Plan", "ShardSpec", "ShardingError", "annotate", "compare_with_xla", "mark_sharding",
+           "parallelize", "plan", "shard_batch"]

@@ -356,7 +356,8 @@ def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
 
 def _copy_meta(source: fx.Node, target: fx.Node) -> None:
     custom = source.meta.get("custom") or {}
-    target.meta = {"val": source.meta.get("val"), "source": custom.get("source"), "backward": custom.get("backward", False)}
+    target.meta = {"val": source.meta.get("val"), "source": custom.get("source"), "backward": custom.get("backward", False),
+                   "captured": target.name}
 
 
 def _share_random(graph: fx.Graph) -> None:

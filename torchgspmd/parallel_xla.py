@@ -21,7 +21,7 @@ from .mesh import Mesh
 from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
 from .shard_spec import ShardSpec
 from .specs import spread_inputs
-from .xla_backend.lower import PINS, lower, unpartitioned
+from .xla_backend.lower import PINS, lower, on_device, unpartitioned
 from .xla_backend.runtime import start
 from .xla_backend.sharding import check
 from .xla_backend.state import pin, place, place_tensor, sync
@@ -119,7 +119,7 @@ class _Program:
         graph = lower(made.graph, mesh, device, pin, pinned)
         forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
         backward.set_codegen(BoxedCodeGen())
-        constants = _on(self.captured.constants, device)
+        constants = on_device(self.captured.constants, device)
         self.forward, self.backward = (fx.GraphModule(constants, g).forward for g in (forward, backward))
 
     def __call__(self, leaves: list) -> Any:
@@ -179,14 +179,3 @@ def _stored_spec(name: str, tensor: Tensor, mesh: Mesh) -> ShardSpec:
 
 def _autocast() -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")
-
-
-def _on(constants: nn.Module, device: torch.device) -> nn.Module:
-    """The tensors that a captured graph holds, on a device."""
-    held = nn.Module()
-    for name, value in vars(constants).items():
-        if isinstance(value, Tensor):
-            setattr(held, name, value.to(device))
-    for name, value in constants.named_buffers():
-        held.register_buffer(name, value.to(device))
-    return held

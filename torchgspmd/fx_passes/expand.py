@@ -39,6 +39,8 @@ class _Expander:
             else:
                 new[node] = self.graph.node_copy(node, new.__getitem__)
                 new[node].meta = dict(node.meta)
+            if isinstance(new.get(node), fx.Node) and "captured" in node.meta:
+                new[node].meta.setdefault("captured", node.meta["captured"])
         self.graph.eliminate_dead_code()
         return self.graph
 
@@ -64,7 +66,8 @@ class _Expander:
             elif step.target is operator.getitem and not isinstance(values[step.args[0]], fx.Node):
                 values[step] = values[step.args[0]][step.args[1]]
             else:
-                values[step] = self.emit(step, values, meta, within=(*within, node.target))
+                inner_meta = {key: value for key, value in meta.items() if key != "captured"}
+                values[step] = self.emit(step, values, inner_meta, within=(*within, node.target))
         raise AssertionError("a graph without output")
 
     def trace(self, node: fx.Node, function: Callable, splitting: int) -> fx.Graph | None:

@@ -5,6 +5,7 @@ A torch.fx.Graph of ATen operations at global shapes. Metadata of a node:
     val        fake tensor (a tuple of them for an operation with several results, each taken by a getitem node)
     source     file:line of the user's code, or None
     backward   whether it belongs to the backward
+    captured   name of the node of the captured graph whose value it has, if it has one's
     spec       ShardSpec, from `propagate` on
 """
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ..annotate import mark_sharding_op
 from ..errors import ShardingError
@@ -62,7 +62,7 @@ def _lowered(made: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], mesh: M
         spec = node.meta["spec"] if pin == "all" else node.meta["mark"]
         return source if pin == "none" else _pinned(made, source, mesh, check(spec, mesh, "a mark", node.meta["source"]))
     copy = made.node_copy(node, new.__getitem__)
-    copy.meta = {key: node.meta[key] for key in ("val", "source", "backward") if key in node.meta}
+    copy.meta = {key: node.meta[key] for key in ("val", "source", "backward", "captured") if key in node.meta}
     if "device" in copy.kwargs:
         copy.kwargs = {**copy.kwargs, "device": device}
     if node.target in _LOWERINGS:
@@ -76,6 +76,7 @@ def _pinned(made: fx.Graph, value: fx.Node, mesh: Mesh, spec: ShardSpec) -> fx.N
         return value
     node = made.call_function(annotate, (value, str(mesh), str(spec.closed())))
     node.meta = dict(value.meta)
+    value.meta.pop("captured", None)
     return node
 
 
@@ -85,6 +86,17 @@ def _einsum(args: tuple) -> tuple[Callable, tuple]:
 
 
 _LOWERINGS: dict[Any, Callable] = {torch.ops.torchgspmd.einsum.default: _einsum}
+
+
+def on_device(constants: nn.Module, device: torch.device) -> nn.Module:
+    """The tensors that a captured graph holds, on a device."""
+    held = nn.Module()
+    for name, value in vars(constants).items():
+        if isinstance(value, Tensor):
+            setattr(held, name, value.to(device))
+    for name, value in constants.named_buffers():
+        held.register_buffer(name, value.to(device))
+    return held
 
 
 # ------------------------------------------------------------------------------------------------------------- guards

@@ -23,9 +23,14 @@ def is_started() -> bool:
     return "torch_xla" in sys.modules and sys.modules["torch_xla"].runtime.is_spmd()
 
 
-def start(mesh: Mesh) -> torch.device:
-    """Starts XLA in SPMD mode if need be; the one device that stands for all of them. ShardingError if the mesh does not fit."""
+def start(mesh: Mesh, *, backward: bool = True) -> torch.device:
+    """Starts XLA in SPMD mode if need be; the one device that stands for all of them.
+
+    backward: whether autograd is to run on it. ShardingError if the mesh does not fit or autograd cannot.
+    """
     _start()
+    if backward:
+        _check_backward()
     import torch_xla
     import torch_xla.runtime as xr
     devices = xr.global_runtime_device_count()
@@ -51,12 +56,12 @@ def _start() -> None:
                             fix="call parallelize first, or torch_xla.runtime.use_spmd() before the first XLA tensor")
     xr.use_spmd()
     xr.global_runtime_device_count()                                        # makes the client
-    _check_backward(torch_xla.device())
 
 
-def _check_backward(device: torch.device) -> None:
+@cache
+def _check_backward() -> None:
     """The autograd engine makes its queues of devices at the first backward, and does not look again."""
-    x = torch.zeros((), device=device, requires_grad=True)
+    x = torch.zeros((), device="xla", requires_grad=True)
     try:
         (x * 1).backward()
     except RuntimeError as error:

@@ -1,6 +1,8 @@
 """Tensors on XLA in their layouts: a module's parameters and buffers, arguments, and keeping them so."""
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor, nn
 
@@ -48,3 +50,15 @@ def sync() -> None:
     """Runs everything that is pending, as one program."""
     import torch_xla
     torch_xla.sync()
+
+
+def program_text(tensors: list[Tensor]) -> str:
+    """The partitioned and optimized program that computes tensors that are still lazy; it is not run."""
+    import torch_xla
+    before = os.environ.get("XLA_DUMP_POST_OPTIMIZATIONS")
+    os.environ["XLA_DUMP_POST_OPTIMIZATIONS"] = "1"
+    try:
+        return torch_xla._XLAC._get_xla_tensors_hlo(tensors)
+    finally:
+        if before is None:
+            del os.environ["XLA_DUMP_POST_OPTIMIZATIONS"]
