@@ -41,7 +41,7 @@ class XlaModule(Wrapped):
         specs = {name: _stored_spec(name, t, mesh) for name, t in named_tensors(model)}
         self.__dict__.update(_mesh=mesh, _device=start(mesh), _in_specs=in_specs, _out_specs=out_specs, _pin=pin, _specs=specs,
                              _programs={}, _versions=None, plan=None, planning_seconds=0.0)
-        self.__dict__["_slots"] = place(model, specs, mesh, self._device)
+        self.__dict__["_placed"] = place(model, specs, mesh, self._device)
         hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
@@ -69,10 +69,10 @@ class XlaModule(Wrapped):
 
     def _settle(self) -> None:
         """Before a call: what has been assigned or loaded meanwhile is laid out again, and computed."""
-        tensors = [table[key] for table, key, _ in self._slots]
+        tensors = [table[key] for table, key, _ in self._placed]
         if self._versions == [(id(t), t._version) for t in tensors]:
             return
-        for tensor, (_, key, spec) in zip(tensors, self._slots):
+        for tensor, (_, key, spec) in zip(tensors, self._placed):
             if tensor.device != self._device:
                 raise ShardingError(f"'{key}' is on {tensor.device}, not on {self._device}", where=user_line(),
                                     fix="model.to_empty(device='xla') after a model on meta, then initialize it")
@@ -82,7 +82,7 @@ class XlaModule(Wrapped):
 
     def _finish_step(self, optimizer: Optimizer) -> None:
         """After an optimizer's step: what it keeps of a parameter is laid out as the parameter; the step is run."""
-        specs = {id(table[key]): spec for table, key, spec in self._slots}
+        specs = {id(table[key]): spec for table, key, spec in self._placed}
         mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in specs]
         for parameter in mine:
             state = [t for t in pytree.tree_leaves(optimizer.state.get(parameter)) if isinstance(t, Tensor)]
