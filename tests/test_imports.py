@@ -26,6 +26,7 @@ LAYERS = (                              # a file imports only from the lines bel
     ("annotate",),
     ("shard_spec",),
     ("mesh",),
+    ("window",),
     ("errors",),
 )
 

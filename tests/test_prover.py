@@ -23,7 +23,7 @@ from torchgspmd.comm.collective import STEPS
 from torchgspmd.comm.simulate import Lockstep, join_global, split_global
 from torchgspmd.fx_passes import localize, partition, propagate
 from torchgspmd.fx_passes.graph import Rules, call_of, results_of
-from torchgspmd.fx_passes.layout import assemble, result_pending
+from torchgspmd.fx_passes.layout import assemble, operand_layout, result_pending
 from torchgspmd.fx_passes.reshard import Resharder
 from torchgspmd.rules import rule_of
 from torchgspmd.rules.registry import DECOMPOSITIONS, RULES, SPLITS
@@ -69,27 +69,33 @@ def shard(graph: fx.Graph, node: fx.Node, assignment: dict, mesh: Mesh) -> tuple
     """The graph with the operation's factors sharded as given and its pending results reduced; layouts of inputs and
     outputs. None where no layout of whole dimensions expresses the assignment."""
     rule = rule_of(call_of(node))
-    ins = [assemble(dims, assignment, rule.sizes, mesh) for dims in rule.operands]
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    needs = [operand_layout(rule, i, tuple(n.meta["val"].shape), assignment, mesh) for i, n in enumerate(placeholders)]
     outs = [assemble(dims, assignment, rule.sizes, mesh) for dims in rule.results]
-    if None in ins or None in outs:
+    if None in needs or None in outs:
         return None
     specs = [ShardSpec(axes, (), *result_pending(rule, dims, assignment)) for axes, dims in zip(outs, rule.results)]
-    for given, axes in zip((n for n in graph.nodes if n.op == "placeholder"), ins):
-        given.meta["spec"] = ShardSpec(axes)
+    for given, need in zip(placeholders, needs):
+        given.meta["spec"] = need.plain()
+        with graph.inserting_before(node):
+            node.replace_input_with(given, resharded(graph, given, need.plain(), need, mesh))
     node.meta |= {"rule": rule, "assignment": assignment, "result_specs": specs}
     returned = []
     for value, spec in zip(results_of(node), specs):
         value.meta["spec"] = spec
-        done = spec.with_pending(())
-        shape, size = tuple(value.meta["val"].shape), value.meta["val"].element_size()
-        for step in Resharder(mesh).steps(shape, size, spec, done):
-            with graph.inserting_before(graph.output_node()):
-                after = graph.call_function(STEPS[step.kind], (value, *step.args))
-            after.meta = {"val": value.meta["val"], "spec": step.spec, "step": step}
-            value = after
-        returned.append(value)
+        with graph.inserting_before(graph.output_node()):
+            returned.append(resharded(graph, value, spec, spec.with_pending(()), mesh))
     graph.output_node().args = (tuple(returned),)
-    return graph, [ShardSpec(axes) for axes in ins], [s.with_pending(()) for s in specs]
+    return graph, [need.plain() for need in needs], [s.with_pending(()) for s in specs]
+
+
+def resharded(graph: fx.Graph, value: fx.Node, before: ShardSpec, after: ShardSpec, mesh: Mesh) -> fx.Node:
+    shape, size = tuple(value.meta["val"].shape), value.meta["val"].element_size()
+    for step in Resharder(mesh).steps(shape, size, before, after):
+        made = graph.call_function(STEPS[step.kind], (value, *step.args))
+        made.meta = {"val": value.meta["val"], "spec": step.spec, "step": step}
+        value = made
+    return value
 
 
 def run(graph: fx.Graph, mesh: Mesh, tensors: list[Tensor], ins: list[ShardSpec], outs: list[ShardSpec]) -> list[Tensor]:

@@ -71,7 +71,7 @@ class Plan:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Every communication of a run, in program order."""
-        return tuple(_collective(n, self.mesh) for n in self.sharded.nodes if "step" in n.meta and n.meta["step"].kind != "shard")
+        return tuple(_collective(n, self.mesh) for n in self.sharded.nodes if "step" in n.meta and n.meta["step"].collective)
 
     @property
     def sent_bytes(self) -> float:
@@ -179,7 +179,7 @@ class Plan:
 
 def _collective(node: fx.Node, mesh: Mesh) -> Collective:
     step, val = node.meta["step"], node.meta["val"]
-    return Collective(step.kind, step.axes, mesh.count(step.axes), dtype_name(val.dtype), step.payload, step.sent, 1,
+    return Collective(step.collective, step.axes, mesh.count(step.axes), dtype_name(val.dtype), step.payload, step.sent, 1,
                       node.meta.get("source"))
 
 

@@ -9,11 +9,13 @@ Notation (GSPMD, arXiv 2105.04663, section 3.1, with named axes): one word per d
 and, for a value whose devices hold terms of a reduction that is still to be done, a last word `sum@model`
 (or max@, min@, prod@). The layout of a scalar is the empty string.
 
-A dimension of size d over n devices is stored as ceil(d/n) rows on each; what lies past d is padding.
+A dimension of size d over n devices is stored as ceil(d/n) rows on each; what lies past d is padding. Where an operation
+needs other rows, its operand has a Window for that dimension: `s[8i-1:+10 in 0:64 else 0]`. No user writes one.
 """
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +23,7 @@ from typing import Any, Final, Union
 
 from .errors import ShardingError, user_line
 from .mesh import Mesh
+from .window import Window
 
 Axes = tuple[str, ...]
 
@@ -39,19 +42,25 @@ REDUCTIONS = ("sum", "max", "min", "prod")
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """For every dimension its axes (major first) and whether it is open; and the axes of a pending reduction."""
+    """For every dimension its axes (major first) and whether it is open; and the axes of a pending reduction.
+
+    windows: for every dimension None or the rows that a device holds instead of its part; empty if there are none.
+    """
 
     dims: tuple[Axes, ...]
     open: tuple[bool, ...] = ()
     pending: Axes = ()
     reduction: str = "sum"
+    windows: tuple[Window | None, ...] = ()
 
     def __post_init__(self):
         if not self.open:
             object.__setattr__(self, "open", (False,) * len(self.dims))
         if not self.pending:
             object.__setattr__(self, "reduction", "sum")                    # so that equal layouts are equal
-        object.__setattr__(self, "_hash", hash((self.dims, self.open, self.pending, self.reduction)))
+        if not any(self.windows):
+            object.__setattr__(self, "windows", ())
+        object.__setattr__(self, "_hash", hash((self.dims, self.open, self.pending, self.reduction, self.windows)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -78,7 +87,8 @@ class ShardSpec:
         raise ShardingError(f"a spec is a string such as 'data _' or a tuple such as ('data', None), not {spec!r}", where=user_line())
 
     def __str__(self) -> str:
-        words = [("+".join(axes) or ("" if is_open else "_")) + "?" * is_open for axes, is_open in zip(self.dims, self.open)]
+        words = [("+".join(axes) or ("" if is_open else "_")) + "?" * is_open + (f"[{window}]" if window else "")
+                 for axes, is_open, window in zip(self.dims, self.open, self.windows or (None,) * self.rank)]
         return " ".join(words + ([f"{self.reduction}@{'+'.join(self.pending)}"] if self.pending else []))
 
     @property
@@ -101,14 +111,26 @@ class ShardSpec:
         return ShardSpec(self.dims, (), self.pending, self.reduction)
 
     def with_pending(self, axes: Axes, reduction: str | None = None) -> ShardSpec:
-        return ShardSpec(self.dims, self.open, axes, reduction or self.reduction)
+        return ShardSpec(self.dims, self.open, axes, reduction or self.reduction, self.windows)
 
     def with_dim(self, dim: int, axes: Axes) -> ShardSpec:
-        return ShardSpec(self.dims[:dim] + (axes,) + self.dims[dim + 1:], self.open, self.pending, self.reduction)
+        return ShardSpec(self.dims[:dim] + (axes,) + self.dims[dim + 1:], self.open, self.pending, self.reduction, self.windows)
+
+    def window(self, dim: int) -> Window | None:
+        return self.windows[dim] if self.windows else None
+
+    def with_window(self, dim: int, window: Window | None) -> ShardSpec:
+        windows = self.windows or (None,) * self.rank
+        return ShardSpec(self.dims, self.open, self.pending, self.reduction, (*windows[:dim], window, *windows[dim + 1:]))
+
+    def plain(self) -> ShardSpec:
+        """The same axes without windows."""
+        return ShardSpec(self.dims, self.open, self.pending, self.reduction) if self.windows else self
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """Shape of one device's shard, padding included; the same on every device."""
-        return tuple(-(-size // mesh.count(axes)) if axes else size for size, axes in zip(shape, self.dims))
+        rows = tuple(-(-size // mesh.count(axes)) if axes else size for size, axes in zip(shape, self.dims))
+        return tuple(w.length if w else n for w, n in zip(self.windows, rows)) if self.windows else rows
 
     def shards(self, mesh: Mesh) -> int:
         """Number of different shards."""
@@ -138,9 +160,12 @@ def _is_axis(name: Any) -> bool:
     return isinstance(name, str) and name.isidentifier() and name != "_"
 
 
+_WORD = re.compile(r"(?:[^\s\[]|\[[^\]]*\])+")
+
+
 @lru_cache(maxsize=4096)
 def _parse_string(text: str) -> ShardSpec:
-    words, pending, reduction = text.split(), (), "sum"
+    words, pending, reduction = _WORD.findall(text), (), "sum"
     if words and "@" in words[-1]:
         reduction, _, names = words.pop().partition("@")
         pending = tuple(names.split("+"))
@@ -149,8 +174,10 @@ def _parse_string(text: str) -> ShardSpec:
         if not all(map(_is_axis, pending)):
             raise ShardingError(f"'{names}' in spec '{text}' is not an axis name", where=user_line(),
                                 fix="behind '@' an axis, or axes joined by '+'")
-    dims, opens = [], []
+    dims, opens, windows = [], [], []
     for word in words:
+        word, window = _split_window(word)
+        windows.append(window)
         is_open = word.endswith("?")
         word = word[:-1] if is_open else word
         axes = () if word in ("", "_") else tuple(word.split("+"))
@@ -159,7 +186,16 @@ def _parse_string(text: str) -> ShardSpec:
                                 fix="one word per dimension: '_', '?', an axis, or axes joined by '+'")
         dims.append(axes)
         opens.append(is_open)
-    return ShardSpec(tuple(dims), tuple(opens), pending, reduction)
+    return ShardSpec(tuple(dims), tuple(opens), pending, reduction, tuple(windows))
+
+
+def _split_window(word: str) -> tuple[str, Window | None]:
+    """The axes and the window of `s[8i-1:+10 in 0:64]`; a word without a proper one as it is."""
+    axes, _, text = word.removesuffix("]").partition("[")
+    try:
+        return axes, Window.parse(text)
+    except ValueError:
+        return word, None
 
 
 def _parse_sequence(entries: Sequence) -> ShardSpec:

@@ -67,13 +67,24 @@ def permute(x: Any, before: str, after: str) -> Any:
     _only_in_graphs("permute")
 
 
+def halo(x: Any, dim: int, axes: str, window: str, size: int) -> Any:
+    """x is a part of a dimension of global length `size`; every device gets the rows of its window (see window.py) from
+    those that have them. Counts as a permute."""
+    _only_in_graphs("halo")
+
+
+def window(x: Any, dim: int, axes: str, window: str) -> Any:
+    """Every device keeps the rows of its window out of a dimension that it has whole. Nothing is sent."""
+    _only_in_graphs("window")
+
+
 def shard(x: Any, dim: int, axes: str) -> Any:
     """Every device keeps its part along `dim`. Nothing is sent."""
     _only_in_graphs("shard")
 
 
 COLLECTIVES = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, permute)}
-STEPS = {**COLLECTIVES, "shard": shard}
+STEPS = {**COLLECTIVES, "halo": halo, "shard": shard, "window": window}
 
 
 def split_axes(axes: str) -> tuple[str, ...]:

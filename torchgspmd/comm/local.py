@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..window import Window
+
 
 def take_part(x: Tensor, dim: int, index: int, count: int) -> Tensor:
     """Part number `index` of `count` equal ones along a dimension; the last ones are padded with zeros."""
@@ -15,6 +17,26 @@ def take_part(x: Tensor, dim: int, index: int, count: int) -> Tensor:
     if rows * count != size:
         x = F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, rows * count - size])
     return x.narrow(dim, index * rows, rows).contiguous()
+
+
+def take_window(x: Tensor, dim: int, index: int, text: str) -> Tensor:
+    """The rows of a device's window out of a dimension that it has whole."""
+    window, size = Window.parse(text), x.shape[dim]
+    pieces = [(place, x.narrow(dim, row, rows)) for _, row, place, rows in window.pieces(index, size, 1)]
+    return join_pieces(pieces, window, dim, x)
+
+
+def join_pieces(pieces: list[tuple[int, Tensor]], window: Window, dim: int, like: Tensor, unspecified: float = 0.0) -> Tensor:
+    """A window of pieces that start at given rows of it, in order; its fill where there is none."""
+    shape, parts, row = list(like.shape), [], 0
+    fill = as_dtype(unspecified if window.fill is None else window.fill, like.dtype)
+    for place, piece in [*pieces, (window.length, None)]:
+        if place > row:
+            parts.append(like.new_full([*shape[:dim], place - row, *shape[dim + 1:]], fill))
+        if piece is not None:
+            parts.append(piece)
+            row = place + piece.shape[dim]
+    return torch.cat(parts, dim)
 
 
 def mask_padding(x: Tensor, dim: int, index: int, size: int, fill: float) -> Tensor:

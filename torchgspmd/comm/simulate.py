@@ -5,6 +5,7 @@ No process group is needed. Values are lists with one tensor a device; collectiv
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor, fx
 
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
-from .collective import all_gather, all_reduce, all_to_all, permute, reduce_scatter, split_axes
-from .local import take_part
+from ..window import Window
+from .collective import all_gather, all_reduce, all_to_all, halo, permute, reduce_scatter, split_axes
+from .local import join_pieces, take_part
 
 COMBINE: dict[str, Callable] = {"sum": operator.add, "max": torch.maximum, "min": torch.minimum, "prod": operator.mul}
 
@@ -100,6 +102,17 @@ def _permute(mesh: Mesh, x: list[Tensor], before: str, after: str) -> list[Tenso
     return [x[source].clone() for source in permute_sources(mesh, ShardSpec.parse(before), ShardSpec.parse(after))]
 
 
+def _halo(mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int) -> list[Tensor]:
+    window = Window.parse(text)
+
+    def run(parts: list[Tensor]) -> list[Tensor]:
+        def mine(index: int) -> Tensor:
+            pieces = [(place, parts[owner].narrow(dim, row, rows)) for owner, row, place, rows in window.pieces(index, size, len(parts))]
+            return join_pieces(pieces, window, dim, parts[0], math.nan if parts[0].is_floating_point() else 0)
+        return [mine(i) for i in range(len(parts))]
+    return _in_groups(axes, mesh, x, run)
+
+
 def permute_sources(mesh: Mesh, before: ShardSpec, after: ShardSpec) -> list[int]:
     """For every device the one that sends it its part: of those that hold it, the one with most coordinates in common."""
     holders: dict[tuple, list[int]] = {}
@@ -115,7 +128,7 @@ def permute_sources(mesh: Mesh, before: ShardSpec, after: ShardSpec) -> list[int
 
 
 _COLLECTIVES: dict[Callable, Callable] = {all_reduce: _all_reduce, all_gather: _all_gather, reduce_scatter: _reduce_scatter,
-                                          all_to_all: _all_to_all, permute: _permute}
+                                          all_to_all: _all_to_all, halo: _halo, permute: _permute}
 
 
 def split_global(tensor: Tensor, spec: ShardSpec, mesh: Mesh, poison: bool = False) -> list[Tensor]:

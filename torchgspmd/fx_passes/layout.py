@@ -1,7 +1,7 @@
 """Between the dimensions of a tensor and the factors of a rule: which axes shard which factor, and back."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..mesh import Mesh
 from ..rules import Rule
@@ -59,6 +59,20 @@ def assemble(dims: Dims, assignment: Assignment, sizes: Mapping[str, int], mesh:
             open_end = open_end and count == sizes[factor]
         result.append(axes)
     return tuple(result)
+
+
+def operand_layout(rule: Rule, operand: int, shape: Sequence[int], assignment: Assignment, mesh: Mesh) -> ShardSpec | None:
+    """How an operand is to be laid out, with the windows that its positions read; None if no layout expresses it."""
+    axes = assemble(rule.operands[operand], assignment, rule.sizes, mesh)
+    if axes is None:
+        return None
+    spec = ShardSpec(axes)
+    for d, names in enumerate(axes):
+        if names and (reach := rule.halo.get((operand, d))):
+            window = reach.bind(rule.sizes[rule.operands[operand][d][0]], shape[d], mesh.count(names))
+            if not window.is_block(shape[d], mesh.count(names)):
+                spec = spec.with_window(d, window)
+    return spec
 
 
 def result_pending(rule: Rule, dims: Dims, assignment: Assignment) -> tuple[Axes, str]:

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..comm.collective import shard, split_axes
-from ..comm.local import mask_padding, take_part
+from ..comm.collective import shard, split_axes, window
+from ..comm.local import mask_padding, take_part, take_window
 from ..mesh import Mesh
 from ..rules import Rule, Shapes
 from ..shard_spec import Axes, ShardSpec
+from ..window import Window
 from .graph import operands_of, tensors_of
+
+aten = torch.ops.aten
 
 
 def localize(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
@@ -56,6 +59,18 @@ class Emitter:
         """Which part of a factor the device has."""
         axes = self.assignment.get(factor, ())
         return fx.Proxy(self.localizer.index(axes)) if axes else 0
+
+    def sharded(self, factor: str) -> bool:
+        return bool(self.assignment.get(factor))
+
+    def window(self, operand: int, dim: int) -> Window:
+        """The rows that the device holds of an operand's dimension that the positions of a sharded factor read."""
+        factor = self.rule.operands[operand][dim][0]
+        size = operands_of(self.node)[operand].meta["val"].shape[dim]
+        return self.rule.halo[operand, dim].bind(self.rule.sizes[factor], size, self.localizer.mesh.count(self.assignment.get(factor, ())))
+
+    def narrow(self, value: Any, dim: int, start: Any, length: int) -> Any:
+        return self.call(aten.contiguous.default, self.call(aten.narrow.default, value, dim, start, length))
 
     def masked(self, value: Any, dim: int, factor: str, fill: float) -> Any:
         """The value with `fill` in what pads its dimension `dim`, which is the factor's."""
@@ -138,7 +153,7 @@ class _Localizer:
         operands = [self._ready(node, value, i, rule) for i, value in enumerate(operands_of(node))]
         rest = iter(operands)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: next(rest))
-        if rule.emit is not None and any(node.meta["assignment"].get(f) for f in rule.special):
+        if rule.emit is not None and any(node.meta["assignment"].get(f) for f in rule.special | rule.windowed):
             made = rule.emit(Emitter(self, node), args, kwargs)
             return made[0] if not isinstance(node.meta["val"], (tuple, list)) else made
         if rule.local is not None:
@@ -154,7 +169,7 @@ class _Localizer:
         local, spec, shape = self.new[value], value.meta["spec"], value.meta["val"].shape
         for d, (factors, axes) in enumerate(zip(rule.operands[operand], spec.dims)):
             fill = next((rule.fill(f) for f in factors if rule.fill(f) is not None), 0.0 if operand in rule.positions else None)
-            if axes and fill is not None and shape[d] % self.mesh.count(axes):
+            if axes and (operand, d) not in rule.halo and fill is not None and shape[d] % self.mesh.count(axes):
                 local = self._mask(local, d, axes, shape[d], fill, node)
         return local
 
@@ -175,6 +190,9 @@ class _Localizer:
         if node.target is shard:
             dim, axes = node.args[1], split_axes(node.args[2])
             return self.graph.call_function(take_part, (local, dim, self.index(axes), self.mesh.count(axes)))
+        if node.target is window:
+            dim, axes, text = node.args[1:]
+            return self.graph.call_function(take_window, (local, dim, self.index(split_axes(axes)), text))
         made = self.graph.call_function(node.target, (local, *node.args[1:]))
         if step.kind in ("all_gather", "all_to_all"):
             made = self._trim(made, node, node.args[1], x.meta["spec"])
@@ -188,5 +206,5 @@ class _Localizer:
         padded = list(node.meta["spec"].local_shape(node.meta["val"].shape, self.mesh))
         padded[dim] = -(-size // self.mesh.count(before.dims[dim])) * self.mesh.count(before.dims[dim])
         made.meta = self.carried(node) | {"shape": tuple(padded)}
-        trimmed = self.graph.call_function(torch.ops.aten.narrow.default, (made, dim, 0, size))
-        return self.graph.call_function(torch.ops.aten.contiguous.default, (trimmed,))
+        trimmed = self.graph.call_function(aten.narrow.default, (made, dim, 0, size))
+        return self.graph.call_function(aten.contiguous.default, (trimmed,))

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..comm.collective import all_gather, all_reduce, all_to_all, permute, reduce_scatter, split_axes
+from ..comm.collective import all_gather, all_reduce, all_to_all, halo, permute, reduce_scatter, split_axes
 from ..comm.groups import Groups
+from ..comm.local import as_dtype
 from ..comm.simulate import permute_sources
 from ..shard_spec import ShardSpec
+from ..window import Window, sent_rows
 from .bucket import key
 
 aten = torch.ops.aten
@@ -48,7 +50,7 @@ class _Lowering:
                 x, *rest = node.args
                 new[node] = _LOWERINGS[node.target](self, new[x], list(x.meta["shape"]), *rest)
                 self._carry(new[node])
-            elif node.target in (operator.add, operator.mul) and not any(isinstance(new.get(a, a), fx.Node) for a in node.args):
+            elif node.target in _ARITHMETIC and not any(isinstance(new.get(a, a), fx.Node) for a in node.args):
                 new[node] = node.target(*(new.get(a, a) if isinstance(a, fx.Node) else a for a in node.args))
             else:
                 new[node] = self._copy(node, new)
@@ -163,6 +165,45 @@ def _permute(to: _Lowering, x: Any, shape: list[int], before: str, after: str) -
     return to.call(aten.reshape.default, moved, shape)
 
 
+def _halo(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str, text: str, size: int) -> fx.Node:
+    """all_to_all with nothing for all but those whose window reaches into this device's part."""
+    window, (name, positions) = Window.parse(text), to.groups.group(split_axes(axes))
+    n, me = len(positions), to.mesh.index(split_axes(axes), to.groups.coordinates)
+    peers = sorted(range(n), key=positions.__getitem__)                     # in the order of the group
+    wanted = list(window.pieces(me, size, n))
+    sends = [[(row, rows) for owner, row, _, rows in window.pieces(j, size, n) if owner == me != j] for j in peers]
+    receives = [[(place, rows) for owner, _, place, rows in wanted if owner == j != me] for j in peers]
+    pieces = [(place, rows, to.call(aten.narrow.default, x, dim, row, rows)) for owner, row, place, rows in wanted if owner == me]
+    if sent_rows(window, size, n):
+        pieces += _exchange(to, x, shape, dim, name, sends, receives)
+    return _joined(to, x, shape, dim, window, pieces)
+
+
+def _exchange(to: _Lowering, x: Any, shape: list[int], dim: int, name: str, sends: list, receives: list) -> list[tuple[int, int, Any]]:
+    """Sends rows (start, count) of x to every member of a group; what arrives, as (place in the window, rows, tensor)."""
+    row = math.prod(shape) // shape[dim]
+    flat = [to.call(aten.reshape.default, to.call(aten.narrow.default, x, dim, start, rows), [-1]) for peer in sends for start, rows in peer]
+    packed = to.call(aten.cat.default, flat) if flat else to.call(aten.new_empty.default, x, [0])
+    moved = to.wait(to.call(c10d.all_to_all_single.default, packed, *[[sum(rows for _, rows in peer) * row for peer in side]
+                                                                      for side in (receives, sends)], name))
+    places = [piece for peer in receives for piece in peer] or [(0, 0)]     # who receives nothing must use it all the same
+    parts = to.call(aten.split_with_sizes.default, moved, [rows * row for _, rows in places])
+    return [(place, rows, to.call(aten.reshape.default, to.call(operator.getitem, parts, i), [*shape[:dim], rows, *shape[dim + 1:]]))
+            for i, (place, rows) in enumerate(places)]
+
+
+def _joined(to: _Lowering, x: Any, shape: list[int], dim: int, window: Window, pieces: list[tuple[int, int, Any]]) -> fx.Node:
+    """A window of its pieces, with its fill where there is none."""
+    fill, parts, row = as_dtype(window.fill or 0.0, to.node.meta["dtype"]), [], 0
+    for place, rows, piece in [*sorted(pieces, key=lambda p: p[:2]), (window.length, 0, None)]:
+        if place > row:
+            parts.append(to.call(aten.new_full.default, x, [*shape[:dim], place - row, *shape[dim + 1:]], fill))
+        if piece is not None:
+            parts.append(piece)
+        row = place + rows
+    return to.call(aten.cat.default, parts, dim)
+
+
 # ------------------------------------------------------------------------------------------ several as one
 
 def _merged_all_reduce(to: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
@@ -224,6 +265,7 @@ def _reduction(reduction: str) -> str:
     return {"prod": "product"}.get(reduction, reduction)
 
 
+_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg}
 _LOWERINGS: dict[Any, Callable] = {all_reduce: _all_reduce, all_gather: _all_gather, reduce_scatter: _reduce_scatter,
-                                   all_to_all: _all_to_all, permute: _permute}
+                                   all_to_all: _all_to_all, halo: _halo, permute: _permute}
 _MERGED: dict[Any, Callable] = {all_reduce: _merged_all_reduce, all_gather: _merged_all_gather, reduce_scatter: _merged_reduce_scatter}

@@ -26,7 +26,7 @@ from ..mesh import Mesh
 from ..rules import Rule
 from ..shard_spec import Axes, ShardSpec
 from .graph import Op, Rules
-from .layout import assemble, project, result_pending
+from .layout import assemble, operand_layout, project, result_pending
 from .reshard import Resharder
 
 FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
@@ -229,13 +229,13 @@ class _Solver:
         assignment, through = choice
         rule = op.rule
         operands, results = [], []
-        for i, dims in enumerate(rule.operands):
-            axes = assemble(dims, assignment, rule.sizes, self.mesh)
+        for i in range(len(rule.operands)):
+            spec = operand_layout(rule, i, tuple(op.operands[i].meta["val"].shape), assignment, self.mesh)
             pending = tuple(a for a in self.mesh.names if a in through and i in rule.linear[through[a]])
-            if axes is None or any(a not in available[i].layouts[0].pending for a in pending) or pending and (
+            if spec is None or any(a not in available[i].layouts[0].pending for a in pending) or pending and (
                     available[i].layouts[0].reduction != "sum"):
                 return None
-            operands.append(ShardSpec(axes, (), pending))
+            operands.append(spec.with_pending(pending))
         for dims in rule.results:
             axes = assemble(dims, assignment, rule.sizes, self.mesh)
             reduced, kind = result_pending(rule, dims, assignment)
@@ -258,7 +258,7 @@ class _Solver:
     def _choose_input(self, node: fx.Node) -> bool:
         """An input whose layout is open is stored as it is used most cheaply."""
         wanted = self._wanted(node, first=False)
-        candidates = [node.meta["spec"], self.held[node], *(w for w in wanted if not w.pending)]
+        candidates = [node.meta["spec"], self.held[node], *(w.plain() for w in wanted if not w.pending)]
         best = min(candidates, key=lambda spec: sum(self._move(node, spec, w) for w in wanted))
         changed = best != self.held[node]
         self.held[node] = best
@@ -335,7 +335,8 @@ class _Inserter:
                 copies[step.spec] = node
         return copies[spec]
 
-_SUFFIX = {"all_reduce": "r", "all_gather": "g", "reduce_scatter": "rs", "all_to_all": "x", "permute": "p", "shard": "s"}
+_SUFFIX = {"all_reduce": "r", "all_gather": "g", "reduce_scatter": "rs", "all_to_all": "x", "permute": "p", "shard": "s", "halo": "h",
+           "window": "w"}
 
 def _carried(value: fx.Node, user: fx.Node) -> dict:
     backward = user.meta.get("backward", value.meta.get("backward", False)) if user.op != "output" else value.meta.get("backward", False)

@@ -27,8 +27,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def type_text(dtype: torch.dtype, shape: Any, spec: ShardSpec | None) -> str:
     """f32[8@data, 64] sum@model"""
-    dims = [f"{n}@{'+'.join(axes)}" if axes else str(n) for n, axes in zip(shape, spec.dims if spec else ((),) * len(shape))]
-    pending = f" {spec.reduction}@{'+'.join(spec.pending)}" if spec and spec.pending else ""
+    spec = spec or ShardSpec.replicated(len(shape))
+    dims = [f"{n}@{'+'.join(axes)}{f'[{w.short}]' if (w := spec.window(d)) else ''}" if axes else str(n)
+            for d, (n, axes) in enumerate(zip(shape, spec.dims))]
+    pending = f" {spec.reduction}@{'+'.join(spec.pending)}" if spec.pending else ""
     return f"{dtype_name(dtype)}[{', '.join(dims)}]{pending}"
 
 

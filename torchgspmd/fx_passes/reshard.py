@@ -14,25 +14,14 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 from ..comm.collective import ALPHA, sent_bytes
 from ..mesh import Mesh
 from ..shard_spec import Axes, ShardSpec
+from .step import Step
+from .windows import way_to_windows
 
 STATES = 3000                   # layouts that a search looks at before it settles for the direct way
-
-
-@dataclass(frozen=True)
-class Step:
-    """One move: the function's name, its arguments after the tensor, the layout it leads to, and what it sends."""
-    kind: str
-    args: tuple[Any, ...]
-    spec: ShardSpec
-    axes: Axes
-    payload: float                      # bytes
-    sent: float                         # bytes a device sends
 
 
 class Resharder:
@@ -42,10 +31,11 @@ class Resharder:
         self.mesh, self.known = mesh, {}
 
     def cost(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
-        """Bytes sent, plus a little for every collective; infinite if `after` is pending where `before` is not."""
+        """Bytes sent, plus a little for every collective; infinite where there is no way: `after` is pending and `before` is not,
+        or `before` has windows."""
         if before == after:
             return 0.0
-        if not set(after.pending) <= set(before.pending):
+        if before.windows or not set(after.pending) <= set(before.pending):
             return math.inf
         return self._solve(shape, itemsize, before, after)[0]
 
@@ -54,7 +44,9 @@ class Resharder:
 
     def _solve(self, shape, itemsize, before, after) -> tuple[float, tuple[Step, ...]]:
         key = (shape, itemsize, before, after)
-        if key not in self.known:
+        if key not in self.known and after.windows:
+            self.known[key] = way_to_windows(self, shape, itemsize, before, after)
+        elif key not in self.known:
             self.known[key] = self._quick(shape, itemsize, before, after) or self._search(shape, itemsize, before, after)
         return self.known[key]
 

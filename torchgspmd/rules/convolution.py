@@ -1,42 +1,43 @@
 """Convolutions of any number of spatial dimensions, transposed or not, in groups g of c input and k output channels:
 
-    n (g c) i, (g k) c r -> n (g k) o               transposed: n (g c) i, (g c) k r -> n (g k) o
+    n (g c) h[2p-1:2p+2], (g k) c r -> n (g k) h            transposed: n (g c) h[p-1:p+2/2], (g c) k r -> n (g k) h
 
-Batch, groups and channels may be sharded; a sum over sharded input channels stays pending. The bias is added behind
-it, so that it is added once. Spatial dimensions are whole, but for windows that do not overlap.
+A position of the result reads a window of the input's rows, so a sharded spatial dimension needs rows of the neighbours;
+what the window holds outside of the input is zero, which takes the place of the padding. The input's gradient is a
+convolution as well, transposed if the forward's was not; the weight's gradient reads the same windows as the forward.
+A sum over sharded input channels stays pending. The bias is added behind it, so that it is added once.
 """
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ..window import Reach
 from .notation import Call, Dims, Rule, Shapes, make_rule
 from .registry import computed, decomposition
 
 aten = torch.ops.aten
 
 
-def _factors(x, w, y, stride, padding, dilation, transposed: bool, groups: int) -> tuple[tuple[Dims, Dims, Dims], dict[str, int], str]:
-    """Dimensions of input, weight and output as factors, sizes, and which factors are whole.
-
-    Windows that lie side by side, such as those of a patch embedding or of a 1x1 kernel, make a dimension of positions
-    times window. Of other spatial dimensions only those have names that the arithmetic is counted by.
-    """
-    sizes = {"n": x.shape[0], "g": groups, "c": x.shape[1] // groups, "k": y.shape[1] // groups}
-    whole, fine, coarse, window = [], [], [], []
-    many, few = (y, x) if transposed else (x, y)
-    for i, r in enumerate(w.shape[2:]):
-        beside = (_at(stride, i) == r and not _at(padding, i) and (_at(dilation, i) == 1 or r == 1)
-                  and many.shape[i + 2] == few.shape[i + 2] * r)
-        sizes |= {f"o{i}": few.shape[i + 2], f"r{i}": r}
-        whole += [f"r{i}"] if beside else [f"r{i}", f"o{i}"]
-        fine.append((f"o{i}", f"r{i}") if beside else ())
-        coarse.append((f"o{i}",))
-        window.append((f"r{i}",))
-    near, far = (coarse, fine) if transposed else (fine, coarse)
+def _factors(w, few, transposed: bool, groups: int) -> tuple[tuple[Dims, Dims, Dims], dict[str, int], str]:
+    """Dimensions of input, weight and output as factors; sizes but for those of positions; the factors that are whole."""
+    spatial = range(w.dim() - 2)
+    inner, outer = (w.shape[0] // groups, w.shape[1]) if transposed else (w.shape[1], w.shape[0] // groups)
+    sizes = {"n": few.shape[0], "g": groups, "c": inner, "k": outer} | {f"r{i}": w.shape[i + 2] for i in spatial}
+    positions = [(f"h{i}",) for i in spatial]
+    window = [(f"r{i}",) for i in spatial]
     weight = (("g", "c"), ("k",)) if transposed else (("g", "k"), ("c",))
-    return ((("n",), ("g", "c"), *near), (*weight, *window), (("n",), ("g", "k"), *far)), sizes, " ".join(whole)
+    return ((("n",), ("g", "c"), *positions), (*weight, *window), (("n",), ("g", "k"), *positions)), sizes, " ".join(f"r{i}" for i in spatial)
+
+
+def _reaches(w, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> list[Reach]:
+    """Which rows of the finer side a position of the coarser one reads, for every spatial dimension."""
+    return [Reach(-_at(padding, i), _at(dilation, i) * (r - 1) - _at(padding, i), _at(stride, i), fill=0.0)
+            for i, r in enumerate(w.shape[2:])]
 
 
 def _at(values: Sequence[int], i: int) -> int:
@@ -47,13 +48,66 @@ def _at(values: Sequence[int], i: int) -> int:
 def _convolution(call: Call) -> Rule | None:
     if len(call.tensors) != 2:                                              # with a bias only where it could not be split off
         return None
-    (x, w, y), sizes, whole = _factors(*call.tensors, call.results[0], *call.args[3:7], call.args[8])
-    return make_rule([x, w], [y], sizes, reduce="c", whole=whole, linear=[[0], [1]], contraction=True, local=_local_groups)
+    (x, w), y = call.tensors, call.results[0]
+    stride, padding, dilation, transposed, _, groups = call.args[3:9]
+    (x_dims, w_dims, y_dims), sizes, whole = _factors(w, x, transposed, groups)
+    reaches = [reach.inverse(0.0) if transposed else reach for reach in _reaches(w, stride, padding, dilation)]
+    sizes |= {f"h{i}": n for i, n in enumerate(y.shape[2:])}
+    return make_rule([x_dims, w_dims], [y_dims], sizes, reduce="c", whole=whole, linear=[[0], [1]], contraction=True,
+                     halo={(0, i + 2): reach for i, reach in enumerate(reaches)}, local=_local_groups, emit=_emit)
 
 
 def _local_groups(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
     x, w = shapes.operands
     return (*args[:8], (shapes.results[0] if args[6] else x)[1] // w[1]), kwargs
+
+
+def _emit(local, args: tuple, kwargs: dict) -> list:
+    """On windows, which have the padding in them. A transposed convolution computes all positions that its window touches."""
+    x, w, _, stride, padding, dilation, transposed, rest, _ = args
+    spatial = range(len(local.shape(w)) - 2)
+    stride, padding, dilation, rest = ([_at(v, i) for i in spatial] for v in (stride, padding, dilation, rest))
+    cuts = {}
+    for i in spatial:
+        if local.sharded(f"h{i}"):
+            cuts[i] = _cut(local, i, stride[i], padding[i], dilation[i] * (local.shape(w)[i + 2] - 1)) if transposed else None
+            padding[i] = cuts[i].spare if transposed else 0
+            rest[i] = 0
+    groups = (local.results[0].shape if transposed else local.shape(x))[1] // local.shape(w)[1]
+    y = local.call(aten.convolution.default, x, w, None, stride, padding, dilation, transposed, rest, groups)
+    for i, cut in cuts.items():
+        y = cut.of(local, y, i + 2) if cut else y
+    return [y]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What a device takes of the positions that its window touches: those from `start` on, without `spare` at both ends, but
+    with `front` and `back` more that the window does not touch (where the stride is larger than the kernel): zeros."""
+    start: Any
+    length: int
+    spare: int
+    front: int
+    back: int
+
+    def of(self, local, y: Any, dim: int) -> Any:
+        if self.front or self.back:
+            y = local.call(aten.constant_pad_nd.default, y, [0, 0] * (len(local.results[0].shape) - 1 - dim) + [self.front, self.back])
+        return local.narrow(y, dim, self.start, self.length)
+
+
+def _cut(local, i: int, stride: int, padding: int, span: int) -> _Cut:
+    """span: distance of the first and the last element of the kernel."""
+    window, length = local.window(0, i + 2), local.size(f"h{i}")
+
+    def start(device: Any) -> Any:
+        return device * length + padding - window.first(device) * stride
+    starts = {start(device) for device in range(stride)}                    # they repeat from there on
+    end = (window.length - 1) * stride + span + 1
+    front, back = max(0, -min(starts)), max(0, max(starts) + length - end)
+    spare = min(min(starts), end - max(starts) - length) if not front and not back else 0
+    here = start(local.index(f"h{i}")) if len(starts) > 1 else starts.pop()
+    return _Cut(here + (front - spare), length, spare, front, back)
 
 
 @decomposition(aten.convolution.default)
@@ -68,15 +122,27 @@ def _weight_gradient(call: Call) -> Rule | None:
     if list(call.args[10]) != [False, True, False]:
         return None
     grad, x, w = call.tensors
-    (x, w, y), sizes, whole = _factors(x, w, grad, *call.args[4:8], call.args[9])
-    positions = " ".join(name for name in sizes if name[0] == "o" and name not in whole.split())
-    return make_rule([y, x, w], [w], sizes, reduce=f"n {positions}", whole=whole, linear=[[0], [1]], contraction=True,
-                     local=_local_backward_groups)
+    stride, padding, dilation, transposed, _, groups = call.args[4:10]
+    few, many = (x, 0) if transposed else (grad, 1)
+    (x_dims, w_dims, y_dims), sizes, whole = _factors(w, x, transposed, groups)
+    sizes |= {f"h{i}": n for i, n in enumerate(few.shape[2:])}
+    halo = {(many, i + 2): reach for i, reach in enumerate(_reaches(w, stride, padding, dilation))}
+    return make_rule([y_dims, x_dims, w_dims], [w_dims], sizes, reduce=" ".join(f for f in sizes if f[0] in "nh"), whole=whole,
+                     linear=[[0], [1]], contraction=True, halo=halo, local=_local_backward_groups, emit=_emit_weight_gradient)
 
 
 def _local_backward_groups(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
     grad, x, w = shapes.operands
     return (*args[:9], (grad if args[7] else x)[1] // w[1], args[10]), kwargs
+
+
+def _emit_weight_gradient(local, args: tuple, kwargs: dict) -> list:
+    grad, x, w, _, stride, padding, dilation, transposed, rest, _, mask = args
+    spatial = range(len(local.shape(w)) - 2)
+    padding, rest = ([0 if local.sharded(f"h{i}") else _at(v, i) for i in spatial] for v in (padding, rest))
+    groups = local.shape(grad if transposed else x)[1] // local.shape(w)[1]
+    every = local.call(aten.convolution_backward.default, grad, x, w, None, stride, padding, dilation, transposed, rest, groups, mask)
+    return [None, local.call(operator.getitem, every, 1), None]
 
 
 @decomposition(aten.convolution_backward.default)

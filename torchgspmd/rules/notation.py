@@ -5,7 +5,8 @@
     "(h d) -> h d"              a dimension of several factors, the first one major
     "n 1 -> n"                  a dimension that carries no factor
 
-Keywords say what a factor needs that cannot simply pass through; see Rule. The idea is Shardy's op sharding rule;
+Keywords say what a factor needs that cannot simply pass through; see Rule. A dimension whose rows are not the positions of
+its factor, but are read by them (a convolution's input), has a Reach in `halo`: `n c h[2p-1:2p+2] -> n c h`. The idea is Shardy's op sharding rule;
 one sentence serves propagation, partition, cost and explanation.
 """
 from __future__ import annotations
@@ -14,9 +15,12 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
+
+from ..window import Reach
 
 Dim = tuple[str, ...]                   # factors of one dimension, major first
 Dims = tuple[Dim, ...]
@@ -36,6 +40,7 @@ class Rule:
     local: Callable | None = None                   # (args, kwargs, Shapes) -> (args, kwargs) for local shapes
     emit: Callable | None = None                    # (Emitter, args, kwargs) -> results: if a factor of `special` is sharded
     special: frozenset[str] = frozenset()
+    halo: Mapping[tuple[int, int], Reach] = field(default_factory=dict)    # (operand, dim): rows that a factor's positions read
     positions: frozenset[int] = frozenset()         # operands that hold indices: their padding has to point somewhere
     contraction: bool = False                       # arithmetic is the product of all factor sizes
     splits: bool = False                            # has a decomposition that can do with shards of the `whole` factors
@@ -51,6 +56,11 @@ class Rule:
     def fill(self, factor: str) -> float | None:
         """What padding along a factor has to hold in the operands; None if it does not matter."""
         return IDENTITY[self.reduce[factor]] if factor in self.reduce and factor not in self.special else None
+
+    @cached_property
+    def windowed(self) -> frozenset[str]:
+        """Factors of which some operand has a window."""
+        return frozenset(f for operand, dim in self.halo for f in self.operands[operand][dim])
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,7 @@ class Sentence:
 
 def make_rule(operands: Sequence[Dims], results: Sequence[Dims], sizes: Mapping[str, int], *, reduce: str | Mapping[str, str] = "",
               whole: str | frozenset[str] = "", linear: Sequence[Sequence[int]] = (), special: str | frozenset[str] = "",
-              text: str = "", **keywords: Any) -> Rule:
+              halo: Mapping[tuple[int, int], Reach] | None = None, text: str = "", **keywords: Any) -> Rule:
     """A Rule from the short forms of its keywords (factor names separated by blanks); factors of size 1 are dropped."""
     kept = {name: size for name, size in sizes.items() if size > 1}
 
@@ -113,16 +123,22 @@ def make_rule(operands: Sequence[Dims], results: Sequence[Dims], sizes: Mapping[
         return tuple(tuple(tuple(f for f in dim if f in kept) for dim in dims) for dims in tensors)
     reductions = {f: "sum" for f in reduce.split()} if isinstance(reduce, str) else reduce
     operands, results = clean(operands), clean(results)
+    halo = {place: reach for place, reach in (halo or {}).items() if operands[place[0]][place[1]]}
     return Rule(operands, results, kept, {f: kind for f, kind in reductions.items() if f in kept},
                 _names(whole) & set(kept), tuple(frozenset(g) for g in linear), special=_names(special) & set(kept),
-                text=text or describe(operands, results), **keywords)
+                halo=halo, text=text or describe(operands, results, halo), **keywords)
 
 
-def describe(operands: Sequence[Dims], results: Sequence[Dims]) -> str:
+def describe(operands: Sequence[Dims], results: Sequence[Dims], halo: Mapping[tuple[int, int], Reach] | None = None) -> str:
     """The sentence of given factors."""
-    def tensor(dims: Dims) -> str:
-        return " ".join("1" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in dims)
-    return f"{', '.join(map(tensor, operands))} -> {', '.join(map(tensor, results))}"
+    def tensor(dims: Dims, reaches: Mapping[int, Reach]) -> str:
+        return " ".join(f"{_dim(dim)}{reaches.get(d, '')}" for d, dim in enumerate(dims))
+    left = [tensor(dims, {d: reach for (operand, d), reach in (halo or {}).items() if operand == i}) for i, dims in enumerate(operands)]
+    return f"{', '.join(left)} -> {', '.join(tensor(dims, {}) for dims in results)}"
+
+
+def _dim(dim: Dim) -> str:
+    return "1" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
 
 
 def _names(names: str | frozenset[str]) -> frozenset[str]:

@@ -1,0 +1,149 @@
+"""Reach and Window: which rows of a dimension are needed where that is not just the part that a device holds.
+
+A convolution's, a pool's, a slice's or a roll's position p of the result reads rows r of the operand's dimension with
+
+    low <= every * r - stride * p <= high
+
+    convolution, stride s, padding c, kernel k, dilation d:     -c <= r - s p <= d (k - 1) - c
+    the same transposed: as a gradient, or as upsampling         c - d (k - 1) <= s r - p <= c
+    x[start::step]                                              start <= r - step p <= start
+    flip of n rows                                              n - 1 <= r + p <= n - 1
+
+A Reach is one such line; its inverse is the reach of the gradient. Bound to a number of shards it is a Window: device i
+needs rows of an interval that moves with i and is of one length for all devices. Source: GSPMD (arXiv 2105.04663,
+section 4.3 and appendix A.2) for the exchange of halos with shifting offsets.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which rows of an operand's dimension a position of a factor reads.
+
+    fill: what the rows hold that lie outside of the dimension; None if it does not matter. wrap: rows are counted around
+    the end, so that none lies outside.
+    """
+    low: int
+    high: int
+    stride: int = 1
+    every: int = 1
+    fill: float | None = None
+    wrap: bool = False
+
+    def inverse(self, fill: float | None = None) -> Reach:
+        """Which positions read a row."""
+        sign = 1 if self.stride > 0 else -1
+        low, high = sorted((-self.low * sign, -self.high * sign))
+        return Reach(low, high, self.every * sign, abs(self.stride), fill, self.wrap)
+
+    def __str__(self) -> str:
+        """`[2p-1:2p+2]`, as a slice; `/3` behind it where only every third position has a row of its own."""
+        def bound(shift: int) -> str:
+            return f"{_times(self.stride, 'p')}{shift:+d}" if shift else _times(self.stride, "p")
+        return f"[{bound(self.low)}:{bound(self.high + 1)}{f'/{self.every}' if self.every > 1 else ''}]"
+
+    def bind(self, positions: int, size: int, count: int) -> Window:
+        """The rows, of `size` ones, for `count` shards of so many positions."""
+        block = -(-positions // count)
+        low, high = self._rows(0, block)
+        moved = self.stride * block
+        if moved % self.every == 0:
+            length = high // self.every - -(-low // self.every) + 1
+        else:
+            length = (high - low) // self.every + 1                         # what the fullest device finds in such an interval
+        first, last = self._rows(0, positions)
+        begin, end = -(-first // self.every), last // self.every + 1
+        if not self.wrap:
+            begin, end = min(max(begin, 0), size), min(max(end, 0), size)
+        return Window(moved, low + self.every - 1, self.every, length, begin, max(begin, end), self.fill, size if self.wrap else 0)
+
+    def _rows(self, start: int, count: int) -> tuple[int, int]:
+        """Smallest and largest every * r of `count` positions from `start` on."""
+        ends = (self.stride * start, self.stride * (start + count - 1))
+        return self.low + min(ends), self.high + max(ends)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Device i holds `length` rows from (step * i + start) // every on, of which those in begin:end have content.
+
+    The others hold `fill`, or anything if that is None. wrap: row r stands for row r % wrap (0: for itself).
+    """
+    step: int
+    start: int
+    every: int
+    length: int
+    begin: int
+    end: int
+    fill: float | None = None
+    wrap: int = 0
+
+    def first(self, index: Any) -> Any:
+        """The first row of a device; index: its position, a number or a value of the program."""
+        return (self.step * index + self.start) // self.every
+
+    def is_block(self, size: int, count: int) -> bool:
+        """Whether it is the part that a device holds anyhow."""
+        rows = -(-size // count)
+        return (self.length == rows and not self.wrap and self.step == rows * self.every and 0 <= self.start < self.every
+                and (self.fill is None or rows * count == size))
+
+    def pieces(self, index: int, size: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+        """What a device's rows consist of: (owner, first row in the owner's part, first row in the window, rows)."""
+        rows, first = -(-size // count), self.first(index)
+        row, end = max(first, self.begin), min(first + self.length, self.end)
+        while row < end:
+            place = row % self.wrap if self.wrap else row
+            owner = place // rows
+            taken = min(end - row, min((owner + 1) * rows, size) - place)
+            yield owner, place - owner * rows, row - first, taken
+            row += taken
+
+    def __str__(self) -> str:
+        """`8i-1:+10 in 0:64 else 0`: ten rows from 8i-1 on."""
+        start = _times(self.step, "i") + (f"{self.start:+d}" if self.start else "")
+        start = f"({start})/{self.every}" if self.every > 1 else start
+        fill = "" if self.fill is None else f" else {_shortest(self.fill)}"
+        return f"{start}:+{self.length} in {self.begin}:{self.end}{fill}{f' wrap {self.wrap}' if self.wrap else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> Window:
+        """The inverse of str()."""
+        match = _WINDOW.fullmatch(text)
+        if match is None:
+            raise ValueError(f"'{text}' is not a window")
+        step, start, every, length, begin, end, fill, wrap = match.groups()
+        step = {"": 1, "-": -1}[step] if step in ("", "-") else int(step)
+        return cls(step, int(start or 0), int(every or 1), int(length), int(begin), int(end), None if fill is None else float(fill),
+                   int(wrap or 0))
+
+    @property
+    def short(self) -> str:
+        return str(self).partition(" in ")[0]
+
+
+_WINDOW = re.compile(r"\(?(-?\d*)i([+-]\d+)?\)?(?:/(\d+))?:\+(\d+) in (-?\d+):(-?\d+)(?: else (\S+))?(?: wrap (\d+))?")
+
+
+def _shortest(number: float) -> str:
+    return f"{number:g}" if float(f"{number:g}") == number else repr(float(number))
+
+
+def _times(factor: int, name: str) -> str:
+    return {1: "", -1: "-"}.get(factor, str(factor)) + name
+
+
+@lru_cache(maxsize=4096)
+def sent_rows(window: Window, size: int, count: int) -> int:
+    """Rows that the device sends that sends most, when `count` shards of `size` rows become windows."""
+    sent = [0] * count
+    for index in range(count):
+        for owner, _, _, rows in window.pieces(index, size, count):
+            sent[owner] += rows * (owner != index)
+    return max(sent)
