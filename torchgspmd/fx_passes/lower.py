@@ -182,7 +182,7 @@ def _halo(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str, text: st
 def _exchange(to: _Lowering, x: Any, shape: list[int], dim: int, name: str, sends: list, receives: list) -> list[tuple[int, int, Any]]:
     """Sends rows (start, count) of x to every member of a group; what arrives, as (place in the window, rows, tensor)."""
     row = math.prod(shape) // shape[dim]
-    flat = [to.call(aten.reshape.default, to.call(aten.narrow.default, x, dim, start, rows), [-1]) for peer in sends for start, rows in peer]
+    flat = [to.call(aten.reshape.default, to.call(aten.narrow.default, x, dim, start, n), [-1]) for peer in sends for start, n in peer]
     packed = to.call(aten.cat.default, flat) if flat else to.call(aten.new_empty.default, x, [0])
     moved = to.wait(to.call(c10d.all_to_all_single.default, packed, *[[sum(rows for _, rows in peer) * row for peer in side]
                                                                       for side in (receives, sends)], name))

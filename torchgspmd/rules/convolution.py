@@ -31,7 +31,8 @@ def _factors(w, few, transposed: bool, groups: int) -> tuple[tuple[Dims, Dims, D
     positions = [(f"h{i}",) for i in spatial]
     window = [(f"r{i}",) for i in spatial]
     weight = (("g", "c"), ("k",)) if transposed else (("g", "k"), ("c",))
-    return ((("n",), ("g", "c"), *positions), (*weight, *window), (("n",), ("g", "k"), *positions)), sizes, " ".join(f"r{i}" for i in spatial)
+    tensors = (("n",), ("g", "c"), *positions), (*weight, *window), (("n",), ("g", "k"), *positions)
+    return tensors, sizes, " ".join(f"r{i}" for i in spatial)
 
 
 def _reaches(w, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> list[Reach]:

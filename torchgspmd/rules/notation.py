@@ -6,8 +6,8 @@
     "n 1 -> n"                  a dimension that carries no factor
 
 Keywords say what a factor needs that cannot simply pass through; see Rule. A dimension whose rows are not the positions of
-its factor, but are read by them (a convolution's input), has a Reach in `halo`: `n c h[2p-1:2p+2] -> n c h`. The idea is Shardy's op sharding rule;
-one sentence serves propagation, partition, cost and explanation.
+its factor, but are read by them (a convolution's input), has a Reach in `halo`: `n c h[2p-1:2p+2] -> n c h`. The idea is
+Shardy's op sharding rule; one sentence serves propagation, partition, cost and explanation.
 """
 from __future__ import annotations
 

@@ -1,0 +1,133 @@
+"""Windows over sharded dimensions: numbers forward and backward, what is sent, the printed graph, and real processes."""
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh
+
+MESHES = (Mesh(s=2), Mesh(s=3), Mesh(s=4), Mesh(s=8), Mesh(s=2, t=2), Mesh(s=3, t=2))
+
+
+def with_gradients(function, count: int):
+    """function and, for a cotangent as last argument, its gradients by the first `count` arguments."""
+    def both(*args):
+        *inputs, dy = [a.detach().requires_grad_(i < count) for i, a in enumerate(args)]
+        y = function(*inputs)
+        return y, *torch.autograd.grad(y, inputs[:count], dy)
+    return both
+
+
+def check(function, args, specs, mesh, out_specs=None) -> gspmd.Plan:
+    plan = gspmd.plan(function, *args, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs)
+    assert_same(plan.simulate(*args, _poison=True), function(*args), f"{specs} on {mesh!r}\n{plan}")
+    return plan
+
+
+def sent(plan: gspmd.Plan, kind: str = "permute") -> float:
+    return sum(c.sent_bytes for c in plan.collectives if c.kind == kind)
+
+
+def random_convolution(draw: random.Random):
+    """(function, x, w) of any number of dimensions, strides, dilations, paddings and groups, transposed or not; or None."""
+    n, transposed, groups = draw.choice([1, 1, 2, 2, 3]), draw.random() < 0.4, draw.choice([1, 1, 2])
+    kernel, stride, dilation, padding = ([draw.randint(low, high) for _ in range(n)] for low, high in ((1, 4), (1, 3), (1, 3), (0, 3)))
+    options = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    if transposed:
+        options["output_padding"] = [draw.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation)]
+    c, k = 2 * draw.randint(1, 2), 2 * draw.randint(1, 2)
+    x = torch.randn(2, c, *(draw.randint(3, 9 if n == 3 else 20) for _ in range(n)), dtype=torch.float64)
+    w = torch.randn(*((c, k // groups) if transposed else (k, c // groups)), *kernel, dtype=torch.float64)
+    operation = getattr(F, f"conv{'_transpose' * transposed}{n}d")
+    try:
+        fits = operation(x, w, **options).numel() > 0
+    except RuntimeError:                                                    # kernel larger than what there is
+        fits = False
+    return (lambda x, w: operation(x, w, **options), x, w) if fits else None
+
+
+def random_spec(draw: random.Random, rank: int, mesh: Mesh) -> str:
+    dims = [""] * rank
+    for axis in draw.sample(mesh.names, len(mesh.names)):
+        dim = draw.randrange(2, rank) if draw.random() < 0.8 else draw.randrange(2)
+        dims[dim] += "+" * bool(dims[dim]) + axis
+    return " ".join(d or "_" for d in dims)
+
+
+@pytest.mark.parametrize("seeds", [range(i, i + 20) for i in range(0, 100, 20)], ids=str)
+def test_random_convolutions(seeds):
+    exchanged = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        made = random_convolution(draw)
+        if made is None:
+            continue
+        function, x, w = made
+        mesh, dy = draw.choice(MESHES), torch.randn_like(function(x, w))
+        spec = random_spec(draw, x.dim(), mesh)
+        plan = check(with_gradients(function, 2), (x, w, dy), (spec, None, spec), mesh)
+        exchanged += any(n.meta["step"].kind == "halo" for n in plan.sharded.nodes if "step" in n.meta)
+    assert exchanged > 5
+
+
+def image(channels: int = 3, rows: int = 16, columns: int = 8) -> torch.Tensor:
+    return torch.randn(2, channels, rows, columns, generator=torch.Generator().manual_seed(rows))
+
+
+def test_the_graph_of_a_convolution():
+    """The rows that the forward received serve the weight's gradient as well."""
+    both = with_gradients(lambda x, w: F.conv2d(x, w, padding=1), 2)
+    plan = check(lambda x, w, dy: both(x, w, dy), (image(), torch.randn(4, 3, 3, 3), image(4)), ("_ _ s _", "_ _ _ _", "_ _ s _"), Mesh(s=4))
+    text = str(plan)
+    assert text[:text.index("\n\n")] == """\
+mesh s=4
+  %x                    : f32[2, 3, 16@s, 8]          = input
+  %w                    : f32[4, 3, 3, 3]             = input
+  %dy                   : f32[2, 4, 16@s, 8]          = input
+  %x_h                  : f32[2, 3, 16@s[4i-1:+6], 8] = halo(%x, 2, s, 4i-1:+6 in 0:16 else 0, 16)
+  %convolution          : f32[2, 4, 16@s, 8]          = convolution(%x_h, %w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+  %dy_h                 : f32[2, 4, 16@s[4i-1:+6], 8] = halo(%dy, 2, s, 4i-1:+6 in 0:16 else 0, 16)
+  %convolution_1        : f32[2, 3, 16@s, 8]          = convolution(%dy_h, %w, None, [1, 1], [1, 1], [1, 1], True, [0, 0], 1)
+  %full                 : f32[]                       = full([], 0, dtype=f32)
+  %expand               : f32[4, 3, 3, 3]             = expand(%full, [4, 3, 3, 3])
+  %convolution_backward : (f32[4, 3, 3, 3] sum@s)     = convolution_backward(%dy, %x_h, %expand, None, [1, 1], [1, 1], [1, 1], \
+False, [0, 0], 1, [False, True, False])
+  %getitem_1            : f32[4, 3, 3, 3] sum@s       = %convolution_backward[1]
+  %getitem_1_r          : f32[4, 3, 3, 3]             = all_reduce(%getitem_1, sum, s)
+  return %convolution, %convolution_1, %getitem_1_r"""
+    assert sent(plan) == 2 * (3 + 4) * 2 * 8 * 4                            # one row each way of x and of dy
+
+
+def test_the_text_does_not_grow_with_the_mesh():
+    def program(count: int) -> list[str]:
+        x = torch.empty(2, 3, 4 * count, 8, device="meta")
+        plan = gspmd.plan(lambda x, w: F.conv2d(x, w, padding=1), x, torch.empty(4, 3, 3, 3, device="meta"), mesh=Mesh(s=count),
+                          in_specs=("_ _ s _", "_ _ _ _"))
+        return plan.program.code.replace(str(4 * count), "ROWS").splitlines()
+    assert program(8) == program(512)
+
+
+def test_a_halo_wider_than_a_shard_comes_over_several_hops():
+    plan = check(lambda x, w: F.conv1d(x, w, padding=8), (torch.randn(1, 2, 16), torch.randn(3, 2, 17)), ("_ _ s", "_ _ _"), Mesh(s=8))
+    assert [c.kind for c in plan.collectives] == ["permute"]
+    assert sent(plan) == 7 * 2 * 2 * 4                                      # its two rows of two channels to all of the others
+
+
+WORKER = Path(__file__).with_name("worker_halo.py")
+
+
+@pytest.mark.parametrize("mesh, spec", [("s=3", "_ _ s _"), ("a=2,s=2", "_ _ s a")])
+def test_processes_exchange_halos(mesh, spec):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(Mesh.parse(mesh).size),
+               str(WORKER), mesh, spec]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "holds" in done.stdout

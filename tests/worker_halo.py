@@ -1,0 +1,44 @@
+"""Run under torchrun by test_halo.py: a network sharded in space on real processes, compared with one process on every rank."""
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import torchgspmd as gspmd
+
+
+class Net(nn.Module):
+    """Strides, dilation, a transposed convolution, and 19 rows, which 2 and 3 do not divide."""
+
+    def __init__(self):
+        super().__init__()
+        self.same, self.halved = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 5, stride=2, padding=2)
+        self.doubled, self.wide = nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1), nn.Conv2d(4, 2, 3, dilation=2)
+
+    def forward(self, x):
+        return self.wide(F.relu(self.doubled(F.relu(self.halved(F.relu(self.same(x)))))))
+
+
+def main(mesh: str, spec: str) -> None:
+    dist.init_process_group("gloo")
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    one, x = Net(), torch.randn(2, 3, 19, 10)
+    many = gspmd.parallelize(copy.deepcopy(one), gspmd.Mesh.parse(mesh), in_specs=spec)
+    for model in (one, many):
+        y = model(x)
+        y.pow(2).sum().backward()
+    torch.testing.assert_close(y, one(x))
+    for (name, p), q in zip(many.named_parameters(), one.parameters()):
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        torch.testing.assert_close(grad, q.grad, msg=lambda text, name=name: f"{name}: {text}")
+    assert sum(c.kind == "permute" for c in many.plan.collectives) >= 6
+    print(f"holds on {mesh}")
+    dist.destroy_process_group()
+
+
+main(*sys.argv[1:])
