@@ -85,7 +85,8 @@ def image(channels: int = 3, rows: int = 16, columns: int = 8) -> torch.Tensor:
 def test_the_graph_of_a_convolution():
     """The rows that the forward received serve the weight's gradient as well."""
     both = with_gradients(lambda x, w: F.conv2d(x, w, padding=1), 2)
-    plan = check(lambda x, w, dy: both(x, w, dy), (image(), torch.randn(4, 3, 3, 3), image(4)), ("_ _ s _", "_ _ _ _", "_ _ s _"), Mesh(s=4))
+    args = image(), torch.randn(4, 3, 3, 3), image(4)
+    plan = check(lambda x, w, dy: both(x, w, dy), args, ("_ _ s _", "_ _ _ _", "_ _ s _"), Mesh(s=4))
     text = str(plan)
     assert text[:text.index("\n\n")] == """\
 mesh s=4

@@ -31,7 +31,8 @@ def test_a_window_holds_all_rows_that_its_positions_read(case):
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.integers(-30, 30), st.integers(1, 20), st.integers(1, 8), st.sampled_from(["flip", "roll", "slice"]))
 def test_flips_rolls_and_slices(shift, size, count, kind):
-    reach = {"flip": Reach(size - 1, size - 1, -1), "roll": Reach(-shift, -shift, wrap=True), "slice": Reach(abs(shift), abs(shift), 3)}[kind]
+    reach = {"flip": Reach(size - 1, size - 1, -1), "roll": Reach(-shift, -shift, wrap=True),
+             "slice": Reach(abs(shift), abs(shift), 3)}[kind]
     check(reach, max(1, size - abs(shift) if kind == "slice" else size), size, count)
 
 
