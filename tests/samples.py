@@ -99,6 +99,22 @@ sample(aten.hardtanh_backward.default, real(4, 5), real(4, 5), -0.5, 0.5)
 sample(aten.leaky_relu_backward.default, real(4, 5), real(4, 5), 0.1, False)
 sample(aten.softplus_backward.default, real(4, 5), real(4, 5), 1.0, 20.0)
 sample(aten.log_sigmoid_backward.default, real(4, 5), lambda: torch.full((4, 5), 0.5), lambda: torch.full((4, 5), -0.5).exp())
+sample(named("special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx "
+             "special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 "
+             "special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
+             "special_spherical_bessel_j0 i0 hardshrink softshrink"), unit(4, 5))
+sample(named("special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w "
+             "special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p "
+             "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
+             "special_shifted_chebyshev_polynomial_w"), unit(4, 5), lambda: torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0]))
+sample(aten.special_zeta.default, lambda: torch.rand(4, 5) + 1.5, unit(5))
+sample(named("igamma igammac heaviside logaddexp2 complex polar"), unit(4, 5), unit(4, 5))
+sample(named("gcd lcm"), ints(9, 4, 5), ints(9, 5))
+sample(aten.frexp.Tensor, real(4, 5))
+sample(aten.round.decimals, real(4, 5), decimals=1)
+sample(named("hardshrink_backward softshrink_backward"), real(4, 5), real(4, 5), 0.5)
+sample(aten.view_as_real.default, lambda: torch.randn(4, 5, dtype=torch.complex64))
+sample(aten.view_as_complex.default, real(4, 5, 2))
 sample(ours.mark_sharding.default, real(4, 5), "m=2", "? ?")
 
 # ------------------------------------------------------------------------------------------ contractions
@@ -120,6 +136,57 @@ def _attention_backward() -> tuple[tuple, dict]:
 
 
 SAMPLES[ours.attention_backward.default] = [_attention_backward]
+
+sample(aten._cdist_forward.default, real(2, 4, 3), real(2, 5, 3), 2.0, None)
+sample(aten._cdist_forward.default, real(4, 3), real(5, 3), 1.0, None)
+
+
+def _cdist_backward(p: float) -> Callable[[], tuple[tuple, dict]]:
+    def make() -> tuple[tuple, dict]:
+        torch.manual_seed(0)
+        x, y = torch.randn(2, 4, 3), torch.randn(2, 5, 3)
+        return (torch.randn(2, 4, 5), x, y, p, aten._cdist_forward.default(x, y, p, None)), {}
+    return make
+
+
+SAMPLES[aten._cdist_backward.default] = [_cdist_backward(2.0), _cdist_backward(1.0)]
+
+# ------------------------------------------------------------------------------------------ linear algebra
+
+
+def definite(*shape: int) -> Callable[[], Tensor]:
+    """Symmetric matrices with positive eigenvalues."""
+    return lambda: (x := torch.rand(*shape)) @ x.mT + torch.eye(shape[-1])
+
+
+def _after(op: Any, first: Callable[[], tuple], *args: Any) -> None:
+    """A sample whose arguments another operation makes."""
+    def make() -> tuple[tuple, dict]:
+        torch.manual_seed(0)
+        return (*first(), *(a() if callable(a) else a for a in args)), {}
+    SAMPLES.setdefault(op, []).append(make)
+
+
+sample(named("_linalg_det _linalg_eigh _linalg_slogdet _linalg_svd linalg_cholesky_ex linalg_inv_ex linalg_lu linalg_lu_factor_ex "
+             "linalg_qr linalg_matrix_exp geqrf"), definite(5, 3, 3))
+sample([aten._linalg_svd.default], definite(5, 3, 3), False, False)
+sample(aten._linalg_eigh.default, definite(5, 3, 3), "L", False)
+sample(aten.linalg_eig.default, definite(5, 3, 3))
+sample(aten.linalg_ldl_factor_ex.default, definite(5, 3, 3))
+sample(aten._linalg_solve_ex.default, definite(5, 3, 3), real(5, 3, 2))
+sample(aten._linalg_solve_ex.default, definite(5, 3, 3), real(5, 3))
+sample(aten.cholesky_solve.default, real(5, 3, 2), definite(5, 3, 3))
+sample(aten.linalg_solve_triangular.default, definite(2, 5, 3, 3), real(5, 3, 2), upper=True)
+sample(aten.triangular_solve.default, real(5, 3, 2), definite(5, 3, 3))
+_after(aten.linalg_lu_solve.default, lambda: torch.linalg.lu_factor(definite(5, 3, 3)()), real(5, 3, 2))
+_after(aten.lu_unpack.default, lambda: torch.linalg.lu_factor(definite(5, 3, 3)()))
+_after(aten.lu_unpack.default, lambda: torch.linalg.lu_factor(definite(5, 3, 3)()), False)
+_after(aten.linalg_ldl_solve.default, lambda: torch.linalg.ldl_factor(definite(5, 3, 3)()), real(5, 3, 2))
+_after(aten.linalg_householder_product.default, lambda: torch.geqrf(definite(5, 3, 3)()))
+_after(aten.ormqr.default, lambda: torch.geqrf(definite(5, 3, 3)()), real(5, 3, 2))
+sample(aten._fft_r2c.default, real(4, 6, 5), [1], 0, True)
+sample(aten._fft_c2c.default, lambda: torch.randn(4, 6, 5, dtype=torch.complex64), [0, 2], 0, True)
+sample(aten._fft_c2r.default, lambda: torch.randn(4, 6, 5, dtype=torch.complex64), [1], 2, 10)
 
 # ------------------------------------------------------------------------------------------ making tensors
 
@@ -147,6 +214,17 @@ sample(aten.scatter.value, real(4, 7), 1, ints(7, 4, 1), 2.0)
 sample(aten.scatter.value, real(7, 5), -2, ints(7, 2, 5), 2.0)
 sample(aten.index_select.default, real(4, 7, 2), 1, ints(7, 5))
 sample(aten.index_select.default, real(7, 2), 0, ints(7, 3))
+
+sample(aten.searchsorted.Tensor, lambda: torch.linspace(-1, 1, 5), real(4, 7))
+sample(aten.searchsorted.Tensor, lambda: torch.randn(4, 5).sort(-1)[0], real(4, 7), right=True)
+sample(aten.bucketize.Tensor, real(4, 7), lambda: torch.linspace(-1, 1, 5))
+sample(aten.histc.default, real(4, 7), 5, -1, 1)
+sample(aten.histc.default, real(9), 3, -1, 1)
+sample([aten._embedding_bag.default, aten._embedding_bag_forward_only.default], real(7, 4), ints(7, 6), lambda: torch.tensor([0, 2, 2]))
+sample([aten._embedding_bag.default], real(7, 4), ints(7, 6), lambda: torch.tensor([0, 2, 2]), False, 2)
+sample(aten.grid_sampler_2d_backward.default, real(3, 2, 5, 4), real(3, 2, 4, 5), unit(3, 5, 4, 2), 0, 0, False, [True, True])
+sample(aten.grid_sampler_2d_backward.default, real(3, 2, 5, 4), real(3, 2, 4, 5), unit(3, 5, 4, 2), 0, 1, True, [True, True])
+sample(aten.grid_sampler_3d_backward.default, real(2, 8, 4, 5, 4), real(2, 8, 2, 2, 3), unit(2, 4, 5, 4, 3), 0, 0, False, [True, True])
 
 # ------------------------------------------------------------------------------------------ normalization
 
@@ -185,7 +263,7 @@ sample(aten.sum.dim_IntList, real(4, 5), None)
 sample(aten.sum.dim_IntList, bools(4, 5), [0])
 sample([aten.amax.default, aten.amin.default], bools(4, 5), [0])
 sample(aten.prod.dim_int, real(4, 5), 1)
-sample(named("sum max min prod"), real(4, 5))
+sample(named("sum max min prod median nanmedian"), real(4, 5))
 sample(named("sum max min prod"), lambda: torch.randint(1, 4, (5,)))
 sample(aten.sum.dim_IntList, real(4, 5), [0], dtype=torch.int64)
 sample([aten.argmax.default, aten.argmin.default], real(4, 5))

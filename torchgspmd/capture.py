@@ -99,7 +99,7 @@ class _Program:
         self.tangents: list[tuple[int, Any]] = []
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
-        with FunctionalTensorMode():
+        with _Functional():
             inputs = [FunctionalTensor.to_functional(t) for t in flat]
             before = [_unwrap(t) for t in inputs]
             for tensor, needed in zip(inputs, requires):
@@ -160,6 +160,13 @@ class _Wrapper(nn.Module):
         return self.run()
 
 
+class _Functional(FunctionalTensorMode):
+    """Turns in-place updates into values; leaves out the checks of values, which a program has only when it runs."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return None if func in _CHECKS else super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class _Interceptor(TorchFunctionMode):
     """Sees every call of PyTorch's Python interface: notes its source line and makes the replacements of nd_capture."""
 
@@ -203,6 +210,7 @@ def _tensor_backward(self, gradient=None, retain_graph=None, create_graph=False,
 
 
 _IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default}
+_CHECKS = {torch.ops.aten._linalg_check_errors.default}
 _BACKWARDS = {torch.autograd.grad: _grad, Tensor.backward: _tensor_backward}
 
 

@@ -168,7 +168,8 @@ class _Localizer:
         """An operand with its padding overwritten where the operation would let it into a reduction or look it up."""
         local, spec, shape = self.new[value], value.meta["spec"], value.meta["val"].shape
         for d, (factors, axes) in enumerate(zip(rule.operands[operand], spec.dims)):
-            fill = next((rule.fill(f) for f in factors if rule.fill(f) is not None), 0.0 if operand in rule.positions else None)
+            fill = next((rule.fill(f) for f in factors if rule.fill(f) is not None),
+                        rule.padding.get(operand, 0.0 if operand in rule.positions else None))
             if axes and (operand, d) not in rule.halo and fill is not None and shape[d] % self.mesh.count(axes):
                 local = self._mask(local, d, axes, shape[d], fill, node)
         return local

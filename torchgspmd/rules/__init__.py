@@ -5,24 +5,27 @@ from . import (  # noqa: F401 (they register)
     convolution,
     factory,
     indexing,
+    linalg,
     normalization,
     ordering,
     pointwise,
     pooling,
     reduction,
+    sampling,
     scan,
     scatter,
+    strided,
     view,
 )
 from .decompose import RENAMED, decomposition_of, trace
 from .notation import IDENTITY, Call, Rule, Shapes, describe, make_rule
-from .registry import RULES, replicated
+from .registry import replicated, rule_function
 from .unpartitioned import unpartitioned_of
 
 
 def rule_of(call: Call) -> Rule:
     """The rule of a call; of an operation without one, the rule that it runs replicated."""
-    function = RULES.get(call.target)
+    function = rule_function(call.target)
     found = function(call) if function else None
     return replicated(call) if found is None else found
 

@@ -4,11 +4,13 @@ Factors: v an indexed dimension, b a dimension of the indices, d any other one.
 """
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .indexing import here, zero_outside
 from .notation import Call, Rule, make_rule
-from .registry import computed
+from .registry import computed, decomposition
 from .scatter import first_only, longer, spare_places
 
 aten = torch.ops.aten
@@ -96,3 +98,80 @@ def _emit_index(local, args, kwargs):
     rank, places = len(local.rule.operands[0]), [d for d, i in enumerate(indices) if i is not None]
     behind = rank - 1 - places[-1] if places[-1] - places[0] == len(places) - 1 else rank - len(places)
     return [zero_outside(local, hit, local.call(local.node.target, x, moved), behind)]
+
+
+@decomposition(aten._unsafe_masked_index.default)
+def _masked_index(x, mask, indices, fill):
+    return aten._unsafe_index.Tensor(x, _clamped(x, indices)).masked_fill(~mask, fill)
+
+
+@decomposition(aten._unsafe_masked_index_put_accumulate.default)
+def _masked_index_put(x, mask, indices, values):
+    return aten._unsafe_index_put.default(x, _clamped(x, indices), values.masked_fill(~mask, 0), True)
+
+
+def _clamped(x, indices) -> list:
+    return [None if index is None else index.clamp(-size, size - 1) for index, size in zip(indices, x.shape)]
+
+
+@decomposition(aten.diagonal.default, aten.diagonal_copy.default)
+def _diagonal(x, offset=0, dim1=0, dim2=1):
+    index, order = _diagonal_index(x.shape, offset, dim1, dim2, x.device)
+    return aten.index.Tensor(x.permute(order), [None] * (x.dim() - 2) + index)
+
+
+@decomposition(aten.diagonal_backward.default)
+def _diagonal_backward(grad, shape, offset, dim1, dim2):
+    index, order = _diagonal_index(shape, offset, dim1, dim2, grad.device)
+    zeros = grad.new_zeros([shape[d] for d in order])
+    written = aten.index_put.default(zeros, [None] * (len(shape) - 2) + index, grad, True)
+    return written.permute([order.index(d) for d in range(len(shape))])
+
+
+@decomposition(aten.diagonal_scatter.default)
+def _diagonal_scatter(x, source, offset=0, dim1=0, dim2=1):
+    index, order = _diagonal_index(x.shape, offset, dim1, dim2, x.device)
+    written = aten.index_put.default(x.permute(order), [None] * (x.dim() - 2) + index, source)
+    return written.permute([order.index(d) for d in range(x.dim())])
+
+
+def _diagonal_index(shape, offset: int, dim1: int, dim2: int, device) -> tuple[list, list[int]]:
+    """Rows and columns of a diagonal, and the order of dimensions that puts its two last."""
+    dim1, dim2 = dim1 % len(shape), dim2 % len(shape)
+    rows, columns = max(-offset, 0), max(offset, 0)
+    count = max(0, min(shape[dim1] - rows, shape[dim2] - columns))
+    place = torch.arange(count, device=device)
+    return [place + rows, place + columns], [d for d in range(len(shape)) if d not in (dim1, dim2)] + [dim1, dim2]
+
+
+@decomposition(aten.trace.default)
+def _trace(x):
+    return _diagonal(x).sum(dtype=None if x.is_floating_point() or x.is_complex() else torch.int64)
+
+
+@decomposition(aten.take.default)
+def _take(x, index):
+    return x.reshape(-1)[torch.where(index < 0, index + x.numel(), index)]
+
+
+@decomposition(aten.put.default)
+def _put(x, index, source, accumulate=False):
+    flat = aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
+    return flat.reshape(x.shape)
+
+
+@decomposition(aten.masked_scatter.default)
+def _masked_scatter(x, mask, source):
+    """The n-th place that the mask has takes the n-th element of the source."""
+    x, mask = torch.broadcast_tensors(x, mask)
+    place = mask.reshape(-1).cumsum(0) - 1
+    taken = source.reshape(-1)[place.clamp(0, source.numel() - 1)].reshape(x.shape)
+    return torch.where(mask, taken, x)
+
+
+@decomposition(aten.masked_scatter_backward.default)
+def _masked_scatter_backward(grad, mask, sizes):
+    count = math.prod(sizes)
+    flat = mask.reshape(-1)
+    place = torch.where(flat, flat.cumsum(0) - 1, count)                    # what the mask leaves out goes behind the end
+    return grad.new_zeros(count + 1).scatter_add(0, place, grad.reshape(-1))[:count].reshape(sizes)

@@ -51,3 +51,13 @@ def _addmm(bias, a, b, *, beta=1, alpha=1):
     product = einsum("mk,kn->mn", a, b) if a.dim() == 2 else einsum("bmk,bkn->bmn", a, b)
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
+
+
+@decomposition(aten.addbmm.default)
+def _addbmm(bias, a, b, *, beta=1, alpha=1):
+    product = einsum("bmk,bkn->mn", a, b) * alpha
+    return product if beta == 0 else product + bias * beta
+
+
+rule(aten._cdist_forward.default, "... p m, ... r m -> ... p r", whole="m")
+rule(aten._cdist_backward.default, "... p r, ... p m, ... r m, ... p r -> ... p m", whole="m", reduce="r")

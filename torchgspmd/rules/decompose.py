@@ -17,7 +17,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from .registry import BLOCKWISE, DECOMPOSITIONS, RULES, SPLITS
+from .registry import BLOCKWISE, DECOMPOSITIONS, SPLITS, rule_function
 
 RENAMED = {torch.ops.aten.view.default: torch.ops.aten.reshape.default,          # local parts need not be contiguous
            torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default}
@@ -37,7 +37,7 @@ def decomposition_of(op: Any, *, splitting: int = 0) -> Callable | None:
         return DECOMPOSITIONS[op]
     if not isinstance(op, OpOverload):
         return None
-    if op in RULES and not splitting:
+    if rule_function(op) and not splitting:
         return None
     if splitting and SPLITS.get(op):
         return partial(SPLITS[op], shards=int(splitting)) if op in BLOCKWISE else SPLITS[op]

@@ -129,9 +129,9 @@ def _emit_index_select(local, args, kwargs):
     return [zero_outside(local, inside, local.call(aten.index_select.default, x, dim, place), rank - 1 - dim % rank)]
 
 
-@decomposition(aten.nll_loss_forward.default)
+@decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll_loss(x, target, weight, reduction, ignore_index):
-    dim = x.dim() - 1
+    dim = 1 if x.dim() == 4 else x.dim() - 1                                # [n, c, h, w], [n, c] or [c]
     safe = torch.where(target != ignore_index, target, 0)
     picked = -x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)
     counted = (target != ignore_index).to(x.dtype)
@@ -144,9 +144,9 @@ def _nll_loss(x, target, weight, reduction, ignore_index):
     return losses.sum() / total if reduction == 1 else losses.sum(), total
 
 
-@decomposition(aten.nll_loss_backward.default)
+@decomposition(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def _nll_loss_backward(grad, x, target, weight, reduction, ignore_index, total):
-    dim = x.dim() - 1
+    dim = 1 if x.dim() == 4 else x.dim() - 1
     grad = grad / total if reduction == 1 else grad
     safe = torch.where(target != ignore_index, target, 0).unsqueeze(dim)
     grad = grad.unsqueeze(dim) if grad.dim() else grad

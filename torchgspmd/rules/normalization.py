@@ -7,7 +7,7 @@ import math
 import torch
 
 from .notation import Call, Rule, make_rule
-from .registry import SPLITS, computed
+from .registry import SPLITS, computed, decomposition
 
 aten = torch.ops.aten
 
@@ -96,3 +96,10 @@ def _layer_norm_backward(call: Call) -> Rule:
                for i, r in enumerate(call.results)]
     return make_rule([lead + tail, lead + tail, statistics, statistics, *weights], results, sizes,
                      reduce=" ".join(n[0] for n in lead), whole=" ".join(n[0] for n in tail), splits=True)
+
+
+@decomposition(aten._weight_norm_interface_backward.default)
+def _weight_norm_backward(grad, v, g, norm, dim):
+    dims = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = (grad * v).sum(dims, True)
+    return (grad - v * along / norm.square()) * (g / norm), along / norm

@@ -42,6 +42,7 @@ class Rule:
     special: frozenset[str] = frozenset()
     halo: Mapping[tuple[int, int], Reach] = field(default_factory=dict)    # (operand, dim): rows that a factor's positions read
     positions: frozenset[int] = frozenset()         # operands that hold indices: their padding has to point somewhere
+    padding: Mapping[int, float] = field(default_factory=dict)         # operand -> what its padding has to hold, along any factor
     contraction: bool = False                       # arithmetic is the product of all factor sizes
     splits: bool = False                            # has a decomposition that can do with shards of the `whole` factors
     known: bool = True                              # False: nothing is known of the operation, it runs replicated

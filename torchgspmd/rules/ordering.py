@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from .notation import Call, Rule
+from .notation import Call, Rule, make_rule
 from .reduction import reduction_rule
 from .registry import BLOCKWISE, SPLITS, computed
 from .scan import blocks_of, cut, place_of_block
@@ -18,6 +18,18 @@ aten = torch.ops.aten
 @computed(aten.sort.default, aten.sort.stable)
 def _sort(call: Call) -> Rule:
     return keep_rule(call, [call.argument(1, "dim", -1)])
+
+
+@computed(aten.searchsorted.Tensor, aten.bucketize.Tensor)
+def _search(call: Call) -> Rule:
+    """Whoever has all borders finds the places of its part of the values."""
+    values, borders = call.tensors[:2] if call.target is aten.bucketize.Tensor else call.tensors[1::-1]
+    names = [(f"d{i}",) for i in range(values.dim())]
+    row = [*names[:-1], ("w",)] if borders.dim() > 1 else [("w",)]
+    free = names if borders.dim() == 1 else [*names[:-1], ("v",)]
+    sizes = {n[0]: size for n, size in (*zip(free, values.shape), *zip(row, borders.shape))}
+    operands = [free, row] if call.target is aten.bucketize.Tensor else [row, free]
+    return make_rule(operands + [row] * (len(call.tensors) - 2), [free], sizes, whole="w")
 
 
 @computed(aten.topk.default)

@@ -8,7 +8,7 @@ from torch._ops import OpOverload
 
 from ..annotate import mark_sharding_op
 from .notation import Call, Rule, make_rule
-from .registry import computed, decomposition
+from .registry import computed, decomposition, rule
 
 aten = torch.ops.aten
 
@@ -58,6 +58,21 @@ pointwise(
     aten.tanh.default, aten.tanh_backward.default, aten.threshold.default, aten.threshold_backward.default, aten.trunc.default,
     aten.where.ScalarOther, aten.where.ScalarSelf, aten.xlogy.Tensor, aten.add.Scalar, aten.sub.Scalar,
     aten.square.default)
+pointwise(                                                                  # special functions
+    aten.complex.default, aten.frexp.Tensor, aten.gcd.default, aten.hardshrink.default, aten.hardshrink_backward.default,
+    aten.heaviside.default, aten.i0.default, aten.igamma.default, aten.igammac.default, aten.lcm.default, aten.logaddexp2.default,
+    aten.polar.default, aten.round.decimals, aten.softshrink.default, aten.softshrink_backward.default, aten.special_airy_ai.default,
+    aten.special_bessel_j0.default, aten.special_bessel_j1.default, aten.special_bessel_y0.default, aten.special_bessel_y1.default,
+    aten.special_chebyshev_polynomial_t.default, aten.special_chebyshev_polynomial_u.default,
+    aten.special_chebyshev_polynomial_v.default, aten.special_chebyshev_polynomial_w.default, aten.special_entr.default,
+    aten.special_erfcx.default, aten.special_hermite_polynomial_h.default, aten.special_hermite_polynomial_he.default,
+    aten.special_i0e.default, aten.special_i1.default, aten.special_i1e.default, aten.special_laguerre_polynomial_l.default,
+    aten.special_legendre_polynomial_p.default, aten.special_log_ndtr.default, aten.special_modified_bessel_i0.default,
+    aten.special_modified_bessel_i1.default, aten.special_modified_bessel_k0.default, aten.special_modified_bessel_k1.default,
+    aten.special_ndtri.default, aten.special_scaled_modified_bessel_k0.default, aten.special_scaled_modified_bessel_k1.default,
+    aten.special_shifted_chebyshev_polynomial_t.default, aten.special_shifted_chebyshev_polynomial_u.default,
+    aten.special_shifted_chebyshev_polynomial_v.default, aten.special_shifted_chebyshev_polynomial_w.default,
+    aten.special_spherical_bessel_j0.default, aten.special_zeta.default)
 pointwise(aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.clone.default, aten.positive.default,
           aten.conj_physical.default, linear=[[0]])
 pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
@@ -76,6 +91,20 @@ def keeps_sums(call: Call) -> bool:
 @computed(aten._to_copy.default)
 def _to_copy(call: Call) -> Rule:
     return pointwise_rule(call, linear=[[0]] if keeps_sums(call) else ())
+
+
+for _op, _sentence in ((aten.view_as_real.default, "... -> ... 2"), (aten.view_as_complex.default, "... 2 -> ...")):
+    rule(_op, _sentence.replace("2", "c"), whole="c", linear=[[0]])
+
+
+@decomposition(aten._conj.default, aten._conj_physical.default)
+def _conj(x):
+    return aten.conj_physical.default(x)
+
+
+@decomposition(aten._neg_view.default)
+def _neg_view(x):
+    return -x
 
 
 @decomposition(aten.addcmul.default)

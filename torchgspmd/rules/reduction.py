@@ -31,7 +31,8 @@ def reduction_rule(call: Call, dims: Sequence[int] | int | None, kind: str | Non
 for _op, _kind in ((aten.sum.dim_IntList, "sum"), (aten.amax.default, "max"), (aten.amin.default, "min"),
                    (aten.prod.dim_int, "prod")):
     computed(_op)(lambda call, kind=_kind: reduction_rule(call, call.argument(1, "dim"), kind))
-for _op, _kind in ((aten.sum.default, "sum"), (aten.max.default, "max"), (aten.min.default, "min"), (aten.prod.default, "prod")):
+for _op, _kind in ((aten.sum.default, "sum"), (aten.max.default, "max"), (aten.min.default, "min"), (aten.prod.default, "prod"),
+                   (aten.median.default, None), (aten.nanmedian.default, None)):
     computed(_op)(lambda call, kind=_kind: reduction_rule(call, None, kind))
 for _op in (aten.median.dim, aten.nanmedian.dim):
     computed(_op)(lambda call: reduction_rule(call, call.argument(1, "dim"), None))
@@ -82,6 +83,20 @@ def _var(x, dim=None, *, correction=1, keepdim=False):
 @decomposition(aten.std.correction)
 def _std(x, dim=None, *, correction=1, keepdim=False):
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0].sqrt()
+
+
+@decomposition(aten.std_mean.correction)
+def _std_mean(x, dim=None, *, correction=1, keepdim=False):
+    var, mean = _var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return var.sqrt(), mean
+
+
+@decomposition(aten.aminmax.default)
+def _aminmax(x, *, dim=None, keepdim=False):
+    if dim is None or not x.dim():
+        dims = list(range(x.dim()))
+        return x.amin(dims, keepdim), x.amax(dims, keepdim)
+    return x.amin(dim, keepdim), x.amax(dim, keepdim)
 
 
 @decomposition(aten.logsumexp.default)

@@ -14,13 +14,22 @@ SPLITS: dict[Any, Callable | None] = {}             # taken apart if a `whole` f
 BLOCKWISE: set[Any] = set()                         # those among SPLITS that are told how many shards there are
 
 
-def rule(op: OpOverload, sentence: str, *, splits: Callable | bool = False, **keywords: Any) -> None:
-    """Registers an operation's sentence. Keywords: those of make_rule and Rule; splits: see SPLITS."""
+def rule(op: OpOverload | str, sentence: str, *, splits: Callable | bool = False, **keywords: Any) -> None:
+    """Registers an operation's sentence; an operation that need not be there by its name, `library::name`.
+
+    Keywords: those of make_rule and Rule; splits: see SPLITS.
+    """
     parsed = Sentence.parse(sentence)
     computed(op, splits=splits)(lambda call: parsed.bind(call, splits=bool(splits), **keywords))
 
 
-def computed(*ops: OpOverload, splits: Callable | bool = False) -> Callable:
+def rule_function(op: Any) -> Callable[[Call], Rule | None] | None:
+    """What computes the rule of an operation's calls, if anything does."""
+    found = RULES.get(op)
+    return RULES.get(op.name()) if found is None and isinstance(op, OpOverload) else found
+
+
+def computed(*ops: OpOverload | str, splits: Callable | bool = False) -> Callable:
     """Registers a function that computes the rule of a call; it may return None: then the operation runs replicated."""
     def register(function: Callable[[Call], Rule | None]) -> Callable[[Call], Rule | None]:
         for op in ops:
@@ -49,7 +58,7 @@ def replicated(call: Call) -> Rule:
         sizes.update({name[0]: size for name, size in zip(names, tensor.shape)})
         dims.append(names)
     count = len(call.tensors)
-    return make_rule(dims[:count], dims[count:], sizes, whole=frozenset(sizes), known=False)
+    return make_rule(dims[:count], dims[count:], sizes, whole=frozenset(sizes), known=max(sizes.values(), default=1) < 2)
 
 
 def shape_argument(index: int) -> Callable:
