@@ -250,7 +250,7 @@ DECOMPOSED = {
     aten.take.default: [(_r(4, 5), torch.tensor([[3, 19], [-1, 0]]))],
     aten.put.default: [(_r(4, 5), torch.tensor([[3, 19], [-1, 0]]), _r(2, 2)), (_r(4, 5), _T, _r(4), True)],
     aten.masked_scatter.default: [(_r(4, 5), _r(4, 5) > 0, _r(20)), (_r(4, 5), _r(5) > 0, _r(20))],
-    aten.masked_scatter_backward.default: [(_r(4, 5), _r(4, 5) > 0, [20]), (_r(4, 5), _r(4, 5) > 0, [5, 6])],
+    aten.masked_scatter_backward.default: [(_r(4, 5), _r(4, 5) > 0, [20]), (_r(4, 5), _r(4, 5) > 0, [5, 6]), (_r(4, 5), _r(5) > 0, [20])],
     aten._unsafe_masked_index.default: [(_r(4, 5), _r(3) > 0, [None, torch.tensor([4, -3, 7])], 2.0)],
     aten._unsafe_masked_index_put_accumulate.default: [(_r(4, 5), _r(3) > 0, [None, torch.tensor([4, -3, 7])], _r(4, 3))],
     aten._weight_norm_interface_backward.default: [

@@ -18,16 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .annotate import mark_sharding, recorded_mark
-from .errors import ShardingError, user_line
+from .errors import ShardingError, user_line, user_line_of
 from .mesh import Mesh
 from .nd_capture import REPLACEMENTS
 from .shard_spec import ShardSpec
@@ -81,7 +82,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
     real = [*state.values(), *(leaves[i] for i in slots)]
     program = _Program(fn, list(state), [None if i in set(slots) else leaf for i, leaf in enumerate(leaves)], slots, tree, grad)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+    with _one_error(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as fake_mode:
         fakes = [_fake(t) for t in real]
         requires = [t.requires_grad for t in real]
         with fx_traceback.preserve_node_meta(), torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -259,6 +260,21 @@ def _set_source(source: str | None) -> Callable:
     return hook
 
 
+class _one_error:
+    """What a program asks of values before it runs becomes a ShardingError."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
+            what = str(getattr(error, "func", "an `if` or a loop"))
+            raise ShardingError(f"the program depends on values: {what} needs numbers that are known only when it runs",
+                                where=user_line_of(error), why="one program is made for all values, before any device computes",
+                                fix="use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument"
+                                ) from error
+
+
 class _capturing:
     """Library code that asks whether it is being compiled (transformers' masks do) is told that it is."""
 
@@ -363,9 +379,35 @@ def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
 
 
 def _copy_meta(source: fx.Node, target: fx.Node) -> None:
+    """Sizes that depend on values are 1 from here on: what has size 1 is never sharded. Such operations are marked as dynamic."""
     custom = source.meta.get("custom") or {}
-    target.meta = {"val": source.meta.get("val"), "source": custom.get("source"), "backward": custom.get("backward", False),
-                   "captured": target.name}
+    target.meta = {"val": pytree.tree_map(_settled, source.meta.get("val")), "source": custom.get("source"),
+                   "backward": custom.get("backward", False), "captured": target.name}
+    values = pytree.tree_leaves([source.meta.get("val"), [n.meta.get("val") for n in source.all_input_nodes]])
+    pointwise = isinstance(source.target, torch._ops.OpOverload) and torch.Tag.pointwise in source.target.tags
+    if any(_is_open(v) if isinstance(v, Tensor) else isinstance(v, _NUMBERS) and not pointwise for v in values):
+        target.meta["dynamic"] = True
+
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _is_open(tensor: Tensor) -> bool:
+    return any(isinstance(n, torch.SymInt) for n in tensor.shape)
+
+
+def _settled(value: Any) -> Any:
+    """A fake tensor or number with 1 for every number that depends on values."""
+    if isinstance(value, _NUMBERS):
+        expression = value.node.expr
+        number = expression.subs(dict.fromkeys(expression.free_symbols, 1))
+        if isinstance(value, torch.SymInt):
+            return max(int(number), 0)
+        return bool(number) if isinstance(value, torch.SymBool) else float(number)
+    if isinstance(value, Tensor) and _is_open(value):
+        with value.fake_mode:
+            return torch.empty([_settled(n) for n in value.shape], dtype=value.dtype, device=value.device)
+    return value
 
 
 def _share_random(graph: fx.Graph) -> None:

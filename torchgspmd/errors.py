@@ -40,6 +40,17 @@ def user_line() -> str | None:
     return None
 
 
+def user_line_of(error: BaseException) -> str | None:
+    """The same of the place where an error was raised."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
+            found = f"{_shorten(name)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A sentence naming the closest known word, or all of them."""
     known = list(known)

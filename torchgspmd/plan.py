@@ -140,7 +140,7 @@ class Plan:
         with torch.no_grad():
             results = Lockstep(self.program, self.mesh).run_devices(inputs)
         nodes = self.sharded.output_node().args[0]
-        joined = [None if spec is None else join_global(parts, spec, node.meta["val"].shape, self.mesh)
+        joined = [None if spec is None else join_global(parts, spec, _shape(node, parts), self.mesh)
                   for parts, spec, node in zip(results, self.out_specs, nodes)]
         return self.rebuild(joined, tensors)
 
@@ -181,6 +181,11 @@ def _collective(node: fx.Node, mesh: Mesh) -> Collective:
     step, val = node.meta["step"], node.meta["val"]
     return Collective(step.collective, step.axes, mesh.count(step.axes), dtype_name(val.dtype), step.payload, step.sent, 1,
                       node.meta.get("source"))
+
+
+def _shape(node: fx.Node, parts: Sequence[Tensor]) -> Sequence[int]:
+    """The global shape of a result. A size that depends on values is never sharded: the part has it."""
+    return parts[0].shape if node.meta.get("dynamic") else node.meta["val"].shape
 
 
 def _peak(graph: fx.Graph, sizes: dict[fx.Node, int], resident: int) -> int:

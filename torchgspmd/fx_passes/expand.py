@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..rules import RENAMED, decomposition_of, trace
-from .graph import signature
+from .graph import is_number, signature
 
 
 def expand(graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset(),
@@ -46,7 +46,8 @@ class _Expander:
 
     def emit(self, node: fx.Node, new: dict[fx.Node, Any], meta: dict, splitting: int = 0, within: tuple = ()) -> Any:
         """The node's value in the new graph: a node, or a tuple of nodes for an operation that was taken apart."""
-        function = self.lookup(node.target, splitting=splitting) if node.target not in within else None
+        kept = node.target in within or node.meta.get("dynamic") or any(map(is_number, node.all_input_nodes))
+        function = None if kept else self.lookup(node.target, splitting=splitting)
         inner = self.trace(node, function, splitting) if function else None
         if inner is None:
             copy = self.graph.node_copy(node, new.__getitem__)

@@ -2,7 +2,9 @@
 
 A torch.fx.Graph of ATen operations at global shapes. Metadata of a node:
 
-    val        fake tensor (a tuple of them for an operation with several results, each taken by a getitem node)
+    val        fake tensor (a tuple of them for an operation with several results, each taken by a getitem node); a number
+               for what is computed from sizes and values that are known only when the program runs
+    dynamic    whether it takes or makes such numbers, or tensors of such a size (1 in val): it runs replicated, as it stands
     source     file:line of the user's code, or None
     backward   whether it belongs to the backward
     captured   name of the node of the captured graph whose value it has, if it has one's
@@ -31,26 +33,33 @@ class Op:
 
 
 def is_operation(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is not operator.getitem
+    """Whether it computes with tensors: not on numbers alone."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return isinstance(node.meta["val"], (Tensor, tuple, list)) or bool(operands_of(node))
+
+
+def is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (int, float))
 
 
 def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
     """The results of a node as a flat tuple."""
     val = node.meta["val"]
-    return tuple(v for v in val if isinstance(v, Tensor)) if isinstance(val, (tuple, list)) else (val,)
+    return tuple(v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor))
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The values that a node takes, as often as it takes them, in the order of its arguments."""
+    """The tensors that a node takes, as often as it takes them, in the order of its arguments."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, dict(node.kwargs)), lambda n: found.append(n))
-    return tuple(found)
+    return tuple(n for n in found if not is_number(n))
 
 
 def results_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
     """The values that a node makes: itself, or the getitem nodes that take its results."""
     if not isinstance(node.meta["val"], (tuple, list)):
-        return (node,)
+        return () if is_number(node) else (node,)
     places = [i for i, v in enumerate(node.meta["val"]) if isinstance(v, Tensor)]
     taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     return tuple(taken.get(i) for i in places)
@@ -58,7 +67,8 @@ def results_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 def call_of(node: fx.Node) -> Call:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    return Call(node.target, args, kwargs, tuple(n.meta["val"] for n in operands_of(node)), tensors_of(node))
+    return Call(node.target, args, kwargs, tuple(n.meta["val"] for n in operands_of(node)), tensors_of(node),
+                node.meta.get("dynamic", False))
 
 
 def signature(node: fx.Node) -> tuple:
@@ -66,9 +76,11 @@ def signature(node: fx.Node) -> tuple:
     shown: list[Any] = []
 
     def show(n: fx.Node) -> str:
+        if is_number(n):
+            return "#"
         shown.append((tuple(n.meta["val"].shape), n.meta["val"].dtype))
         return "%"
-    return (node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), show)), tuple(shown))
+    return (node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), show)), tuple(shown), node.meta.get("dynamic", False))
 
 
 class Rules:

@@ -23,7 +23,7 @@ from ..mesh import Mesh
 from ..rules import Rule, Shapes
 from ..shard_spec import Axes, ShardSpec
 from ..window import Window
-from .graph import operands_of, tensors_of
+from .graph import is_number, is_operation, operands_of, tensors_of
 
 aten = torch.ops.aten
 
@@ -106,8 +106,8 @@ class _Localizer:
             if node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], self.new.__getitem__))
                 continue
-            if node.op in ("placeholder", "get_attr"):
-                made = self.graph.node_copy(node)
+            if node.op in ("placeholder", "get_attr") or is_number(node) and not is_operation(node):
+                made = self.graph.node_copy(node, self.new.get)
             elif node.target is operator.getitem:
                 made = self.new[node.args[0]]
                 made = made[node.args[1]] if isinstance(made, list) else self.graph.node_copy(node, self.new.__getitem__)
@@ -152,7 +152,7 @@ class _Localizer:
         rule: Rule = node.meta["rule"]
         operands = [self._ready(node, value, i, rule) for i, value in enumerate(operands_of(node))]
         rest = iter(operands)
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: next(rest))
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self.new[n] if is_number(n) else next(rest))
         if rule.emit is not None and any(node.meta["assignment"].get(f) for f in rule.special | rule.windowed):
             made = rule.emit(Emitter(self, node), args, kwargs)
             return made[0] if not isinstance(node.meta["val"], (tuple, list)) else made

@@ -25,7 +25,7 @@ from ..comm.collective import STEPS
 from ..mesh import Mesh
 from ..rules import Rule
 from ..shard_spec import Axes, ShardSpec
-from .graph import Op, Rules
+from .graph import Op, Rules, is_number
 from .layout import assemble, operand_layout, project, result_pending
 from .reshard import Resharder
 
@@ -127,7 +127,7 @@ class _Solver:
 
     def _summands(self, op: Op) -> int:
         """How many operations like this one add up to one sum, which needs one reduction."""
-        root = op.results[0]
+        root = op.results[0] if op.results else None
         while root is not None and (above := self._sum_of(root)) is not None:
             root = above.results[0]
         stack, count = [root], 0
@@ -307,7 +307,7 @@ class _Inserter:
             operands = iter(())
             if op is not None:
                 operands = iter([self.value(v, s, node) for v, s in zip(op.operands, self.solver.chosen[node].operands)])
-            copy = self.graph.node_copy(node, lambda n, rest=operands: next(rest, None) or self.new[n])
+            copy = self.graph.node_copy(node, lambda n, rest=operands: (None if is_number(n) else next(rest, None)) or self.new[n])
             self.new[node] = copy
             copy.meta = dict(node.meta)
             if op is not None:

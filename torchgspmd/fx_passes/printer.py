@@ -46,6 +46,8 @@ def _row(node: fx.Node) -> tuple[str, str, str] | None:
         return "", "", f"return {', '.join(map(_text, node.args[0]))}"
     val = node.meta.get("val")
     name = f"%{node.name}"
+    if isinstance(val, (int, float)):
+        return name, type(val).__name__, call_text(node)
     if not isinstance(val, Tensor):
         specs = node.meta.get("result_specs", ())
         kinds = [type_text(t.dtype, t.shape, s) for t, s in zip([v for v in val if isinstance(v, Tensor)], specs)]

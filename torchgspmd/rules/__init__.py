@@ -25,7 +25,7 @@ from .unpartitioned import unpartitioned_of
 
 def rule_of(call: Call) -> Rule:
     """The rule of a call; of an operation without one, the rule that it runs replicated."""
-    function = rule_function(call.target)
+    function = None if call.dynamic else rule_function(call.target)
     found = function(call) if function else None
     return replicated(call) if found is None else found
 

@@ -172,6 +172,6 @@ def _masked_scatter(x, mask, source):
 @decomposition(aten.masked_scatter_backward.default)
 def _masked_scatter_backward(grad, mask, sizes):
     count = math.prod(sizes)
-    flat = mask.reshape(-1)
+    flat = mask.expand(grad.shape).reshape(-1)
     place = torch.where(flat, flat.cumsum(0) - 1, count)                    # what the mask leaves out goes behind the end
     return grad.new_zeros(count + 1).scatter_add(0, place, grad.reshape(-1))[:count].reshape(sizes)

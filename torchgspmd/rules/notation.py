@@ -79,6 +79,7 @@ class Call:
     kwargs: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
+    dynamic: bool = False               # sizes that are known only when the program runs are 1 here
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
