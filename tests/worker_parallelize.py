@@ -192,6 +192,37 @@ def check_uneven_weights(mesh):
         close(model.get_parameter(name).grad, parameter.grad)
 
 
+class Moves(nn.Module):
+    """Every value in another layout than the one before it."""
+
+    def __init__(self, mesh, layouts):
+        super().__init__()
+        self.mesh, self.layouts = mesh, layouts
+
+    def forward(self, x):
+        for layout in self.layouts:
+            x = gspmd.mark_sharding(torch.sin(x), self.mesh, layout)
+        return x
+
+
+def check_exchanges(mesh):
+    """From layouts to others whose blocks do not nest, forward and backward, sizes that do not divide; one device may have nothing."""
+    if len(mesh.names) < 2:
+        return
+    torch.manual_seed(0)
+    a, b = mesh.names[:2]
+    model = gspmd.parallelize(Moves(mesh, (f"{a} {b}", f"{b} {a}", f"{a}+{b} _", f"_ {b}+{a}", f"{b} _", f"{a} _")), mesh)
+    for shape in ((8, 8), (5, 7), (9, 16), (13, 3)):
+        x = torch.randn(shape, requires_grad=True)
+        want = x
+        for _ in range(6):
+            want = torch.sin(want)
+        y = model(x)
+        close(y, want)
+        close(torch.autograd.grad(whole(y).square().sum(), x)[0], torch.autograd.grad(want.square().sum(), x)[0])
+        assert [c.kind for c in model.plan.collectives].count("permute") >= 2, model.plan.collectives
+
+
 def check_same_text(mesh):
     """The program's text is the same on all ranks."""
     model, _ = pair(mesh)
@@ -235,7 +266,7 @@ def load(mesh, path):
 
 
 CHECKS = (check_training, check_modes, check_ways_to_a_gradient, check_scaler, check_layouts_of_results, check_errors,
-          check_uneven_weights, check_same_text)
+          check_uneven_weights, check_exchanges, check_same_text)
 
 
 def main():

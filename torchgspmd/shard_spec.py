@@ -151,6 +151,14 @@ class ShardSpec:
         return self
 
 
+def nests(size: int, coarse: Axes, fine: Axes, mesh: Mesh) -> bool:
+    """Whether every block of a dimension sharded along `fine` lies within one of `coarse`, which `fine` begins with."""
+    if not coarse:
+        return True
+    n, m = mesh.count(coarse), mesh.count(fine)
+    return -(-size // m) * (m // n) == -(-size // n)
+
+
 def padding(size: int, count: int) -> int:
     """Rows of padding that `count` shards of a dimension of this size hold together."""
     return math.ceil(size / count) * count - size if count else 0

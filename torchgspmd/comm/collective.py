@@ -7,7 +7,7 @@ their meaning. B bytes of payload and n devices in a group, bandwidth-optimal al
     all_gather        (n-1)/n B         payload: the gathered tensor
     reduce_scatter    (n-1)/n B         payload: the tensor before it is scattered
     all_to_all        (n-1)/n B         payload: the local tensor
-    permute                   B         payload: what is really sent
+    permute                   B         payload: what the busiest device really sends or receives
 """
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def all_to_all(x: Any, gather_dim: int, scatter_dim: int, axes: str) -> Any:
 
 
 def permute(x: Any, before: str, after: str) -> Any:
-    """x is laid out as `before`; every device gets its part as laid out by `after`, of equal shape, from one other device."""
+    """x is laid out as `before`; every device gets its part as laid out by `after`, what it lacks from those that hold it.
+    In the program of one device the global shape follows."""
     _only_in_graphs("permute")
 
 

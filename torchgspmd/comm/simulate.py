@@ -18,6 +18,7 @@ from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from ..window import Window
 from .collective import all_gather, all_reduce, all_to_all, halo, permute, reduce_scatter, split_axes
+from .exchange import exchange, pack, unpack
 from .local import join_pieces, take_part
 
 COMBINE: dict[str, Callable] = {"sum": operator.add, "max": torch.maximum, "min": torch.minimum, "prod": operator.mul}
@@ -98,8 +99,18 @@ def _all_to_all(mesh: Mesh, x: list[Tensor], gather_dim: int, scatter_dim: int, 
     return _in_groups(axes, mesh, x, run)
 
 
-def _permute(mesh: Mesh, x: list[Tensor], before: str, after: str) -> list[Tensor]:
-    return [x[source].clone() for source in permute_sources(mesh, ShardSpec.parse(before), ShardSpec.parse(after))]
+def _permute(mesh: Mesh, x: list[Tensor], before: str, after: str, shape: tuple[int, ...]) -> list[Tensor]:
+    plan = exchange(mesh, tuple(shape), ShardSpec.parse(before), ShardSpec.parse(after))
+    transfers = [plan.transfer(mesh.coordinates(rank)) for rank in range(mesh.size)]
+    results: list[Any] = [None] * mesh.size
+    for group in mesh.groups(plan.axes):
+        for place, rank in enumerate(group):
+            arriving = [transfers[r].sends[place] for r in group]
+            parts = [pack(x[r], [box]) for r, box in zip(group, arriving) if box is not None]
+            moved = torch.cat(parts) if parts else x[rank].new_empty(0)
+            results[rank] = unpack(x[rank], moved, [b for b in transfers[rank].receives if b is not None], transfers[rank].keep,
+                                   transfers[rank].shape, math.nan if moved.is_floating_point() else 0)
+    return results
 
 
 def _halo(mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int) -> list[Tensor]:
@@ -111,20 +122,6 @@ def _halo(mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int
             return join_pieces(pieces, window, dim, parts[0], math.nan if parts[0].is_floating_point() else 0)
         return [mine(i) for i in range(len(parts))]
     return _in_groups(axes, mesh, x, run)
-
-
-def permute_sources(mesh: Mesh, before: ShardSpec, after: ShardSpec) -> list[int]:
-    """For every device the one that sends it its part: of those that hold it, the one with most coordinates in common."""
-    holders: dict[tuple, list[int]] = {}
-    coordinates = [mesh.coordinates(rank) for rank in range(mesh.size)]
-    for rank, c in enumerate(coordinates):
-        held = tuple(mesh.index(axes, c) for axes in before.dims) + tuple(c[a] for a in before.pending)
-        holders.setdefault(held, []).append(rank)
-    sources = []
-    for c in coordinates:
-        wanted = tuple(mesh.index(axes, c) for axes in after.dims) + tuple(c[a] for a in after.pending)
-        sources.append(max(holders[wanted], key=lambda rank, c=c: sum(coordinates[rank][a] == c[a] for a in mesh.names)))
-    return sources
 
 
 _COLLECTIVES: dict[Callable, Callable] = {all_reduce: _all_reduce, all_gather: _all_gather, reduce_scatter: _reduce_scatter,

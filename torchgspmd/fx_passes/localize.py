@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..comm.collective import shard, split_axes, window
+from ..comm.collective import permute, shard, split_axes, window
 from ..comm.local import mask_padding, take_part, take_window
 from ..mesh import Mesh
 from ..rules import Rule, Shapes
@@ -194,6 +194,8 @@ class _Localizer:
         if node.target is window:
             dim, axes, text = node.args[1:]
             return self.graph.call_function(take_window, (local, dim, self.index(split_axes(axes)), text))
+        if node.target is permute:
+            return self.graph.call_function(permute, (local, *node.args[1:], tuple(node.meta["val"].shape)))
         made = self.graph.call_function(node.target, (local, *node.args[1:]))
         if step.kind in ("all_gather", "all_to_all"):
             made = self._trim(made, node, node.args[1], x.meta["spec"])

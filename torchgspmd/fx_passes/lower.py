@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from ..comm.collective import all_gather, all_reduce, all_to_all, halo, permute, reduce_scatter, split_axes
+from ..comm.exchange import elements, exchange, pack, unpack
 from ..comm.groups import Groups
 from ..comm.local import as_dtype
-from ..comm.simulate import permute_sources
 from ..shard_spec import ShardSpec
 from ..window import Window, sent_rows
 from .bucket import key
@@ -150,19 +150,15 @@ def _all_to_all(to: _Lowering, x: Any, shape: list[int], gather_dim: int, scatte
     return to.contiguous(to.from_front(to.reorder(moved, positions), part, gather_dim, n))
 
 
-def _permute(to: _Lowering, x: Any, shape: list[int], before: str, after: str) -> fx.Node:
-    """all_to_all with nothing for all but the destinations; gloo and NCCL alike have it."""
-    axes = to.node.meta["step"].axes
-    name, positions = to.groups.group(axes)
-    ranks = next(g for g in to.mesh.groups(tuple(a for a in to.mesh.names if a in axes)) if to.groups.rank in g)
-    sources = permute_sources(to.mesh, ShardSpec.parse(before), ShardSpec.parse(after))
-    me = to.groups.rank
-    sends = [int(sources[r] == me) for r in ranks]
-    receives = [int(sources[me] == r) for r in ranks]
-    one = to.call(aten.unsqueeze.default, to.contiguous(x), 0)
-    copies = to.call(aten.contiguous.default, to.call(aten.expand.default, one, [sum(sends), *shape])) if sum(sends) != 1 else one
-    moved = to.wait(to.call(c10d.all_to_all_single.default, copies, receives, sends, name))
-    return to.call(aten.reshape.default, moved, shape)
+def _permute(to: _Lowering, x: Any, shape: list[int], before: str, after: str, size: tuple[int, ...]) -> fx.Node:
+    """all_to_all of pieces of all sizes, none for most; gloo and NCCL alike have it."""
+    plan = exchange(to.mesh, tuple(size), ShardSpec.parse(before), ShardSpec.parse(after))
+    name, _ = to.groups.group(plan.axes)
+    mine = plan.transfer(to.groups.coordinates)
+    sends, receives = ([0 if box is None else elements(box) for box in boxes] for boxes in (mine.sends, mine.receives))
+    flat = to.call(pack, to.contiguous(x), tuple(box for box in mine.sends if box is not None))
+    moved = to.wait(to.call(c10d.all_to_all_single.default, flat, receives, sends, name))
+    return to.call(unpack, x, moved, tuple(box for box in mine.receives if box is not None), mine.keep, mine.shape)
 
 
 def _halo(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str, text: str, size: int) -> fx.Node:

@@ -1,11 +1,12 @@
-"""From one layout of a value to another: the cheapest sequence of steps, found by Dijkstra's algorithm over layouts.
+"""From one layout of a value to another: the cheapest sequence of steps, found by A* search over layouts.
 
 before   x laid out as f32[8@data, 64]
 after    x laid out as f32[8, 64@data]           all_to_all(x, 0, 1, data)
-source   Shardy's reshard to collectives (its steps); the search is ours
+source   Shardy's reshard to collectives (its steps); the exchange and the search are ours
 
-Steps: shard (free), all_gather, all_to_all, permute, all_reduce, reduce_scatter. A dimension whose size does not
-divide is stored as ceil(size / shards) rows a shard, so it can be refined or gathered in place only where those
+Steps: shard (free), all_gather, all_to_all, all_reduce, reduce_scatter, and permute, the exchange that leads from any
+layout to any other (see comm/exchange.py): the other ones are taken where they send no more. A dimension whose size does
+not divide is stored as ceil(size / shards) rows a shard, so it can be refined or gathered in place only where those
 blocks nest; gathering it whole is always possible.
 """
 from __future__ import annotations
@@ -16,12 +17,14 @@ import math
 from collections.abc import Iterator
 
 from ..comm.collective import ALPHA, sent_bytes
+from ..comm.exchange import busiest, lacking
 from ..mesh import Mesh
-from ..shard_spec import Axes, ShardSpec
+from ..shard_spec import Axes, ShardSpec, nests
 from .step import Step
 from .windows import way_to_windows
 
-STATES = 3000                   # layouts that a search looks at before it settles for the direct way
+STATES = 1000                   # layouts that a search looks at before it settles for the direct way
+FEES = {"shard": 0.01, "permute": 1.5 * ALPHA}      # bytes that a step costs besides those sent; of equals the plain one wins
 
 
 class Resharder:
@@ -47,162 +50,150 @@ class Resharder:
         if key not in self.known and after.windows:
             self.known[key] = way_to_windows(self, shape, itemsize, before, after)
         elif key not in self.known:
-            self.known[key] = self._quick(shape, itemsize, before, after) or self._search(shape, itemsize, before, after)
+            steps = self._slices(shape, before, after)
+            if steps is None:
+                steps = _Search(self.mesh, shape, itemsize, after).run(before)
+            self.known[key] = sum(_cost(step) for step in steps if step.kind != "shard"), steps
         return self.known[key]
 
-    def _quick(self, shape, itemsize, before, after) -> tuple[float, tuple[Step, ...]] | None:
+    def _slices(self, shape, before: ShardSpec, after: ShardSpec) -> tuple[Step, ...] | None:
         """The frequent case that only shards further: nothing to search."""
         if before.pending or after.pending or any(b != a[:len(b)] for b, a in zip(before.dims, after.dims)):
+            return None
+        if not all(nests(n, b, a, self.mesh) for n, b, a in zip(shape, before.dims, after.dims)):
             return None
         steps, spec = [], before
         for d, (b, a) in enumerate(zip(before.dims, after.dims)):
             if a != b:
-                if not self._nests(shape[d], b, a):
-                    return None
                 spec = spec.with_dim(d, a)
                 steps.append(Step("shard", (d, "+".join(a[len(b):])), spec, a[len(b):], 0.0, 0.0))
-        return 0.0, tuple(steps)
+        return tuple(steps)
 
-    def _search(self, shape, itemsize, before, after) -> tuple[float, tuple[Step, ...]]:
+
+class _Search:
+    """Steps that lead to one layout of one tensor. What a device lacks at least has to be sent to it: that is the estimate
+    of what remains, and nothing is looked at that cannot beat the direct way."""
+
+    def __init__(self, mesh: Mesh, shape: tuple[int, ...], itemsize: int, after: ShardSpec):
+        self.mesh, self.shape, self.itemsize, self.after = mesh, shape, itemsize, after
+        self.targets = (after, *self._finer())
+
+    def _finer(self) -> Iterator[ShardSpec]:
+        """Layouts from which a gather leads to `after`: where few devices hold everything, the others help to pass it on."""
+        free = tuple(a for a in self.mesh.names if a not in self.after.sharding_axes + self.after.pending)
+        for d, axes in enumerate(self.after.dims):
+            for more in dict.fromkeys([free, *((a,) for a in free)] if free else ()):
+                if self._nests(d, axes, axes + more):
+                    yield self.after.with_dim(d, axes + more)
+
+    def run(self, before: ShardSpec) -> tuple[Step, ...]:
+        direct = self._direct(before)
+        bound = sum(_cost(step) for step in direct)
         order = itertools.count()
-        queue: list = [(0.0, next(order), before, None, None)]
-        came: dict[ShardSpec, tuple[ShardSpec | None, Step | None, float]] = {}
-        while queue:
-            cost, _, spec, previous, step = heapq.heappop(queue)
-            if spec in came:
+        queue: list = [(0.0, next(order), 0.0, before, ())]
+        seen: set[ShardSpec] = set()
+        while queue and len(seen) < STATES:
+            _, _, cost, spec, steps = heapq.heappop(queue)
+            if spec in seen:
                 continue
-            came[spec] = (previous, step, cost)
-            if spec == after:
-                return cost, self._path(came, after)
-            if len(came) > STATES:
-                return self._direct(shape, itemsize, before, after)
-            for move in self._moves(shape, itemsize, spec, after):
-                if move.spec not in came:
-                    total = cost + move.sent + (ALPHA if move.kind != "shard" else 0.01)
-                    heapq.heappush(queue, (total, next(order), move.spec, spec, move))
-        raise AssertionError(f"no way from {before} to {after}")
+            seen.add(spec)
+            if spec == self.after:
+                return steps
+            for move in self._moves(spec, bound - cost):
+                total = cost + _cost(move)
+                if move.spec not in seen and total < bound and total + self._rest(move.spec) < bound:
+                    heapq.heappush(queue, (total + self._rest(move.spec), next(order), total, move.spec, (*steps, move)))
+        return direct
 
-    def _direct(self, shape, itemsize, before, after) -> tuple[float, tuple[Step, ...]]:
-        """Reduces, gathers what is sharded otherwise, shards anew: for meshes of so many axes that a search takes too long."""
-        spec, steps = before, []
-        while spec != after:
-            local = self._bytes(shape, itemsize, spec)
-            common = [len([0 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(b, a))]) for b, a in zip(spec.dims, after.dims)]
-            extra = [d for d, axes in enumerate(spec.dims) if len(axes) > common[d]]
-            if set(spec.pending) - set(after.pending):
-                step = next(m for m in self._reductions(shape, spec, after, local) if m.kind == "all_reduce")
-            elif extra:
-                kept = common[extra[0]] if self._nests(shape[extra[0]], spec.dims[extra[0]][:common[extra[0]]], spec.dims[extra[0]]) else 0
-                step = [m for m in self._gathers(shape, itemsize, spec) if m.args[0] == extra[0]
-                        and m.spec.dims[extra[0]] == spec.dims[extra[0]][:kept]][0]
-            else:
-                d = next(d for d, axes in enumerate(spec.dims) if axes != after.dims[d])
-                if not self._nests(shape[d], spec.dims[d], after.dims[d]):
-                    step = next(m for m in self._gathers(shape, itemsize, spec) if m.args[0] == d and not m.spec.dims[d])
-                else:
-                    rest = after.dims[d][common[d]:]
-                    step = Step("shard", (d, "+".join(rest)), spec.with_dim(d, after.dims[d]), rest, 0.0, 0.0)
-            steps.append(step)
-            spec = step.spec
-        return sum(s.sent + ALPHA for s in steps), tuple(steps)
+    def _direct(self, before: ShardSpec) -> tuple[Step, ...]:
+        """Reduces, and exchanges what is left."""
+        axes = tuple(a for a in before.pending if a not in self.after.pending)
+        first = [next(m for m in self._reductions(before) if m.kind == "all_reduce" and m.axes == axes)] if axes else []
+        spec = first[0].spec if first else before
+        return (*first, self._permute(spec, self.after)) if spec != self.after else tuple(first)
 
-    @staticmethod
-    def _path(came: dict, spec: ShardSpec) -> tuple[Step, ...]:
-        steps = []
-        while came[spec][1] is not None:
-            steps.append(came[spec][1])
-            spec = came[spec][0]
-        return tuple(reversed(steps))
+    def _rest(self, spec: ShardSpec) -> float:
+        """Bytes that some device has to be sent from here on, at least."""
+        return self._lacking(spec, self.after) if spec.pending == self.after.pending else 0.0
 
-    def _nests(self, size: int, coarse: Axes, fine: Axes) -> bool:
-        """Whether the blocks of the finer sharding lie within those of the coarser one."""
-        if not coarse:
-            return True
-        n, m = self.mesh.count(coarse), self.mesh.count(fine)
-        return -(-size // m) * (m // n) == -(-size // n)
+    def _lacking(self, spec: ShardSpec, target: ShardSpec) -> float:
+        return lacking(self.mesh, self.shape, spec, target) * self.itemsize
 
-    def _bytes(self, shape, itemsize, spec: ShardSpec) -> float:
-        return math.prod(spec.local_shape(shape, self.mesh)) * itemsize
+    def _bytes(self, spec: ShardSpec) -> float:
+        return math.prod(spec.local_shape(self.shape, self.mesh)) * self.itemsize
 
-    def _moves(self, shape, itemsize, spec: ShardSpec, after: ShardSpec) -> Iterator[Step]:
-        local = self._bytes(shape, itemsize, spec)
-        free = [a for a in self.mesh.names if a not in spec.sharding_axes and a not in spec.pending]
-        wanted = {axis for axes in after.dims for axis in axes}
-        for axis in free:
-            if axis in wanted:
-                for d, size in enumerate(shape):
-                    fine = spec.dims[d] + (axis,)
-                    if self.mesh.count(fine) <= max(size, 1) * 2 and self._nests(size, spec.dims[d], fine):
-                        yield Step("shard", (d, axis), spec.with_dim(d, fine), (axis,), 0.0, 0.0)
-        for d, (have, want) in enumerate(zip(spec.dims, after.dims)):               # at once, whatever the size
+    def _nests(self, dim: int, coarse: Axes, fine: Axes) -> bool:
+        return nests(self.shape[dim], coarse, fine, self.mesh)
+
+    # -------------------------------------------------------------------------------------- moves
+
+    def _moves(self, spec: ShardSpec, left: float) -> Iterator[Step]:
+        yield from self._shards(spec)
+        yield from self._gathers(spec)
+        yield from self._exchanges(spec)
+        yield from self._reductions(spec)
+        for target in self.targets if spec.pending == self.after.pending else ():
+            if spec != target and self._lacking(spec, target) + self._rest(target) + FEES["permute"] < left:
+                yield self._permute(spec, target)
+
+    def _permute(self, spec: ShardSpec, target: ShardSpec) -> Step:
+        count, axes = busiest(self.mesh, self.shape, spec, target)
+        sent = float(count * self.itemsize)
+        return Step("permute", (str(spec), str(target)), target, axes, sent, sent)
+
+    def _shards(self, spec: ShardSpec) -> Iterator[Step]:
+        """Further along the axes that a dimension is to have; before a reduction, which is cheaper then, any dimension."""
+        taken = {*spec.sharding_axes, *spec.pending}
+        if spec.pending != self.after.pending:
+            for axis, d in itertools.product([a for a in self.after.sharding_axes if a not in taken], range(len(self.shape))):
+                if self.shape[d] > 1 and self._nests(d, spec.dims[d], spec.dims[d] + (axis,)):
+                    yield Step("shard", (d, axis), spec.with_dim(d, spec.dims[d] + (axis,)), (axis,), 0.0, 0.0)
+        for d, (have, want) in enumerate(zip(spec.dims, self.after.dims)):
             rest = want[len(have):]
-            if rest and have == want[:len(have)] and set(rest) <= set(free) and self._nests(shape[d], have, want):
-                yield Step("shard", (d, "+".join(rest)), spec.with_dim(d, want), rest, 0.0, 0.0)
-        yield from self._gathers(shape, itemsize, spec)
-        yield from self._exchanges(shape, spec, local)
-        yield from self._reductions(shape, spec, after, local)
-        yield from self._permutes(shape, spec, after, local)
+            if have == want[:len(have)]:
+                for end in {1, len(rest)} if rest else ():
+                    if not taken & set(rest[:end]) and self._nests(d, have, have + rest[:end]):
+                        yield Step("shard", (d, "+".join(rest[:end])), spec.with_dim(d, have + rest[:end]), rest[:end], 0.0, 0.0)
 
-    def _gathers(self, shape, itemsize, spec: ShardSpec) -> Iterator[Step]:
+    def _gathers(self, spec: ShardSpec) -> Iterator[Step]:
         for d, axes in enumerate(spec.dims):
             for k in range(len(axes)):
                 kept, moved = axes[:k], axes[k:]
-                if self._nests(shape[d], kept, axes):
+                if self._nests(d, kept, axes):
                     new = spec.with_dim(d, kept)
-                    payload = self._bytes(shape, itemsize, new)
+                    payload = self._bytes(new)
                     yield Step("all_gather", (d, "+".join(moved)), new, moved, payload,
                                sent_bytes("all_gather", payload, self.mesh.count(moved)))
 
-    def _exchanges(self, shape, spec: ShardSpec, local: float) -> Iterator[Step]:
+    def _exchanges(self, spec: ShardSpec) -> Iterator[Step]:
         for d, axes in enumerate(spec.dims):
-            for k in range(len(axes)):
+            for k, e in itertools.product(range(len(axes)), range(len(self.shape))):
                 kept, moved = axes[:k], axes[k:]
-                for e in range(len(shape)):
-                    fine = spec.dims[e] + moved
-                    if e != d and self._nests(shape[d], kept, axes) and self._nests(shape[e], spec.dims[e], fine):
-                        padded = local * -(-shape[e] // self.mesh.count(fine)) * self.mesh.count(moved) / max(
-                            -(-shape[e] // self.mesh.count(spec.dims[e])), 1)
-                        yield Step("all_to_all", (d, e, "+".join(moved)), spec.with_dim(d, kept).with_dim(e, fine), moved, padded,
-                                   sent_bytes("all_to_all", padded, self.mesh.count(moved)))
+                fine = spec.dims[e] + moved
+                if e != d and self._nests(d, kept, axes) and self._nests(e, spec.dims[e], fine):
+                    payload = self._padded(spec, e, moved)
+                    yield Step("all_to_all", (d, e, "+".join(moved)), spec.with_dim(d, kept).with_dim(e, fine), moved, payload,
+                               sent_bytes("all_to_all", payload, self.mesh.count(moved)))
 
-    def _reductions(self, shape, spec: ShardSpec, after: ShardSpec, local: float) -> Iterator[Step]:
-        axes = tuple(a for a in spec.pending if a not in after.pending)
-        if not axes:
-            return
-        subsets = [axes] if len(axes) == 1 else [axes, *((a,) for a in axes)]
-        for subset in subsets:
+    def _reductions(self, spec: ShardSpec) -> Iterator[Step]:
+        axes = tuple(a for a in spec.pending if a not in self.after.pending)
+        local = self._bytes(spec)
+        for subset in dict.fromkeys([axes, *((a,) for a in axes)] if axes else ()):
             rest = spec.with_pending(tuple(a for a in spec.pending if a not in subset))
             n = self.mesh.count(subset)
             yield Step("all_reduce", (spec.reduction, "+".join(subset)), rest, subset, local, sent_bytes("all_reduce", local, n))
-            orders = [subset] if len(subset) == 1 else itertools.permutations(subset)
-            for order in orders:
-                for d, size in enumerate(shape):
-                    fine = spec.dims[d] + tuple(order)
-                    if size > 1 and self._nests(size, spec.dims[d], fine):
-                        before = max(-(-size // self.mesh.count(spec.dims[d])), 1)
-                        padded = local * -(-size // self.mesh.count(fine)) * n / before
-                        yield Step("reduce_scatter", (spec.reduction, d, "+".join(order)), rest.with_dim(d, fine), tuple(order),
-                                   padded, sent_bytes("reduce_scatter", padded, n))
+            for order, d in itertools.product(itertools.permutations(subset), range(len(self.shape))):
+                fine = spec.dims[d] + order
+                if self.shape[d] > 1 and self._nests(d, spec.dims[d], fine):
+                    payload = self._padded(spec, d, order)
+                    yield Step("reduce_scatter", (spec.reduction, d, "+".join(order)), rest.with_dim(d, fine), order, payload,
+                               sent_bytes("reduce_scatter", payload, n))
 
-    def _permutes(self, shape, spec: ShardSpec, after: ShardSpec, local: float) -> Iterator[Step]:
-        """Other axes, or another order of them, with the same number of shards in every dimension."""
-        counts = [self.mesh.count(axes) for axes in spec.dims]
-        if max(counts, default=1) == 1:
-            return
-        names = [a for a in self.mesh.names if a not in spec.pending]
-        direct = [after.dims] if counts == [self.mesh.count(axes) for axes in after.dims] else []
-        for dims in self._arrangements(counts, names) if len(names) <= 5 else direct:
-            if dims != spec.dims:
-                new = ShardSpec(dims, (), spec.pending, spec.reduction)
-                moved = tuple(sorted({a for old, axes in zip(spec.dims, dims) if old != axes for a in old + axes}))
-                yield Step("permute", (str(spec), str(new)), new, moved, local, local)
+    def _padded(self, spec: ShardSpec, dim: int, axes: Axes) -> float:
+        """Bytes of a device's part, with a dimension padded so that it can be divided among further axes."""
+        rows = max(-(-self.shape[dim] // self.mesh.count(spec.dims[dim])), 1)
+        return self._bytes(spec) / rows * -(-self.shape[dim] // self.mesh.count(spec.dims[dim] + axes)) * self.mesh.count(axes)
 
-    def _arrangements(self, counts: list[int], names: list[str]) -> Iterator[tuple[Axes, ...]]:
-        if not counts:
-            yield ()
-            return
-        for size in range(len(names) + 1):
-            for axes in itertools.permutations(names, size):
-                if self.mesh.count(axes) == counts[0]:
-                    rest = [a for a in names if a not in axes]
-                    yield from ((axes, *others) for others in self._arrangements(counts[1:], rest))
+
+def _cost(step: Step) -> float:
+    return step.sent + FEES.get(step.kind, ALPHA)
