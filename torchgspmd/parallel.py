@@ -42,6 +42,8 @@ from .parallel_xla import XlaModule
 from .plan import Plan
 from .shard_spec import ShardSpec, SpecLike
 from .specs import spread_inputs
+from .xla_backend.runtime import is_started
+from .xla_backend.state import place_batch
 
 BACKENDS = ("torch", "inductor", "xla")
 
@@ -67,12 +69,15 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     return ShardedModule(model, mesh, backend, in_specs, out_specs)
 
 
-def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> DTensor:
+def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
     """This rank's part of a batch, all parts together as one global DTensor; nothing is sent.
 
     local: the rows that a DistributedSampler gives this rank: of the same shape on every rank. The global size of a
-    sharded dimension is the local one times the number of shards.
+    sharded dimension is the local one times the number of shards. In a process that runs on XLA: the batch of the host,
+    as an XLA tensor; with several hosts, give the global batch to the model itself.
     """
+    if is_started():
+        return place_batch(local, mesh, spec)
     groups = Groups(mesh, local.device.type)
     parsed = ShardSpec.parse(spec).check(mesh, local.shape, "the batch")
     shape = tuple(n * mesh.count(axes) for n, axes in zip(local.shape, parsed.dims))

@@ -22,6 +22,7 @@ from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
 from .shard_spec import ShardSpec
 from .specs import spread_inputs
 from .xla_backend.lower import PINS, lower, on_device, unpartitioned
+from .xla_backend.recompute import mark_repeated, separate
 from .xla_backend.runtime import start
 from .xla_backend.sharding import check
 from .xla_backend.state import pin, place, place_tensor, sync
@@ -116,9 +117,10 @@ class _Program:
         self.arguments = [check(spec, mesh, f"argument '{i.name}'") for i, spec in zip(inputs, placed) if i.kind == ARGUMENT]
         pinned = {i: spec.closed() for i, spec in enumerate(made.results) if spec is not None}
         pinned |= {i: placed[o.input] for i, o in enumerate(outputs) if o.kind in (GRADIENT, MUTATION)}
+        mark_repeated(made.graph)
         graph = lower(made.graph, mesh, device, pin, pinned)
         forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
-        backward.set_codegen(BoxedCodeGen())
+        separate(backward).set_codegen(BoxedCodeGen())
         constants = on_device(self.captured.constants, device)
         self.forward, self.backward = (fx.GraphModule(constants, g).forward for g in (forward, backward))
 

@@ -62,7 +62,7 @@ def _lowered(made: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], mesh: M
         spec = node.meta["spec"] if pin == "all" else node.meta["mark"]
         return source if pin == "none" else _pinned(made, source, mesh, check(spec, mesh, "a mark", node.meta["source"]))
     copy = made.node_copy(node, new.__getitem__)
-    copy.meta = {key: node.meta[key] for key in ("val", "source", "backward", "captured") if key in node.meta}
+    copy.meta = {key: node.meta[key] for key in ("val", "source", "backward", "captured", "again") if key in node.meta}
     if "device" in copy.kwargs:
         copy.kwargs = {**copy.kwargs, "device": device}
     if node.target in _LOWERINGS:
@@ -75,7 +75,7 @@ def _pinned(made: fx.Graph, value: fx.Node, mesh: Mesh, spec: ShardSpec) -> fx.N
     if not expressible(spec):
         return value
     node = made.call_function(annotate, (value, str(mesh), str(spec.closed())))
-    node.meta = dict(value.meta)
+    node.meta = {key: item for key, item in value.meta.items() if key != "again"}
     value.meta.pop("captured", None)
     return node
 
