@@ -2,6 +2,7 @@
 
     python train.py                                                     one process, plain PyTorch
     torchrun --nproc-per-node 4 train.py --mesh data=2,model=2 --layout tp
+    python train.py --backend xla --mesh data=4,model=2                 one process, all devices that XLA has
 """
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def arguments() -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="bfloat16: by autocast")
     add("--seed", type=int, default=0)
-    add("--backend", choices=("torch", "inductor"), default="torch")
+    add("--backend", choices=("torch", "inductor", "xla"), default="torch")
     add("--save", type=Path, help="write a torch.distributed.checkpoint at the end")
     add("--resume", type=Path, help="continue from one, whatever mesh wrote it")
     add("--losses", type=Path, help="write the losses as JSON")
@@ -64,7 +65,9 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if LAUNCHED or args.mesh:
+    if args.backend == "xla" and not args.mesh:
+        sys.exit("--backend xla needs a --mesh of all devices, such as data=4,model=2")
+    if (LAUNCHED or args.mesh) and args.backend != "xla":
         start_processes(device)
     mesh = args.mesh or (gspmd.Mesh(data=WORLD) if WORLD > 1 else None)
 
@@ -120,7 +123,8 @@ def load_on_one_rank(name: str, cache: Path) -> Characters:
 def train(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, text: Characters, device: torch.device, first: int,
           console: Console) -> tuple[list[float], float]:
     """The loss of every step, and tokens per second without the first step, which compiles."""
-    autocast = torch.autocast(device.type, torch.bfloat16) if args.dtype == "bfloat16" else contextlib.nullcontext()
+    where = "xla" if args.backend == "xla" else device.type
+    autocast = torch.autocast(where, torch.bfloat16) if args.dtype == "bfloat16" else contextlib.nullcontext()
     progress = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4f}"),
                         TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn(), console=console,
                         disable=RANK > 0 or not console.is_terminal)
