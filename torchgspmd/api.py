@@ -69,8 +69,7 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     rules, clock, dump = Rules(), _Clock(), Dump(mesh)
     dump("capture", captured.graph)
     made = lay_out(captured, mesh, arguments, out_specs, stored, whole=stored is not None, rules=rules, clock=clock, dump=dump)
-    placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
-    sharded = partition(made.graph, mesh, made.given, _outputs(captured, placeholders, made.results, plain), rules)
+    sharded = decide(made, plain, rules)
     dump("partition", sharded)
     clock("partition")
     program = fx.GraphModule(captured.constants, localize(sharded, mesh))
@@ -107,6 +106,13 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
         if inp.kind == TANGENT and results[inp.output] is not None and not any(results[inp.output].open):
             given[node] = results[inp.output]
     return Annotated(captured, graph, layouts, given, results)
+
+
+def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = None) -> fx.Graph:
+    """Partition: what every device holds of every value, with the collectives between. plain: as in compile_plan."""
+    placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
+    wanted = _outputs(made.captured, placeholders, made.results, plain)
+    return partition(made.graph, made.layouts.mesh, made.given, wanted, rules)
 
 
 class _Clock:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .api import Annotated, lay_out
+from .api import decide, lay_out
 from .capture import ARGUMENT, BUFFER, PARAMETER
 from .comm.collective import Collective
 from .errors import ShardingError, user_line
@@ -50,9 +50,9 @@ class Comparison:
     def __init__(self, plan: Plan, pin: str):
         self.plan, self.pin, self.device = plan, pin, start(plan.mesh, backward=False)
         inputs = list(zip(plan.captured.inputs, plan.input_layouts))
-        self.annotated: Annotated = lay_out(
-            plan.captured, plan.mesh, [spec for i, spec in inputs if i.kind == ARGUMENT],
-            stored={i.name: spec for i, spec in inputs if i.kind in (PARAMETER, BUFFER)}, expand=unpartitioned)
+        annotated = lay_out(plan.captured, plan.mesh, [spec for i, spec in inputs if i.kind == ARGUMENT],
+                            stored={i.name: spec for i, spec in inputs if i.kind in (PARAMETER, BUFFER)}, expand=unpartitioned)
+        self.graph = decide(annotated) if pin == "all" else annotated.graph
         self.ours: tuple[Collective, ...] = plan.collectives
         self.xla: tuple[Collective, ...] = collectives(program_text(self._run(self._graph())), plan.mesh)
 
@@ -81,7 +81,7 @@ class Comparison:
 
     def _graph(self) -> fx.Graph:
         results = {i: spec for i, spec in enumerate(self.plan.out_specs) if spec is not None}
-        return lower(self.annotated.graph, self.plan.mesh, self.device, self.pin, results)
+        return lower(self.graph, self.plan.mesh, self.device, self.pin, results)
 
     def _run(self, graph: fx.Graph) -> list[Tensor]:
         """Results, still lazy, for inputs of zeros."""

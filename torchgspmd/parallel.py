@@ -59,8 +59,8 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     no process group with one process a device, or if ranks differ in their programs or in the shapes of arguments.
 
     backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner makes the program.
-    pin: what it is told besides the layouts of inputs and results: the marks ("user"), every layout that propagation
-    chose ("all"), or nothing ("none").
+    pin: what it is told besides the layouts of inputs and results: the marks ("user"), every layout that our own
+    partitioner chose ("all"), or nothing ("none").
     """
     if backend not in BACKENDS:
         raise ShardingError(f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}", where=user_line())

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from .api import Annotated, lay_out
+from .api import Annotated, decide, lay_out
 from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
 from .errors import ShardingError, user_line
 from .fx_passes.boxed import BoxedCodeGen
@@ -113,12 +113,13 @@ class _Program:
         self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in outputs if o.kind == MUTATION]
         self.outputs = sum(o.kind == OUTPUT for o in outputs)
-        placed = [made.layouts.spec[n].closed() for n in made.graph.nodes if n.op == "placeholder"]
+        graph = decide(made) if pin == "all" else made.graph
+        placed = [n.meta["spec"].closed() for n in graph.nodes if n.op == "placeholder"]
         self.arguments = [check(spec, mesh, f"argument '{i.name}'") for i, spec in zip(inputs, placed) if i.kind == ARGUMENT]
         pinned = {i: spec.closed() for i, spec in enumerate(made.results) if spec is not None}
         pinned |= {i: placed[o.input] for i, o in enumerate(outputs) if o.kind in (GRADIENT, MUTATION)}
-        mark_repeated(made.graph)
-        graph = lower(made.graph, mesh, device, pin, pinned)
+        mark_repeated(graph)
+        graph = lower(graph, mesh, device, pin, pinned)
         forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
         separate(backward).set_codegen(BoxedCodeGen())
         constants = on_device(self.captured.constants, device)

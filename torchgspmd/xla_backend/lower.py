@@ -2,7 +2,8 @@
 
 before   operations at global shapes on the CPU; marks                      %y = mark_sharding(%x, 'data=4,model=2', 'data _')
 after    the same on XLA, marks and pinned layouts as annotations           %y = annotate(%x, 'data=4,model=2', 'data _')
-needs    a graph expanded by rules.unpartitioned_of; meta["spec"]
+needs    a graph expanded by rules.unpartitioned_of; meta["mark"] on marks; to pin every layout, a graph that partition has
+         been over: its collectives, identities at global shapes, say where a value changes its layout
 """
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _MARK = mark_sharding_op._opoverload
 _KEYS = ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _COLLECTIVES = ("_c10d_functional", "c10d", "c10d_functional", "_c10d_functional_autograd")
 _LOST = {"xla::dynamo_mark_sharding"}       # its backward is empty
-PINS = ("user", "all", "none")              # which layouts are annotated: marks, every one, those of inputs and results
+PINS = ("user", "all", "none")              # which layouts are annotated besides those of inputs and results: marks, every one, none
 
 
 def unpartitioned(graph: fx.Graph, splitting: Mapping[fx.Node, int] = {}) -> fx.Graph:     # noqa: B006 (read only)
@@ -57,18 +58,28 @@ def _value(new: dict[fx.Node, fx.Node], value: Any) -> Any:
 
 
 def _lowered(made: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], mesh: Mesh, device: torch.device, pin: str) -> fx.Node:
-    if node.target is _MARK:
+    if "step" in node.meta:
         source = new[node.args[0]]
-        spec = node.meta["spec"] if pin == "all" else node.meta["mark"]
-        return source if pin == "none" else _pinned(made, source, mesh, check(spec, mesh, "a mark", node.meta["source"]))
+        return source if node.meta["spec"].pending else _pinned(made, source, mesh, node.meta["spec"])
+    if node.target is _MARK and pin != "all":
+        source = new[node.args[0]]
+        return source if pin == "none" else _pinned(made, source, mesh, check(node.meta["mark"], mesh, "a mark", node.meta["source"]))
+    if node.target is _MARK:
+        copy = new[node.args[0]]
+    else:
+        copy = _copied(made, node, new, device)
+    known = pin == "all" and node.op == "call_function" and isinstance(node.meta["val"], Tensor)
+    return _pinned(made, copy, mesh, node.meta["spec"]) if known else copy
+
+
+def _copied(made: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], device: torch.device) -> fx.Node:
     copy = made.node_copy(node, new.__getitem__)
     copy.meta = {key: node.meta[key] for key in ("val", "source", "backward", "captured", "again") if key in node.meta}
     if "device" in copy.kwargs:
         copy.kwargs = {**copy.kwargs, "device": device}
     if node.target in _LOWERINGS:
         copy.target, copy.args = _LOWERINGS[node.target](copy.args)
-    pinned = pin == "all" and node.op == "call_function" and isinstance(copy.meta["val"], Tensor) and expressible(node.meta["spec"])
-    return _pinned(made, copy, mesh, node.meta["spec"]) if pinned else copy
+    return copy
 
 
 def _pinned(made: fx.Graph, value: fx.Node, mesh: Mesh, spec: ShardSpec) -> fx.Node:
