@@ -1,0 +1,89 @@
+"""What XLA's partitioner sends for the annotated programs, as golden text; ours never sends more.
+
+EXPECTTEST_ACCEPT=1 writes collectives.txt anew.
+"""
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from model import LAYOUTS
+from programs import EVEN, MESH, UNEVEN, ConvNet, MoE, gpt, groups, images, texts
+
+import torchgspmd as gspmd
+
+GOLDEN = Path(__file__).with_name("collectives.txt")
+FIRST = (torch.float32, 1)
+CASES = {**{f"gpt {layout}": lambda layout=layout: (gpt(layout, EVEN), next(texts(EVEN, 1))) for layout in LAYOUTS},
+         **{f"gpt {layout} uneven": lambda layout=layout: (gpt(layout, UNEVEN), next(texts(UNEVEN, 1))) for layout in LAYOUTS},
+         "conv net": lambda: (ConvNet(MESH), next(images(*FIRST))),
+         "conv net uneven": lambda: (ConvNet(MESH), next(images(*FIRST, (13, 10)))),
+         "moe": lambda: (MoE(MESH), next(groups(*FIRST))),
+         "moe uneven": lambda: (MoE(MESH), next(groups(*FIRST, 6)))}
+
+
+def golden() -> dict[str, str]:
+    parts = GOLDEN.read_text().split("== ")[1:] if GOLDEN.exists() else []
+    return {head: body.strip("\n") for head, _, body in (part.partition("\n") for part in parts)}
+
+
+def check(name: str, text: str) -> None:
+    found = golden()
+    if os.environ.get("EXPECTTEST_ACCEPT") == "1":
+        found[name] = text
+        GOLDEN.write_text("".join(f"== {case}\n{found[case]}\n\n" for case in CASES if case in found))
+    assert text == found[name]
+
+
+def rows(collectives) -> str:
+    totals: dict[tuple[str, str, str], list[float]] = {}
+    for c in collectives:
+        total = totals.setdefault((c.kind, "+".join(c.axes), c.dtype), [0, 0.0])
+        total[0] += c.count
+        total[1] += c.sent_bytes
+    return "\n".join(f"{kind:14} {axes:10} {dtype:4} {count:3} x {size:8.0f} B"
+                     for (kind, axes, dtype), (count, size) in sorted(totals.items()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_xla_sends(name):
+    module, arguments = CASES[name]()
+    plan = gspmd.plan(module, *arguments, mesh=MESH, grad=True)
+    found = gspmd.compare_with_xla(plan)
+    check(name, rows(found.xla))
+    ours, xla = found.bytes
+    assert ours <= xla, found
+
+
+def test_no_all_gather_in_tensor_parallelism():
+    """The captured graph decides it: with flattened matmuls or fused norms XLA gathers activations."""
+    plan = gspmd.plan(gpt("tp", EVEN), *next(texts(EVEN, 1)), mesh=MESH, grad=True)
+    assert {c.kind for c in gspmd.compare_with_xla(plan).xla} == {"all_reduce"}
+
+
+def test_pinned_to_our_decisions():
+    """With pin="all" XLA gathers no more than we do; left alone it gathers weights twice."""
+    plan = gspmd.plan(gpt("2d", EVEN), *next(texts(EVEN, 1)), mesh=MESH, grad=True)
+    gathered = {pin: sum(c.sent_bytes for c in gspmd.compare_with_xla(plan, pin).xla if c.kind == "all_gather") for pin in ("all", "user")}
+    ours = sum(c.sent_bytes for c in plan.collectives if c.kind == "all_gather")
+    assert gathered["all"] <= ours < gathered["user"]
+
+
+def test_the_table():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(32, 16, bias=False)
+            gspmd.mark_sharding(self.up.weight, MESH, "model _")
+            gspmd.mark_sharding(self.down.weight, MESH, "_ model")
+
+        def forward(self, x):
+            return self.down(self.up(x).relu())
+    plan = gspmd.plan(Net(), torch.zeros(8, 16), mesh=MESH, in_specs="data _", out_specs="data _")
+    assert str(gspmd.compare_with_xla(plan)) == """\
+mesh data=4,model=2, pin user: bytes sent by a device
+  collective  over   ours  bytes  XLA  bytes
+  all_reduce  model  1     128    1    128
+  all                1     128    1    128
+
+0 values laid out otherwise"""
