@@ -223,6 +223,36 @@ def check_exchanges(mesh):
         assert [c.kind for c in model.plan.collectives].count("permute") >= 2, model.plan.collectives
 
 
+class Grouped(nn.Module):
+    """Two key heads for four query heads: on an axis of four, each is held by two devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 16)
+
+    def forward(self, x):                                                   # [b, s, 16]
+        q, k = self.q(x).unflatten(-1, (2, 2, 4)), self.k(x).unflatten(-1, (2, 4))
+        p = torch.einsum("bskgd,btkd->bkgst", q, k).softmax(-1)
+        return self.o(torch.einsum("bkgst,btkd->bskgd", p, k).flatten(2))
+
+
+def check_parts_of_axes(mesh):
+    """On all processes as one axis: groups over a part of it."""
+    whole_mesh = gspmd.Mesh(model=mesh.size)
+    torch.manual_seed(0)
+    reference, x = Grouped(), torch.randn(2, 5, 16)
+    model = copy.deepcopy(reference)
+    for tensor, spec in ((model.q.weight, "model _"), (model.q.bias, "model"), (model.o.weight, "_ model")):
+        gspmd.mark_sharding(tensor, whole_mesh, spec)
+    model = gspmd.parallelize(model, whole_mesh)
+    close(model(x), reference(x))
+    for m in (model, reference):
+        m(x).square().mean().backward()
+    for name, parameter in reference.named_parameters():
+        close(model.get_parameter(name).grad, parameter.grad, 1e-4)
+    assert mesh.size != 4 or any(a.startswith("model:") for c in model.plan.collectives for a in c.axes), model.plan.collectives
+
+
 def check_same_text(mesh):
     """The program's text is the same on all ranks."""
     model, _ = pair(mesh)
@@ -266,7 +296,7 @@ def load(mesh, path):
 
 
 CHECKS = (check_training, check_modes, check_ways_to_a_gradient, check_scaler, check_layouts_of_results, check_errors,
-          check_uneven_weights, check_exchanges, check_same_text)
+          check_uneven_weights, check_exchanges, check_parts_of_axes, check_same_text)
 
 
 def main():

@@ -15,6 +15,7 @@ from .dump import Dump
 from .errors import ShardingError, user_line
 from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
 from .fx_passes.graph import Op
+from .fx_passes.subaxes import merge_parts, wanted_parts
 from .mesh import Mesh
 from .plan import Plan
 from .shard_spec import ShardSpec
@@ -68,7 +69,7 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     """
     rules, clock, dump = Rules(), _Clock(), Dump(mesh)
     dump("capture", captured.graph)
-    made = lay_out(captured, mesh, arguments, out_specs, stored, whole=stored is not None, rules=rules, clock=clock, dump=dump)
+    made = lay_out(captured, mesh, arguments, out_specs, stored, whole=stored is not None, parts=True, rules=rules, clock=clock, dump=dump)
     sharded = decide(made, plain, rules)
     dump("partition", sharded)
     clock("partition")
@@ -80,9 +81,10 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
 
 
 def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
-            stored: Mapping[str, ShardSpec] | None = None, *, whole: bool = False, expand: Callable = expand,
+            stored: Mapping[str, ShardSpec] | None = None, *, whole: bool = False, parts: bool = False, expand: Callable = expand,
             rules: Rules | None = None, clock: Callable = _ignore, dump: Callable = _ignore) -> Annotated:
-    """The passes before partition. whole: results without a spec are replicated; expand: how operations are taken apart."""
+    """The passes before partition. whole: results without a spec are replicated; parts: layouts may use parts of axes, on
+    a mesh that is split for it; expand: how operations are taken apart."""
     rules = rules or Rules()
     graph = expand(captured.graph)
     dump("expand", graph)
@@ -95,6 +97,11 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
     if splitting:
         graph = expand(graph, splitting)
         layouts = _propagate(captured, graph, mesh, inputs, results, rules)
+    fine = mesh
+    while parts and (wanted := wanted_parts(graph, layouts, rules)):
+        fine = fine.split(wanted)
+        inputs, results = ([spec and spec.map_axes(fine.refine) for spec in specs] for specs in (inputs, results))
+        layouts = _propagate(captured, graph, fine, inputs, results, rules)
     dump("propagate", graph)
     clock("propagate")
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -112,7 +119,8 @@ def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = No
     """Partition: what every device holds of every value, with the collectives between. plain: as in compile_plan."""
     placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
     wanted = _outputs(made.captured, placeholders, made.results, plain)
-    return partition(made.graph, made.layouts.mesh, made.given, wanted, rules)
+    mesh = made.layouts.mesh
+    return merge_parts(partition(made.graph, mesh, made.given, wanted, rules), mesh)
 
 
 class _Clock:
@@ -185,10 +193,10 @@ def _propagate(captured: Captured, graph: fx.Graph, mesh: Mesh, inputs, results,
 
 def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
     marked = Mesh.parse(node.args[1])
-    if marked != mesh:
-        raise ShardingError(f"a value is marked on mesh {marked}, but the program runs on mesh {mesh}", where=node.meta["source"],
+    if marked != mesh.unsplit():
+        raise ShardingError(f"a value is marked on mesh {marked}, but the program runs on mesh {mesh.unsplit()}", where=node.meta["source"],
                             fix="use one Mesh for all marks of a program")
-    return _drop_trivial(ShardSpec.parse(node.args[2]), mesh)
+    return _drop_trivial(ShardSpec.parse(node.args[2]), marked).map_axes(mesh.refine)
 
 
 def _outputs(captured: Captured, placeholders: list[fx.Node], results: list[ShardSpec | None],

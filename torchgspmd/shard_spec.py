@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Union
 
 from .errors import ShardingError, user_line
-from .mesh import Mesh
+from .mesh import Mesh, sub_axis
 from .window import Window
 
 Axes = tuple[str, ...]
@@ -123,6 +123,10 @@ class ShardSpec:
         windows = self.windows or (None,) * self.rank
         return ShardSpec(self.dims, self.open, self.pending, self.reduction, (*windows[:dim], window, *windows[dim + 1:]))
 
+    def map_axes(self, change: Callable[[Axes], Axes]) -> ShardSpec:
+        """The same layout with other names for its axes."""
+        return ShardSpec(tuple(map(change, self.dims)), self.open, change(self.pending), self.reduction, self.windows)
+
     def plain(self) -> ShardSpec:
         """The same axes without windows."""
         return ShardSpec(self.dims, self.open, self.pending, self.reduction) if self.windows else self
@@ -165,7 +169,7 @@ def padding(size: int, count: int) -> int:
 
 
 def _is_axis(name: Any) -> bool:
-    return isinstance(name, str) and name.isidentifier() and name != "_"
+    return isinstance(name, str) and (name.isidentifier() and name != "_" or sub_axis(name) is not None)
 
 
 _WORD = re.compile(r"(?:[^\s\[]|\[[^\]]*\])+")

@@ -76,7 +76,7 @@ class Exchange:
     def _group(self, coordinates: Coordinates) -> dict[str, np.ndarray]:
         """Coordinates of all members of a device's group, in the group's order."""
         places = np.indices([self.mesh.count((a,)) for a in self.axes]).reshape(len(self.axes), -1)
-        fixed = {name: np.full(places.shape[1], coordinates[name]) for name in self.mesh.names}
+        fixed = {name: np.full(places.shape[1], self.mesh.place(name, coordinates)) for name in self.mesh.names}
         return {**fixed, **dict(zip(self.axes, places))}
 
     def _rows(self, spec: ShardSpec, group: dict[str, np.ndarray]) -> Boxes:
@@ -113,7 +113,7 @@ class Exchange:
 def exchange(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec) -> Exchange:
     """The exchange whose busiest device has least to do, of the ways to divide duties."""
     made = _undivided(mesh, shape, before, after)
-    sharing = [a for a in made.axes if a not in before.sharding_axes]
+    sharing = [a for a in made.axes if a not in made.before.sharding_axes]
     dims = sorted(range(len(shape)), key=lambda d: before.dims[d] == after.dims[d])
     ways = itertools.islice(itertools.product(dims, repeat=len(sharing)), WAYS)
     return min((replace(made, duty=tuple(tuple(a for a, place in zip(sharing, way) if place == d) for d in range(len(shape))))
@@ -147,9 +147,11 @@ def busiest(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardS
 
 
 def _undivided(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec) -> Exchange:
-    changed = [d for d, (b, a) in enumerate(zip(before.dims, after.dims)) if b != a]
-    moving = {axis for d in changed for axes in (before.dims[d], after.dims[d])
-              for axis in axes[_same(mesh, shape[d], before.dims[d], after.dims[d]):]}
+    fine = mesh.divided(before.sharding_axes + before.pending + after.sharding_axes + after.pending)
+    if fine != mesh:                                                        # so that equal names mean equal devices
+        mesh, before, after = fine, before.map_axes(fine.refine), after.map_axes(fine.refine)
+    moving = {axis for n, b, a in zip(shape, before.dims, after.dims) if b != a
+              for axes in (b, a) for axis in axes[_same(mesh, n, b, a):]}
     return Exchange(mesh, shape, before, after, tuple(a for a in mesh.names if a in moving), ((),) * len(shape))
 
 

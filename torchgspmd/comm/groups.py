@@ -24,7 +24,7 @@ class Groups:
 
     def group(self, axes: tuple[str, ...]) -> tuple[str, list[int]]:
         """(name of the group over these axes, for each of its positions in axes order the position in the group)."""
-        ordered = tuple(a for a in self.mesh.names if a in axes)
+        ordered = self.mesh.in_order(axes)
         if ordered not in self.known:
             self.known[ordered] = (self._make(ordered), next(g for g in self.mesh.groups(ordered) if self.rank in g))
         name, ranks = self.known[ordered]
@@ -32,7 +32,7 @@ class Groups:
         return name, [ranks.index(r) for r in mine]
 
     def _make(self, axes: tuple[str, ...]) -> str:
-        if len(axes) == 1:
+        if len(axes) == 1 and axes[0] in self.mesh.names:
             return self.device_mesh.get_group(axes[0]).group_name
         mine = None
         for ranks in self.mesh.groups(axes):

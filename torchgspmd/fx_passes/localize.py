@@ -19,7 +19,7 @@ from torch import fx
 
 from ..comm.collective import permute, shard, split_axes, window
 from ..comm.local import mask_padding, take_part, take_window
-from ..mesh import Mesh
+from ..mesh import Mesh, sub_axis
 from ..rules import Rule, Shapes
 from ..shard_spec import Axes, ShardSpec
 from ..window import Window
@@ -133,12 +133,19 @@ class _Localizer:
     def index(self, axes: Axes) -> fx.Node:
         """The node that holds the device's position along `axes`; made once, right behind the inputs."""
         if axes not in self.indices:
-            node = self.coordinates[axes[0]]
+            node = self._place(axes[0])
             for axis in axes[1:]:
                 node = self._at_top(operator.mul, node, self.mesh.count((axis,)))
-                node = self._at_top(operator.add, node, self.coordinates[axis])
+                node = self._at_top(operator.add, node, self._place(axis))
             self.indices[axes] = node
         return self.indices[axes]
+
+    def _place(self, axis: str) -> fx.Node:
+        if axis in self.coordinates:
+            return self.coordinates[axis]
+        whole, before, size = sub_axis(axis)
+        node = self._at_top(operator.floordiv, self.coordinates[whole], self.mesh.count((whole,)) // (before * size))
+        return self._at_top(operator.mod, node, size)
 
     def _at_top(self, op: Any, a: fx.Node, b: Any) -> fx.Node:
         with self.graph.inserting_after(self.top or [n for n in self.graph.nodes if n.op == "placeholder"][-1]):

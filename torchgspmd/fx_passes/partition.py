@@ -68,6 +68,8 @@ class _Solver:
                 self.held[node] = ShardSpec.replicated(node.meta["val"].dim())
         self.held.update(given)
         self.open_inputs = [n for n in graph.nodes if n.op == "placeholder" and n not in given]
+        for node in self.open_inputs:                                       # parts of axes do not leave the program unasked
+            self.held[node] = self.held[node].map_axes(mesh.whole)
         self.chosen: dict[fx.Node, Strategy] = {}
         self.needs: dict[fx.Node, dict] = {}                                # value -> {(user, operand index): layout}
         self.memo: dict = {}
@@ -258,7 +260,8 @@ class _Solver:
     def _choose_input(self, node: fx.Node) -> bool:
         """An input whose layout is open is stored as it is used most cheaply."""
         wanted = self._wanted(node, first=False)
-        candidates = [node.meta["spec"], self.held[node], *(w.plain() for w in wanted if not w.pending)]
+        found = (node.meta["spec"], *(spec for spec in wanted if not spec.pending))
+        candidates = [self.held[node], *(spec.plain().map_axes(self.mesh.whole) for spec in found)]
         best = min(candidates, key=lambda spec: sum(self._move(node, spec, w) for w in wanted))
         changed = best != self.held[node]
         self.held[node] = best
@@ -277,7 +280,7 @@ class _Solver:
         if wish is not None and not any(wish.open):
             return wish
         held = self.held[value]
-        target = value.meta["spec"].closed() if held.pending else held.with_pending(())
+        target = (value.meta["spec"].closed() if held.pending else held.with_pending(())).map_axes(self.mesh.whole)
         if wish is None:
             return target
         fixed = {a for axes, is_open in zip(wish.dims, wish.open) if not is_open for a in axes}
