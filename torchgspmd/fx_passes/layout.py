@@ -7,6 +7,8 @@ from ..mesh import Mesh
 from ..rules import Rule
 from ..rules.notation import Dims
 from ..shard_spec import Axes, ShardSpec
+from ..window import sent_rows
+from .graph import Op
 
 Assignment = Mapping[str, Axes]         # factor -> axes that shard it, major first
 
@@ -73,6 +75,18 @@ def operand_layout(rule: Rule, operand: int, shape: Sequence[int], assignment: A
             if not window.is_block(shape[d], mesh.count(names)):
                 spec = spec.with_window(d, window)
     return spec
+
+
+def is_far(op: Op, factor: str, axes: Axes, mesh: Mesh) -> bool:
+    """Whether an operand loses rows in the operation, and all of some device's window comes from others: as for halves of it."""
+    count = mesh.count(axes)
+    for (operand, d), reach in op.rule.halo.items():
+        size = op.operands[operand].meta["val"].shape[d]
+        if op.rule.operands[operand][d] == (factor,):
+            window = reach.bind(op.rule.sizes[factor], size, count)
+            if sent_rows(window, size, count) >= window.length and op.rule.sizes[factor] < size:
+                return True
+    return False
 
 
 def result_pending(rule: Rule, dims: Dims, assignment: Assignment) -> tuple[Axes, str]:

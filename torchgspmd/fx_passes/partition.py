@@ -26,7 +26,7 @@ from ..mesh import Mesh
 from ..rules import Rule
 from ..shard_spec import Axes, ShardSpec
 from .graph import Op, Rules, is_number
-from .layout import assemble, operand_layout, project, result_pending
+from .layout import assemble, is_far, operand_layout, project, result_pending
 from .reshard import Resharder
 
 FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
@@ -73,7 +73,7 @@ class _Solver:
         self.chosen: dict[fx.Node, Strategy] = {}
         self.needs: dict[fx.Node, dict] = {}                                # value -> {(user, operand index): layout}
         self.memo: dict = {}
-        self.late = LATE
+        self.late, self.first = LATE, True
         self.strategies: dict = {}
         self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
 
@@ -82,6 +82,7 @@ class _Solver:
     def solve(self) -> None:
         for op in self.ops.values():
             self._choose(op, first=True)
+        self.first = False
         self._settle_outputs()
         for self.late in (LATE, 0.0):
             for sweep in range(SWEEPS):
@@ -199,10 +200,10 @@ class _Solver:
             for spec in specs:
                 for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
                     for axis in axes:
-                        if factor not in rule.whole:
+                        if factor not in rule.whole and not (self.first and is_far(op, factor, axes, self.mesh)):
                             options[axis][factor] = None
-                        elif rule.known:                                    # it has to leave: any other factor may take it
-                            options[axis].update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole | rule.special))
+                        if factor in rule.whole | rule.windowed and rule.known:             # it has to leave, or had better:
+                            options[axis].update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole | rule.special | {factor}))
                 for axis in spec.pending:
                     for g in range(len(rule.linear)):
                         options[axis][g] = None

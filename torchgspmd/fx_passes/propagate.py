@@ -21,7 +21,7 @@ from ..mesh import Mesh
 from ..rules import Rule, make_rule
 from ..shard_spec import Axes, ShardSpec
 from .graph import Op, Rules, values
-from .layout import assemble, project
+from .layout import assemble, is_far, project
 
 ELEMENTWISE, PASSING, ALL = range(3)
 
@@ -129,9 +129,12 @@ class _Propagation:
         found = [project(dims, spec[v], rule.sizes, self.mesh) for v, dims in tensors]
         changed = []
         for factor in self._order(rule, found, tensors):
-            if factor in rule.whole and not rule.splits or stage < ALL and (factor in rule.reduce or factor in rule.special):
+            if factor in rule.whole and not rule.splits or stage < ALL and (factor in rule.reduce or factor in rule.special) or (
+                    stage == ELEMENTWISE and factor in rule.windowed):
                 continue
             longest, source = self._longest(rule, factor, found, tensors, stage)
+            if stage < ALL and is_far(op, factor, longest, self.mesh):
+                continue
             for t, (value, _) in enumerate(tensors):
                 if self._extend(rule, factor, longest, t, tensors, found):
                     changed.append(value)
@@ -167,10 +170,11 @@ class _Propagation:
             return False
         spec = self.layouts.spec[value]
         used = set(spec.sharding_axes)
+        most = value.meta["val"].shape[place] if len(dims[place]) == 1 else rule.sizes[factor]
         accepted = None
         for end in range(len(have) + 1, len(longest) + 1):
             axes = longest[:end]
-            if longest[end - 1] in used or self.mesh.count(axes) > rule.sizes[factor]:
+            if longest[end - 1] in used or self.mesh.count(axes) > most:
                 break
             new = assemble(dims, {**found[t], factor: axes}, rule.sizes, self.mesh)
             if new is None or any(a != b for d, (a, b) in enumerate(zip(new, spec.dims)) if d != place):

@@ -6,6 +6,7 @@ from . import (  # noqa: F401 (they register)
     factory,
     indexing,
     linalg,
+    moving,
     normalization,
     ordering,
     pointwise,

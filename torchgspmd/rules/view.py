@@ -150,57 +150,10 @@ def keep_rule(call: Call, dims: Sequence[int], **keywords) -> Rule:
     return make_rule(operands, results, {**kept, **extra}, whole=frozenset(extra), **keywords)
 
 
-@computed(aten.cat.default)
-def _cat(call: Call) -> Rule | None:
-    if any(t.dim() != call.results[0].dim() for t in call.tensors):
-        return None
-    return keep_rule(call, [call.argument(1, "dim", 0)], linear=[list(range(len(call.tensors)))])
-
-
-@computed(aten.split.Tensor, aten.split_with_sizes.default, aten.flip.default, aten.tril.default, aten.triu.default,
-          aten.roll.default)
+@computed(aten.split.Tensor, aten.split_with_sizes.default, aten.tril.default, aten.triu.default)
 def _along(call: Call) -> Rule:
-    linear = [[0]] if call.target in _LINEAR else ()
-    return keep_rule(call, _dims_of(call), linear=linear)
-
-
-_LINEAR = {aten.split.Tensor, aten.split_with_sizes.default, aten.flip.default, aten.tril.default, aten.triu.default,
-           aten.roll.default}
-_WHERE = {aten.split.Tensor: (2, 0), aten.split_with_sizes.default: (2, 0), aten.flip.default: (1, 0)}
-
-
-def _dims_of(call: Call) -> list[int]:
-    if call.target in (aten.tril.default, aten.triu.default):
-        return [-2, -1]
-    if call.target is aten.roll.default:
-        return list(call.argument(2, "dims") or range(call.tensors[0].dim()))
-    index, default = _WHERE[call.target]
-    dim = call.argument(index, "dim" if call.target is not aten.flip.default else "dims", default)
-    return [dim] if isinstance(dim, int) else list(dim)
-
-
-@computed(aten.slice.Tensor)
-def _slice(call: Call) -> Rule:
-    dim = call.argument(1, "dim", 0)
-    same = call.results[0].shape == call.tensors[0].shape
-    return keep_rule(call, [] if same else [dim], linear=[[0]], local=_whole_slice if same else None)
-
-
-def _whole_slice(args, kwargs, shapes):
-    return (args[0], 0, 0, shapes.operands[0][0] if shapes.operands[0] else 0), {}
-
-
-@computed(aten.slice_backward.default)
-def _slice_backward(call: Call) -> Rule:
-    return keep_rule(call, [call.args[2]], linear=[[0]], local=shape_argument(1))
-
-
-@computed(aten.constant_pad_nd.default)
-def _pad(call: Call) -> Rule:
-    pads = call.args[1]
-    rank = call.tensors[0].dim()
-    padded = [rank - 1 - i // 2 for i in range(len(pads)) if pads[i]]
-    return keep_rule(call, sorted(set(padded)), linear=[[0]] if call.argument(2, "value", 0) == 0 else ())
+    split = call.target in (aten.split.Tensor, aten.split_with_sizes.default)
+    return keep_rule(call, [call.argument(2, "dim", 0)] if split else [-2, -1], linear=[[0]])
 
 
 @computed(aten.select.int)
