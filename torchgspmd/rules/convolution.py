@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..window import Reach
 from .notation import Call, Dims, Rule, Shapes, make_rule
 from .registry import computed, decomposition
+from .spread import cut
 
 aten = torch.ops.aten
 
@@ -71,44 +70,14 @@ def _emit(local, args: tuple, kwargs: dict) -> list:
     cuts = {}
     for i in spatial:
         if local.sharded(f"h{i}"):
-            cuts[i] = _cut(local, i, stride[i], padding[i], dilation[i] * (local.shape(w)[i + 2] - 1)) if transposed else None
+            cuts[i] = cut(local, 0, i + 2, stride[i], padding[i], dilation[i] * (local.shape(w)[i + 2] - 1)) if transposed else None
             padding[i] = cuts[i].spare if transposed else 0
             rest[i] = 0
     groups = (local.results[0].shape if transposed else local.shape(x))[1] // local.shape(w)[1]
     y = local.call(aten.convolution.default, x, w, None, stride, padding, dilation, transposed, rest, groups)
-    for i, cut in cuts.items():
-        y = cut.of(local, y, i + 2) if cut else y
+    for i, here in cuts.items():
+        y = here.of(local, y, i + 2) if here else y
     return [y]
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """What a device takes of the positions that its window touches: those from `start` on, without `spare` at both ends, but
-    with `front` and `back` more that the window does not touch (where the stride is larger than the kernel): zeros."""
-    start: Any
-    length: int
-    spare: int
-    front: int
-    back: int
-
-    def of(self, local, y: Any, dim: int) -> Any:
-        if self.front or self.back:
-            y = local.call(aten.constant_pad_nd.default, y, [0, 0] * (len(local.results[0].shape) - 1 - dim) + [self.front, self.back])
-        return local.narrow(y, dim, self.start, self.length)
-
-
-def _cut(local, i: int, stride: int, padding: int, span: int) -> _Cut:
-    """span: distance of the first and the last element of the kernel."""
-    window, length = local.window(0, i + 2), local.size(f"h{i}")
-
-    def start(device: Any) -> Any:
-        return device * length + padding - window.first(device) * stride
-    starts = {start(device) for device in range(stride)}                    # they repeat from there on
-    end = (window.length - 1) * stride + span + 1
-    front, back = max(0, -min(starts)), max(0, max(starts) + length - end)
-    spare = min(min(starts), end - max(starts) - length) if not front and not back else 0
-    here = start(local.index(f"h{i}")) if len(starts) > 1 else starts.pop()
-    return _Cut(here + (front - spare), length, spare, front, back)
 
 
 @decomposition(aten.convolution.default)
