@@ -1,6 +1,8 @@
 # make demo   trains the example GPT on 4 local processes and on one, and compares their losses
-# make test   all tests
-# Both create .venv if there is none. PYTHON=... chooses the interpreter, VENV=... another environment.
+# make test   all tests: test-core, then test-xla
+# make test-core   all but those of XLA
+# make test-xla    those of XLA, in an environment of their own (.venv-xla, 7 GB: torch 2.9 and torch_xla), and the core tests there
+# All create .venv if there is none. PYTHON=... chooses the interpreter, VENV=... another environment.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,8 +11,10 @@ STEPS ?= 100
 OUT := examples/gpt/out
 TRAIN := examples/gpt/train.py --steps $(STEPS)
 BIN := $(VENV)/bin
+XLA_VENV ?= .venv-xla
+XLA_BIN := $(XLA_VENV)/bin
 
-.PHONY: demo test venv
+.PHONY: demo test test-core test-xla venv venv-xla
 
 # One thread a process, in both runs: more threads than cores would only wait for each other.
 demo: venv
@@ -21,12 +25,25 @@ demo: venv
 	OMP_NUM_THREADS=1 $(BIN)/python $(TRAIN) --sample 0 --losses $(OUT)/one.json --plot $(OUT)/loss-one.png
 	$(BIN)/python examples/gpt/compare.py $(OUT)/one.json $(OUT)/four.json --tolerance 1e-4
 
-test: venv
+test: test-core test-xla
+
+test-core: venv
 	$(BIN)/python -m pip install --quiet -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -x -q tests
+
+# One process for all tests of XLA: it has 8 virtual devices, and SPMD cannot be switched off in it. The core tests show that
+# torch 2.9 will do; what takes long and depends little on the version of torch is left out.
+test-xla: venv-xla
+	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q tests_xla
+	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q tests --ignore=tests/test_random_programs.py --ignore=tests/test_examples.py
 
 # The CPU build of torch where pip's indexes have it, else what they have; nothing if a torch is there already.
 venv:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "torch==$(TORCH)+cpu" \
 		|| $(BIN)/python -m pip install --quiet "torch==$(TORCH)"
+
+venv-xla:
+	test -x $(XLA_BIN)/python || $(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_BIN)/python -m pip install --quiet torch==2.9.0 torch_xla==2.9.0
+	$(XLA_BIN)/python -m pip install --quiet -e ".[test,examples]"

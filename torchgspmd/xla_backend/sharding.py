@@ -44,12 +44,6 @@ def annotate(x: Tensor, mesh: str, spec: str) -> Tensor:
     return y
 
 
-def annotate_in_place(x: Tensor, mesh: Mesh, spec: ShardSpec) -> None:
-    """Gives a tensor a layout; one that has data moves them in the next graph."""
-    import torch_xla
-    torch_xla._XLAC._xla_annotate_custom_sharding(x, op_sharding(str(mesh), str(spec)))
-
-
 @cache
 def op_sharding(mesh: str, spec: str) -> Any:
     return xla_mesh(mesh).get_op_sharding(partition_spec(ShardSpec.parse(spec)))

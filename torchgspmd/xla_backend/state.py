@@ -12,7 +12,7 @@ from ..mesh import Mesh
 from ..module_state import named_tensors, slot_of
 from ..shard_spec import ShardSpec, SpecLike
 from .runtime import start
-from .sharding import annotate_in_place, check, device_order, layout_text, partition_spec, text_of, xla_mesh
+from .sharding import annotate, check, device_order, layout_text, partition_spec, text_of, xla_mesh
 
 Slot = tuple[dict, str, ShardSpec]          # a module's table of parameters or buffers, the name there, the layout
 
@@ -56,7 +56,7 @@ def place_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
 def pin(tensor: Tensor, mesh: Mesh, spec: ShardSpec) -> None:
     """Lays a tensor out, unless it is so already. What is assigned or copied to it, torch_xla may lay out otherwise."""
     if layout_text(tensor) != text_of(spec, mesh, tuple(device_order())):
-        annotate_in_place(tensor, mesh, spec)
+        tensor.data = annotate(tensor.detach(), str(mesh), str(spec))
 
 
 def sync() -> None:
