@@ -21,6 +21,7 @@ from .mesh import Mesh
 from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
 from .shard_spec import ShardSpec
 from .specs import spread_inputs
+from .xla_backend.host import report_host_operations
 from .xla_backend.lower import PINS, lower, on_device, unpartitioned
 from .xla_backend.recompute import mark_repeated, separate
 from .xla_backend.runtime import start
@@ -123,7 +124,7 @@ class _Program:
         forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
         separate(backward).set_codegen(BoxedCodeGen())
         constants = on_device(self.captured.constants, device)
-        self.forward, self.backward = (fx.GraphModule(constants, g).forward for g in (forward, backward))
+        self.forward, self.backward = (_Watched(fx.GraphModule(constants, g)) for g in (forward, backward))
 
     def __call__(self, leaves: list) -> Any:
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -149,6 +150,19 @@ class _Program:
             for index, value in zip(self.mutated, results[self.outputs:count]):
                 flat[index].copy_(value)
         return results[:self.outputs], results[count:]
+
+
+class _Watched:
+    """A graph to call; the first time, what the host computes of it is reported."""
+
+    def __init__(self, module: fx.GraphModule):
+        self.module, self.new = module, True
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not self.new:
+            return self.module.forward(*inputs)
+        self.new = False
+        return report_host_operations(self.module.graph, lambda: self.module.forward(*inputs))
 
 
 class _Run(torch.autograd.Function):

@@ -47,7 +47,7 @@ def _split_topk(x, k, dim=-1, largest=True, sorted=True, *, shards=1):
     dim %= max(x.dim(), 1)
     blocks = blocks_of(x.shape[dim] if x.dim() else 1, shards)
     if k == 0 or x.shape[dim] // blocks <= k:
-        raise NotImplementedError
+        raise NotImplementedError("left as it is")
     parts = cut(x, dim, blocks)
     values, places = parts.topk(k, dim + 1, largest, sorted)
     dtype = torch.int32 if x.shape[dim] < 2 ** 31 else torch.int64          # what is sent

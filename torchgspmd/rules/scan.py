@@ -16,7 +16,7 @@ def blocks_of(size: int, shards: int) -> int:
     """Into how many equal blocks a dimension is cut; shards 1: a guess that many meshes divide. NotImplementedError if it cannot be."""
     found = [n for n in ([shards] if shards > 1 else range(24, 1, -1)) if size % n == 0 and size > n]
     if not found:
-        raise NotImplementedError
+        raise NotImplementedError("left as it is")
     return found[0]
 
 

@@ -26,7 +26,7 @@ def _storage_order(x: Tensor) -> list[int]:
     """The dimensions as they lie in memory; NotImplementedError if there are gaps or overlaps."""
     order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
     if not x.permute(order).is_contiguous():
-        raise NotImplementedError
+        raise NotImplementedError("left as it is")
     return order
 
 
@@ -72,7 +72,7 @@ def _as_strided(x, size, stride, storage_offset=None):
     offset = (storage_offset or 0) - x.storage_offset()
     base = x.permute(_storage_order(x))
     if not x.numel() or not math.prod(size) or offset < 0:
-        raise NotImplementedError
+        raise NotImplementedError("left as it is")
     windows = _windows([n for n in base.shape if n > 1], size, stride, offset)
     if windows is None:
         return base.reshape(-1)[_places(size, stride, offset, x.device).reshape(-1)].reshape(list(size))
@@ -105,7 +105,7 @@ def _places(size, stride, offset: int, device) -> Tensor:
 @decomposition(aten.unfold.default, aten.unfold_copy.default)
 def _unfold(x, dimension, size, step):
     if not x.dim():
-        raise NotImplementedError
+        raise NotImplementedError("left as it is")
     dim = dimension % x.dim()
     count = (x.shape[dim] - size) // step + 1
     if size == step:
@@ -116,7 +116,7 @@ def _unfold(x, dimension, size, step):
 @decomposition(aten.unfold_backward.default)
 def _unfold_backward(grad, shape, dimension, size, step):
     if not shape:
-        raise NotImplementedError
+        raise NotImplementedError("left as it is")
     dim = dimension % len(shape)
     rows = grad.movedim(-1, dim + 1).flatten(dim, dim + 1)
     return grad.new_zeros(shape).index_add(dim, _blocks(grad.shape[dim], size, step, grad.device), rows)

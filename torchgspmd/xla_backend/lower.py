@@ -8,7 +8,6 @@ needs    a graph expanded by rules.unpartitioned_of; meta["mark"] on marks; to p
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -120,7 +119,7 @@ def _has_kernel(op: Any) -> bool:
 
 
 def _refuse(graph: fx.Graph) -> None:
-    """ShardingError for what would silently compute something else on XLA; a warning for what the host will compute."""
+    """ShardingError for what would silently compute something else on XLA."""
     for node in graph.nodes:
         if not is_operation(node) or node.target is operator.getitem:
             continue
@@ -131,6 +130,3 @@ def _refuse(graph: fx.Graph) -> None:
                                 fix="leave it out: marks say how tensors are laid out, and XLA communicates")
         if name in _LOST:
             raise ShardingError(f"{name} loses the gradient", where=node.meta.get("source"), fix="torchgspmd.mark_sharding")
-        if not _has_kernel(node.target):
-            warnings.warn(f"{name} ({node.meta.get('source')}) has no XLA kernel: the host computes it, on gathered tensors, and the "
-                          "step is cut in two", stacklevel=2)
