@@ -188,6 +188,11 @@ sample(aten._fft_r2c.default, real(4, 6, 5), [1], 0, True)
 sample(aten._fft_c2c.default, lambda: torch.randn(4, 6, 5, dtype=torch.complex64), [0, 2], 0, True)
 sample(aten._fft_c2r.default, lambda: torch.randn(4, 6, 5, dtype=torch.complex64), [1], 2, 10)
 
+sample(ours.ctc_losses.default, lambda: torch.randn(7, 4, 5).log_softmax(-1), lambda: torch.randint(1, 5, (4, 3)),
+       lambda: torch.tensor([7, 6, 7, 5]), lambda: torch.tensor([3, 2, 1, 3]), 0, False)
+sample(ours.ctc_losses.default, lambda: torch.randn(7, 4, 5).log_softmax(-1), lambda: torch.randint(1, 5, (9,)),
+       lambda: torch.tensor([7, 6, 7, 5]), lambda: torch.tensor([3, 2, 1, 3]), 0, True)
+
 # ------------------------------------------------------------------------------------------ making tensors
 
 sample([aten.full.default], [4, 5], 2.0)

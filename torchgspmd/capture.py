@@ -32,6 +32,7 @@ from .errors import ShardingError, user_line, user_line_of
 from .mesh import Mesh
 from .nd_capture import REPLACEMENTS
 from .shard_spec import ShardSpec
+from .value_capture import VALUE_REPLACEMENTS
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
 OUTPUT, MUTATION, GRADIENT = "output", "mutation", "gradient"
@@ -185,7 +186,8 @@ class _Interceptor(TorchFunctionMode):
             raise ShardingError("mark_sharding is called inside of the program on a tensor that is no part of it", where=user_line(),
                                 why="it is neither a parameter, buffer or argument nor computed from one",
                                 fix="register it as a buffer, or pass it as an argument")
-        result = REPLACEMENTS[func](*args, **kwargs) if func in REPLACEMENTS else NotImplemented
+        replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
+        result = replacement(*args, **kwargs) if replacement is not None else NotImplemented
         if result is NotImplemented:
             result = func(*args, **kwargs)
         self.tracker.after(result)

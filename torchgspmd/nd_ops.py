@@ -112,3 +112,37 @@ def _attention_backward(ctx: Any, grad: Tensor, _: Any) -> tuple:
 
 
 attention.register_autograd(_attention_backward, setup_context=_attention_context)
+
+
+# ------------------------------------------------------------------------------------------ connectionist temporal classification
+
+@torch.library.custom_op("torchgspmd::ctc_losses", mutates_args=())
+def ctc_losses(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
+               zero_infinity: bool) -> tuple[Tensor, Tensor]:
+    """The loss [n] of each row of a batch, and its gradient by log_probs[t, n, c].
+
+    targets[n, s], or all of them behind each other. Whole, because PyTorch's own saves what has a size that depends on the lengths.
+    """
+    lengths = [n.tolist() for n in (input_lengths, target_lengths)]
+    losses, alpha = torch.ops.aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)
+    grad = torch.ops.aten._ctc_loss_backward.default(torch.ones_like(losses), log_probs, targets, *lengths, losses, alpha, blank,
+                                                     zero_infinity)
+    losses = losses.masked_fill(losses.isinf(), 0) if zero_infinity else losses.clone()
+    return losses, grad.contiguous()
+
+
+@ctc_losses.register_fake
+def _(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity):
+    return log_probs.new_empty([log_probs.shape[1]]), torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def _ctc_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _ctc_backward(ctx: Any, grad: Tensor, _: Any) -> tuple:
+    return ctx.saved_tensors[0] * grad.unsqueeze(-1), None, None, None, None, None
+
+
+ctc_losses.register_autograd(_ctc_backward, setup_context=_ctc_context)

@@ -5,6 +5,7 @@ import operator
 
 import torch
 
+from .. import nd_ops  # noqa: F401 (registers ctc_losses)
 from .notation import Call, Rule, make_rule
 from .registry import computed, rule
 
@@ -60,6 +61,16 @@ def _emit_histogram(local, args, kwargs):
         for factor in local.rule.operands[0][d]:
             x = local.masked(x, d, factor, low - 1)
     return [local.call(aten.histc.default, x, kwargs.get("bins", bins), low, high)]
+
+
+@computed(torch.ops.torchgspmd.ctc_losses.default)
+def _ctc(call: Call) -> Rule:
+    """Each row of the batch on its own, if its targets are."""
+    log_probs, targets = call.tensors[:2]
+    dims = [[("t",), ("n",), ("c",)], [("n",), ("s",)] if targets.dim() == 2 else [("s",)], [("n",)], [("n",)]]
+    sizes = {"t": log_probs.shape[0], "n": log_probs.shape[1], "c": log_probs.shape[2], "s": targets.shape[-1]}
+    return make_rule(dims, [[("n",)], dims[0]], sizes, whole="t c s" if targets.dim() == 2 else "t c s n",
+                     padding=dict.fromkeys(range(4), 0.0))
 
 
 def _emit_groups(local, args, kwargs):

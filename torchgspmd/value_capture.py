@@ -1,0 +1,89 @@
+"""Functions of PyTorch that look at values while they run, as programs that need not: what capture.py calls in their place.
+
+Checks of values (is a variance negative?) are left out, for a program has none when it is captured.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import ShardingError, user_line
+from .nd_ops import ctc_losses
+
+
+def _equal(input: Tensor, other: Tensor):
+    return False if input.shape != other.shape else (input == other).all().item()
+
+
+def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False):
+    return torch.isclose(input, other, rtol, atol, equal_nan).all().item()
+
+
+def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+    """Of the rows of input [variables, observations]; weights [observations] count or weigh the columns."""
+    x = input if input.dim() == 2 else input.reshape(1, -1)
+    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    if weights is None:
+        centered = x - x.mean(1, keepdim=True)
+        weighted, count = centered, max(x.shape[1] - correction, 0)
+    else:
+        total = weights.sum()
+        centered = x - (x * weights).sum(1, keepdim=True) / total
+        spread = total if aweights is None else (weights * aweights).sum() / total
+        count = (total - correction * spread if aweights is not None else total - correction).clamp_min(0)
+        weighted = centered * weights
+    return (weighted @ centered.mT.conj() / count).squeeze()
+
+
+def _corrcoef(input: Tensor) -> Tensor:
+    c = _cov(input)
+    if c.dim() == 0:
+        return c / c
+    deviation = torch.diagonal(c).sqrt()
+    c = c / deviation.unsqueeze(1) / deviation
+    return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
+
+
+def _gaussian_nll(input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6,
+                  reduction: str = "mean") -> Tensor:
+    if isinstance(var, float):
+        var = torch.full_like(input, var)
+    if var.shape != input.shape and input.shape[:-1] == var.shape:
+        var = var.unsqueeze(-1)
+    var = var.clone()
+    with torch.no_grad():                                                   # the gradient passes where eps is taken as well
+        var.clamp_(min=eps)
+    loss = 0.5 * (var.log() + (input - target).square() / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _ctc(log_probs: Tensor, targets: Tensor, input_lengths, target_lengths, blank: int = 0, reduction: str = "mean",
+         zero_infinity: bool = False) -> Tensor:
+    single = log_probs.dim() == 2
+    log_probs = log_probs.unsqueeze(1) if single else log_probs
+    lengths = [torch.as_tensor(n, device=log_probs.device, dtype=torch.int64).reshape(-1) for n in (input_lengths, target_lengths)]
+    targets = targets.unsqueeze(0) if single and targets.dim() == 1 else targets
+    losses = ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)[0]
+    if reduction == "mean":
+        return (losses / lengths[1].clamp_min(1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == "sum" else losses.squeeze(0) if single else losses
+
+
+def _tensor_split(input: Tensor, tensor_indices_or_sections, dim: int = 0):
+    if not isinstance(tensor_indices_or_sections, Tensor):
+        return NotImplemented
+    raise ShardingError("tensor_split by a tensor needs its values before the program runs", where=user_line(),
+                        fix="give the sections as a number or a tuple")
+
+
+VALUE_REPLACEMENTS: dict[Callable, Callable] = {
+    torch.equal: _equal, Tensor.equal: _equal, torch.allclose: _allclose, Tensor.allclose: _allclose,
+    torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
+    F.gaussian_nll_loss: _gaussian_nll, F.ctc_loss: _ctc,
+    torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,
+}
