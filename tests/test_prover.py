@@ -220,6 +220,7 @@ def test_operations_that_split_run_with_shards_of_what_they_need_whole(op, numbe
 
 _C = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 DECOMPOSED = {
+    aten.cat.default: [([_r(4, 5), torch.empty(0), _r(4, 2)], 1)],
     aten.squeeze.default: [(_r(4, 1, 5),)],
     aten.squeeze.dim: [(_r(4, 1, 5), 1), (_r(4, 5), 1)],
     aten.squeeze.dims: [(_r(1, 4, 1, 5), [0, 2])],

@@ -29,12 +29,13 @@ def _ignore(*_: Any) -> None:
 
 
 def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None, out_specs: Any = None, grad: bool = False,
-         **kwargs: Any) -> Plan:
+         strict: bool = False, **kwargs: Any) -> Plan:
     """Compiles a function or module for a mesh, without devices.
 
     args, kwargs: real, fake or meta tensors of global shape, and whatever else fn takes. in_specs, out_specs: pytree
     prefixes of args and of the result (a mapping as in_specs: of kwargs) whose leaves are specs in string form, or
-    None where propagation decides. grad=True, on a module: forward and backward together. Raises ShardingError.
+    None where propagation decides. grad=True, on a module: forward and backward together. strict=True: what would be
+    listed as replicated_ops is an error. Raises ShardingError.
     """
     if not isinstance(mesh, Mesh):
         raise ShardingError(f"plan takes a torchgspmd.Mesh, not {type(mesh).__name__}", where=user_line(),
@@ -45,7 +46,7 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
     start = time.perf_counter()
     captured = capture(fn, args, kwargs, mesh, grad=grad)
     seconds = time.perf_counter() - start
-    made = compile_plan(captured, mesh, wanted, out_specs)
+    made = compile_plan(captured, mesh, wanted, out_specs, strict=strict)
     made.seconds = {"capture": seconds, **made.seconds}
     return made
 
@@ -61,7 +62,7 @@ class Annotated:
 
 
 def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
-                 stored: Mapping[str, ShardSpec] | None = None, plain: Sequence[bool] = ()) -> Plan:
+                 stored: Mapping[str, ShardSpec] | None = None, plain: Sequence[bool] = (), strict: bool = False) -> Plan:
     """The passes over a captured program. arguments: a spec or None for each.
 
     For a program that runs on real processes also, stored: the layouts of parameters and buffers, by name; plain:
@@ -77,7 +78,17 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     clock("localize")
     plan = Plan(mesh, captured, sharded, program, made.layouts, clock.seconds)
     dump.final(plan)
+    if strict and plan.replicated_ops:
+        raise _replicates(plan)
     return plan
+
+
+def _replicates(plan: Plan) -> ShardingError:
+    first, count = plan.replicated_ops[0], len(plan.replicated_ops)
+    more = f"; {count - 1} more" if count > 1 else ""
+    return ShardingError(f"{first.op} replicates or gathers {first.bytes} bytes on every device, which strict does not allow",
+                         where=first.source, why=first.why + more,
+                         fix="mark its operands so that this dimension is whole, or see plan.replicated_ops without strict")
 
 
 def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,

@@ -132,6 +132,9 @@ class _Program:
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         self.result_leaves, self.results = pytree.tree_flatten(self.fn(*args, **kwargs))
         self.result_slots = [i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)]
+        if any(isinstance(leaf, _NUMBERS) for leaf in self.result_leaves):
+            raise ShardingError("the program returns a number that is known only when it runs", where=user_line(),
+                                fix="return the tensor, and call item() on the result")
         outs = [self.result_leaves[i] for i in self.result_slots]
         return outs, self._backward(outs, inputs, tracker) if self.grad else {}
 

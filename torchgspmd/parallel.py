@@ -49,7 +49,7 @@ BACKENDS = ("torch", "inductor", "xla")
 
 
 def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_specs: Any = None, out_specs: Any = None,
-                pin: str = "user") -> nn.Module:
+                pin: str = "user", strict: bool = False) -> nn.Module:
     """The model on a mesh: an nn.Module with the same forward, to be called by every process alike.
 
     Parameters and buffers become DTensors laid out as marked (replicated without a mark) with rank 0's values; give the
@@ -66,7 +66,7 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
         raise ShardingError(f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}", where=user_line())
     if backend == "xla":
         return XlaModule(model, mesh, in_specs, out_specs, pin)
-    return ShardedModule(model, mesh, backend, in_specs, out_specs)
+    return ShardedModule(model, mesh, backend, in_specs, out_specs, strict)
 
 
 def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
@@ -92,11 +92,11 @@ class ShardedModule(Wrapped):
     plan: the Plan of the latest call (None before the first). planning_seconds: how long making it took.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any):
+    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any, strict: bool = False):
         super().__init__(model)
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
-        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs,
+        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _strict=strict,
                              _groups=Groups(mesh, device), _programs={}, _signatures={}, plan=None, planning_seconds=0.0)
         shard_module(model, {name: _stored_spec_of(mark_on(t, mesh), tuple(t.shape), mesh)
                              for name, t in named_tensors(model)}, mesh, self._groups.device_mesh)
@@ -135,7 +135,7 @@ class ShardedModule(Wrapped):
         made = compile_plan(captured, self._mesh, wanted, self._out_specs,
                             stored={i.name: _stored_spec_of(i.mark, i.shape, self._mesh) for i in captured.inputs
                                     if i.kind in (PARAMETER, BUFFER)},
-                            plain=[not isinstance(t, DTensor) for t in tensors])
+                            plain=[not isinstance(t, DTensor) for t in tensors], strict=self._strict)
         if not agree(_hash(made.program.code), None, torch.device(self._groups.device_type)):
             raise ShardingError("the ranks have made different programs", where=user_line(),
                                 why="the model, its marks or the versions of torch differ between ranks")

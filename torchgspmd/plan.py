@@ -17,6 +17,7 @@ from .comm.simulate import Lockstep, join_global, split_global
 from .errors import ShardingError, did_you_mean, user_line
 from .fx_passes import Layouts
 from .fx_passes.printer import dtype_name, graph_text
+from .fx_passes.unasked import ReplicatedOp, unasked
 from .mesh import Mesh
 from .shard_spec import ShardSpec
 
@@ -30,15 +31,6 @@ class Memory:
 
     def __str__(self) -> str:
         return f"parameters {_size(self.parameters)}, inputs {_size(self.inputs)}, peak {_size(self.peak)}"
-
-
-@dataclass(frozen=True)
-class ReplicatedOp:
-    """An operation that every device computes whole, or an operand gathered for one, though nobody asked for it."""
-    op: str
-    source: str | None
-    bytes: int
-    why: str
 
 
 class Plan:
@@ -80,16 +72,8 @@ class Plan:
 
     @cached_property
     def replicated_ops(self) -> tuple[ReplicatedOp, ...]:
-        """What ran replicated because nothing is known of the operation."""
-        found = []
-        for node in self.sharded.nodes:
-            rule = node.meta.get("rule")
-            if rule is not None and not rule.known:
-                val = pytree.tree_leaves(node.meta["val"])
-                found.append(ReplicatedOp(str(node.target), node.meta.get("source"),
-                                          sum(t.numel() * t.element_size() for t in val if isinstance(t, Tensor)),
-                                          "no rule and no decomposition"))
-        return tuple(found)
+        """What ran replicated, or was gathered, though nobody asked for it."""
+        return unasked(self.sharded, self.mesh)
 
     @cached_property
     def memory(self) -> Memory:

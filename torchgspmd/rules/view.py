@@ -150,6 +150,15 @@ def keep_rule(call: Call, dims: Sequence[int], **keywords) -> Rule:
     return make_rule(operands, results, {**kept, **extra}, whole=frozenset(extra), **keywords)
 
 
+@decomposition(aten.cat.default)
+def _cat_without_empty(tensors, dim=0):
+    """PyTorch lets an empty tensor of one dimension be joined with any."""
+    kept = [t for t in tensors if t.dim() != 1 or t.numel()]
+    if len(kept) == len(tensors) or not kept or kept[0].dim() == 1:
+        raise NotImplementedError
+    return torch.cat(kept, dim)
+
+
 @computed(aten.split.Tensor, aten.split_with_sizes.default, aten.tril.default, aten.triu.default)
 def _along(call: Call) -> Rule:
     split = call.target in (aten.split.Tensor, aten.split_with_sizes.default)

@@ -1,0 +1,93 @@
+"""Programs whose sizes, or numbers, depend on values: they run, or one sentence says where and why they cannot."""
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import MESHES, assert_same, message
+
+import torchgspmd as gspmd
+
+BIG = gspmd.Mesh(a=2, m=2)
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def assigned(x):
+    y = x.clone()
+    y[x > 0] = 0.0
+    return y * 2
+
+
+PROGRAMS = {
+    "boolean index": lambda x: x[x > 0],
+    "mean of a boolean index": lambda x: (x * 2)[x > 0].mean(),
+    "boolean assignment": assigned,
+    "masked_select": lambda x: torch.masked_select(x.sin(), x[0] > 0) * 2,
+    "nonzero": lambda x: torch.nonzero(x > 0),
+    "where of a condition": lambda x: x[torch.where(x > 0)].sum(),
+    "rows": lambda x: x[torch.nonzero(x[:, 0] > 0).squeeze(1)] @ x.mT,
+    "unique": lambda x: torch.unique((x * 2).long(), return_counts=True),
+    "repeat_interleave": lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).long() + 1, 0).cos(),
+    "item": lambda x: x * x.sum().item(),
+    "tolist": lambda x: x * x.sum().tolist(),
+    "slice up to a number": lambda x: x[:, :(x > 0).sum().clamp(1, 3).item()].sum(),
+    "narrow from a number": lambda x: x.narrow(0, (x[:, 0] > 9).sum().item(), 2) + 1,
+    "split": lambda x: [t * 2 for t in x[x > 0].reshape(-1, 1).unbind(1)],
+    "cov": lambda x: (torch.cov(x), torch.corrcoef(x), torch.cov(x, fweights=torch.tensor([1, 2, 0, 3]), aweights=x[0].abs())),
+    "equal": lambda x: x.mul(torch.equal(x, x.clone())),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("spec", ["a m", "_ m+a", "m _"])
+def test_sizes_that_depend_on_values(name, spec):
+    plan = gspmd.plan(PROGRAMS[name], X, mesh=BIG, in_specs=spec)
+    assert_same(plan.simulate(X, _poison=True), PROGRAMS[name](X), name)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=repr)
+def test_gradient_of_a_boolean_index(mesh):
+    def f(x):
+        return torch.autograd.grad((x * 3)[x > 0].square().mean(), x)
+    x = X.clone().requires_grad_()
+    assert_same(gspmd.plan(f, x, mesh=mesh, in_specs="m _").simulate(x, _poison=True), f(x))
+
+
+def test_other_values_have_other_sizes():
+    plan = gspmd.plan(PROGRAMS["boolean index"], X, mesh=BIG, in_specs="a m")
+    for other in (X + 1, X - 9):
+        assert_same(plan.simulate(other, _poison=True), other[other > 0])
+
+
+def test_what_depends_on_values_is_listed():
+    found = gspmd.plan(PROGRAMS["boolean index"], X, mesh=BIG, in_specs="a m").replicated_ops
+    assert ("aten.index.Tensor", "its sizes depend on values") in [(r.op, r.why) for r in found]
+
+
+def test_ctc_loss():
+    probs = torch.randn(7, 4, 5).log_softmax(-1).requires_grad_()
+    targets, lengths = torch.randint(1, 5, (4, 3)), (torch.tensor([7, 6, 7, 5]), torch.tensor([3, 2, 1, 3]))
+    for how in ("mean", "sum", "none"):
+        def f(probs, how=how):
+            loss = F.ctc_loss(probs, targets, *lengths, reduction=how, zero_infinity=True)
+            return loss, torch.autograd.grad(loss.sum(), probs)
+        plan = gspmd.plan(f, probs, mesh=BIG, in_specs="_ a _")
+        assert_same(plan.simulate(probs, _poison=True), f(probs))
+        assert plan.replicated_ops == ()
+
+
+BRANCH = """\
+the program depends on values: an `if` or a loop needs numbers that are known only when it runs
+  where test_values.py:N
+  why   one program is made for all values, before any device computes
+  fix   use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument"""
+
+
+def test_a_branch_on_values_is_one_sentence():
+    assert message(lambda: gspmd.plan(lambda x: x if x.sum() > 0 else -x, X, mesh=BIG)) == BRANCH
+    assert "tensor_split" in message(lambda: gspmd.plan(lambda x, at: torch.tensor_split(x, at), X, torch.tensor([1, 3]), mesh=BIG))
+    assert "linalg_lstsq" in message(lambda: gspmd.plan(lambda x: torch.linalg.lstsq(x, x).solution, X, mesh=BIG))
+
+
+def test_a_number_as_result_is_one_sentence():
+    assert "return the tensor" in message(lambda: gspmd.plan(lambda x: x.sum().item(), X, mesh=BIG))

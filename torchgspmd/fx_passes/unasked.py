@@ -1,0 +1,61 @@
+"""What a partitioned graph does that nobody asked for: operations that every device computes whole, and operands gathered so that
+the devices of an axis all compute the same. What marks and outputs ask for is not listed, nor a gather for an operation that
+divides another dimension by the axis: so are weights of FSDP and sequences gathered, on purpose."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..mesh import Mesh
+from .graph import operands_of, tensors_of
+
+
+@dataclass(frozen=True)
+class ReplicatedOp:
+    """An operation that every device computes whole, or an operand gathered for one, though nobody asked for it."""
+    op: str
+    source: str | None
+    bytes: int                          # of the results, or of the gathered operand, on one device
+    why: str
+
+
+def unasked(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
+    """In program order; needs a partitioned graph."""
+    found: dict[ReplicatedOp, None] = {}
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        rule = node.meta.get("rule")
+        if rule is None or "mark" in node.meta:
+            continue
+        if not rule.known:
+            size = sum(t.numel() * t.element_size() for t in tensors_of(node))
+            why = "its sizes depend on values" if node.meta.get("dynamic") else "no rule and no decomposition"
+            if size or node.meta.get("dynamic"):
+                found[ReplicatedOp(str(node.target), node.meta.get("source"), size, why)] = None
+            continue
+        for operand, why in _gathered(node):
+            if operand not in seen:
+                seen.add(operand)
+                val = operand.meta["val"]
+                size = math.prod(operand.meta["spec"].local_shape(val.shape, mesh)) * val.element_size()
+                found[ReplicatedOp(str(node.target), node.meta.get("source"), size, why)] = None
+    return tuple(found)
+
+
+def _gathered(node: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+    """Operands that were gathered along a dimension, and why that was needed."""
+    rule, used = node.meta["rule"], {a for axes in node.meta["assignment"].values() for a in axes}
+    for operand, dims in zip(operands_of(node), rule.operands):
+        before = operand
+        while "step" in before.meta and before.meta["step"].kind == "all_gather":
+            before = before.args[0]
+        if before is operand:
+            continue
+        for d, (was, now) in enumerate(zip(before.meta["spec"].dims, operand.meta["spec"].dims)):
+            lost = [a for a in was if a not in now and a not in used]
+            if lost:
+                why = "it has to be whole in" if set(dims[d]) & rule.whole else "it is cheaper, and nothing else is divided by it, in"
+                yield operand, f"dimension {d} of %{before.name} is gathered over {'+'.join(lost)}: {why} '{rule}'"
