@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 XLA_VENV ?= .venv-xla
 XLA_BIN := $(XLA_VENV)/bin
 
-.PHONY: demo test test-core test-xla venv venv-xla
+.PHONY: demo test test-core test-xla test-transformers venv venv-xla
 
 # One thread a process, in both runs: more threads than cores would only wait for each other.
 demo: venv
@@ -36,6 +36,12 @@ test-core: venv
 test-xla: venv-xla
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q tests_xla
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q tests --ignore=tests/test_random_programs.py --ignore=tests/test_examples.py
+
+# Models of transformers, in an environment of their own.
+test-transformers:
+	$(MAKE) venv VENV=.venv-transformers
+	.venv-transformers/bin/python -m pip install --quiet -e ".[test,transformers]"
+	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -q tests/test_transformers.py
 
 # The CPU build of torch where pip's indexes have it, else what they have; nothing if a torch is there already.
 venv:

@@ -8,6 +8,7 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.9", "numpy"],
     extras_require={
+        "transformers": ["transformers>=5"],
         "test": ["pytest", "hypothesis", "expecttest"],
         "examples": ["rich", "matplotlib"],
         "auto": ["highspy"],

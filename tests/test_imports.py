@@ -21,7 +21,7 @@ LAYERS = (                              # a file imports only from the lines bel
     ("xla_backend",),
     ("fx_passes",),
     ("comm",),
-    ("rules", "nd_capture", "specs", "value_capture", "module_state"),
+    ("rules", "nd_capture", "specs", "value_capture", "objects", "module_state"),
     ("nd_ops",),
     ("annotate",),
     ("shard_spec",),

@@ -31,6 +31,7 @@ from .annotate import mark_sharding, recorded_mark
 from .errors import ShardingError, user_line, user_line_of
 from .mesh import Mesh
 from .nd_capture import REPLACEMENTS
+from .objects import Opened, closed, opened
 from .shard_spec import ShardSpec
 from .value_capture import VALUE_REPLACEMENTS
 
@@ -70,7 +71,13 @@ class Captured:
     result_leaves: tuple[Any, ...]      # its flat leaves; None where a tensor goes
     result_slots: tuple[int, ...]       # which leaves are tensors
     has_backward: bool = False
+    opened: bool = False                # whether the result has objects that hold tensors
     tensors: list[Tensor] = field(default_factory=list)    # the module's own parameters and buffers, in input order
+
+    def result(self, leaves: list) -> Any:
+        """The function's result, of these leaves."""
+        tree = pytree.tree_unflatten(leaves, self.results)
+        return closed(tree) if self.opened else tree
 
 
 def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, grad: bool = False) -> Captured:
@@ -130,13 +137,16 @@ class _Program:
         for slot, tensor in zip(self.slots, inputs[len(self.names):]):
             leaves[slot] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        self.result_leaves, self.results = pytree.tree_flatten(self.fn(*args, **kwargs))
+        result = opened(self.fn(*args, **kwargs))
+        self.result_leaves, self.results = pytree.tree_flatten(result)
         self.result_slots = [i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)]
         if any(isinstance(leaf, _NUMBERS) for leaf in self.result_leaves):
             raise ShardingError("the program returns a number that is known only when it runs", where=user_line(),
                                 fix="return the tensor, and call item() on the result")
         outs = [self.result_leaves[i] for i in self.result_slots]
-        return outs, self._backward(outs, inputs, tracker) if self.grad else {}
+        self.opened = any(isinstance(x, Opened) for x in pytree.tree_leaves(result, is_leaf=lambda x: isinstance(x, Opened)))
+        visible = {id(t) for t in pytree.tree_leaves(result, is_leaf=lambda x: isinstance(x, Opened))}
+        return outs, self._backward([t if id(t) in visible else t.detach() for t in outs], inputs, tracker) if self.grad else {}
 
     def _backward(self, outs: list[Tensor], inputs: list[Tensor], tracker: _SourceTracker) -> dict[int, Tensor | None]:
         differentiable = [i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
@@ -367,7 +377,7 @@ def _finish(traced: fx.GraphModule, program: _Program, inputs: list[Input], tens
     return Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree,
                     tuple(None if i in set(slots) else leaf for i, leaf in enumerate(leaves)), program.results,
                     tuple(None if i in set(program.result_slots) else leaf for i, leaf in enumerate(program.result_leaves)),
-                    tuple(program.result_slots), bool(program.tangents), tensors)
+                    tuple(program.result_slots), bool(program.tangents), program.opened, tensors)
 
 
 def _identifier(name: str) -> str:

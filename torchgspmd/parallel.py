@@ -210,7 +210,7 @@ class _Program:
                 shape = tuple(self.plan.sharded.output_node().args[0][i].meta["val"].shape)
                 value = wrap_local(value, spec, shape, self.groups.mesh, self.groups.device_mesh)
             results[slot] = value
-        return pytree.tree_unflatten(results, self.captured.results)
+        return self.captured.result(results)
 
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """(outputs, saved values); writes what the program changes in place."""

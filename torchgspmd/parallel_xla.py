@@ -140,7 +140,7 @@ class _Program:
         results = list(self.captured.result_leaves)
         for slot, value in zip(self.captured.result_slots, outs):
             results[slot] = value
-        return pytree.tree_unflatten(results, self.captured.results)
+        return self.captured.result(results)
 
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """(outputs, saved values); writes what the program changes in place."""

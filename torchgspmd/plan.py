@@ -157,7 +157,7 @@ class Plan:
         leaves = list(self.captured.result_leaves)
         for slot, value in zip(self.captured.result_slots, outputs):
             leaves[slot] = value
-        result = pytree.tree_unflatten(leaves, self.captured.results)
+        result = self.captured.result(leaves)
         return (result, gradients) if self.captured.has_backward else result
 
 
