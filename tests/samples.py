@@ -196,15 +196,18 @@ sample(ours.ctc_losses.default, lambda: torch.randn(7, 4, 5).log_softmax(-1), la
 # ------------------------------------------------------------------------------------------ making tensors
 
 sample([aten.full.default], [4, 5], 2.0)
-sample([aten.zeros.default, aten.ones.default, aten.rand.default, aten.randn.default], [4, 5])
+sample([aten.zeros.default, aten.ones.default], [4, 5])
 sample(aten.empty.memory_format, [0, 5])
 sample(aten.scalar_tensor.default, 3.0)
 sample(aten.arange.start_step, 1, 12, 2)
 sample(aten.arange.start_step, 0.5, 3.0, 0.5)
-sample(aten.bernoulli.p, real(4, 5), 0.5)
-sample(aten.bernoulli.default, unit(4, 5))
-sample(aten.randint.default, 9, [4, 5])
-sample(aten.randint.low, 3, 9, [4, 5])
+sample(ours.draw_seed.default)
+for _native in (False, True):
+    sample(ours.uniform.default, lambda: torch.tensor(1 << 40), 1, [1], [0], [1], torch.float32, torch.device("cpu"), _native)
+for _dtype in (torch.float32, torch.float64, torch.bfloat16):
+    sample(ours.uniform.default, lambda: torch.tensor(3 << 40), 1, [4, 5, 7], [0, 0, 0], [4, 5, 7], _dtype, torch.device("cpu"), False)
+sample([aten.poisson.default, aten._standard_gamma.default, aten._sample_dirichlet.default], unit(4, 5))
+sample(aten.binomial.default, lambda: torch.full((4, 5), 9.0), unit(4, 5))
 
 # ------------------------------------------------------------------------------------------ looking up
 

@@ -147,12 +147,6 @@ def test_one_tensor_passed_twice():
     assert_same(gspmd.plan(torch.mul, x, x, mesh=BIG, in_specs=("m _", "_ a")).simulate(x, x, _poison=True), x * x)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_dropout_draws_the_numbers_of_one_device(mesh):
-    net = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 6), nn.Dropout(0.1)))
-    check(marked(net, mesh, {"0.weight": "m _", "2.weight": "_ m"}), rand(7, 6), mesh=mesh)
-
-
 def test_dropout_differs_between_runs_and_is_off_in_eval():
     net = nn.Sequential(nn.Dropout(0.5))
     x = torch.ones(64)
@@ -200,24 +194,35 @@ def test_frozen_and_unused_parameters_have_no_gradient():
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool = False, dropout: float = 0.0):
+    def __init__(self, dropout: float = 0.0, keep: bool = False):
         super().__init__()
         self.a, self.b, self.drop = nn.Linear(6, 8), nn.Linear(8, 6), nn.Dropout(dropout)
-        self.reentrant = reentrant
+        self.keep = keep
 
     def inner(self, x):
         return self.b(self.drop(self.a(x).sin()))
 
     def forward(self, x):
+        if self.keep:
+            return self.inner(self.inner(x)).cos()
         return checkpoint(self.inner, checkpoint(self.inner, x, use_reentrant=False), use_reentrant=False).cos()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_checkpointing_recomputes_in_the_backward(dropout):
-    net = gspmd.annotate(seeded(lambda: Checkpointed(dropout=dropout)), BIG, {"a.weight": "m _", "b.weight": "_ m"})
+def test_checkpointing_recomputes_in_the_backward():
+    net = gspmd.annotate(seeded(Checkpointed), BIG, {"a.weight": "m _", "b.weight": "_ m"})
     plan = check(net, gspmd.mark_sharding(rand(7, 6), BIG, "a _"))
     sines = [n.meta["backward"] for n in plan.captured.graph.nodes if n.target is torch.ops.aten.sin.default]
     assert sines.count(False) == 2 and sines.count(True) >= 2
+
+
+def test_dropout_of_what_is_recomputed_has_the_mask_of_the_forward():
+    found = []
+    for mesh, keep in ((BIG, False), (Mesh(a=1, m=1), True)):
+        net = gspmd.annotate(seeded(lambda keep=keep: Checkpointed(0.5, keep)), mesh, {"a.weight": "m _", "b.weight": "_ m"})
+        plan = gspmd.plan(net, rand(7, 6), mesh=mesh, grad=True)
+        torch.manual_seed(1)
+        found.append(plan.simulate(rand(7, 6), _poison=True))
+    assert_same(*found, terms=256)
 
 
 def test_gradients_inside_of_a_function():

@@ -299,7 +299,17 @@ DECOMPOSED = {
         (_r(()), _r(5), torch.tensor(3), None, 1, -100, torch.tensor(1.0))],
 }
 UNDEFINED = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}          # content is unspecified
-DRAWN = {aten.rand_like.default: (_r(3, 4),), aten.randn_like.default: (_r(3, 4),), aten.native_dropout.default: (_r(3, 4), 0.5, True)}
+_LONG = torch.full((40_000,), 0.3)
+DRAWN = {                               # what one device draws by PyTorch's generator has the same distribution
+    aten.rand.default: ([40_000],), aten.randn.default: ([40_000],), aten.rand_like.default: (_LONG,), aten.randn_like.default: (_LONG,),
+    aten.randint.default: (9, [40_000]), aten.randint.low: (-3, 1 << 20, [40_000]), aten.randint_like.default: (_LONG, 9),
+    aten.randint_like.low_dtype: (_LONG, -3, 9), aten.bernoulli.p: (_LONG, 0.3), aten.bernoulli.default: (_LONG,),
+    aten.bernoulli.Tensor: (_LONG, _LONG), aten.uniform.default: (_LONG, -2.0, 3.0), aten.normal_functional.default: (_LONG, -2.0, 3.0),
+    aten.normal.Tensor_Tensor: (_LONG, _LONG), aten.normal.Tensor_float: (_LONG, 2.0), aten.normal.float_Tensor: (1.0, _LONG),
+    aten.exponential.default: (_LONG, 2.0), aten.log_normal.default: (_LONG, 0.5, 0.7), aten.cauchy.default: (_LONG, 0.5, 2.0),
+    aten.geometric.default: (_LONG, 0.3), aten.randperm.default: (40_000,), aten.multinomial.default: (torch.arange(9.0), 40_000, True),
+    aten.native_dropout.default: (_LONG, 0.3, True),
+    aten.rrelu_with_noise_functional.default: (-_LONG, _LONG, 0.1, 0.3, True)}
 
 
 def call(op, given: tuple) -> list:
@@ -319,5 +329,20 @@ def test_decompositions_compute_the_same(op):
 
 
 @pytest.mark.parametrize("op", DRAWN, ids=str)
-def test_decompositions_draw_the_same_numbers(op):
-    assert_same(call(DECOMPOSITIONS[op], DRAWN[op]), call(op, DRAWN[op]), str(op))
+def test_decompositions_draw_from_the_same_distribution(op):
+    """Kolmogorov's and Smirnov's statistic of two samples: below 1.95 sqrt(2 / n) with probability 0.999."""
+    for got, want in zip(call(DECOMPOSITIONS[op], DRAWN[op]), call(op, DRAWN[op])):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        places = torch.cat([got, want]).double().sort()[0]
+        below = [torch.searchsorted(t.double().sort()[0], places, right=True) / len(t) for t in (got, want)]
+        assert float((below[0] - below[1]).abs().max()) < 1.95 * (2 / len(got)) ** 0.5
+        assert len(got.unique()) < 100 or abs(float(torch.corrcoef(torch.stack([got[1:], got[:-1]]).double())[0, 1])) < 0.03
+
+
+def test_multinomial_without_replacement():
+    weights = torch.tensor([0.0, 1.0, 2.0, 5.0]).expand(20_000, 4)
+    torch.manual_seed(1)
+    got = DECOMPOSITIONS[aten.multinomial.default](weights, 2)
+    assert int((got == 0).sum()) == 0 and not bool((got[:, 0] == got[:, 1]).any())
+    share = torch.bincount(got[:, 0], minlength=4) / 20_000
+    torch.testing.assert_close(share, torch.tensor([0.0, 0.125, 0.25, 0.625]), atol=0.015, rtol=0)

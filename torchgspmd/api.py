@@ -18,6 +18,7 @@ from .fx_passes.graph import Op
 from .fx_passes.subaxes import merge_parts, wanted_parts
 from .mesh import Mesh
 from .plan import Plan
+from .rules import natively
 from .shard_spec import ShardSpec
 from .specs import spread, spread_inputs
 
@@ -29,13 +30,14 @@ def _ignore(*_: Any) -> None:
 
 
 def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None, out_specs: Any = None, grad: bool = False,
-         strict: bool = False, **kwargs: Any) -> Plan:
+         strict: bool = False, rng: str = "global", **kwargs: Any) -> Plan:
     """Compiles a function or module for a mesh, without devices.
 
     args, kwargs: real, fake or meta tensors of global shape, and whatever else fn takes. in_specs, out_specs: pytree
     prefixes of args and of the result (a mapping as in_specs: of kwargs) whose leaves are specs in string form, or
     None where propagation decides. grad=True, on a module: forward and backward together. strict=True: what would be
-    listed as replicated_ops is an error. Raises ShardingError.
+    listed as replicated_ops is an error. rng="global": random numbers are those of a mesh of one device; "native": from
+    PyTorch's generator, other ones in every part. Raises ShardingError.
     """
     if not isinstance(mesh, Mesh):
         raise ShardingError(f"plan takes a torchgspmd.Mesh, not {type(mesh).__name__}", where=user_line(),
@@ -46,7 +48,7 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
     start = time.perf_counter()
     captured = capture(fn, args, kwargs, mesh, grad=grad)
     seconds = time.perf_counter() - start
-    made = compile_plan(captured, mesh, wanted, out_specs, strict=strict)
+    made = compile_plan(captured, mesh, wanted, out_specs, strict=strict, rng=rng)
     made.seconds = {"capture": seconds, **made.seconds}
     return made
 
@@ -62,7 +64,8 @@ class Annotated:
 
 
 def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
-                 stored: Mapping[str, ShardSpec] | None = None, plain: Sequence[bool] = (), strict: bool = False) -> Plan:
+                 stored: Mapping[str, ShardSpec] | None = None, plain: Sequence[bool] = (), strict: bool = False,
+                 rng: str = "global") -> Plan:
     """The passes over a captured program. arguments: a spec or None for each.
 
     For a program that runs on real processes also, stored: the layouts of parameters and buffers, by name; plain:
@@ -74,6 +77,10 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     sharded = decide(made, plain, rules)
     dump("partition", sharded)
     clock("partition")
+    if rng not in ("global", "native"):
+        raise ShardingError(f"there is no rng '{rng}'; there are 'global' and 'native'", where=user_line())
+    if rng == "native":
+        natively(sharded)
     program = fx.GraphModule(captured.constants, localize(sharded, mesh))
     clock("localize")
     plan = Plan(mesh, captured, sharded, program, made.layouts, clock.seconds)

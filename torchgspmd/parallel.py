@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ BACKENDS = ("torch", "inductor", "xla")
 
 
 def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_specs: Any = None, out_specs: Any = None,
-                pin: str = "user", strict: bool = False) -> nn.Module:
+                pin: str = "user", strict: bool = False, rng: str = "global") -> nn.Module:
     """The model on a mesh: an nn.Module with the same forward, to be called by every process alike.
 
     Parameters and buffers become DTensors laid out as marked (replicated without a mark) with rank 0's values; give the
@@ -57,6 +58,8 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     rank; DTensors are taken as laid out. Results come back whole, but for those whose layout out_specs gives: DTensors.
     backend "torch" runs the program operation by operation, "inductor" compiles it. Raises ShardingError if there is
     no process group with one process a device, or if ranks differ in their programs or in the shapes of arguments.
+    strict=True: what would be listed as replicated_ops is an error. rng="global": random numbers are those of one device,
+    drawn by the place of an element; all ranks need the same torch.manual_seed. "native": from PyTorch's generator.
 
     backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner makes the program.
     pin: what it is told besides the layouts of inputs and results: the marks ("user"), every layout that our own
@@ -66,7 +69,7 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
         raise ShardingError(f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}", where=user_line())
     if backend == "xla":
         return XlaModule(model, mesh, in_specs, out_specs, pin)
-    return ShardedModule(model, mesh, backend, in_specs, out_specs, strict)
+    return ShardedModule(model, mesh, backend, in_specs, out_specs, strict, rng)
 
 
 def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
@@ -92,11 +95,11 @@ class ShardedModule(Wrapped):
     plan: the Plan of the latest call (None before the first). planning_seconds: how long making it took.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any, strict: bool = False):
+    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any, strict: bool = False, rng: str = "global"):
         super().__init__(model)
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
-        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _strict=strict,
+        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _strict=strict, _rng=rng,
                              _groups=Groups(mesh, device), _programs={}, _signatures={}, plan=None, planning_seconds=0.0)
         shard_module(model, {name: _stored_spec_of(mark_on(t, mesh), tuple(t.shape), mesh)
                              for name, t in named_tensors(model)}, mesh, self._groups.device_mesh)
@@ -114,13 +117,18 @@ class ShardedModule(Wrapped):
         return program(leaves)
 
     def _compare(self, key: Any) -> None:
-        """ShardingError on every rank if the arguments differ between ranks in what the program depends on."""
+        """ShardingError on every rank if the arguments, or the generators of random numbers, differ between ranks."""
         signature = self._signatures.get(key)
         if signature is None:
             signature = self._signatures[key] = _hash(str(key))
+        program = self._programs.get(key)
+        if program is not None and program.draws:
+            signature ^= _generator_state()
         if not agree(signature, None, torch.device(self._groups.device_type)):
             shapes = [None] * self._mesh.size
             dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple)])
+            if all(s == shapes[0] for s in shapes) and program is not None and program.draws:
+                raise _generators_differ()
             raise ShardingError("the arguments differ between ranks", where=user_line(),
                                 why="; ".join(f"rank {r}: {s}" for r, s in enumerate(shapes) if s != shapes[0] or r == 0),
                                 fix="give every rank the same global batch, or its own part as a DTensor made by shard_batch")
@@ -135,11 +143,13 @@ class ShardedModule(Wrapped):
         made = compile_plan(captured, self._mesh, wanted, self._out_specs,
                             stored={i.name: _stored_spec_of(i.mark, i.shape, self._mesh) for i in captured.inputs
                                     if i.kind in (PARAMETER, BUFFER)},
-                            plain=[not isinstance(t, DTensor) for t in tensors], strict=self._strict)
+                            plain=[not isinstance(t, DTensor) for t in tensors], strict=self._strict, rng=self._rng)
         if not agree(_hash(made.program.code), None, torch.device(self._groups.device_type)):
             raise ShardingError("the ranks have made different programs", where=user_line(),
                                 why="the model, its marks or the versions of torch differ between ranks")
         program = _Program(made, self._groups, self._model, tensors, self._backend)
+        if program.draws and not agree(_generator_state(), None, torch.device(self._groups.device_type)):
+            raise _generators_differ()
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         return program
 
@@ -155,6 +165,7 @@ class _Program:
         self.tangent_outputs = [i.output for i in self.captured.inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in self.captured.outputs if o.kind == MUTATION]
         self.outputs = self.out_kinds.count(OUTPUT)
+        self.draws = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in plan.program.graph.nodes)
         graph = tidy(products(lower(bucket(_copy(plan.program.graph)), groups), groups.device_type))
         self._inputs(graph, tensors)
         self._outputs(graph)
@@ -287,6 +298,16 @@ def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.placements
     return leaf_key(leaf)
+
+
+def _generator_state() -> int:
+    return zlib.crc32(torch.get_rng_state().numpy())
+
+
+def _generators_differ() -> ShardingError:
+    return ShardingError("the ranks would draw different random numbers", where=user_line(),
+                         why="the state of torch's generator differs between them",
+                         fix="call torch.manual_seed with the same number on every rank")
 
 
 def _hash(text: str) -> int:

@@ -3,6 +3,7 @@ from . import (  # noqa: F401 (they register)
     advanced,
     contraction,
     convolution,
+    drawing,
     factory,
     indexing,
     linalg,
@@ -19,6 +20,7 @@ from . import (  # noqa: F401 (they register)
     view,
 )
 from .decompose import RENAMED, decomposition_of, trace
+from .drawing import natively
 from .notation import IDENTITY, Call, Rule, Shapes, describe, make_rule
 from .registry import replicated, rule_function
 from .unpartitioned import unpartitioned_of
@@ -31,5 +33,5 @@ def rule_of(call: Call) -> Rule:
     return replicated(call) if found is None else found
 
 
-__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "rule_of", "trace",
+__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "natively", "rule_of", "trace",
            "unpartitioned_of"]

@@ -48,15 +48,6 @@ def _arange_start(start, end, **options):
     return aten.arange.start_step(start, end, 1, **options)
 
 
-@computed(aten.bernoulli.p, aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.bernoulli.default)
-def _random(call: Call) -> Rule:
-    """Every device draws all numbers and keeps its part, so that the values are those of one device."""
-    shape = call.results[0].shape
-    names = [(f"d{i}",) for i in range(len(shape))]
-    return make_rule([names] * len(call.tensors), [names], {f"d{i}": n for i, n in enumerate(shape)},
-                     whole=" ".join(n[0] for n in names))
-
-
 def _options(x, dtype, device):
     return {"dtype": x.dtype if dtype is None else dtype, "device": x.device if device is None else device}
 
@@ -99,29 +90,6 @@ def _new_full(x, size, value, *, dtype=None, device=None, **_):
 @decomposition(aten.new_empty.default, aten.new_empty_strided.default)
 def _new_empty(x, size, *_, dtype=None, device=None, **__):
     return aten.full.default(list(size), 0, **_options(x, dtype, device))
-
-
-@decomposition(aten.rand_like.default)
-def _rand_like(x, *, dtype=None, device=None, **_):
-    return aten.rand.default(list(x.shape), **_options(x, dtype, device))
-
-
-@decomposition(aten.randn_like.default)
-def _randn_like(x, *, dtype=None, device=None, **_):
-    return aten.randn.default(list(x.shape), **_options(x, dtype, device))
-
-
-@decomposition(aten.native_dropout.default)
-def _native_dropout(x, p, train):
-    if not train or p == 0:
-        return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = aten.bernoulli.p(aten.full.default(list(x.shape), 0, dtype=x.dtype, device=x.device), 1 - p)
-    return x * (kept / (1 - p)), kept.bool()
-
-
-@decomposition(aten.native_dropout_backward.default)
-def _native_dropout_backward(grad, mask, scale):
-    return grad * mask.to(grad.dtype) * scale
 
 
 @decomposition(aten.fill.Scalar)

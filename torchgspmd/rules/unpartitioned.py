@@ -20,7 +20,9 @@ NORMS = {aten.native_layer_norm.default, aten.native_layer_norm_backward.default
 
 
 def unpartitioned_of(op: Any, *, splitting: int = 0) -> Callable | None:
-    """As decomposition_of."""
+    """As decomposition_of. XLA draws random numbers itself."""
+    if isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
+        return _DRAWING.get(op)
     return _FUNCTIONS.get(op) or decomposition_of(op, splitting=splitting or int(op in NORMS))
 
 
@@ -66,3 +68,20 @@ def _roll(x: Tensor, shifts: list[int], dims: list[int] = ()) -> Tensor:
 
 _FUNCTIONS: dict[Any, Callable] = {ours.attention.default: _attention, ours.attention_backward.default: _attention_backward,
                                    aten.roll.default: _roll}
+
+
+def _native_dropout(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
+    if not train or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = aten.bernoulli.p(torch.zeros_like(x), 1 - p)
+    return x * (kept / (1 - p)), kept.bool()
+
+
+def _like(draw: Callable) -> Callable:
+    def drawn(x: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any) -> Tensor:
+        return draw(list(x.shape), dtype=dtype or x.dtype, device=device or x.device)
+    return drawn
+
+
+_DRAWING: dict[Any, Callable] = {aten.native_dropout.default: _native_dropout, aten.rand_like.default: _like(aten.rand.default),
+                                 aten.randn_like.default: _like(aten.randn.default)}
