@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import torchgspmd as gspmd
+from torchgspmd.random_ops import draw_seed, uniform
 
 WORDS, WIDTH, HIDDEN = 51, 16, 65                                           # sizes that 2, 3 and 4 do not divide
 
@@ -27,11 +28,20 @@ class Model(nn.Module):
         self.batch_norm = nn.BatchNorm1d(6)
         self.dropout = dropout
 
+    drop = staticmethod(F.dropout)
+
     def forward(self, tokens, targets):                                     # [b, 6]
         x = self.embedding(tokens)                                          # [b, 6, m]
-        x = x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout, self.training)
+        x = x + self.drop(self.down(F.gelu(self.up(self.norm(x)))), self.dropout, self.training)
         logits = self.batch_norm(x) @ self.embedding.weight.T
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def dropout_of_one_device(x, p, training):
+    """F.dropout with the numbers that a mesh of one device draws."""
+    shape = list(x.shape)
+    drawn = uniform(draw_seed(), 0, shape, [0] * x.dim(), shape, torch.float32, x.device, False) if training else torch.zeros(shape)
+    return x * ((drawn < 1 - p) / (1 - p)) if training else x
 
 
 def marked(model, mesh):
@@ -62,7 +72,9 @@ def close(a, b, tolerance=1e-5):
 def pair(mesh, **options):
     torch.manual_seed(0)
     reference = Model(**options)
-    return gspmd.parallelize(marked(copy.deepcopy(reference), mesh), mesh, in_specs=specs(mesh)), reference
+    model = gspmd.parallelize(marked(copy.deepcopy(reference), mesh), mesh, in_specs=specs(mesh))
+    reference.drop = dropout_of_one_device
+    return model, reference
 
 
 def specs(mesh):
@@ -169,6 +181,17 @@ def check_errors(mesh):
     else:
         raise AssertionError("no error")
     model(*batch(0))
+    model, _ = pair(mesh, dropout=0.5)
+    for _ in range(2):                                                      # when it is compiled, and later
+        torch.manual_seed(dist.get_rank())
+        try:
+            model(*batch(0))
+        except gspmd.ShardingError as error:
+            assert str(error).startswith("the ranks would draw different random numbers"), error
+        else:
+            raise AssertionError("no error")
+        torch.manual_seed(1)
+        model(*batch(0))
     try:
         gspmd.parallelize(Model(), gspmd.Mesh(data=mesh.size + 1))
     except gspmd.ShardingError as error:

@@ -95,7 +95,8 @@ class ShardedModule(Wrapped):
     plan: the Plan of the latest call (None before the first). planning_seconds: how long making it took.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any, strict: bool = False, rng: str = "global"):
+    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any, strict: bool = False,
+                 rng: str = "global"):
         super().__init__(model)
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
