@@ -324,8 +324,12 @@ def test_never_costs_more_than_gathering_everything():
         assert sum(step.sent for step in resharder.steps(shape, ITEMSIZE, before, after)) <= gathered
 
 
-def test_a_sum_cannot_become_pending_again():
-    assert Resharder(Mesh(a=2)).cost((4,), ITEMSIZE, ShardSpec.parse("_"), ShardSpec.parse("_ sum@a")) == math.inf
+def test_a_value_becomes_a_sum_for_nothing_but_no_other_reduction():
+    resharder = Resharder(Mesh(a=2, b=2))
+    for before, after in (("_ _", "_ _ sum@a"), ("b _", "b _ sum@a"), ("a b", "_ b sum@a"), ("_ _ sum@b", "b _ sum@a")):
+        check(resharder.mesh, (4, 6), ShardSpec.parse(before), ShardSpec.parse(after), resharder)
+    assert [s.kind for s in resharder.steps((4, 6), ITEMSIZE, ShardSpec.parse("_ _"), ShardSpec.parse("_ _ sum@a"))] == ["term"]
+    assert resharder.cost((4, 6), ITEMSIZE, ShardSpec.parse("_ _"), ShardSpec.parse("_ _ max@a")) == math.inf
 
 
 @pytest.mark.parametrize("before, after, steps", [

@@ -93,3 +93,21 @@ def test_fewer_key_heads_than_devices(mesh, heads, shared):
     gspmd.annotate(model, mesh, {"q.weight": "model _", "o.weight": "_ model"})
     plan = gspmd.plan(model, x, mesh=mesh, in_specs="data _ _" if "data" in mesh.names else "_ _ _", grad=True)
     assert_same(plan.simulate(x, _poison=True), eager(model, x))
+
+
+def test_one_key_head_sends_the_width_of_its_weight():
+    """Its gradient is a sum over the devices of all query heads, and so is its share of dx, which is added to theirs before any
+    reduction: of [b, s, m] there is one in the forward and one in the backward."""
+    mesh = Mesh(model=4)
+    model, x = Grouped(8, 1), torch.randn(16, 5, 32, requires_grad=True)
+    gspmd.annotate(model, mesh, {"q.weight": "model _", "o.weight": "_ model"})
+
+    def step(x, q, k, v, o):
+        y = torch.func.functional_call(model, {"q.weight": q, "k.weight": k, "v.weight": v, "o.weight": o}, (x,))
+        return y.detach(), *torch.autograd.grad(y.square().sum(), (x, q, k, v, o))
+    args = (x, *(model.get_parameter(f"{n}.weight") for n in "qkvo"))
+    specs = ("_ _ _", "model _", "_ _", "_ _", "_ model")
+    plan = gspmd.plan(step, *args, mesh=mesh, in_specs=specs, out_specs=("_ _ _", *specs))
+    assert sorted((c.kind, c.payload_bytes) for c in plan.collectives) == [
+        ("all_reduce", 4 * 32 * 4), ("all_reduce", 4 * 32 * 4), ("all_reduce", 16 * 5 * 32 * 4), ("all_reduce", 16 * 5 * 32 * 4)]
+    assert_same(plan.simulate(*args, _poison=True), step(*args), terms=256)

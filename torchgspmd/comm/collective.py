@@ -79,13 +79,18 @@ def window(x: Any, dim: int, axes: str, window: str) -> Any:
     _only_in_graphs("window")
 
 
+def term(x: Any, axes: str) -> Any:
+    """The first device along `axes` keeps x, the others get zeros: terms of a sum that is x. Nothing is sent."""
+    _only_in_graphs("term")
+
+
 def shard(x: Any, dim: int, axes: str) -> Any:
     """Every device keeps its part along `dim`. Nothing is sent."""
     _only_in_graphs("shard")
 
 
 COLLECTIVES = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, permute)}
-STEPS = {**COLLECTIVES, "halo": halo, "shard": shard, "window": window}
+STEPS = {**COLLECTIVES, "halo": halo, "shard": shard, "term": term, "window": window}
 
 
 def split_axes(axes: str) -> tuple[str, ...]:

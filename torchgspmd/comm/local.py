@@ -39,6 +39,11 @@ def join_pieces(pieces: list[tuple[int, Tensor]], window: Window, dim: int, like
     return torch.cat(parts, dim)
 
 
+def only_first(x: Tensor, index: int) -> Tensor:
+    """x on the device with index 0, zeros on the others."""
+    return x if index == 0 else torch.zeros_like(x)
+
+
 def mask_padding(x: Tensor, dim: int, index: int, size: int, fill: float) -> Tensor:
     """x, part number `index` of a dimension of global length `size`, with `fill` in the rows past its end.
 

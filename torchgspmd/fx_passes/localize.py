@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..comm.collective import permute, shard, split_axes, window
-from ..comm.local import mask_padding, take_part, take_window
+from ..comm.collective import permute, shard, split_axes, term, window
+from ..comm.local import mask_padding, only_first, take_part, take_window
 from ..mesh import Mesh, sub_axis
 from ..rules import Rule, Shapes
 from ..shard_spec import Axes, ShardSpec
@@ -201,6 +201,8 @@ class _Localizer:
         if node.target is window:
             dim, axes, text = node.args[1:]
             return self.graph.call_function(take_window, (local, dim, self.index(split_axes(axes)), text))
+        if node.target is term:
+            return self.graph.call_function(only_first, (local, self.index(split_axes(node.args[1]))))
         if node.target is permute:
             return self.graph.call_function(permute, (local, *node.args[1:], tuple(node.meta["val"].shape)))
         made = self.graph.call_function(node.target, (local, *node.args[1:]))

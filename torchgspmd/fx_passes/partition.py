@@ -32,6 +32,7 @@ from .reshard import Resharder
 FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
 TRAFFIC_PER_BYTE = 64.0         # bytes of memory traffic worth one byte on the wire
 LATE = 1 / 8                    # of its bytes is what a sum is favoured by that stays pending: it may meet another one
+DEPTH = 4                       # operations through which it is looked for whether a sum might have been left pending
 SWEEPS = 6                      # at most, with that favour and again without
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,11 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """The layouts of an operand that exist (the first: as it is made), and how many operations share a new one."""
+    """The layouts of an operand that exist (the first: as it is made), how many operations share a new one, and the axes
+    over which it might be left pending as well."""
     layouts: tuple[ShardSpec, ...]
     sharers: int
+    deferrable: Axes = ()
 
 
 def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outputs: dict[int, ShardSpec | fx.Node],
@@ -118,7 +121,18 @@ class _Solver:
             alike = sum(user in self.ops and self.ops[user].key == op.key for user in value.users)
             return Available((self.held[value],), max(alike, 1))
         others = (spec for (user, _), spec in self.needs.get(value, {}).items() if user is not op.node)
-        return Available(tuple(dict.fromkeys((self.held[value], *others))), 1)
+        near = {axis for spec in (*map(self.held.get, op.operands), *self._wanted(op.results[0], False)) for axis in spec.pending}
+        deferrable = tuple(a for a in self.mesh.names if a in near and self._deferrable(value, a)) if self._adds(op) else ()
+        return Available(tuple(dict.fromkeys((self.held[value], *others))), 1, deferrable)
+
+    def _deferrable(self, value: fx.Node, axis: str, depth: int = DEPTH) -> bool:
+        """Whether a value is a sum over an axis that its operation, or one before, need not have asked for."""
+        if axis in self.held[value].pending:
+            return True
+        op = self.ops.get(value)
+        if op is None or depth == 0 or len(value.users) > 1:
+            return False
+        return any(all(self._deferrable(op.operands[i], axis, depth - 1) for i in group) for group in op.rule.linear)
 
     def _wanted(self, value: fx.Node | None, first: bool) -> tuple[ShardSpec, ...]:
         """The different layouts in which a value is used; before that is known, the propagated one."""
@@ -162,7 +176,7 @@ class _Solver:
         cost = strategy.work
         for value, have, need in zip(op.operands, available, strategy.operands):
             if need not in have.layouts:
-                cost += min(self._move(value, layout, need) for layout in have.layouts) / have.sharers
+                cost += min(self._move(value, self._deferred(layout, have, need), need) for layout in have.layouts) / have.sharers
         for value, made, uses in zip(op.results, strategy.results, wanted):
             if made.pending and value is not None:
                 cost -= self.late * math.prod(made.local_shape(value.meta["val"].shape, self.mesh)) * value.meta["val"].element_size()
@@ -172,6 +186,11 @@ class _Solver:
                     cost += min(self._move(value, layout, need) for layout in copies) / (summands if made.pending else 1)
                     copies.append(need)
         return cost
+
+    def _deferred(self, layout: ShardSpec, have: Available, need: ShardSpec) -> ShardSpec:
+        """A layout as it would be, were the sums left pending that can be and that are asked for."""
+        more = {a for a in need.pending if a in have.deferrable}
+        return layout.with_pending(tuple(a for a in self.mesh.names if a in layout.pending or a in more)) if more else layout
 
     def _move(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
         val = value.meta["val"]
@@ -185,7 +204,7 @@ class _Solver:
 
     def _enumerate(self, op: Op, available, wanted) -> list[Strategy]:
         options = self._options(op, available, wanted)
-        key = (op.key, tuple(options.items()), tuple(a.layouts[0].pending for a in available))
+        key = (op.key, tuple(options.items()), tuple(a.layouts[0].pending + a.deferrable for a in available))
         if key not in self.strategies:
             made = (self._strategy(op, available, choice) for choice in self._choices(op.rule, options))
             self.strategies[key] = list(dict.fromkeys(s for s in made if s is not None))
@@ -235,7 +254,7 @@ class _Solver:
         for i in range(len(rule.operands)):
             spec = operand_layout(rule, i, tuple(op.operands[i].meta["val"].shape), assignment, self.mesh)
             pending = tuple(a for a in self.mesh.names if a in through and i in rule.linear[through[a]])
-            if spec is None or any(a not in available[i].layouts[0].pending for a in pending) or pending and (
+            if spec is None or any(a not in available[i].layouts[0].pending + available[i].deferrable for a in pending) or pending and (
                     available[i].layouts[0].reduction != "sum"):
                 return None
             operands.append(spec.with_pending(pending))
@@ -340,7 +359,7 @@ class _Inserter:
         return copies[spec]
 
 _SUFFIX = {"all_reduce": "r", "all_gather": "g", "reduce_scatter": "rs", "all_to_all": "x", "permute": "p", "shard": "s", "halo": "h",
-           "window": "w"}
+           "window": "w", "term": "t"}
 
 def _carried(value: fx.Node, user: fx.Node) -> dict:
     backward = user.meta.get("backward", value.meta.get("backward", False)) if user.op != "output" else value.meta.get("backward", False)

@@ -24,7 +24,7 @@ from .step import Step
 from .windows import way_to_windows
 
 STATES = 1000                   # layouts that a search looks at before it settles for the direct way
-FEES = {"shard": 0.01, "permute": 1.5 * ALPHA}      # bytes that a step costs besides those sent; of equals the plain one wins
+FEES = {"shard": 0.01, "term": 0.01, "permute": 1.5 * ALPHA}      # bytes that a step costs besides those sent; of equals the plain one wins
 
 
 class Resharder:
@@ -34,11 +34,11 @@ class Resharder:
         self.mesh, self.known = mesh, {}
 
     def cost(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
-        """Bytes sent, plus a little for every collective; infinite where there is no way: `after` is pending and `before` is not,
-        or `before` has windows."""
+        """Bytes sent, plus a little for every collective; infinite where there is no way: from windows, or to terms of a
+        reduction other than a sum."""
         if before == after:
             return 0.0
-        if before.windows or not set(after.pending) <= set(before.pending):
+        if before.windows or not set(after.pending) <= set(before.pending) and after.reduction != "sum":
             return math.inf
         return self._solve(shape, itemsize, before, after)[0]
 
@@ -49,12 +49,20 @@ class Resharder:
         key = (shape, itemsize, before, after)
         if key not in self.known and after.windows:
             self.known[key] = way_to_windows(self, shape, itemsize, before, after)
+        elif key not in self.known and (new := tuple(a for a in after.pending if a not in before.pending)):
+            self.known[key] = self._way_to_terms(shape, itemsize, before, after, new)
         elif key not in self.known:
             steps = self._slices(shape, before, after)
             if steps is None:
                 steps = _Search(self.mesh, shape, itemsize, after).run(before)
             self.known[key] = sum(_cost(step) for step in steps if step.kind != "shard"), steps
         return self.known[key]
+
+    def _way_to_terms(self, shape, itemsize, before, after, new: Axes) -> tuple[float, tuple[Step, ...]]:
+        """What is whole along axes becomes a sum over them by the way."""
+        whole = after.with_pending(tuple(a for a in after.pending if a not in new))
+        last = Step("term", ("+".join(new),), after, new, 0.0, 0.0)
+        return self.cost(shape, itemsize, before, whole) + _cost(last), (*self.steps(shape, itemsize, before, whole), last)
 
     def _slices(self, shape, before: ShardSpec, after: ShardSpec) -> tuple[Step, ...] | None:
         """The frequent case that only shards further: nothing to search."""

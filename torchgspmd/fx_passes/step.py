@@ -20,6 +20,6 @@ class Step:
     @property
     def collective(self) -> str | None:
         """The kind that a plan reports; None if nothing is sent."""
-        if self.kind in ("shard", "window") or self.kind == "halo" and not self.sent:
+        if self.kind in ("shard", "term", "window") or self.kind == "halo" and not self.sent:
             return None
         return "permute" if self.kind == "halo" else self.kind
