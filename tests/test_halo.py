@@ -132,3 +132,84 @@ def test_processes_exchange_halos(mesh, spec):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert "holds" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------ pooling, moving rows
+
+def random_pool(draw: random.Random):
+    """(function, x) of max or average pooling with any options; the function returns a tuple. None if nothing is left."""
+    n, largest = draw.choice([1, 2, 2, 3]), draw.random() < 0.5
+    kernel, stride = [draw.randint(1, 4) for _ in range(n)], [draw.randint(1, 4) for _ in range(n)]
+    options = dict(stride=stride, padding=[draw.randint(0, k // 2) for k in kernel], ceil_mode=draw.random() < 0.5)
+    if largest:
+        options |= dict(dilation=[draw.randint(1, 2) for _ in range(n)], return_indices=True)
+    else:
+        options |= dict(count_include_pad=draw.random() < 0.5) | (dict(divisor_override=draw.choice([None, 3])) if n > 1 else {})
+    operation = getattr(F, f"{'max' if largest else 'avg'}_pool{n}d")
+    x = torch.randn(2, 3, *(draw.randint(3, 9 if n == 3 else 20) for _ in range(n)), dtype=torch.float64)
+
+    def function(x):
+        y = operation(x, kernel, **options)
+        return y if largest else (y,)
+    try:
+        fits = function(x)[0].numel() > 0
+    except RuntimeError:
+        fits = False
+    return (function, x) if fits else None
+
+
+@pytest.mark.parametrize("seeds", [range(i, i + 25) for i in range(0, 75, 25)], ids=str)
+def test_random_pools(seeds):
+    exchanged = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        made = random_pool(draw)
+        if made is None:
+            continue
+        pool, x = made
+
+        def both(x, dy, pool=pool):
+            x = x.detach().requires_grad_()
+            out = pool(x)
+            return out, torch.autograd.grad(out[0], x, dy)
+        mesh = draw.choice(MESHES)
+        spec = random_spec(draw, x.dim(), mesh)
+        plan = check(both, (x, torch.randn_like(pool(x)[0])), (spec, spec), mesh)
+        exchanged += any(n.meta["step"].kind == "halo" for n in plan.sharded.nodes if "step" in n.meta)
+    assert exchanged > 5
+
+
+ROW = 5 * 4                                                                 # bytes of one row below
+
+
+@pytest.mark.parametrize("name, function, rows, bytes_sent", [
+    ("shifted", lambda x: x[1:61], 64, 2 * ROW),
+    ("strided", lambda x: x[1::2], 64, 0),
+    ("last", lambda x: x[-3:], 64, None),
+    ("padded", lambda x: F.pad(x, (0, 0, 2, 2), value=7.0), 64, 1 * ROW),
+    ("cropped", lambda x: F.pad(x, (1, 0, -3, 3)), 64, 3 * ROW),
+    ("rolled", lambda x: x.roll(-5, 0), 64, 5 * ROW),
+    ("rolled twice", lambda x: x.roll((3, 1), (0, 1)), 64, 3 * ROW),
+    ("flipped", lambda x: x.flip(0), 64, 16 * ROW),
+    ("uneven roll", lambda x: x.roll(1, 0), 10, 1 * ROW),
+    ("uneven flip", lambda x: x.flip(0), 10, 3 * ROW),
+    ("own rows", lambda x: torch.cat([x[:2], x[:62]]), 64, None),
+    ("twice", lambda x: torch.cat([x, x.sin()]), 10, None),
+    ("pair", lambda x: x[1:] - x[:-1], 19, None),
+])
+def test_moving_rows(name, function, rows, bytes_sent):
+    x = torch.randn(rows, 5)
+    for mesh in (Mesh(s=4), Mesh(s=3), Mesh(s=2, t=2)):
+        spec = "s t" if "t" in mesh.names else "s _"
+        plan = check(function, (x,), (spec,), mesh, spec)
+        check(with_gradients(function, 1), (x, torch.randn_like(function(x))), (spec, spec), mesh)
+        assert not any(c.kind == "all_gather" and c.payload_bytes >= x.numel() * 4 for c in plan.collectives), f"{name}: {plan}"
+        assert bytes_sent is None or mesh.shape != (4,) or sent(plan) == plan.sent_bytes == bytes_sent, plan
+
+
+def test_a_part_is_computed_by_the_kernel_of_the_whole():
+    """PyTorch convolves one small image by other code than two of them; a ReLU behind it would see the difference."""
+    x, w = torch.randn(2, 4, 32, 16, 16), torch.randn(8, 4, 3, 3, 3)
+    plan = gspmd.plan(lambda x, w: F.conv3d(x, w, padding=1), x, w, mesh=Mesh(a=2, s=4), in_specs=("a _ s _ _", None))
+    assert torch.equal(plan.simulate(x, w), F.conv3d(x, w, padding=1))

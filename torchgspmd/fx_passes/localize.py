@@ -160,7 +160,7 @@ class _Localizer:
         operands = [self._ready(node, value, i, rule) for i, value in enumerate(operands_of(node))]
         rest = iter(operands)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self.new[n] if is_number(n) else next(rest))
-        if rule.emit is not None and any(node.meta["assignment"].get(f) for f in rule.special | rule.windowed):
+        if rule.emit is not None and any(node.meta["assignment"].get(f) for f in rule.special | rule.emits | rule.windowed):
             made = rule.emit(Emitter(self, node), args, kwargs)
             return made[0] if not isinstance(node.meta["val"], (tuple, list)) else made
         if rule.local is not None:

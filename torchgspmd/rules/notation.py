@@ -38,8 +38,9 @@ class Rule:
     whole: frozenset[str] = frozenset()             # factors along which a device needs everything
     linear: tuple[frozenset[int], ...] = ()         # operands through which (together) a pending sum passes
     local: Callable | None = None                   # (args, kwargs, Shapes) -> (args, kwargs) for local shapes
-    emit: Callable | None = None                    # (Emitter, args, kwargs) -> results: if a factor of `special` is sharded
-    special: frozenset[str] = frozenset()
+    emit: Callable | None = None                    # (Emitter, args, kwargs) -> results: if a factor is sharded that is one of
+    special: frozenset[str] = frozenset()           # `special`, of `emits`, or has a halo
+    emits: frozenset[str] = frozenset()
     halo: Mapping[tuple[int, int], Reach] = field(default_factory=dict)    # (operand, dim): rows that a factor's positions read
     positions: frozenset[int] = frozenset()         # operands that hold indices: their padding has to point somewhere
     padding: Mapping[int, float] = field(default_factory=dict)         # operand -> what its padding has to hold, along any factor
@@ -116,7 +117,7 @@ class Sentence:
 
 
 def make_rule(operands: Sequence[Dims], results: Sequence[Dims], sizes: Mapping[str, int], *, reduce: str | Mapping[str, str] = "",
-              whole: str | frozenset[str] = "", linear: Sequence[Sequence[int]] = (), special: str | frozenset[str] = "",
+              whole: str | frozenset[str] = "", linear: Sequence[Sequence[int]] = (), special: str | frozenset[str] = "", emits: str = "",
               halo: Mapping[tuple[int, int], Reach] | None = None, text: str = "", **keywords: Any) -> Rule:
     """A Rule from the short forms of its keywords (factor names separated by blanks); factors of size 1 are dropped."""
     kept = {name: size for name, size in sizes.items() if size > 1}
@@ -127,7 +128,7 @@ def make_rule(operands: Sequence[Dims], results: Sequence[Dims], sizes: Mapping[
     operands, results = clean(operands), clean(results)
     halo = {place: reach for place, reach in (halo or {}).items() if operands[place[0]][place[1]]}
     return Rule(operands, results, kept, {f: kind for f, kind in reductions.items() if f in kept},
-                _names(whole) & set(kept), tuple(frozenset(g) for g in linear), special=_names(special) & set(kept),
+                _names(whole) & set(kept), tuple(frozenset(g) for g in linear), special=_names(special) & set(kept), emits=_names(emits),
                 halo=halo, text=text or describe(operands, results, halo), **keywords)
 
 
