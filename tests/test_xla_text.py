@@ -62,6 +62,13 @@ def test_layouts_in_xlas_words(spec, text):
     assert spec_of_text(text, 2, MESH, order) == ShardSpec.parse(spec)
 
 
+def test_parts_of_axes_in_xlas_words():
+    mesh, order = Mesh(data=2, model=4), tuple(range(8))
+    spec = ShardSpec((("model:(2)2",), ()))
+    assert text_of(spec, mesh, order) == "{devices=[2,1,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}"
+    assert spec_of_text(text_of(spec, mesh, order), 2, mesh, order) == spec
+
+
 @pytest.mark.parametrize("text", ["", "{maximal device=0}", "{devices=[4,1]0,3,1,2}"])
 def test_layouts_that_no_axes_express(text):
     assert spec_of_text(text, 2, MESH, (0, 1, 2, 3)) is None

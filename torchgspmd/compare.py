@@ -51,7 +51,8 @@ class Comparison:
         self.plan, self.pin, self.device = plan, pin, start(plan.mesh, backward=False)
         inputs = list(zip(plan.captured.inputs, plan.input_layouts))
         annotated = lay_out(plan.captured, plan.mesh, [spec for i, spec in inputs if i.kind == ARGUMENT],
-                            stored={i.name: spec for i, spec in inputs if i.kind in (PARAMETER, BUFFER)}, expand=unpartitioned)
+                            stored={i.name: spec for i, spec in inputs if i.kind in (PARAMETER, BUFFER)},
+                            parts=pin == "all", expand=unpartitioned)
         self.graph = decide(annotated) if pin == "all" else annotated.graph
         self.ours: tuple[Collective, ...] = plan.collectives
         self.xla: tuple[Collective, ...] = collectives(program_text(self._run(self._graph())), plan.mesh)
@@ -110,9 +111,9 @@ def _resolved(node: fx.Node) -> ShardSpec:
     while node.meta["spec"].pending:
         steps = [user for user in node.users if "step" in user.meta]
         if not steps:
-            return node.meta["spec"].with_pending(())
+            return node.meta["spec"].with_pending(()).plain().closed()
         node = steps[0]
-    return node.meta["spec"].closed()
+    return node.meta["spec"].plain().closed()
 
 
 def _totals(found: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, float]]:

@@ -64,7 +64,7 @@ class XlaModule(Wrapped):
             captured = capture(self._model, args, kwargs, mesh, grad=torch.is_grad_enabled())
         made = lay_out(captured, mesh, spread_inputs(self._in_specs, args, kwargs, mesh), self._out_specs,
                        stored={i.name: self._specs[i.name] for i in captured.inputs if i.kind in (PARAMETER, BUFFER)},
-                       expand=unpartitioned)
+                       parts=self._pin == "all", expand=unpartitioned)
         program = _Program(made, self._model, mesh, self._device, self._pin)
         self.__dict__["planning_seconds"] = time.perf_counter() - begin
         return program

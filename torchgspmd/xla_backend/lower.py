@@ -84,7 +84,7 @@ def _copied(made: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], device: 
 def _pinned(made: fx.Graph, value: fx.Node, mesh: Mesh, spec: ShardSpec) -> fx.Node:
     if not expressible(spec):
         return value
-    node = made.call_function(annotate, (value, str(mesh), str(spec.closed())))
+    node = made.call_function(annotate, (value, str(mesh), str(spec.plain().closed())))
     node.meta = {key: item for key, item in value.meta.items() if key != "again"}
     value.meta.pop("captured", None)
     return node

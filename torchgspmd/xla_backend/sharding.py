@@ -46,21 +46,23 @@ def annotate(x: Tensor, mesh: str, spec: str) -> Tensor:
 
 @cache
 def op_sharding(mesh: str, spec: str) -> Any:
-    return xla_mesh(mesh).get_op_sharding(partition_spec(ShardSpec.parse(spec)))
+    grid, entries = in_xla(Mesh.parse(mesh), ShardSpec.parse(spec))
+    return grid.get_op_sharding(entries)
 
 
-def partition_spec(spec: ShardSpec) -> tuple:
-    """As torch_xla takes it: None, a name, or a tuple of names, the major one first."""
-    return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec.dims)
+def in_xla(mesh: Mesh, spec: ShardSpec) -> tuple[Any, tuple]:
+    """torch_xla's mesh and spec: None, a name, or a tuple of names, the major one first."""
+    fine = mesh.divided(spec.sharding_axes)                                 # parts of axes are axes there
+    dims = spec.map_axes(fine.refine).dims
+    return _xla_mesh(fine), tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims)
 
 
 @cache
-def xla_mesh(mesh: str) -> Any:
+def _xla_mesh(mesh: Mesh) -> Any:
     """One object for equal meshes: torch_xla caches by it."""
     import numpy
     import torch_xla.distributed.spmd as xs
-    ours = Mesh.parse(mesh)
-    return xs.Mesh(numpy.array(device_order()), ours.shape, ours.names)
+    return xs.Mesh(numpy.array(device_order()), mesh.shape, mesh.names)
 
 
 def device_order() -> list[int]:
@@ -81,6 +83,8 @@ def text_of(spec: ShardSpec, mesh: Mesh, order: tuple[int, ...]) -> str:
     """XLA's text for a layout. order: device_order()."""
     if not spec.sharding_axes:
         return "{replicated}"
+    mesh = mesh.divided(spec.sharding_axes)
+    spec = spec.map_axes(mesh.refine)
     rest = tuple(name for name in mesh.names if name not in spec.sharding_axes)
     tiles = [mesh.count(axes) for axes in spec.dims] + ([mesh.count(rest)] if mesh.count(rest) > 1 else [])
     major_first = (*spec.sharding_axes, *rest)
@@ -91,7 +95,7 @@ def text_of(spec: ShardSpec, mesh: Mesh, order: tuple[int, ...]) -> str:
 
 
 def spec_of_text(text: str, rank: int, mesh: Mesh, order: tuple[int, ...]) -> ShardSpec | None:
-    """The layout that XLA's text means; None if no axes of the mesh express it."""
+    """The layout that XLA's text means; None if no axes of the mesh, nor parts of them, express it."""
     if text == "{replicated}":
         return ShardSpec.replicated(rank)
     tiles = re.match(r"\{devices=\[([\d,]+)\]", text)
@@ -100,7 +104,16 @@ def spec_of_text(text: str, rank: int, mesh: Mesh, order: tuple[int, ...]) -> Sh
     counts = [int(n) for n in tiles[1].split(",")][:rank]
     if math.prod(counts) == 1:
         return ShardSpec.replicated(rank)
-    return next((spec for spec in _candidates(counts, mesh) if text_of(spec, mesh, order) == text), None)
+    fine = mesh.split({name: tuple(_primes(size)) for name, size in mesh.axes})
+    found = (spec for grid in (mesh, fine) for spec in _candidates(counts, grid) if text_of(spec, mesh, order) == text)
+    return next((spec.map_axes(mesh.merge) for spec in found), None)
+
+
+def _primes(size: int) -> Iterator[int]:
+    for n in range(2, size + 1):
+        while size % n == 0:
+            size //= n
+            yield n
 
 
 def _candidates(counts: list[int], mesh: Mesh) -> Iterator[ShardSpec]:

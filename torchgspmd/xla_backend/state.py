@@ -12,7 +12,7 @@ from ..mesh import Mesh
 from ..module_state import named_tensors, slot_of
 from ..shard_spec import ShardSpec, SpecLike
 from .runtime import start
-from .sharding import annotate, check, device_order, layout_text, partition_spec, text_of, xla_mesh
+from .sharding import annotate, check, device_order, in_xla, layout_text, text_of
 
 Slot = tuple[dict, str, ShardSpec]          # a module's table of parameters or buffers, the name there, the layout
 
@@ -38,7 +38,7 @@ def place_tensor(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device: torch.devi
     if tensor.device == device:
         return tensor
     moved = tensor.to(device)
-    xs.mark_sharding(moved, xla_mesh(str(mesh)), partition_spec(spec))
+    xs.mark_sharding(moved, *in_xla(mesh, spec))
     return moved
 
 
