@@ -35,7 +35,7 @@ test-core: venv
 # torch 2.9 will do; what takes long and depends little on the version of torch is left out.
 test-xla: venv-xla
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q tests_xla
-	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q tests --ignore=tests/test_random_programs.py --ignore=tests/test_examples.py
+	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q tests $(patsubst %,--ignore=tests/test_%.py,random_programs examples imports)
 
 # Models of transformers, in an environment of their own.
 test-transformers:

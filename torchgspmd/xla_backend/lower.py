@@ -31,7 +31,7 @@ _LOST = {"xla::dynamo_mark_sharding"}       # its backward is empty
 PINS = ("user", "all", "none")              # which layouts are annotated besides those of inputs and results: marks, every one, none
 
 
-def unpartitioned(graph: fx.Graph, splitting: Mapping[fx.Node, int] = {}) -> fx.Graph:     # noqa: B006 (read only)
+def unpartitioned(graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset()) -> fx.Graph:
     """The graph as XLA's partitioner takes it best: operations that torch_xla would run on the host are taken apart too."""
     graph = expand(graph, splitting, lookup=unpartitioned_of)
     missing = {node: 1 for node in graph.nodes if is_operation(node) and not _has_kernel(node.target)}
