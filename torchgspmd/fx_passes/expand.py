@@ -78,7 +78,7 @@ class _Expander:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
             try:
                 inner = trace(function, args, kwargs)
-            except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):    # torch 2.9: of errors without a text
                 inner = None
             self.traced[key] = inner if inner is not None and _usable(inner, node) else None
         return self.traced[key]

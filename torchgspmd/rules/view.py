@@ -155,7 +155,7 @@ def _cat_without_empty(tensors, dim=0):
     """PyTorch lets an empty tensor of one dimension be joined with any."""
     kept = [t for t in tensors if t.dim() != 1 or t.numel()]
     if len(kept) == len(tensors) or not kept or kept[0].dim() == 1:
-        raise NotImplementedError
+        raise NotImplementedError("left as it is")
     return torch.cat(kept, dim)
 
 
