@@ -213,3 +213,37 @@ def test_a_part_is_computed_by_the_kernel_of_the_whole():
     x, w = torch.randn(2, 4, 32, 16, 16), torch.randn(8, 4, 3, 3, 3)
     plan = gspmd.plan(lambda x, w: F.conv3d(x, w, padding=1), x, w, mesh=Mesh(a=2, s=4), in_specs=("a _ s _ _", None))
     assert torch.equal(plan.simulate(x, w), F.conv3d(x, w, padding=1))
+
+
+@pytest.mark.parametrize("name, function, rows", [
+    ("a pad of one side", lambda x, w: F.conv2d(F.pad(x, (1, 1, 0, 1)), w, stride=2), 1),
+    ("a circular pad", lambda x, w: F.conv2d(x.roll(1, 2), w, padding=1), 2),
+    ("a pad cut off", lambda x, w: F.pad(x, (0, 0, 2, 2))[:, :, :16], 2),
+])
+def test_what_is_moved_before_a_window_is_sent_once(name, function, rows):
+    args, mesh = (image(), torch.randn(4, 3, 3, 3)), Mesh(s=4)
+    plan = check(function, args, ("_ _ s _", "_ _ _ _"), mesh, "_ _ s _")
+    assert [c.kind for c in plan.collectives] == ["permute"], f"{name}: {plan}"
+    assert sent(plan) <= rows * 2 * 3 * 8 * 4
+
+
+def test_moved_rows_in_random_order():
+    """Chains of what moves rows, with a convolution or nothing at the end."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        steps = [draw.choice(["roll", "flip", "pad", "slice", "relu"]) for _ in range(draw.randint(1, 4))]
+        shifts = [(draw.randint(-3, 3), draw.randint(0, 3)) for _ in steps]
+        ends = draw.random() < 0.6
+
+        def function(x, w, steps=steps, shifts=shifts, ends=ends):
+            for step, (a, b) in zip(steps, shifts):
+                x = {"roll": lambda x=x, a=a: x.roll(a, 2), "flip": lambda x=x: x.flip(2),
+                     "pad": lambda x=x, a=a, b=b: F.pad(x, (b, 1, a, b)), "slice": lambda x=x, b=b: x[:, :, b:],
+                     "relu": lambda x=x: x.relu()}[step]()
+            return F.conv2d(x, w, padding=1) if ends else x
+        x, w, mesh = image(3, draw.randint(14, 20)).double(), torch.randn(4, 3, 3, 3, dtype=torch.float64), draw.choice(MESHES)
+        dy = torch.randn_like(function(x, w))
+        spec = random_spec(draw, 4, mesh)
+        check(with_gradients(function, 2 if ends else 1) if ends else lambda x, w: function(x, w), (x, w, dy) if ends else (x, w),
+              (spec, None, spec) if ends else (spec, None), mesh)

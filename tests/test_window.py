@@ -89,3 +89,27 @@ def test_a_layout_with_windows():
     assert str(spec) == "_ s[8i-1:+10 in 0:64 else 0]" and ShardSpec.parse(str(spec)) == spec != spec.plain()
     assert spec.local_shape((4, 64), Mesh(s=8)) == (4, 10)
     assert spec.with_window(1, None) == spec.plain() == ShardSpec.parse("_ s")
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.integers(-5, 5), st.integers(4, 20), st.integers(2, 8),
+       st.sampled_from(["flip", "roll", "pad"]))
+def test_windows_of_moved_rows(kernel, stride, padding, shift, size, count, kind):
+    """A convolution of flipped, rolled or padded rows reads windows of the rows themselves."""
+    moved = {"flip": Reach(size - 1, size - 1, -1), "roll": Reach(shift, shift, wrap=True), "pad": Reach(shift, shift, fill=0.0)}[kind]
+    middle = size + 2 if kind == "pad" else size
+    positions = (middle + 2 * padding - kernel) // stride + 1
+    if positions < 1:
+        return
+    outer = convolution(kernel, stride, padding).bind(positions, middle, count)
+    inner = moved.through(outer, size)
+    assert inner.length == outer.length and inner.fill == 0.0
+
+    def rows(window, size, device):
+        pieces = window.pieces(device, size, count)
+        return {place + k: owner * -(-size // count) + row + k for owner, row, place, n in pieces for k in range(n)}
+    for device in range(count):
+        want = {place: next(iter(rows_read(moved, row, size)), None) for place, row in rows(outer, middle, device).items()}
+        got = rows(inner, size, device)
+        got = {inner.length - 1 - place: row for place, row in got.items()} if kind == "flip" else got
+        assert got == {place: row for place, row in want.items() if row is not None}

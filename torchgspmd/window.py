@@ -63,6 +63,23 @@ class Reach:
             begin, end = min(max(begin, 0), size), min(max(end, 0), size)
         return Window(moved, low + self.every - 1, self.every, length, begin, max(begin, end), self.fill, size if self.wrap else 0)
 
+    def through(self, window: Window, size: int) -> Window | None:
+        """The rows, of `size` ones, that a window of positions consists of, where every position reads one row. None if they
+        are none of equal spacing, or if what lies outside would have to hold two different things."""
+        if self.every != 1 or self.low != self.high or abs(self.stride) != 1 or window.wrap or self.stride < 0 and window.every != 1:
+            return None
+        if self.fill is not None and window.fill not in (None, self.fill):
+            return None
+        if self.stride < 0:
+            step, start = -window.step, self.low - window.length + 1 - window.start
+            begin, end = self.low - window.end + 1, self.low - window.begin + 1
+        else:
+            step, start, begin, end = window.step, window.start + self.low * window.every, window.begin + self.low, window.end + self.low
+        if not self.wrap:
+            begin, end = min(max(begin, 0), size), min(max(end, 0), size)
+        fill = window.fill if self.fill is None else self.fill
+        return Window(step, start, window.every, window.length, begin, max(begin, end), fill, size if self.wrap else 0)
+
     def _rows(self, start: int, count: int) -> tuple[int, int]:
         """Smallest and largest every * r of `count` positions from `start` on."""
         ends = (self.stride * start, self.stride * (start + count - 1))

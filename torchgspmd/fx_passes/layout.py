@@ -77,6 +77,24 @@ def operand_layout(rule: Rule, operand: int, shape: Sequence[int], assignment: A
     return spec
 
 
+def layout_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[dict[str, Axes], ShardSpec] | None:
+    """For a result with windows: the assignment of the operation that makes it, and the windows that it is made of."""
+    rule = op.rule
+    if not rule.moves or need.pending:
+        return None
+    assignment = project(rule.results[0], need, rule.sizes, mesh)
+    size = op.operands[0].meta["val"].shape
+    spec = operand_layout(rule, 0, size, assignment, mesh)
+    for d, window in enumerate(need.windows if spec is not None else ()):
+        if window is not None:
+            reach = rule.halo.get((0, d))
+            below = reach.through(window, size[d]) if reach else window
+            if below is None or spec.dims[d] != need.dims[d]:
+                return None
+            spec = spec.with_window(d, None if below.is_block(size[d], mesh.count(need.dims[d])) else below)
+    return None if spec is None else (assignment, spec)
+
+
 def is_far(op: Op, factor: str, axes: Axes, mesh: Mesh) -> bool:
     """Whether an operand loses rows in the operation, and all of some device's window comes from others: as for halves of it."""
     count = mesh.count(axes)

@@ -26,7 +26,7 @@ from ..mesh import Mesh
 from ..rules import Rule
 from ..shard_spec import Axes, ShardSpec
 from .graph import Op, Rules, is_number
-from .layout import assemble, is_far, operand_layout, project, result_pending
+from .layout import assemble, is_far, layout_behind, operand_layout, project, result_pending
 from .reshard import Resharder
 
 FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
@@ -101,7 +101,8 @@ class _Solver:
         wanted = tuple(self._wanted(v, first) for v in op.results)
         current = self.chosen.get(op.node)
         summands = self._summands(op) if first else 1
-        key = (op.key, available, wanted, current, self.late, summands)
+        moved = tuple(self.ops[v].key for v in op.operands if v in self.ops and self.ops[v].rule.moves) if op.rule.halo else ()
+        key = (op.key, available, wanted, current, self.late, summands, moved)
         best = self.memo.get(key)
         if best is None:
             best = self.memo[key] = self._best(op, available, wanted, current, summands)
@@ -194,7 +195,18 @@ class _Solver:
 
     def _move(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
         val = value.meta["val"]
-        return self.resharder.cost(tuple(val.shape), val.element_size(), have, need)
+        cost = self.resharder.cost(tuple(val.shape), val.element_size(), have, need)
+        behind = self.behind(value, need)
+        return cost if behind is None else min(cost, self.cost_behind(behind))
+
+    def cost_behind(self, behind: tuple[fx.Node, dict[str, Axes], ShardSpec]) -> float:
+        return self._move(behind[0], self.held[behind[0]], behind[2])
+
+    def behind(self, value: fx.Node, need: ShardSpec) -> tuple[fx.Node, dict[str, Axes], ShardSpec] | None:
+        """For windows of a value that an operation moved: what it moved, the assignment, and the windows of that."""
+        op = self.ops.get(value) if need.windows else None
+        found = layout_behind(op, need, self.mesh) if op is not None else None
+        return (op.operands[0], *found) if found is not None else None
 
     def _candidates(self, op: Op, available, wanted) -> list[Strategy]:
         mark = _marked(op)
@@ -338,6 +350,9 @@ class _Inserter:
                 copy.meta |= {"rule": op.rule, "assignment": dict(strategy.assignment), "result_specs": strategy.results}
             if node in self.solver.held:
                 copy.meta["spec"] = self.solver.held[node]
+        for node in reversed(self.graph.nodes):                             # moved values of which only windows were used
+            if not node.users and (node.op == "call_function" and ("step" in node.meta or getattr(node.meta.get("rule"), "moves", False))):
+                self.graph.erase_node(node)
         return self.graph
 
     def value(self, value: fx.Node, spec: ShardSpec, user: fx.Node) -> fx.Node:
@@ -347,6 +362,9 @@ class _Inserter:
             val = value.meta["val"]
             shape, itemsize = tuple(val.shape), val.element_size()
             start = min(copies, key=lambda s: self.solver.resharder.cost(shape, itemsize, s, spec))
+            if (made := self.moved(value, start, spec, user)) is not None:
+                copies[spec] = made
+                return made
             node = copies[start]
             for step in self.solver.resharder.steps(shape, itemsize, start, spec):
                 if step.spec in copies:
@@ -357,6 +375,19 @@ class _Inserter:
                 node.meta = {**_carried(value, user), "spec": step.spec, "step": step}
                 copies[step.spec] = node
         return copies[spec]
+
+    def moved(self, value: fx.Node, start: ShardSpec, spec: ShardSpec, user: fx.Node) -> fx.Node | None:
+        """The windows of a value made of windows of what was moved, unless that sends more than windows of the value itself."""
+        behind, val = self.solver.behind(value, spec), value.meta["val"]
+        direct = self.solver.resharder.cost(tuple(val.shape), val.element_size(), start, spec)
+        if behind is None or self.solver.cost_behind(behind) > direct:
+            return None
+        operand, assignment, below = behind
+        rest = iter([self.value(operand, below, user)])
+        copy = self.graph.node_copy(value, lambda n: next(rest))
+        copy.meta = {**_carried(value, user), "rule": self.solver.ops[value].rule, "assignment": assignment, "result_specs": (spec,),
+                     "spec": spec}
+        return copy
 
 _SUFFIX = {"all_reduce": "r", "all_gather": "g", "reduce_scatter": "rs", "all_to_all": "x", "permute": "p", "shard": "s", "halo": "h",
            "window": "w", "term": "t"}

@@ -65,7 +65,7 @@ def _emit_cat(local, args: tuple, kwargs: dict) -> list:
 def _flip(call: Call) -> Rule:
     x = call.tensors[0]
     dims = {d % x.dim() for d in call.args[1]} if x.dim() else set()
-    return moved(call, [{d: Reach(x.shape[d] - 1, x.shape[d] - 1, -1) for d in dims}], linear=[[0]])
+    return moved(call, [{d: Reach(x.shape[d] - 1, x.shape[d] - 1, -1) for d in dims}], linear=[[0]], moves=True)
 
 
 @computed(aten.roll.default)
@@ -75,9 +75,10 @@ def _roll(call: Call) -> Rule:
         return keep_rule(call, range(x.dim()), linear=[[0]])
     total: dict[int, int] = {}
     for shift, d in zip(shifts, dims):
-        total[d % x.dim()] = total.get(d % x.dim(), 0) + shift
-    return moved(call, [{d: Reach(-shift % x.shape[d], -shift % x.shape[d], wrap=True) for d, shift in total.items() if x.shape[d]}],
-                 linear=[[0]], emit=_emit_roll)
+        total[d % x.dim()] = total.get(d % x.dim(), 0) - shift
+    rows = {d: (shift + n // 2) % n - n // 2 for d, shift in total.items() if (n := x.shape[d])}        # the shorter way around
+    return moved(call, [{d: Reach(row, row, wrap=True) for d, row in rows.items()}],
+                 linear=[[0]], emit=_emit_roll, moves=True)
 
 
 def _emit_roll(local, args: tuple, kwargs: dict) -> list:
@@ -100,7 +101,7 @@ def _slice(call: Call) -> Rule:
     if call.results[0].shape == x.shape:
         return keep_rule(call, [], linear=[[0]], local=_whole_slice)
     start, _, step = _bounds(call, dim, 2, x.shape[dim])
-    return moved(call, [{dim: Reach(start, start, step)}], linear=[[0]], emit=_emit_slice)
+    return moved(call, [{dim: Reach(start, start, step)}], linear=[[0]], emit=_emit_slice, moves=step == 1)
 
 
 def _whole_slice(args, kwargs, shapes):
@@ -139,7 +140,7 @@ def _emit_slice_backward(local, args: tuple, kwargs: dict) -> list:
 def _pad(call: Call) -> Rule:
     rank, pads, value = call.tensors[0].dim(), call.args[1], call.argument(2, "value", 0)
     reaches = {rank - 1 - i // 2: Reach(-pads[i], -pads[i], fill=float(value)) for i in range(0, len(pads), 2) if pads[i] or pads[i + 1]}
-    return moved(call, [reaches], linear=[[0]] if value == 0 else (), emit=_emit_pad)
+    return moved(call, [reaches], linear=[[0]] if value == 0 else (), emit=_emit_pad, moves=True)
 
 
 def _emit_pad(local, args: tuple, kwargs: dict) -> list:

@@ -42,6 +42,7 @@ class Rule:
     special: frozenset[str] = frozenset()           # `special`, of `emits`, or has a halo
     emits: frozenset[str] = frozenset()
     halo: Mapping[tuple[int, int], Reach] = field(default_factory=dict)    # (operand, dim): rows that a factor's positions read
+    moves: bool = False                             # a window of the result can be made of a window of the one operand
     positions: frozenset[int] = frozenset()         # operands that hold indices: their padding has to point somewhere
     padding: Mapping[int, float] = field(default_factory=dict)         # operand -> what its padding has to hold, along any factor
     contraction: bool = False                       # arithmetic is the product of all factor sizes
