@@ -122,13 +122,15 @@ class _Solver:
             alike = sum(user in self.ops and self.ops[user].key == op.key for user in value.users)
             return Available((self.held[value],), max(alike, 1))
         others = (spec for (user, _), spec in self.needs.get(value, {}).items() if user is not op.node)
+        if not any(len(group) > 1 for group in op.rule.linear):
+            return Available(tuple(dict.fromkeys((self.held[value], *others))), 1)
         near = {axis for spec in (*map(self.held.get, op.operands), *self._wanted(op.results[0], False)) for axis in spec.pending}
-        deferrable = tuple(a for a in self.mesh.names if a in near and self._deferrable(value, a)) if self._adds(op) else ()
+        deferrable = tuple(a for a in self.mesh.names if a in near and self._deferrable(value, a))
         return Available(tuple(dict.fromkeys((self.held[value], *others))), 1, deferrable)
 
     def _deferrable(self, value: fx.Node, axis: str, depth: int = DEPTH) -> bool:
-        """Whether a value is a sum over an axis that its operation, or one before, need not have asked for."""
-        if axis in self.held[value].pending:
+        """Whether a value is a sum over an axis that its operation, or one before, need not have asked for; or one number."""
+        if axis in self.held[value].pending or value.meta["val"].numel() == 1:
             return True
         op = self.ops.get(value)
         if op is None or depth == 0 or len(value.users) > 1:
@@ -238,9 +240,10 @@ class _Solver:
                 for axis in spec.pending:
                     for g in range(len(rule.linear)):
                         options[axis][g] = None
-        if rule.contraction:                                                # where tensors disagree, a third way may be best
+        if rule.contraction:                                # where tensors disagree, or of inputs a sum is made, a third way may be best
+            inputs = all(value.op == "placeholder" for value in op.operands)
             for found in options.values():
-                if sum(isinstance(target, str) for target in found) > 1:
+                if sum(isinstance(target, str) for target in found) > 1 or inputs and rule.reduce.keys() & found.keys():
                     found.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
         return {axis: tuple(found) for axis, found in options.items() if len(found) > 1}
 
