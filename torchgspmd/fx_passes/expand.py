@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ..rules import RENAMED, decomposition_of, trace
+from ..rules import RENAMED, decomposition_of, simplified, trace
 from .graph import is_number, signature
 
 
@@ -41,6 +41,9 @@ class _Expander:
                 new[node].meta = dict(node.meta)
             if isinstance(new.get(node), fx.Node) and "captured" in node.meta:
                 new[node].meta.setdefault("captured", node.meta["captured"])
+        for node in list(self.graph.nodes):
+            if (same := simplified(node)) is not None:
+                node.replace_all_uses_with(same)
         self.graph.eliminate_dead_code()
         return self.graph
 

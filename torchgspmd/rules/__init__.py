@@ -23,6 +23,7 @@ from .decompose import RENAMED, decomposition_of, trace
 from .drawing import natively
 from .notation import IDENTITY, Call, Rule, Shapes, describe, make_rule
 from .registry import replicated, rule_function
+from .simplify import simplified
 from .unpartitioned import unpartitioned_of
 
 
@@ -33,5 +34,5 @@ def rule_of(call: Call) -> Rule:
     return replicated(call) if found is None else found
 
 
-__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "natively", "rule_of", "trace",
-           "unpartitioned_of"]
+__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "natively", "rule_of",
+           "simplified", "trace", "unpartitioned_of"]
