@@ -109,7 +109,7 @@ class Window:
         """Whether it is the part that a device holds anyhow."""
         rows = -(-size // count)
         return (self.length == rows and not self.wrap and self.step == rows * self.every and 0 <= self.start < self.every
-                and (self.fill is None or rows * count == size))
+                and (self.fill is None or rows * count == size and self.begin <= 0 and self.end >= size))
 
     def pieces(self, index: int, size: int, count: int) -> Iterator[tuple[int, int, int, int]]:
         """What a device's rows consist of: (owner, first row in the owner's part, first row in the window, rows)."""
