@@ -72,6 +72,11 @@ sample([aten.add.Tensor, aten.sub.Tensor], real(4, 5), real(5), alpha=0.5)
 sample(named("bitwise_and bitwise_or bitwise_xor", "Scalar"), ints(9, 7), 5)
 sample(named("bitwise_and bitwise_or bitwise_xor", "Tensor"), ints(9, 4, 5), ints(9, 5))
 sample(aten.bitwise_not.default, bools(7))
+sample([aten.__lshift__.Tensor, aten.__rshift__.Tensor, aten.bitwise_left_shift.Tensor, aten.bitwise_right_shift.Tensor],
+       ints(9, 4, 5), ints(3, 5))
+sample([aten.__lshift__.Scalar, aten.__rshift__.Scalar, aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar],
+       ints(9, 4, 5), 2)
+sample(aten._conj_physical.default, lambda: torch.randn(4, 5, dtype=torch.complex64))
 sample(aten.pow.Tensor_Scalar, unit(4, 5), 2.5)
 sample(aten.pow.Scalar, 2, unit(4, 5))
 sample(aten.lerp.Scalar, real(4, 5), real(4, 5), 0.3)
@@ -100,8 +105,8 @@ sample(aten.leaky_relu_backward.default, real(4, 5), real(4, 5), 0.1, False)
 sample(aten.softplus_backward.default, real(4, 5), real(4, 5), 1.0, 20.0)
 sample(aten.log_sigmoid_backward.default, real(4, 5), lambda: torch.full((4, 5), 0.5), lambda: torch.full((4, 5), -0.5).exp())
 sample(named("special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx "
-             "special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 "
-             "special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
+             "special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 "
+             "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
              "special_spherical_bessel_j0 i0 hardshrink softshrink"), unit(4, 5))
 sample(named("special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w "
              "special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p "

@@ -231,7 +231,6 @@ DECOMPOSED = {
     aten.cholesky.default: [(_r(2, 3, 3) @ _r(2, 3, 3).mT + torch.eye(3),), (_r(3, 3) @ _r(3, 3).mT + torch.eye(3), True)],
     aten.cholesky_inverse.default: [(_r(2, 3, 3).tril() + 3 * torch.eye(3),), (_r(3, 3).triu() + 3 * torch.eye(3), True)],
     aten._conj.default: [(_r(3, 4).to(torch.complex64) * 1j,)],
-    aten._conj_physical.default: [(_r(3, 4).to(torch.complex64) * 1j,)],
     aten._neg_view.default: [(_r(3, 4),)],
     aten.as_strided.default: [
         (_r(4, 6), (4, 6), (6, 1)), (_r(4, 6), (6, 4), (1, 6)), (_r(4, 6), (2, 3), (12, 2), 1), (_r(4, 6), (3, 5), (6, 1), 7),

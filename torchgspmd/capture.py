@@ -200,7 +200,7 @@ class _Interceptor(TorchFunctionMode):
                                 why="it is neither a parameter, buffer or argument nor computed from one",
                                 fix="register it as a buffer, or pass it as an argument")
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
-        result = replacement(*args, **kwargs) if replacement is not None else NotImplemented
+        result = replacement(*args, **kwargs) if replacement is not None and kwargs.get("out") is None else NotImplemented
         if result is NotImplemented:
             result = func(*args, **kwargs)
         self.tracker.after(result)

@@ -57,7 +57,9 @@ pointwise(
     aten.sinh.default, aten.softplus.default, aten.softplus_backward.default, aten.sqrt.default, aten.tan.default,
     aten.tanh.default, aten.tanh_backward.default, aten.threshold.default, aten.threshold_backward.default, aten.trunc.default,
     aten.where.ScalarOther, aten.where.ScalarSelf, aten.xlogy.Tensor, aten.add.Scalar, aten.sub.Scalar,
-    aten.square.default)
+    aten.square.default, aten.__lshift__.Scalar, aten.__lshift__.Tensor, aten.__rshift__.Scalar, aten.__rshift__.Tensor,
+    aten.bitwise_left_shift.Tensor, aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor,
+    aten.bitwise_right_shift.Tensor_Scalar)
 pointwise(                                                                  # special functions
     aten.complex.default, aten.frexp.Tensor, aten.gcd.default, aten.hardshrink.default, aten.hardshrink_backward.default,
     aten.heaviside.default, aten.i0.default, aten.igamma.default, aten.igammac.default, aten.lcm.default, aten.logaddexp2.default,
@@ -74,7 +76,7 @@ pointwise(                                                                  # sp
     aten.special_shifted_chebyshev_polynomial_v.default, aten.special_shifted_chebyshev_polynomial_w.default,
     aten.special_spherical_bessel_j0.default, aten.special_zeta.default)
 pointwise(aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.clone.default, aten.positive.default,
-          aten.conj_physical.default, linear=[[0]])
+          aten._conj_physical.default, aten.conj_physical.default, linear=[[0]])
 pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
 pointwise(aten.mul.Tensor, linear=[[0], [1]])
 pointwise(aten.div.Tensor, linear=[[0]])
@@ -97,9 +99,9 @@ for _op, _sentence in ((aten.view_as_real.default, "... -> ... 2"), (aten.view_a
     rule(_op, _sentence.replace("2", "c"), whole="c", linear=[[0]])
 
 
-@decomposition(aten._conj.default, aten._conj_physical.default)
+@decomposition(aten._conj.default)
 def _conj(x):
-    return aten.conj_physical.default(x)
+    return aten._conj_physical.default(x)
 
 
 @decomposition(aten._neg_view.default)

@@ -57,12 +57,16 @@ def _mean(x, *, dtype=None):
 
 @decomposition(aten.any.dim, aten.any.dims, aten.any.default)
 def _any(x, dim=None, keepdim=False):
+    if not x.numel():
+        return x.ne(0).sum(dim, keepdim).ne(0)
     ones = x.ne(0).to(torch.uint8)
     return (ones.amax() if dim is None else ones.amax(dim, keepdim)).ne(0)
 
 
 @decomposition(aten.all.dim, aten.all.dims, aten.all.default)
 def _all(x, dim=None, keepdim=False):
+    if not x.numel():
+        return x.eq(0).sum(dim, keepdim).eq(0)
     ones = x.ne(0).to(torch.uint8)
     return (ones.amin() if dim is None else ones.amin(dim, keepdim)).ne(0)
 
