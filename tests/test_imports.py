@@ -13,7 +13,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (                              # a file imports only from the lines below its own (DESIGN.md, section 7)
     ("__init__",),
     ("parallel",),
-    ("parallel_xla", "compare"),
+    ("parallel_xla", "compare", "custom"),
     ("api",),
     ("dump",),
     ("plan",),

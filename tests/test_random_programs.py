@@ -145,7 +145,6 @@ def with_gradients(program: Program):
     return run
 
 
-@given(st.data())
 def numbers_are_those_of_one_device(data):
     mesh = data.draw(st.sampled_from(MESHES))
     program = Program(data.draw, mesh)
@@ -164,4 +163,7 @@ def numbers_are_those_of_one_device(data):
 @pytest.mark.parametrize("number", SEEDS)
 def test_numbers_are_those_of_one_device(number):
     options = settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck), print_blob=False, database=None)
-    options(seed(number)(numbers_are_those_of_one_device))()
+
+    def one(data):
+        numbers_are_those_of_one_device(data)
+    options(seed(number)(given(st.data())(one)))()

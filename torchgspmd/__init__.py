@@ -3,6 +3,7 @@ from .annotate import annotate, mark_sharding
 from .api import plan
 from .comm.collective import Collective
 from .compare import compare_with_xla
+from .custom import rule
 from .errors import ShardingError
 from .mesh import Mesh
 from .parallel import parallelize, shard_batch
@@ -10,4 +11,4 @@ from .plan import Plan
 from .shard_spec import UNCONSTRAINED, ShardSpec
 
 __all__ = ["UNCONSTRAINED", "Collective", "Mesh", "Plan", "ShardSpec", "ShardingError", "annotate", "compare_with_xla", "mark_sharding",
-           "parallelize", "plan", "shard_batch"]
+           "parallelize", "plan", "rule", "shard_batch"]
