@@ -12,6 +12,7 @@ setup(
         "test": ["pytest", "hypothesis", "expecttest"],
         "examples": ["rich", "matplotlib"],
         "auto": ["highspy"],
-        "xla": ["torch_xla>=2.9"],
+        "xla": ["torch==2.9.*", "torch_xla==2.9.*"],
+        "tpu": ["torch==2.9.*", "torch_xla[tpu]==2.9.*"],
     },
 )

@@ -33,7 +33,8 @@ class XlaModule(Wrapped):
     """What parallelize returns. Parameters and buffers are XLA tensors of global shape, laid out as marked.
 
     Everything is lazy: forward, backward and optimizer are one XLA program a step, run when the optimizer has stepped or
-    a value is read. planning_seconds: how long it took to prepare the latest new program.
+    a value is read. planning_seconds: how long it took to prepare the latest new program. There is no plan: XLA makes the
+    program (compare_with_xla shows what it makes of a plan's).
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, in_specs: Any, out_specs: Any, pin: str):
