@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -27,6 +27,7 @@ from ..rules import Rule
 from ..shard_spec import Axes, ShardSpec
 from .graph import Op, Rules, is_number
 from .layout import assemble, is_far, layout_behind, operand_layout, project, result_pending
+from .regions import Region, adds, chains, sums
 from .reshard import Resharder
 
 FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
@@ -78,6 +79,7 @@ class _Solver:
         self.memo: dict = {}
         self.late, self.first = LATE, True
         self.strategies: dict = {}
+        self.sums, self.chains = sums(self.ops), chains(self.ops)
         self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
 
     # -------------------------------------------------------------------------------------- choosing
@@ -91,6 +93,7 @@ class _Solver:
             for sweep in range(SWEEPS):
                 order = list(self.ops.values())
                 changed = [self._choose(op) for op in (order if sweep % 2 else reversed(order))]
+                changed += [*map(self._pend_together, self.sums), *map(self._move_together, self.chains)]
                 changed += [self._choose_input(node) for node in self.open_inputs]
                 self._settle_outputs()
                 if not any(changed):
@@ -108,13 +111,16 @@ class _Solver:
             best = self.memo[key] = self._best(op, available, wanted, current, summands)
         if best is current:
             return False
-        self.chosen[op.node] = best
-        for value, spec in zip(op.results, best.results):
+        self._take(op, best)
+        return True
+
+    def _take(self, op: Op, strategy: Strategy) -> None:
+        self.chosen[op.node] = strategy
+        for value, spec in zip(op.results, strategy.results):
             if value is not None:
                 self.held[value] = spec
-        for i, (value, spec) in enumerate(zip(op.operands, best.operands)):
+        for i, (value, spec) in enumerate(zip(op.operands, strategy.operands)):
             self.needs.setdefault(value, {})[op.node, i] = spec
-        return True
 
     def _available(self, value: fx.Node, op: Op, first: bool) -> Available:
         """The layouts in which a value exists anyhow; at first, before they are known, how many operations share it."""
@@ -154,7 +160,7 @@ class _Solver:
         while stack:
             node = stack.pop()
             inner = self.ops.get(node)
-            if inner is not None and self._adds(inner):
+            if inner is not None and adds(inner):
                 stack.extend(inner.operands)
             elif inner is not None and inner.key == op.key:
                 count += 1
@@ -163,17 +169,83 @@ class _Solver:
     def _sum_of(self, value: fx.Node) -> Op | None:
         """The addition that is the only use of a value."""
         user = self.ops.get(next(iter(value.users))) if len(value.users) == 1 else None
-        return user if user is not None and self._adds(user) else None
-
-    @staticmethod
-    def _adds(op: Op) -> bool:
-        return len(op.results) == 1 and len(op.operands) == 2 and frozenset((0, 1)) in op.rule.linear
+        return user if user is not None and adds(user) else None
 
     def _best(self, op: Op, available, wanted, current: Strategy | None, summands: int) -> Strategy:
         strategies = self._candidates(op, available, wanted)
         if current is not None:
             strategies = [current, *strategies]                             # of equals the current one stays
         return min(strategies, key=lambda s: self._cost(op, s, available, wanted, summands))
+
+    def _improve(self, region: Region, way: str, propose: Callable[[], bool]) -> bool:
+        """Takes the strategies that `propose` gives to a region, all at once, if they cost less; says whether.
+
+        way: tells apart the proposals for a region, whose outcome is remembered for regions in the same situation.
+        """
+        situation = (way, *((op.key, self._around(op), self.chosen[op.node]) for op in region.ops))
+        if situation not in self.memo:
+            before, cost = [self.chosen[op.node] for op in region.ops], self._cost_of(region)
+            cheaper = propose() and self._cost_of(region) < cost
+            self.memo[situation] = [self.chosen[op.node] for op in region.ops] if cheaper else None
+            self._take_all(region, before)
+        if self.memo[situation] is not None:
+            self._take_all(region, self.memo[situation])
+        return self.memo[situation] is not None
+
+    def _take_all(self, region: Region, strategies: list[Strategy]) -> None:
+        for op, strategy in zip(region.ops, strategies):
+            self._take(op, strategy)
+
+    def _pend_together(self, total: Region) -> bool:
+        """Lets all summands stay pending over one more axis if one reduction of their sum is cheaper than what there is.
+
+        None of them can do so alone: an addition passes on only what is pending in both operands.
+        """
+        axes = [a for a, size in self.mesh.axes if size > 1 and a not in self.held[total.value].pending]
+        return any([self._improve(total, axis, lambda axis=axis: self._propose_pending(total, axis)) for axis in axes])
+
+    def _propose_pending(self, total: Region, axis: str) -> bool:
+        for op in total.ops:
+            available, wanted = self._around(op)
+            if op is not total.ops[-1]:
+                wanted = tuple(tuple(_pending_too(w, axis, self.mesh) for w in uses) for uses in wanted)
+            candidates = [s for s in self._candidates(op, available, wanted)
+                          if all(axis in made.pending for v, made in zip(op.results, s.results) if v in total.values)]
+            if not candidates:
+                return False
+            self._take(op, min(candidates, key=lambda s: self._cost(op, s, available, wanted, 1)))
+        return True
+
+    def _move_together(self, chain: Region) -> bool:
+        """Brings a chain to the layout that comes into it, or to the one that is wanted of it, all of it at once."""
+        return (self._improve(chain, "in", lambda: self._propose_flow(chain))
+                or self._improve(chain, "out", lambda: self._propose_ebb(chain)))
+
+    def _propose_flow(self, chain: Region) -> bool:
+        for op in chain.ops:
+            available, wanted = self._around(op)
+            wanted = wanted if op is chain.ops[-1] else ((),)
+            self._take(op, min(self._candidates(op, available, wanted), key=lambda s: self._cost(op, s, available, wanted, 1)))
+        return True
+
+    def _propose_ebb(self, chain: Region) -> bool:
+        for op in reversed(chain.ops):
+            available, wanted = self._around(op)
+            self._take(op, min(self._candidates(op, available, wanted), key=lambda s: self._cost(op, s, (), wanted, 1)))
+        return True
+
+    def _around(self, op: Op) -> tuple[tuple[Available, ...], tuple[tuple[ShardSpec, ...], ...]]:
+        """Where its operands are, and where its results are used."""
+        return tuple(self._available(v, op, False) for v in op.operands), tuple(self._wanted(v, False) for v in op.results)
+
+    def _cost_of(self, region: Region) -> float:
+        """Of a region: its work, what brings the operands to it and its result to where that is used."""
+        cost = 0.0
+        for op in region.ops:
+            available, wanted = self._around(op)
+            uses = [() if v in region.values and v is not region.value else w for v, w in zip(op.results, wanted)]
+            cost += self._cost(op, self.chosen[op.node], available, uses, 1)
+        return cost
 
     def _cost(self, op: Op, strategy: Strategy, available, wanted, summands: int) -> float:
         cost = strategy.work
@@ -398,6 +470,11 @@ _SUFFIX = {"all_reduce": "r", "all_gather": "g", "reduce_scatter": "rs", "all_to
 def _carried(value: fx.Node, user: fx.Node) -> dict:
     backward = user.meta.get("backward", value.meta.get("backward", False)) if user.op != "output" else value.meta.get("backward", False)
     return {"val": value.meta["val"], "source": value.meta.get("source"), "backward": backward or value.meta.get("backward", False)}
+
+def _pending_too(spec: ShardSpec, axis: str, mesh: Mesh) -> ShardSpec:
+    """The layout with `axis` pending, and not on a dimension."""
+    dims = tuple(tuple(a for a in axes if a != axis) for axes in spec.dims)
+    return ShardSpec(dims, (), tuple(a for a in mesh.names if a == axis or a in spec.pending), spec.reduction)
 
 def _marked(op: Op) -> ShardSpec | None:
     """The layout that a mark node asks for, its open dimensions as propagated."""
