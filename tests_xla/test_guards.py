@@ -10,6 +10,8 @@ from conftest import ENVIRONMENT, ROOT
 from helpers import message
 from programs import MESH
 from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
@@ -168,6 +170,19 @@ def test_parameters_elsewhere():
 'weight' is on cpu, not on xla:0
   where test_guards.py:N
   fix   model.to_empty(device='xla') after a model on meta, then initialize it"""
+
+
+def test_a_dtensor(tmp_path):
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        batch = distribute_tensor(torch.zeros(8, 4), init_device_mesh("cpu", (1,)))
+        assert message(lambda: on_xla(nn.Linear(4, 4))(batch)) == """\
+a DTensor is given to a program on XLA
+  where test_guards.py:N
+  fix   the global batch as a plain tensor, or shard_batch"""
+    finally:
+        dist.destroy_process_group()
 
 
 def test_starting_twice_is_once():

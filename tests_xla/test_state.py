@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
+from torchgspmd.xla_backend.hlo import collectives
 from torchgspmd.xla_backend.sharding import device_order, layout_text, text_of
 from torchgspmd.xla_backend.state import program_text, sync
 
@@ -146,6 +147,15 @@ def test_dropout_does_not_depend_on_the_layout():
     torch.testing.assert_close(drawn[2], drawn[0], rtol=1e-5, atol=1e-6)
     model.eval()
     assert not torch.allclose(model(x).detach().cpu(), drawn[0], atol=1e-2)
+
+
+def test_every_device_draws_its_part():
+    class Drops(nn.Module):
+        def forward(self, x):
+            return gspmd.mark_sharding(F.dropout(gspmd.mark_sharding(x, MESH, "data _"), 0.5, True), MESH, "data _")
+    text = program_text([gspmd.parallelize(Drops(), MESH, backend="xla")(torch.ones(64, 32))])
+    assert "f32[16,32]" in text and "[64,32]" not in text
+    assert collectives(text, MESH) == ()
 
 
 def test_autocast():

@@ -5,6 +5,7 @@ import os
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..annotate import copy_mark
 from ..errors import ShardingError, user_line
@@ -35,6 +36,9 @@ def place(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, device: tor
 def place_tensor(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device: torch.device) -> Tensor:
     """A tensor on XLA; every device is sent its shard only. What is there already stays as it is."""
     import torch_xla.distributed.spmd as xs
+    if isinstance(tensor, DTensor):
+        raise ShardingError("a DTensor is given to a program on XLA", where=user_line(),
+                            fix="the global batch as a plain tensor, or shard_batch")
     if tensor.device == device:
         return tensor
     moved = tensor.to(device)
