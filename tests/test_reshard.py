@@ -330,6 +330,7 @@ def test_a_value_becomes_a_sum_for_nothing_but_no_other_reduction():
         check(resharder.mesh, (4, 6), ShardSpec.parse(before), ShardSpec.parse(after), resharder)
     assert [s.kind for s in resharder.steps((4, 6), ITEMSIZE, ShardSpec.parse("_ _"), ShardSpec.parse("_ _ sum@a"))] == ["term"]
     assert resharder.cost((4, 6), ITEMSIZE, ShardSpec.parse("_ _"), ShardSpec.parse("_ _ max@a")) == math.inf
+    assert resharder.cost((4, 6), ITEMSIZE, ShardSpec.parse("_ _ max@a"), ShardSpec.parse("_ _ sum@a+b")) == math.inf
 
 
 @pytest.mark.parametrize("before, after, steps", [

@@ -35,10 +35,12 @@ class Resharder:
 
     def cost(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
         """Bytes sent, plus a little for every collective; infinite where there is no way: from windows, or to terms of a
-        reduction other than a sum."""
+        reduction other than a sum or the one at hand."""
         if before == after:
             return 0.0
         if before.windows or not set(after.pending) <= set(before.pending) and after.reduction != "sum":
+            return math.inf
+        if before.pending and after.pending and before.reduction != after.reduction:
             return math.inf
         return self._solve(shape, itemsize, before, after)[0]
 
