@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..annotate import mark_sharding_op
+
 aten = torch.ops.aten
+MARK = mark_sharding_op._opoverload
 SIMPLIFICATIONS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {}
 
 
@@ -37,3 +40,27 @@ def _sum_of_one_entry(node: fx.Node) -> fx.Node | None:
     one = [*shape[:dim], 1, *shape[dim + 1:]]
     fits = dims[0] % len(shape) == dim and list(index.meta["val"].shape) == list(entries.meta["val"].shape) == one
     return entries if fits and zeros.target is aten.full.default and zeros.args[1] == 0 else None
+
+
+def _filled(node: fx.Node) -> Any:
+    """The number that a value has everywhere; None if it has none."""
+    while node.target is MARK:
+        node = node.args[0]
+    return node.args[1] if node.target is aten.full.default else None
+
+
+@simplification(aten.roll.default)
+@simplification(aten.flip.default)
+def _moved_rows_of_one_number(node: fx.Node) -> fx.Node | None:
+    return node.args[0] if _filled(node.args[0]) is not None else None
+
+
+@simplification(aten.slice.Tensor)
+def _part_of_one_number(node: fx.Node) -> fx.Node | None:
+    number, val = _filled(node.args[0]), node.meta["val"]
+    if number is None:
+        return None
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(aten.full.default, (list(val.shape), number), {"dtype": val.dtype, "device": val.device})
+    made.meta = dict(node.meta)
+    return made
