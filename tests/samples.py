@@ -455,3 +455,7 @@ for _n in (2, 3):
     SAMPLES[getattr(aten, f"fractional_max_pool{_n}d_backward").default] = [lambda n=_n: _fractional(n, True)]
 sample(aten.grid_sampler_2d.default, real(3, 4, 5, 5), unit(3, 2, 3, 2), 0, 0, False)
 sample(aten.grid_sampler_3d.default, real(3, 4, 5, 5, 5), unit(3, 2, 3, 2, 3), 0, 0, False)
+sample(aten.slice_scatter.default, real(4, 7), real(4, 3), 1, 2, 5)
+sample(aten.slice_scatter.default, real(4, 7), real(4, 3), 1, 1, 7, 2)
+sample(aten.slice_scatter.default, real(4, 7), real(4, 1), 1, 6, 7)
+sample(aten.slice_scatter.default, real(4, 7), real(4, 7), 1, 0, 7)

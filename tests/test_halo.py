@@ -217,8 +217,10 @@ def test_a_part_is_computed_by_the_kernel_of_the_whole():
 
 @pytest.mark.parametrize("name, function, rows", [
     ("a pad of one side", lambda x, w: F.conv2d(F.pad(x, (1, 1, 0, 1)), w, stride=2), 1),
-    ("a circular pad", lambda x, w: F.conv2d(x.roll(1, 2), w, padding=1), 2),
+    ("a roll", lambda x, w: F.conv2d(x.roll(1, 2), w, padding=1), 2),
     ("a pad cut off", lambda x, w: F.pad(x, (0, 0, 2, 2))[:, :, :16], 2),
+    ("a pad by reflection", lambda x, w: F.conv2d(F.pad(x, (0, 0, 1, 1), mode="reflect"), w), 2),
+    ("a pad by repetition", lambda x, w: F.conv2d(F.pad(x, (0, 0, 1, 1), mode="replicate"), w), 2),
 ])
 def test_what_is_moved_before_a_window_is_sent_once(name, function, rows):
     args, mesh = (image(), torch.randn(4, 3, 3, 3)), Mesh(s=4)
@@ -247,3 +249,19 @@ def test_moved_rows_in_random_order():
         spec = random_spec(draw, 4, mesh)
         check(with_gradients(function, 2 if ends else 1) if ends else lambda x, w: function(x, w), (x, w, dy) if ends else (x, w),
               (spec, None, spec) if ends else (spec, None), mesh)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("rows, kernel, padding, stride", [(16, 3, 1, 1), (19, 5, 2, 2), (9, 7, 3, 1)])
+def test_padding_modes(mode, rows, kernel, padding, stride):
+    torch.manual_seed(rows)
+    conv = torch.nn.Conv2d(3, 4, kernel, stride, padding, padding_mode=mode).double()
+
+    def function(x, w):
+        return torch.func.functional_call(conv, {"weight": w}, (x,))
+    x = image(3, rows).double()
+    dy = torch.randn_like(function(x, conv.weight)).detach()
+    for mesh, spec in ((Mesh(s=4), "_ _ s _"), (Mesh(s=3), "_ _ s _"), (Mesh(s=2, t=2), "_ _ s t")):
+        plan = check(with_gradients(function, 2), (x, conv.weight.detach(), dy), (spec, None, spec), mesh)
+        gathered = [c.payload_bytes for c in plan.collectives if c.kind == "all_gather"]
+        assert kernel > 3 or max(gathered, default=0) < x.numel() * 8, plan         # a kernel of many rows wants nearly all

@@ -156,9 +156,21 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
     return einsum(f"{lead}st,{lead}tx->{lead}sx", weights, value)
 
 
+def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None):
+    """Around the end, as a concatenation: PyTorch writes into slices of a new tensor."""
+    if mode != "circular" or min(pad) < 0 or any(n > input.shape[-1 - i // 2] for i, n in enumerate(pad)):
+        return NotImplemented
+    for i in range(0, len(pad), 2):
+        d, (before, behind) = input.dim() - 1 - i // 2, pad[i:i + 2]
+        pieces = [input.narrow(d, input.shape[d] - before, before), input, input.narrow(d, 0, behind)]
+        input = torch.cat([piece for piece in pieces if piece.shape[d]], d)
+    return input
+
+
 REPLACEMENTS: dict[Callable, Callable] = {
     mark_sharding: _mark,
     F.linear: _linear,
+    F.pad: _pad,
     F.scaled_dot_product_attention: _attention,
     torch.einsum: _torch_einsum,
     torch.bmm: _matrix_product(3), Tensor.bmm: _matrix_product(3),

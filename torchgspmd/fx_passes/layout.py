@@ -77,22 +77,24 @@ def operand_layout(rule: Rule, operand: int, shape: Sequence[int], assignment: A
     return spec
 
 
-def layout_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[dict[str, Axes], ShardSpec] | None:
-    """For a result with windows: the assignment of the operation that makes it, and the windows that it is made of."""
-    rule = op.rule
-    if not rule.moves or need.pending:
+def layouts_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[ShardSpec, ...] | None:
+    """For a result with windows, of an operation that only moves rows: the windows of its operands that it is made of."""
+    if op.rule.moves is None or need.pending:
         return None
-    assignment = project(rule.results[0], need, rule.sizes, mesh)
-    size = op.operands[0].meta["val"].shape
-    spec = operand_layout(rule, 0, size, assignment, mesh)
-    for d, window in enumerate(need.windows if spec is not None else ()):
-        if window is not None:
-            reach = rule.halo.get((0, d))
-            below = reach.through(window, size[d]) if reach else window
-            if below is None or spec.dims[d] != need.dims[d]:
-                return None
-            spec = spec.with_window(d, None if below.is_block(size[d], mesh.count(need.dims[d])) else below)
-    return None if spec is None else (assignment, spec)
+    shape, found = op.results[0].meta["val"].shape, []
+    for i, value in enumerate(op.operands):
+        spec = need.plain()
+        for d, axes in enumerate(need.dims):
+            reach, size, count = op.rule.moves.get((i, d)), value.meta["val"].shape[d], mesh.count(axes)
+            window = need.window(d)
+            if axes and reach is not None:
+                window = reach.through(window, size) if window else reach.bind(shape[d], size, count)
+                if window is None:
+                    return None
+            if window is not None:
+                spec = spec.with_window(d, None if window.is_block(size, count) else window)
+        found.append(spec)
+    return tuple(found)
 
 
 def is_far(op: Op, factor: str, axes: Axes, mesh: Mesh) -> bool:

@@ -60,6 +60,18 @@ class Emitter:
         axes = self.assignment.get(factor, ())
         return fx.Proxy(self.localizer.index(axes)) if axes else 0
 
+    def global_shape(self, operand: int) -> tuple[int, ...]:
+        return tuple(operands_of(self.node)[operand].meta["val"].shape)
+
+    def position(self, dim: int) -> fx.Node:
+        """The place in the whole result of every row of the device, along a dimension, so that it broadcasts."""
+        spec, rows, result = self.node.meta["result_specs"][0], self.results[0].shape[dim], self.results[0]
+        index = fx.Proxy(self.localizer.index(spec.dims[dim])) if spec.dims[dim] else 0
+        window = spec.window(dim)
+        place = self.call(aten.arange.default, rows, device=result.device)
+        place = self.call(aten.add.Scalar, place, window.first(index) if window else index * rows)
+        return self.call(aten.view.default, place, [-1] + [1] * (len(result.shape) - 1 - dim))
+
     def sharded(self, factor: str) -> bool:
         return bool(self.assignment.get(factor))
 
@@ -160,7 +172,8 @@ class _Localizer:
         operands = [self._ready(node, value, i, rule) for i, value in enumerate(operands_of(node))]
         rest = iter(operands)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self.new[n] if is_number(n) else next(rest))
-        if rule.emit is not None and any(node.meta["assignment"].get(f) for f in rule.special | rule.emits | rule.windowed):
+        moved = rule.moves is not None and any(spec.windows for spec in node.meta["result_specs"])
+        if rule.emit is not None and (moved or any(node.meta["assignment"].get(f) for f in rule.special | rule.emits | rule.windowed)):
             made = rule.emit(Emitter(self, node), args, kwargs)
             return made[0] if not isinstance(node.meta["val"], (tuple, list)) else made
         if rule.local is not None:

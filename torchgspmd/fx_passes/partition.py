@@ -26,7 +26,7 @@ from ..mesh import Mesh
 from ..rules import Rule
 from ..shard_spec import Axes, ShardSpec
 from .graph import Op, Rules, is_number
-from .layout import assemble, is_far, layout_behind, operand_layout, project, result_pending
+from .layout import assemble, is_far, layouts_behind, operand_layout, project, result_pending
 from .regions import Region, adds, chains, sums
 from .reshard import Resharder
 
@@ -80,6 +80,7 @@ class _Solver:
         self.late, self.first = LATE, True
         self.strategies: dict = {}
         self.sums, self.chains = sums(self.ops), chains(self.ops)
+        self.made_of: dict = {}
         self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
 
     # -------------------------------------------------------------------------------------- choosing
@@ -104,7 +105,7 @@ class _Solver:
         wanted = tuple(self._wanted(v, first) for v in op.results)
         current = self.chosen.get(op.node)
         summands = self._summands(op) if first else 1
-        moved = tuple(self.ops[v].key for v in op.operands if v in self.ops and self.ops[v].rule.moves) if op.rule.halo else ()
+        moved = tuple(self.ops[v].key for v in op.operands if v in self.ops and self.ops[v].rule.moves is not None) if op.rule.halo else ()
         key = (op.key, available, wanted, current, self.late, summands, moved)
         best = self.memo.get(key)
         if best is None:
@@ -270,17 +271,20 @@ class _Solver:
     def _move(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
         val = value.meta["val"]
         cost = self.resharder.cost(tuple(val.shape), val.element_size(), have, need)
-        behind = self.behind(value, need)
-        return cost if behind is None else min(cost, self.cost_behind(behind))
+        return min(cost, self.cost_behind(value, need)) if need.windows else cost
 
-    def cost_behind(self, behind: tuple[fx.Node, dict[str, Axes], ShardSpec]) -> float:
-        return self._move(behind[0], self.held[behind[0]], behind[2])
+    def behind(self, value: fx.Node, need: ShardSpec) -> tuple[ShardSpec, ...] | None:
+        """For windows of a value of moved rows: the windows of the operands that it can be made of."""
+        if (value, need) not in self.made_of:
+            op = self.ops.get(value)
+            self.made_of[value, need] = layouts_behind(op, need, self.mesh) if op is not None else None
+        return self.made_of[value, need]
 
-    def behind(self, value: fx.Node, need: ShardSpec) -> tuple[fx.Node, dict[str, Axes], ShardSpec] | None:
-        """For windows of a value that an operation moved: what it moved, the assignment, and the windows of that."""
-        op = self.ops.get(value) if need.windows else None
-        found = layout_behind(op, need, self.mesh) if op is not None else None
-        return (op.operands[0], *found) if found is not None else None
+    def cost_behind(self, value: fx.Node, need: ShardSpec) -> float:
+        specs = self.behind(value, need)
+        if specs is None:
+            return math.inf
+        return sum(self._move(v, self.held[v], spec) for v, spec in zip(self.ops[value].operands, specs))
 
     def _candidates(self, op: Op, available, wanted) -> list[Strategy]:
         mark = _marked(op)
@@ -426,7 +430,8 @@ class _Inserter:
             if node in self.solver.held:
                 copy.meta["spec"] = self.solver.held[node]
         for node in reversed(self.graph.nodes):                             # moved values of which only windows were used
-            if not node.users and (node.op == "call_function" and ("step" in node.meta or getattr(node.meta.get("rule"), "moves", False))):
+            if node.op == "call_function" and not node.users and (
+                    "step" in node.meta or getattr(node.meta.get("rule"), "moves", None) is not None):
                 self.graph.erase_node(node)
         return self.graph
 
@@ -453,15 +458,15 @@ class _Inserter:
 
     def moved(self, value: fx.Node, start: ShardSpec, spec: ShardSpec, user: fx.Node) -> fx.Node | None:
         """The windows of a value made of windows of what was moved, unless that sends more than windows of the value itself."""
-        behind, val = self.solver.behind(value, spec), value.meta["val"]
-        direct = self.solver.resharder.cost(tuple(val.shape), val.element_size(), start, spec)
-        if behind is None or self.solver.cost_behind(behind) > direct:
+        below = self.solver.behind(value, spec) if spec.windows else None
+        val, op = value.meta["val"], self.solver.ops.get(value)
+        if below is None or self.solver.cost_behind(value, spec) > self.solver.resharder.cost(
+                tuple(val.shape), val.element_size(), start, spec):
             return None
-        operand, assignment, below = behind
-        rest = iter([self.value(operand, below, user)])
+        rest = iter([self.value(v, s, user) for v, s in zip(op.operands, below)])
         copy = self.graph.node_copy(value, lambda n: next(rest))
-        copy.meta = {**_carried(value, user), "rule": self.solver.ops[value].rule, "assignment": assignment, "result_specs": (spec,),
-                     "spec": spec}
+        assignment = {f"d{d}": axes for d, axes in enumerate(spec.dims) if axes}
+        copy.meta = {**_carried(value, user), "rule": op.rule, "assignment": assignment, "result_specs": (spec,), "spec": spec}
         return copy
 
 _SUFFIX = {"all_reduce": "r", "all_gather": "g", "reduce_scatter": "rs", "all_to_all": "x", "permute": "p", "shard": "s", "halo": "h",

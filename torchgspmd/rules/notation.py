@@ -42,7 +42,8 @@ class Rule:
     special: frozenset[str] = frozenset()           # `special`, of `emits`, or has a halo
     emits: frozenset[str] = frozenset()
     halo: Mapping[tuple[int, int], Reach] = field(default_factory=dict)    # (operand, dim): rows that a factor's positions read
-    moves: bool = False                             # a window of the result can be made of a window of the one operand
+    moves: Mapping[tuple[int, int], Reach] | None = None        # if rows are only moved along dimensions d0, d1, ...: whatever their
+                                                    # sizes, so that windows of the result can be made of windows of the operands
     positions: frozenset[int] = frozenset()         # operands that hold indices: their padding has to point somewhere
     padding: Mapping[int, float] = field(default_factory=dict)         # operand -> what its padding has to hold, along any factor
     contraction: bool = False                       # arithmetic is the product of all factor sizes

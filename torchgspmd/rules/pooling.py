@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..window import Reach
+from . import moving
 from .notation import Call, Rule, make_rule
 from .registry import computed, rule, shape_argument
 from .spread import Cut, cut
@@ -18,13 +19,14 @@ from .spread import Cut, cut
 aten = torch.ops.aten
 
 
-def _windowed(name: str, spatial: int, operands: str, results: str = "y", linear: bool = False, shape_at: int | None = None) -> None:
+def _windowed(name: str, spatial: int, operands: str, results: str = "y", linear: bool = False, shape_at: int | None = None,
+              splits: Callable | bool = False) -> None:
     """Registers an operation. operands, results: for each tensor x (before the window) or y (behind it). shape_at: position of
-    the argument that holds the result's whole shape."""
+    the argument that holds the result's whole shape. splits: what it is taken apart to where a spatial dimension is sharded."""
     dims = {1: {"x": "... w", "y": "... v"}, 2: {"x": "... h w", "y": "... u v"}, 3: {"x": "... d h w", "y": "... t u v"}}[spatial]
     whole = " ".join(dims.values()).replace("...", "")
     rule(getattr(aten, name).default, f"{', '.join(dims[t] for t in operands)} -> {', '.join(dims[t] for t in results)}",
-         whole=whole, linear=[[0]] if linear else (), local=shape_argument(shape_at) if shape_at is not None else None)
+         whole=whole, linear=[[0]] if linear else (), local=shape_argument(shape_at) if shape_at is not None else None, splits=splits)
 
 
 for _n in (2, 3):
@@ -35,8 +37,8 @@ for _n in (2, 3):
     _windowed(f"max_unpool{_n}d", _n, "xx")
 for _n in (1, 2, 3):
     for _mode in ("reflection", "replication"):
-        _windowed(f"{_mode}_pad{_n}d", _n, "x", linear=True)
-        _windowed(f"{_mode}_pad{_n}d_backward", _n, "yx", "x", linear=True)
+        _windowed(f"{_mode}_pad{_n}d", _n, "x", linear=True, splits=getattr(moving, f"{_mode}_pad"))
+        _windowed(f"{_mode}_pad{_n}d_backward", _n, "yx", "x", linear=True, splits=getattr(moving, f"{_mode}_pad_backward"))
 for _name, _n in (("upsample_nearest1d", 1), ("_upsample_nearest_exact1d", 1), ("upsample_linear1d", 1), ("upsample_nearest2d", 2),
                   ("_upsample_nearest_exact2d", 2), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 2),
                   ("_upsample_bicubic2d_aa", 2), ("upsample_nearest3d", 3), ("_upsample_nearest_exact3d", 3), ("upsample_trilinear3d", 3)):
