@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import torchgspmd as gspmd
+from torchgspmd.comm.storage import spec_of
 from torchgspmd.random_ops import draw_seed, uniform
 
 WORDS, WIDTH, HIDDEN = 51, 16, 65                                           # sizes that 2, 3 and 4 do not divide
@@ -103,6 +104,26 @@ def check_training(mesh):
         close(model.get_parameter(name), parameter, 1e-3)                   # AdamW divides by small second moments
 
 
+def check_sharded_updates(mesh):
+    """Parameters, gradients and optimizer states in parts over an axis, weights gathered twice: the same training."""
+    axis = mesh.names[0]
+    torch.manual_seed(0)
+    reference = Model(dropout=0.0)
+    model = gspmd.parallelize(marked(copy.deepcopy(reference), mesh), mesh, in_specs=specs(mesh), shard_updates=axis, regather="always")
+    assert all(axis in spec_of(p, mesh).sharding_axes for p in model.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, foreach=True) for m in (model, reference)]
+    for step in range(4):
+        losses = [m(*batch(step)) for m in (model, reference)]
+        for loss in losses:
+            loss.backward()
+        close(*[torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5, foreach=True) for m in (model, reference)])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        close(*losses)
+    assert any("step" in n.meta and n.meta["step"].kind == "all_gather" and n.meta["backward"] for n in model.plan.sharded.nodes)
+
+
 def check_modes(mesh):
     """eval, no_grad, and gradients accumulated over two calls."""
     model, reference = pair(mesh, dropout=0.0)
@@ -124,7 +145,7 @@ def check_ways_to_a_gradient(mesh):
         calls, params = [], list(model.parameters())
         model(*batch(0)).backward()
         first = [whole(p.grad).clone() for p in params]
-        handles = [params[0].register_hook(lambda g: 2 * g), params[1].register_post_accumulate_grad_hook(lambda p: calls.append(1))]
+        handles = [params[0].register_hook(lambda g: 2 * g), params[1].register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(1))]
         model(*batch(1)).backward()
         grads = torch.autograd.grad(model(*batch(2)), params[1:3])
         for handle in handles:
@@ -318,8 +339,8 @@ def load(mesh, path):
             close(loss, expected, 1e-4)
 
 
-CHECKS = (check_training, check_modes, check_ways_to_a_gradient, check_scaler, check_layouts_of_results, check_errors,
-          check_uneven_weights, check_exchanges, check_parts_of_axes, check_same_text)
+CHECKS = (check_training, check_sharded_updates, check_modes, check_ways_to_a_gradient, check_scaler, check_layouts_of_results,
+          check_errors, check_uneven_weights, check_exchanges, check_parts_of_axes, check_same_text)
 
 
 def main():

@@ -1,11 +1,13 @@
 """plan and parallelize: capture, the passes, a backend."""
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
@@ -14,6 +16,7 @@ from .capture import ARGUMENT, GRADIENT, MUTATION, OUTPUT, TANGENT, Captured, ca
 from .dump import Dump
 from .errors import ShardingError, user_line
 from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
+from .fx_passes import regather as gather_again
 from .fx_passes.graph import Op
 from .fx_passes.subaxes import merge_parts, wanted_parts
 from .mesh import Mesh
@@ -30,14 +33,14 @@ def _ignore(*_: Any) -> None:
 
 
 def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None, out_specs: Any = None, grad: bool = False,
-         strict: bool = False, rng: str = "global", **kwargs: Any) -> Plan:
+         strict: bool = False, rng: str = "global", regather: str = "auto", **kwargs: Any) -> Plan:
     """Compiles a function or module for a mesh, without devices.
 
     args, kwargs: real, fake or meta tensors of global shape, and whatever else fn takes. in_specs, out_specs: pytree
     prefixes of args and of the result (a mapping as in_specs: of kwargs) whose leaves are specs in string form, or
     None where propagation decides. grad=True, on a module: forward and backward together. strict=True: what would be
     listed as replicated_ops is an error. rng="global": random numbers are those of a mesh of one device; "native": from
-    PyTorch's generator, other ones in every part. Raises ShardingError.
+    PyTorch's generator, other ones in every part. regather: see parallelize. Raises ShardingError.
     """
     if not isinstance(mesh, Mesh):
         raise ShardingError(f"plan takes a torchgspmd.Mesh, not {type(mesh).__name__}", where=user_line(),
@@ -48,7 +51,7 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
     start = time.perf_counter()
     captured = capture(fn, args, kwargs, mesh, grad=grad)
     seconds = time.perf_counter() - start
-    made = compile_plan(captured, mesh, wanted, out_specs, strict=strict, rng=rng)
+    made = compile_plan(captured, mesh, wanted, out_specs, strict=strict, rng=rng, regather=regather)
     made.seconds = {"capture": seconds, **made.seconds}
     return made
 
@@ -65,29 +68,46 @@ class Annotated:
 
 def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
                  stored: Mapping[str, ShardSpec] | None = None, plain: Sequence[bool] = (), strict: bool = False,
-                 rng: str = "global") -> Plan:
+                 rng: str = "global", regather: str = "auto") -> Plan:
     """The passes over a captured program. arguments: a spec or None for each.
 
     For a program that runs on real processes also, stored: the layouts of parameters and buffers, by name; plain:
     which arguments are whole on every rank, so that their gradients have to be. Results without a spec are whole then.
     """
+    _check_option("rng", rng, ("global", "native"))
+    _check_option("regather", regather, ("auto", "always", "never"))
     rules, clock, dump = Rules(), _Clock(), Dump(mesh)
     dump("capture", captured.graph)
     made = lay_out(captured, mesh, arguments, out_specs, stored, whole=stored is not None, parts=True, rules=rules, clock=clock, dump=dump)
     sharded = decide(made, plain, rules)
     dump("partition", sharded)
     clock("partition")
-    if rng not in ("global", "native"):
-        raise ShardingError(f"there is no rng '{rng}'; there are 'global' and 'native'", where=user_line())
     if rng == "native":
         natively(sharded)
-    program = fx.GraphModule(captured.constants, localize(sharded, mesh))
+    plan = _localized(made, mesh, gather_again(sharded) if regather == "always" else sharded, clock)
+    if regather == "auto" and plan.memory.peak > _device_memory(captured):
+        plan = _localized(made, mesh, gather_again(sharded), clock)
     clock("localize")
-    plan = Plan(mesh, captured, sharded, program, made.layouts, clock.seconds)
     dump.final(plan)
     if strict and plan.replicated_ops:
         raise _replicates(plan)
     return plan
+
+
+def _localized(made: Annotated, mesh: Mesh, sharded: fx.Graph, clock: _Clock) -> Plan:
+    program = fx.GraphModule(made.captured.constants, localize(sharded, mesh))
+    return Plan(mesh, made.captured, sharded, program, made.layouts, clock.seconds)
+
+
+def _device_memory(captured: Captured) -> float:
+    """Bytes of the GPU that the program is for; no limit elsewhere."""
+    on_gpu = any(n.meta["val"].device.type == "cuda" for n in captured.graph.find_nodes(op="placeholder"))
+    return torch.cuda.get_device_properties(0).total_memory if on_gpu and torch.cuda.is_available() else math.inf
+
+
+def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ShardingError(f"there is no {name} '{value}'; there are {', '.join(map(repr, known))}", where=user_line())
 
 
 def _replicates(plan: Plan) -> ShardingError:

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .annotate import recorded_mark
-from .errors import ShardingError
+from .annotate import mark_sharding, recorded_mark
+from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec
 
@@ -30,6 +30,26 @@ def mark_on(tensor: Tensor, mesh: Mesh) -> ShardSpec | None:
         raise ShardingError(f"a parameter is marked on mesh {mark[0]}, but the model is put on mesh {mesh}", where=mark[2],
                             fix="use one Mesh for all marks of a model")
     return mark[1] if mark else None
+
+
+def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
+    """Marks every trained parameter to be stored, and so updated, in parts over one more axis (arXiv 2004.13336).
+
+    The dimension that is cut is the largest that divides, else the largest; one that other axes shard already only if no
+    other is long enough.
+    """
+    if axis not in mesh.names:
+        raise ShardingError(f"shard_updates names axis '{axis}', which mesh {mesh} does not have", where=user_line(),
+                            fix=did_you_mean(axis, mesh.names))
+    for parameter in model.parameters():
+        spec = (mark_on(parameter, mesh) or ShardSpec.replicated(parameter.dim())).closed()
+        if not parameter.requires_grad or not parameter.dim() or axis in spec.sharding_axes:
+            continue
+        count = mesh.count((axis,))
+        rows = [n // mesh.count(axes) for n, axes in zip(parameter.shape, spec.dims)]
+        dim = max(range(parameter.dim()), key=lambda d: (rows[d] >= count, not spec.dims[d], rows[d] % count == 0, rows[d]))
+        axes = tuple(a for a in mesh.names if a == axis or a in spec.dims[dim])
+        mark_sharding(parameter, mesh, ShardSpec((*spec.dims[:dim], axes, *spec.dims[dim + 1:])))
 
 
 def leaf_key(leaf: Any) -> Any:

@@ -39,6 +39,7 @@ from .fx_passes.split import split
 from .fx_passes.tidy import tidy
 from .mesh import Mesh
 from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
+from .module_state import shard_updates as mark_updates
 from .parallel_xla import XlaModule
 from .plan import Plan
 from .shard_spec import ShardSpec, SpecLike
@@ -50,7 +51,8 @@ BACKENDS = ("torch", "inductor", "xla")
 
 
 def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_specs: Any = None, out_specs: Any = None,
-                pin: str = "user", strict: bool = False, rng: str = "global") -> nn.Module:
+                pin: str = "user", strict: bool = False, rng: str = "global", shard_updates: str | None = None,
+                regather: str = "auto") -> nn.Module:
     """The model on a mesh: an nn.Module with the same forward, to be called by every process alike.
 
     Parameters and buffers become DTensors laid out as marked (replicated without a mark) with rank 0's values; give the
@@ -60,6 +62,9 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     no process group with one process a device, or if ranks differ in their programs or in the shapes of arguments.
     strict=True: what would be listed as replicated_ops is an error. rng="global": random numbers are those of one device,
     drawn by the place of an element; all ranks need the same torch.manual_seed. "native": from PyTorch's generator.
+    shard_updates="data": every parameter, its gradient and the optimizer's state of it are stored in parts over that axis
+    besides its mark (ZeRO; arXiv 2004.13336). regather: whether weights are gathered again for the backward: "always",
+    "never" (they are kept), or "auto": if a GPU's memory would not do otherwise.
 
     backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner makes the program.
     pin: what it is told besides the layouts of inputs and results: the marks ("user"), every layout that our own
@@ -67,9 +72,11 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     """
     if backend not in BACKENDS:
         raise ShardingError(f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}", where=user_line())
+    if shard_updates is not None:
+        mark_updates(model, mesh, shard_updates)
     if backend == "xla":
         return XlaModule(model, mesh, in_specs, out_specs, pin)
-    return ShardedModule(model, mesh, backend, in_specs, out_specs, strict, rng)
+    return ShardedModule(model, mesh, backend, in_specs, out_specs, strict=strict, rng=rng, regather=regather)
 
 
 def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
@@ -95,12 +102,11 @@ class ShardedModule(Wrapped):
     plan: the Plan of the latest call (None before the first). planning_seconds: how long making it took.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any, strict: bool = False,
-                 rng: str = "global"):
+    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any, **options: Any):
         super().__init__(model)
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
-        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _strict=strict, _rng=rng,
+        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _options=options,
                              _groups=Groups(mesh, device), _programs={}, _signatures={}, plan=None, planning_seconds=0.0)
         shard_module(model, {name: _stored_spec_of(mark_on(t, mesh), tuple(t.shape), mesh)
                              for name, t in named_tensors(model)}, mesh, self._groups.device_mesh)
@@ -144,7 +150,7 @@ class ShardedModule(Wrapped):
         made = compile_plan(captured, self._mesh, wanted, self._out_specs,
                             stored={i.name: _stored_spec_of(i.mark, i.shape, self._mesh) for i in captured.inputs
                                     if i.kind in (PARAMETER, BUFFER)},
-                            plain=[not isinstance(t, DTensor) for t in tensors], strict=self._strict, rng=self._rng)
+                            plain=[not isinstance(t, DTensor) for t in tensors], **self._options)
         if not agree(_hash(made.program.code), None, torch.device(self._groups.device_type)):
             raise ShardingError("the ranks have made different programs", where=user_line(),
                                 why="the model, its marks or the versions of torch differ between ranks")

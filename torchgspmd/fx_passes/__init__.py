@@ -4,7 +4,8 @@ from .graph import Rules
 from .localize import localize
 from .partition import partition
 from .propagate import Layouts, propagate
+from .regather import regather
 
-PASSES = (expand, propagate, partition, localize)
+PASSES = (expand, propagate, partition, regather, localize)
 
-__all__ = ["PASSES", "Layouts", "Rules", "expand", "localize", "partition", "propagate"]
+__all__ = ["PASSES", "Layouts", "Rules", "expand", "localize", "partition", "propagate", "regather"]

@@ -1,0 +1,45 @@
+"""Gathers weights a second time for the backward, instead of keeping what the forward gathered.
+
+before   %w_g = all_gather(%w, 0, data);  %y = einsum(%x, %w_g);   %dx = einsum(%dy, %w_g)
+after    %w_g = all_gather(%w, 0, data);  %y = einsum(%x, %w_g);   %w_g_1 = all_gather(%w, 0, data);  %dx = einsum(%dy, %w_g_1)
+needs    the partitioned program; meta["backward"]
+ensures  nothing that is gathered from an input alone, or cast or viewed from such, lives from the forward to the backward
+source   reshard_after_forward of PyTorch's FSDP2; ZeRO (arXiv 1910.02054), stage 3
+"""
+from __future__ import annotations
+
+from torch import fx
+
+
+def regather(graph: fx.Graph) -> fx.Graph:
+    """Rewrites the graph in place and returns it."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    gathered: dict[fx.Node, fx.Node | None] = {}                            # and before what the backward first needs it
+    for node in order:
+        step = node.meta.get("step")
+        if node.op == "call_function" and not node.meta.get("backward") and _of_an_input(node) and (
+                step is not None and step.kind == "all_gather" or node.args[0] in gathered):
+            gathered[node] = None
+    for node in reversed(gathered):
+        needed = [gathered[u] if u in gathered else u for u in node.users if u in gathered or u.meta.get("backward")]
+        gathered[node] = min(filter(None, needed), key=order.__getitem__, default=None)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node, before in gathered.items():
+        if before is None:
+            continue
+        late = [u for u in node.users if u.meta.get("backward")]
+        with graph.inserting_before(before):
+            copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+        copies[node].meta = {**node.meta, "backward": True}
+        for user in late:
+            user.replace_input_with(node, copies[node])
+    return graph
+
+
+def _of_an_input(node: fx.Node) -> bool:
+    """Whether a value is made of one input alone by operations on one tensor each."""
+    while node.op == "call_function":
+        if len(node.all_input_nodes) != 1 or node.args[0] is not node.all_input_nodes[0]:
+            return False
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
