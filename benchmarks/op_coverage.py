@@ -103,7 +103,7 @@ def attempt(case: Case, rng: random.Random, backward: bool) -> dict:
         want = fn(*(t.clone() for t in args))
         plan = gspmd.plan(fn, *args, mesh=mesh, in_specs=specs)
         row["random"] = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in plan.sharded.nodes)
-        row["replicated"] = sorted({r.op for r in plan.replicated_ops})
+        row["replicated"] = sorted({r.op for r in plan.replicated_ops if "is gathered over" not in r.why})
         row["sharded"] = any(any(w not in "_" for w in s.split()) for s in specs)
         row["partitioned"] = any(n.meta.get("assignment") for n in plan.sharded.nodes)
         got = plan.simulate(*(t.clone() for t in args), _poison=True)

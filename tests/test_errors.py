@@ -148,3 +148,8 @@ def test_did_you_mean():
     assert did_you_mean("modl", ["data", "model"]) == "did you mean 'model'?"
     assert did_you_mean("xyz", ["data", "model"]) == "known are 'data', 'model'"
     assert did_you_mean("xyz", []) == "known are none"
+
+
+def test_sparse_arguments():
+    assert message(lambda: plan(torch.sin, torch.eye(4).to_sparse(), mesh=MESH)).startswith(
+        "argument 'input' is sparse_coo, and a layout is one of dense tensors")

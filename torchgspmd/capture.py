@@ -311,6 +311,9 @@ def _module_state(module: nn.Module) -> dict[str, Tensor]:
 
 def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:
     mark, source = None, None
+    if tensor.layout is not torch.strided:
+        raise ShardingError(f"{kind} '{name}' is {str(tensor.layout).removeprefix('torch.')}, and a layout is one of dense tensors",
+                            where=user_line(), fix="call to_dense() on it")
     if recorded_mark(tensor) is not None:
         marked_mesh, mark, source = recorded_mark(tensor)
         if marked_mesh != mesh:
