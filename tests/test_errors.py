@@ -152,4 +152,4 @@ def test_did_you_mean():
 
 def test_sparse_arguments():
     assert message(lambda: plan(torch.sin, torch.eye(4).to_sparse(), mesh=MESH)).startswith(
-        "argument 'input' is sparse_coo, and a layout is one of dense tensors")
+        "argument 'arg0' is sparse_coo, and a layout is one of dense tensors")
