@@ -221,6 +221,46 @@ def check_errors(mesh):
         raise AssertionError("no error")
 
 
+class ByValues(nn.Module):
+    """Sizes and numbers that depend on values, in the forward and in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+
+    def forward(self, x):
+        y = self.inner(x).sin()
+        positive = y[y > 0]
+        return (positive * 2).mean() + (y * y.detach().abs().max().item()).sum(), positive * 3
+
+
+def check_sizes_that_depend_on_values(mesh):
+    torch.manual_seed(0)
+    reference = ByValues()
+    axis = mesh.names[0]
+    model = gspmd.parallelize(copy.deepcopy(reference), mesh, in_specs=f"{axis} _")
+    for step in range(2):
+        x = torch.randn(7, 4, generator=torch.Generator().manual_seed(step))
+        (loss, rows), (expected, wanted) = model(x), reference(x)
+        close(loss, expected)
+        close(rows, wanted)
+        loss.backward()
+        expected.backward()
+    close(model.inner.weight.grad, reference.inner.weight.grad)
+
+
+def check_native_random_numbers(mesh):
+    axis = mesh.names[0]
+    torch.manual_seed(0)
+    model = gspmd.parallelize(nn.Dropout(0.5), mesh, in_specs=f"{axis} _", out_specs=f"{axis} _", rng="native")
+    x = torch.ones(8 * mesh.size, 8)
+    whole_result = whole(model(x))
+    rows = len(x) // dict(mesh.axes)[axis]
+    parts = [part == 0 for part in whole_result.split(rows)]
+    assert not any(torch.equal(p, q) for i, p in enumerate(parts) for q in parts[:i])
+    assert abs(torch.stack(parts).float().mean().item() - 0.5) < 0.15
+
+
 def check_uneven_weights(mesh):
     """Weights stored along dimensions that the axis does not divide: gathered together, their gradients scattered."""
     torch.manual_seed(0)
@@ -340,7 +380,8 @@ def load(mesh, path):
 
 
 CHECKS = (check_training, check_sharded_updates, check_modes, check_ways_to_a_gradient, check_scaler, check_layouts_of_results,
-          check_errors, check_uneven_weights, check_exchanges, check_parts_of_axes, check_same_text)
+          check_errors, check_uneven_weights, check_sizes_that_depend_on_values, check_native_random_numbers, check_exchanges,
+          check_parts_of_axes, check_same_text)
 
 
 def main():

@@ -41,14 +41,17 @@ def user_line() -> str | None:
 
 
 def user_line_of(error: BaseException) -> str | None:
-    """The same of the place where an error was raised."""
-    found, trace = None, error.__traceback__
+    """The same of the place where an error was raised; in a library of models the line there is told as well."""
+    found, library, trace = None, None, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
+        line = f"{_shorten(name)}:{trace.tb_lineno}"
         if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
-            found = f"{_shorten(name)}:{trace.tb_lineno}"
+            found, library = line, None
+        elif not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES[:-1]):
+            library = line
         trace = trace.tb_next
-    return found
+    return f"{found}, in {library}" if found and library else found or library
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -172,6 +172,7 @@ class _Program:
         self.tangent_outputs = [i.output for i in self.captured.inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in self.captured.outputs if o.kind == MUTATION]
         self.outputs = self.out_kinds.count(OUTPUT)
+        self.by_values = any(n.meta.get("dynamic") for n in plan.sharded.nodes)
         self.draws = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in plan.program.graph.nodes)
         graph = tidy(products(lower(bucket(_copy(plan.program.graph)), groups), groups.device_type))
         self._inputs(graph, tensors)
@@ -247,6 +248,9 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, program: _Program, *flat: Tensor) -> tuple[Tensor, ...]:
         outs, saved = program.run_forward(flat)
         ctx.program, ctx.flat = program, [flat[i] if isinstance(flat[i], DTensor) else None for i in program.gradient_inputs]
+        if program.by_values:                                               # autograd saves tensors only
+            ctx.numbers = [None if isinstance(v, Tensor) else v for v in saved]
+            saved = [v if isinstance(v, Tensor) else None for v in saved]
         ctx.save_for_backward(*saved)
         ctx.count = len(flat)
         ctx.mark_non_differentiable(*[o for i, o in enumerate(outs) if i not in program.tangent_outputs and isinstance(o, Tensor)])
@@ -258,9 +262,12 @@ class _Run(torch.autograd.Function):
         program: _Program = ctx.program
         tangents = [torch.zeros(shape, dtype=dtype, device=device) if grads[i] is None else grads[i]
                     for i, (shape, dtype, device) in zip(program.tangent_outputs, ctx.shapes)]
-        boxed = [*ctx.saved_tensors, *tangents]
+        saved = ctx.saved_tensors
+        if program.by_values:
+            saved = [t if n is None else n for t, n in zip(saved, ctx.numbers)]
+        boxed = [*saved, *tangents]
         ctx.maybe_clear_saved_tensors()                                     # unless the backward is to run again
-        del tangents, grads
+        del saved, tangents, grads
         with torch.no_grad():
             results = program.backward(boxed)
         flat: list[Tensor | None] = [None] * ctx.count
