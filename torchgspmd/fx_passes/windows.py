@@ -44,7 +44,8 @@ def _in_order(resharder: Resharder, shape: Sequence[int], itemsize: int, spec: S
     for d in order:
         local = spec.local_shape(shape, resharder.mesh)
         spec = spec.with_dim(d, after.dims[d]).with_window(d, after.window(d))
-        step = _cut(resharder, d, spec) if d in whole else _exchange(resharder, d, spec, shape[d], math.prod(local) // local[d] * itemsize)
+        row = math.prod(n for i, n in enumerate(local) if i != d) * itemsize
+        step = _cut(resharder, d, spec) if d in whole else _exchange(resharder, d, spec, shape[d], row)
         cost += step.sent + (ALPHA if step.sent else 0.01)
         steps.append(step)
     return cost, tuple(steps)
