@@ -100,3 +100,9 @@ def test_without_torch_xla_the_error_says_what_to_install(monkeypatch):
 backend 'xla' needs torch_xla
   where test_xla_text.py:N
   fix   pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 'torch_xla[tpu]==2.9.0'"""
+
+
+@pytest.mark.parametrize("backend, option", [("xla", {"strict": True}), ("xla", {"rng": "native"}), ("torch", {"pin": "all"})])
+def test_options_of_the_other_backend(backend, option):
+    assert message(lambda: gspmd.parallelize(torch.nn.Linear(2, 2), Mesh(data=8), backend=backend, **option)) == (
+        f"backend '{backend}' has no option {next(iter(option))}\n  where test_xla_text.py:N")

@@ -68,10 +68,13 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
 
     backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner makes the program.
     pin: what it is told besides the layouts of inputs and results: the marks ("user"), every layout that our own
-    partitioner chose ("all"), or nothing ("none").
+    partitioner chose ("all"), or nothing ("none"). strict, rng and regather are not for it: XLA draws random numbers itself.
     """
     if backend not in BACKENDS:
         raise ShardingError(f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}", where=user_line())
+    others = {"strict": strict, "rng": rng != "global", "regather": regather != "auto"} if backend == "xla" else {"pin": pin != "user"}
+    for name in (name for name, is_set in others.items() if is_set):
+        raise ShardingError(f"backend '{backend}' has no option {name}", where=user_line())
     if shard_updates is not None:
         mark_updates(model, mesh, shard_updates)
     if backend == "xla":
