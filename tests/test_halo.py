@@ -125,10 +125,11 @@ def test_a_halo_wider_than_a_shard_comes_over_several_hops():
 WORKER = Path(__file__).with_name("worker_halo.py")
 
 
-@pytest.mark.parametrize("mesh, spec", [("s=3", "_ _ s _"), ("a=2,s=2", "_ _ s a")])
-def test_processes_exchange_halos(mesh, spec):
+@pytest.mark.parametrize("mesh, spec, backend", [
+    ("s=3", "_ _ s _", "torch"), ("a=2,s=2", "_ _ s a", "torch"), ("s=2", "_ _ s _", "inductor")])
+def test_processes_exchange_halos(mesh, spec, backend):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(Mesh.parse(mesh).size),
-               str(WORKER), mesh, spec]
+               str(WORKER), mesh, spec, backend]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert "holds" in done.stdout

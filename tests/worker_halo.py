@@ -23,12 +23,12 @@ class Net(nn.Module):
         return self.wide(F.relu(self.doubled(F.relu(self.halved(F.relu(self.same(x)))))))
 
 
-def main(mesh: str, spec: str) -> None:
+def main(mesh: str, spec: str, backend: str) -> None:
     dist.init_process_group("gloo")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     one, x = Net(), torch.randn(2, 3, 19, 10)
-    many = gspmd.parallelize(copy.deepcopy(one), gspmd.Mesh.parse(mesh), in_specs=spec)
+    many = gspmd.parallelize(copy.deepcopy(one), gspmd.Mesh.parse(mesh), backend=backend, in_specs=spec)
     for model in (one, many):
         y = model(x)
         y.pow(2).sum().backward()

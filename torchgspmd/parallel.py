@@ -47,6 +47,7 @@ from .specs import spread_inputs
 from .xla_backend.runtime import is_started
 from .xla_backend.state import place_batch
 
+_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 BACKENDS = ("torch", "inductor", "xla")
 
 
@@ -297,6 +298,9 @@ def _compiled(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = Fal
     """A function that runs the graph; boxed: it takes its inputs in a list, which it empties."""
     bindings(graph).lint()
     if backend == "inductor":
+        for node in graph.nodes:
+            if node.target is _IN_PLACE:                                    # its functionalization does not take that one
+                node.target = torch.ops._c10d_functional.all_reduce.default
         compiled = torch.compile(fx.GraphModule(owner, graph))
         return (lambda inputs: compiled(*inputs)) if boxed else compiled
     if boxed:
