@@ -57,12 +57,13 @@ SHAPES = {
     "no rows": (lambda x: (x.sum(0), x * 2, x.mT @ x, torch.cat([x, x]), x.amax(1), x.view(4, 0), x.softmax(1), x.any(), x.all(0)),
                 ("a b",), torch.empty(0, 4)),
     "no columns": (lambda x: (x.sum(1), x @ x.mT, x.prod(1), x.mean(0)), ("a b",), torch.empty(6, 0)),
-    "no dimensions": (lambda x: (x.sin(), x.sum(), x.view(1), x.expand(3, 4), x.unsqueeze(0), torch.stack([x, x]), x.softmax(0), x.cumsum(0),
-                                 x.sort()[0], x.max()), ("",), torch.tensor(2.0)),
+    "no dimensions": (lambda x: (x.sin(), x.sum(), x.view(1), x.expand(3, 4), x.unsqueeze(0), torch.stack([x, x]), x.softmax(0),
+                                 x.cumsum(0), x.sort()[0], x.max()), ("",), torch.tensor(2.0)),
     "sizes below the axis": (lambda x: (x.sum(), x.softmax(0), x.cumsum(1), x @ x.mT, x.flip(0), x.sort(1)[0], torch.cat([x, x], 1), x[0],
                                         x.roll(1, 0), x.topk(1)[0], x.mean(), x.std()), ("a b",), r(2, 2)),
     "size 1": (lambda x: (x.sum(), x.softmax(0), x.cumsum(1), x @ x.mT, x.flip(0), x.mean(0)), ("b a",), r(1, 2)),
-    "cut to nothing": (lambda x: (F.pad(x, [-1, -2, 1, 1]) + 1, x.narrow(1, 2, 0), F.pad(x[:0], [0, 0, 1, 2]), x[:, 3:]), ("a b",), r(5, 3)),
+    "cut to nothing": (lambda x: (F.pad(x, [-1, -2, 1, 1]) + 1, x.narrow(1, 2, 0), F.pad(x[:0], [0, 0, 1, 2]), x[:, 3:]), ("a b",),
+                       r(5, 3)),
     "small convolution": (lambda x, w: F.conv2d(x, w, padding=1), ("_ _ a b", "b _ _ _"), r(1, 2, 2, 2), r(3, 2, 3, 3)),
 }
 
@@ -81,14 +82,16 @@ def floating(x):
 
 
 def integral(x):
-    return x + x, x * 3, x // 3, x % 2, x & 3, x << 1, x >> 1, x.sum(0), x.prod(1), x.cumsum(0), x.amax(0), x.max(1), x.argsort(0), x.flip(0)
+    return (x + x, x * 3, x // 3, x % 2, x & 3, x << 1, x >> 1, x.sum(0), x.prod(1), x.cumsum(0), x.amax(0), x.max(1), x.argsort(0),
+            x.flip(0))
 
 
 def complex_numbers(x):
     return (x * (1 + 2j)).abs().sum(0), x @ x.mT.conj(), x.real + x.imag, torch.fft.fft(x, dim=0), x.cumsum(1), x.angle()
 
 
-TYPES = {**dict.fromkeys([torch.float64, torch.float32], floating), **dict.fromkeys([torch.int64, torch.int32, torch.int16, torch.int8], integral),
+TYPES = {**dict.fromkeys([torch.float64, torch.float32], floating),
+         **dict.fromkeys([torch.int64, torch.int32, torch.int16, torch.int8], integral),
          torch.uint8: integral, torch.complex64: complex_numbers, torch.complex128: complex_numbers,
          torch.bool: lambda x: (x.any(0), x.all(1), x.sum(), x | ~x, x.cumsum(0), x.float(), x.logical_xor(x[:1])),
          **dict.fromkeys([torch.bfloat16, torch.float16], lambda x: (x * 2, x.sin(), x.amax(0), x.flip(1), x.to(torch.float32).sum(0)))}
