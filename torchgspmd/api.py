@@ -19,6 +19,7 @@ from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
 from .fx_passes import regather as gather_again
 from .fx_passes.graph import Op
 from .fx_passes.subaxes import merge_parts, wanted_parts
+from .fx_passes.verify import verify
 from .mesh import Mesh
 from .plan import Plan
 from .rules import natively
@@ -158,7 +159,7 @@ def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = No
     placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
     wanted = _outputs(made.captured, placeholders, made.results, plain)
     mesh = made.layouts.mesh
-    return merge_parts(partition(made.graph, mesh, made.given, wanted, rules), mesh)
+    return merge_parts(verify(partition(made.graph, mesh, made.given, wanted, rules), mesh), mesh)
 
 
 class _Clock:
