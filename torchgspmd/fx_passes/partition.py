@@ -426,7 +426,8 @@ class _Inserter:
             copy.meta = dict(node.meta)
             if op is not None:
                 strategy = self.solver.chosen[node]
-                copy.meta |= {"rule": op.rule, "assignment": dict(strategy.assignment), "result_specs": strategy.results}
+                copy.meta |= {"rule": op.rule, "assignment": dict(strategy.assignment), "result_specs": strategy.results,
+                              "operand_specs": strategy.operands}
             if node in self.solver.held:
                 copy.meta["spec"] = self.solver.held[node]
         for node in reversed(self.graph.nodes):                             # moved values of which only windows were used
@@ -466,7 +467,8 @@ class _Inserter:
         rest = iter([self.value(v, s, user) for v, s in zip(op.operands, below)])
         copy = self.graph.node_copy(value, lambda n: next(rest))
         assignment = {f"d{d}": axes for d, axes in enumerate(spec.dims) if axes}
-        copy.meta = {**_carried(value, user), "rule": op.rule, "assignment": assignment, "result_specs": (spec,), "spec": spec}
+        copy.meta = {**_carried(value, user), "rule": op.rule, "assignment": assignment, "spec": spec,
+                     "result_specs": (spec,), "operand_specs": tuple(below)}
         return copy
 
 _SUFFIX = {"all_reduce": "r", "all_gather": "g", "reduce_scatter": "rs", "all_to_all": "x", "permute": "p", "shard": "s", "halo": "h",

@@ -65,7 +65,7 @@ def merge_parts(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
         for key in ("spec", "mark"):
             if key in meta:
                 meta[key] = meta[key].map_axes(mesh.merge)
-        for key in ("result_specs", "specs"):
+        for key in ("result_specs", "operand_specs", "specs"):
             if key in meta:
                 meta[key] = tuple(spec and spec.map_axes(mesh.merge) for spec in meta[key])
         if "assignment" in meta:

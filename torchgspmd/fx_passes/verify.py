@@ -13,7 +13,6 @@ from torch import Tensor, fx
 from ..mesh import Mesh
 from ..rules import Rule
 from .graph import operands_of
-from .layout import operand_layout
 
 ENABLED = "TORCHGSPMD_CHECK"
 
@@ -23,7 +22,7 @@ def verify(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     if os.environ.get(ENABLED) != "1":
         return graph
     graph.lint()
-    faults = [fault for node in graph.nodes for fault in (*_value_faults(node, mesh), *_operand_faults(node, mesh))]
+    faults = [fault for node in graph.nodes for fault in (*_value_faults(node, mesh), *_operand_faults(node))]
     for value, spec in zip(graph.output_node().args[0], graph.output_node().meta["specs"]):
         if spec is not None and value.meta["spec"] != spec:
             faults.append(f"the output %{value} is [{value.meta['spec']}], promised is [{spec}]")
@@ -49,15 +48,14 @@ def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
     return faults
 
 
-def _operand_faults(node: fx.Node, mesh: Mesh) -> list[str]:
+def _operand_faults(node: fx.Node) -> list[str]:
     rule: Rule | None = node.meta.get("rule")
     if rule is None:
         return []
     faults = []
-    for i, value in enumerate(operands_of(node)):
-        mark, have = node.meta.get("mark"), value.meta["spec"]
-        need = mark.closed() if mark else operand_layout(rule, i, tuple(value.meta["val"].shape), node.meta["assignment"], mesh)
-        if need is None or have.dims != need.dims:
+    for i, (value, need) in enumerate(zip(operands_of(node), node.meta["operand_specs"])):
+        have = value.meta["spec"]
+        if have != need:
             faults.append(f"%{node} needs %{value} as [{need}], it is [{have}]")
         elif have.pending and not any(i in group for group in rule.linear):
             faults.append(f"%{node} is not linear in %{value}, which is [{have}]")
