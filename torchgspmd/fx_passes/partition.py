@@ -27,7 +27,7 @@ from ..rules import Rule
 from ..shard_spec import Axes, ShardSpec
 from .graph import Op, Rules, is_number
 from .layout import assemble, is_far, layouts_behind, operand_layout, project, result_pending
-from .regions import Region, adds, chains, sums
+from .regions import Region, chains, sums
 from .reshard import Resharder
 
 FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
@@ -104,12 +104,11 @@ class _Solver:
         available = tuple(self._available(v, op, first) for v in op.operands)
         wanted = tuple(self._wanted(v, first) for v in op.results)
         current = self.chosen.get(op.node)
-        summands = self._summands(op) if first else 1
         moved = tuple(self.ops[v].key for v in op.operands if v in self.ops and self.ops[v].rule.moves is not None) if op.rule.halo else ()
-        key = (op.key, available, wanted, current, self.late, summands, moved)
+        key = (op.key, available, wanted, current, self.late, moved)
         best = self.memo.get(key)
         if best is None:
-            best = self.memo[key] = self._best(op, available, wanted, current, summands)
+            best = self.memo[key] = self._best(op, available, wanted, current)
         if best is current:
             return False
         self._take(op, best)
@@ -152,31 +151,11 @@ class _Solver:
             return (value.meta["spec"].closed(),)
         return tuple(dict.fromkeys(self.needs.get(value, {}).values()))
 
-    def _summands(self, op: Op) -> int:
-        """How many operations like this one add up to one sum, which needs one reduction."""
-        root = op.results[0] if op.results else None
-        while root is not None and (above := self._sum_of(root)) is not None:
-            root = above.results[0]
-        stack, count = [root], 0
-        while stack:
-            node = stack.pop()
-            inner = self.ops.get(node)
-            if inner is not None and adds(inner):
-                stack.extend(inner.operands)
-            elif inner is not None and inner.key == op.key:
-                count += 1
-        return max(count, 1)
-
-    def _sum_of(self, value: fx.Node) -> Op | None:
-        """The addition that is the only use of a value."""
-        user = self.ops.get(next(iter(value.users))) if len(value.users) == 1 else None
-        return user if user is not None and adds(user) else None
-
-    def _best(self, op: Op, available, wanted, current: Strategy | None, summands: int) -> Strategy:
+    def _best(self, op: Op, available, wanted, current: Strategy | None) -> Strategy:
         strategies = self._candidates(op, available, wanted)
         if current is not None:
             strategies = [current, *strategies]                             # of equals the current one stays
-        return min(strategies, key=lambda s: self._cost(op, s, available, wanted, summands))
+        return min(strategies, key=lambda s: self._cost(op, s, available, wanted))
 
     def _improve(self, region: Region, way: str, propose: Callable[[], bool]) -> bool:
         """Takes the strategies that `propose` gives to a region, all at once, if they cost less; says whether.
@@ -214,7 +193,7 @@ class _Solver:
                           if all(axis in made.pending for v, made in zip(op.results, s.results) if v in total.values)]
             if not candidates:
                 return False
-            self._take(op, min(candidates, key=lambda s: self._cost(op, s, available, wanted, 1)))
+            self._take(op, min(candidates, key=lambda s: self._cost(op, s, available, wanted)))
         return True
 
     def _move_together(self, chain: Region) -> bool:
@@ -226,13 +205,13 @@ class _Solver:
         for op in chain.ops:
             available, wanted = self._around(op)
             wanted = wanted if op is chain.ops[-1] else ((),)
-            self._take(op, min(self._candidates(op, available, wanted), key=lambda s: self._cost(op, s, available, wanted, 1)))
+            self._take(op, min(self._candidates(op, available, wanted), key=lambda s: self._cost(op, s, available, wanted)))
         return True
 
     def _propose_ebb(self, chain: Region) -> bool:
         for op in reversed(chain.ops):
             available, wanted = self._around(op)
-            self._take(op, min(self._candidates(op, available, wanted), key=lambda s: self._cost(op, s, (), wanted, 1)))
+            self._take(op, min(self._candidates(op, available, wanted), key=lambda s: self._cost(op, s, (), wanted)))
         return True
 
     def _around(self, op: Op) -> tuple[tuple[Available, ...], tuple[tuple[ShardSpec, ...], ...]]:
@@ -245,10 +224,10 @@ class _Solver:
         for op in region.ops:
             available, wanted = self._around(op)
             uses = [() if v in region.values and v is not region.value else w for v, w in zip(op.results, wanted)]
-            cost += self._cost(op, self.chosen[op.node], available, uses, 1)
+            cost += self._cost(op, self.chosen[op.node], available, uses)
         return cost
 
-    def _cost(self, op: Op, strategy: Strategy, available, wanted, summands: int) -> float:
+    def _cost(self, op: Op, strategy: Strategy, available, wanted) -> float:
         cost = strategy.work
         for value, have, need in zip(op.operands, available, strategy.operands):
             if need not in have.layouts:
@@ -259,7 +238,7 @@ class _Solver:
             copies = [made]
             for need in uses:
                 if need not in copies:
-                    cost += min(self._move(value, layout, need) for layout in copies) / (summands if made.pending else 1)
+                    cost += min(self._move(value, layout, need) for layout in copies)
                     copies.append(need)
         return cost
 
