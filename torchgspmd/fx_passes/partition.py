@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -27,8 +27,8 @@ from ..rules import Rule
 from ..shard_spec import Axes, ShardSpec
 from .graph import Op, Rules, is_number
 from .layout import assemble, is_far, layouts_behind, operand_layout, project, result_pending
-from .regions import Region, chains, sums
 from .reshard import Resharder
+from .together import Together
 
 FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
 TRAFFIC_PER_BYTE = 64.0         # bytes of memory traffic worth one byte on the wire
@@ -57,11 +57,11 @@ def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outp
               rules: Rules | None = None) -> fx.Graph:
     """given: layouts of inputs that are settled (others may be chosen). outputs: layouts of outputs by position; a node
     stands for the layout of that input."""
-    solver = _Solver(graph, mesh, given, outputs, rules or Rules())
+    solver = Solver(graph, mesh, given, outputs, rules or Rules())
     solver.solve()
     return solver.insert()
 
-class _Solver:
+class Solver:
     def __init__(self, graph, mesh, given, outputs, rules):
         self.graph, self.mesh, self.given, self.outputs, self.rules = graph, mesh, given, outputs, rules
         self.resharder = Resharder(mesh)
@@ -79,7 +79,7 @@ class _Solver:
         self.memo: dict = {}
         self.late, self.first = LATE, True
         self.strategies: dict = {}
-        self.sums, self.chains = sums(self.ops), chains(self.ops)
+        self.together = Together(self)
         self.made_of: dict = {}
         self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
 
@@ -94,7 +94,7 @@ class _Solver:
             for sweep in range(SWEEPS):
                 order = list(self.ops.values())
                 changed = [self._choose(op) for op in (order if sweep % 2 else reversed(order))]
-                changed += [*map(self._pend_together, self.sums), *map(self._move_together, self.chains)]
+                changed += self.together.improve()
                 changed += [self._choose_input(node) for node in self.open_inputs]
                 self._settle_outputs()
                 if not any(changed):
@@ -111,10 +111,10 @@ class _Solver:
             best = self.memo[key] = self._best(op, available, wanted, current)
         if best is current:
             return False
-        self._take(op, best)
+        self.take(op, best)
         return True
 
-    def _take(self, op: Op, strategy: Strategy) -> None:
+    def take(self, op: Op, strategy: Strategy) -> None:
         self.chosen[op.node] = strategy
         for value, spec in zip(op.results, strategy.results):
             if value is not None:
@@ -152,82 +152,16 @@ class _Solver:
         return tuple(dict.fromkeys(self.needs.get(value, {}).values()))
 
     def _best(self, op: Op, available, wanted, current: Strategy | None) -> Strategy:
-        strategies = self._candidates(op, available, wanted)
+        strategies = self.candidates(op, available, wanted)
         if current is not None:
             strategies = [current, *strategies]                             # of equals the current one stays
-        return min(strategies, key=lambda s: self._cost(op, s, available, wanted))
+        return min(strategies, key=lambda s: self.cost(op, s, available, wanted))
 
-    def _improve(self, region: Region, way: str, propose: Callable[[], bool]) -> bool:
-        """Takes the strategies that `propose` gives to a region, all at once, if they cost less; says whether.
-
-        way: tells apart the proposals for a region, whose outcome is remembered for regions in the same situation.
-        """
-        situation = (way, *((op.key, self._around(op), self.chosen[op.node]) for op in region.ops))
-        if situation not in self.memo:
-            before, cost = [self.chosen[op.node] for op in region.ops], self._cost_of(region)
-            cheaper = propose() and self._cost_of(region) < cost
-            self.memo[situation] = [self.chosen[op.node] for op in region.ops] if cheaper else None
-            self._take_all(region, before)
-        if self.memo[situation] is not None:
-            self._take_all(region, self.memo[situation])
-        return self.memo[situation] is not None
-
-    def _take_all(self, region: Region, strategies: list[Strategy]) -> None:
-        for op, strategy in zip(region.ops, strategies):
-            self._take(op, strategy)
-
-    def _pend_together(self, total: Region) -> bool:
-        """Lets all summands stay pending over one more axis if one reduction of their sum is cheaper than what there is.
-
-        None of them can do so alone: an addition passes on only what is pending in both operands.
-        """
-        axes = [a for a, size in self.mesh.axes if size > 1 and a not in self.held[total.value].pending]
-        return any([self._improve(total, axis, lambda axis=axis: self._propose_pending(total, axis)) for axis in axes])
-
-    def _propose_pending(self, total: Region, axis: str) -> bool:
-        for op in total.ops:
-            available, wanted = self._around(op)
-            if op is not total.ops[-1]:
-                wanted = tuple(tuple(_pending_too(w, axis, self.mesh) for w in uses) for uses in wanted)
-            candidates = [s for s in self._candidates(op, available, wanted)
-                          if all(axis in made.pending for v, made in zip(op.results, s.results) if v in total.values)]
-            if not candidates:
-                return False
-            self._take(op, min(candidates, key=lambda s: self._cost(op, s, available, wanted)))
-        return True
-
-    def _move_together(self, chain: Region) -> bool:
-        """Brings a chain to the layout that comes into it, or to the one that is wanted of it, all of it at once."""
-        return (self._improve(chain, "in", lambda: self._propose_flow(chain))
-                or self._improve(chain, "out", lambda: self._propose_ebb(chain)))
-
-    def _propose_flow(self, chain: Region) -> bool:
-        for op in chain.ops:
-            available, wanted = self._around(op)
-            wanted = wanted if op is chain.ops[-1] else ((),)
-            self._take(op, min(self._candidates(op, available, wanted), key=lambda s: self._cost(op, s, available, wanted)))
-        return True
-
-    def _propose_ebb(self, chain: Region) -> bool:
-        for op in reversed(chain.ops):
-            available, wanted = self._around(op)
-            self._take(op, min(self._candidates(op, available, wanted), key=lambda s: self._cost(op, s, (), wanted)))
-        return True
-
-    def _around(self, op: Op) -> tuple[tuple[Available, ...], tuple[tuple[ShardSpec, ...], ...]]:
+    def around(self, op: Op) -> tuple[tuple[Available, ...], tuple[tuple[ShardSpec, ...], ...]]:
         """Where its operands are, and where its results are used."""
         return tuple(self._available(v, op, False) for v in op.operands), tuple(self._wanted(v, False) for v in op.results)
 
-    def _cost_of(self, region: Region) -> float:
-        """Of a region: its work, what brings the operands to it and its result to where that is used."""
-        cost = 0.0
-        for op in region.ops:
-            available, wanted = self._around(op)
-            uses = [() if v in region.values and v is not region.value else w for v, w in zip(op.results, wanted)]
-            cost += self._cost(op, self.chosen[op.node], available, uses)
-        return cost
-
-    def _cost(self, op: Op, strategy: Strategy, available, wanted) -> float:
+    def cost(self, op: Op, strategy: Strategy, available, wanted) -> float:
         cost = strategy.work
         for value, have, need in zip(op.operands, available, strategy.operands):
             if need not in have.layouts:
@@ -265,7 +199,7 @@ class _Solver:
             return math.inf
         return sum(self._move(v, self.held[v], spec) for v, spec in zip(self.ops[value].operands, specs))
 
-    def _candidates(self, op: Op, available, wanted) -> list[Strategy]:
+    def candidates(self, op: Op, available, wanted) -> list[Strategy]:
         mark = _marked(op)
         if mark is not None:
             return [Strategy((), (mark,), (mark,), 0.0)]
@@ -384,7 +318,7 @@ class _Solver:
         return _Inserter(self).run()
 
 class _Inserter:
-    def __init__(self, solver: _Solver):
+    def __init__(self, solver: Solver):
         self.solver, self.graph = solver, fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.copies: dict[tuple[fx.Node, bool], dict[ShardSpec, fx.Node]] = {}
@@ -456,11 +390,6 @@ _SUFFIX = {"all_reduce": "r", "all_gather": "g", "reduce_scatter": "rs", "all_to
 def _carried(value: fx.Node, user: fx.Node) -> dict:
     backward = user.meta.get("backward", value.meta.get("backward", False)) if user.op != "output" else value.meta.get("backward", False)
     return {"val": value.meta["val"], "source": value.meta.get("source"), "backward": backward or value.meta.get("backward", False)}
-
-def _pending_too(spec: ShardSpec, axis: str, mesh: Mesh) -> ShardSpec:
-    """The layout with `axis` pending, and not on a dimension."""
-    dims = tuple(tuple(a for a in axes if a != axis) for axes in spec.dims)
-    return ShardSpec(dims, (), tuple(a for a in mesh.names if a == axis or a in spec.pending), spec.reduction)
 
 def _marked(op: Op) -> ShardSpec | None:
     """The layout that a mark node asks for, its open dimensions as propagated."""
