@@ -23,7 +23,7 @@ demo: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 $(TRAIN) \
 		--mesh data=2,model=2 --layout tp --losses $(OUT)/four.json --plot $(OUT)/loss.png
 	OMP_NUM_THREADS=1 $(BIN)/python $(TRAIN) --sample 0 --losses $(OUT)/one.json --plot $(OUT)/loss-one.png
-	$(BIN)/python examples/gpt/compare.py $(OUT)/one.json $(OUT)/four.json --tolerance 1e-4
+	$(BIN)/python examples/common/compare.py $(OUT)/one.json $(OUT)/four.json --tolerance 1e-4
 
 test: test-core test-xla
 

@@ -16,11 +16,10 @@ import torch
 import torchgspmd as gspmd
 
 ROOT = Path(__file__).resolve().parent.parent
-GPT_FOLDER = ROOT / "examples" / "gpt"
-sys.path.insert(0, str(GPT_FOLDER))
+sys.path.insert(0, str(ROOT / "examples"))
 
-from data import Characters, load_text  # noqa: E402
-from model import GPT, LAYOUTS, Config  # noqa: E402
+from gpt.data import Characters, load_text  # noqa: E402
+from gpt.model import GPT, LAYOUTS, Config  # noqa: E402
 
 MESHES = ("data=4", "model=4", "data=2,model=2", "model=3")
 SMALL = ["--text", "pydoc", "--layers", "2", "--width", "32", "--context", "32", "--batch", "12", "--steps", "20", "--sample", "0"]
@@ -63,7 +62,7 @@ def train(folder: Path, name: str, *options: str, processes: int = 0) -> list[fl
     losses = folder / f"{name}.json"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
     files = ["--losses", str(losses), "--plot", str(folder / f"{name}.png")]
-    command = [sys.executable, *launcher, str(GPT_FOLDER / "train.py"), *SMALL, *files, *options]
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "gpt" / "train.py"), *SMALL, *files, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if not losses.exists():
         raise RuntimeError(f"train.py stopped with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from model import GPT, Config
+from gpt.model import GPT, Config
 from torch import Tensor, nn
 
 import torchgspmd as gspmd

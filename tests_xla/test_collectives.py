@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model import LAYOUTS
+from gpt.model import LAYOUTS
 from programs import EVEN, MESH, UNEVEN, ConvNet, MoE, gpt, groups, images, texts
 
 import torchgspmd as gspmd

