@@ -36,7 +36,7 @@ test-core: venv
 # trace slices by numbers that depend on values.
 test-xla: venv-xla
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q tests_xla
-	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q -n 2 --dist worksteal tests $(patsubst %,--ignore=tests/test_%.py,random_programs examples imports values)
+	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q -n 2 --dist worksteal tests $(patsubst %,--ignore=tests/test_%.py,random_programs examples unet3d imports values)
 
 # Models of transformers, in an environment of their own.
 test-transformers:

@@ -266,3 +266,11 @@ def test_padding_modes(mode, rows, kernel, padding, stride):
         plan = check(with_gradients(function, 2), (x, conv.weight.detach(), dy), (spec, None, spec), mesh)
         gathered = [c.payload_bytes for c in plan.collectives if c.kind == "all_gather"]
         assert kernel > 3 or max(gathered, default=0) < x.numel() * 8, plan         # a kernel of many rows wants nearly all
+
+
+def test_padding_is_no_reason_for_another_layout() -> None:
+    """19 rows over two devices are computed as 20. That is less than what it would take to bring the batch there and back."""
+    mesh = gspmd.Mesh(s=2)
+    x, w = torch.empty(2, 32, 19, 16, device="meta"), torch.empty(32, 32, 3, 3, device="meta")
+    plan = gspmd.plan(lambda x, w: F.conv2d(x, w, padding=1), x, w, mesh=mesh, in_specs=("_ _ s _", "_ _ _ _"), out_specs="_ _ s _")
+    assert [c.kind for c in plan.collectives] == ["permute"]

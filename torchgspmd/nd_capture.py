@@ -1,4 +1,5 @@
-"""While a model is captured, its linear, matmul, einsum and attention calls become operations that keep their dimensions.
+"""While a model is captured, its linear, matmul, einsum and attention calls, and losses of volumes, become operations that
+keep their dimensions.
 
 REPLACEMENTS: functions of PyTorch's Python interface, and what capture.py calls in their place. What cannot be
 expressed (repeated letters, broadcast batch dimensions of size 1, ...) returns NotImplemented and is left to PyTorch:
@@ -167,9 +168,31 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
     return input
 
 
+def _cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+                   reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0):
+    if input.dim() < 5 or target.is_floating_point() or label_smoothing:
+        return NotImplemented
+    return _nll_loss(input.log_softmax(1), target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def _nll_loss(input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+              reduce: Any = None, reduction: str = "mean"):
+    """Of volumes [n, c, x, y, z] and more dimensions, which PyTorch flattens to [n, c, 1, x y z]."""
+    if input.dim() < 5 or size_average is not None or reduce is not None:
+        return NotImplemented
+    counts = target != ignore_index
+    label = torch.where(counts, target, 0)
+    losses = -input.gather(1, label.unsqueeze(1)).squeeze(1)                 # [n, x, y, z]
+    scale = torch.ones_like(losses) if weight is None else weight[label]
+    losses, scale = (torch.where(counts, t, 0) for t in (losses * scale, scale))
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / scale.sum()
+
+
 REPLACEMENTS: dict[Callable, Callable] = {
     mark_sharding: _mark,
+    F.cross_entropy: _cross_entropy,
     F.linear: _linear,
+    F.nll_loss: _nll_loss,
     F.pad: _pad,
     F.scaled_dot_product_attention: _attention,
     torch.einsum: _torch_einsum,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 import torchgspmd as gspmd
 
@@ -15,11 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def show_plan(model: nn.Module, console: Console) -> None:
-    """What one device sends and keeps, as the plan of the compiled step says."""
-    plan = getattr(model, "plan", None)
-    if plan is None:
-        return
+def show_plan(plan: gspmd.Plan, seconds: float, console: Console) -> None:
+    """What one device sends and keeps. seconds: that planning took."""
     groups: dict[tuple[str, str, str], list[gspmd.Collective]] = {}
     for c in plan.collectives:
         groups.setdefault((c.kind, "+".join(c.axes), c.dtype), []).append(c)
@@ -32,7 +28,7 @@ def show_plan(model: nn.Module, console: Console) -> None:
     table.add_row("all", "", "", str(sum(c.count for c in plan.collectives)), size(plan.sent_bytes))
     console.print(table)
     console.print(f"memory of a device: parameters {size(plan.memory.parameters)}, inputs {size(plan.memory.inputs)}, "
-                  f"peak of a step {size(plan.memory.peak)}; planned in {getattr(model, 'planning_seconds', 0.0):.1f} s")
+                  f"peak of a step {size(plan.memory.peak)}; planned in {seconds:.1f} s")
 
 
 def size(count: float) -> str:

@@ -126,7 +126,8 @@ def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: C
             optimizer.zero_grad()
             losses.append(loss.item())
             if step == first:                                               # which compiles
-                show_plan(model, console)
+                if (plan := getattr(model, "plan", None)) is not None:
+                    show_plan(plan, model.planning_seconds, console)
                 start = time.perf_counter()
             else:
                 rate = (len(losses) - 1) * count(arguments[0]) / (time.perf_counter() - start)

@@ -31,6 +31,7 @@ from .reshard import Resharder
 from .together import Together
 
 FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
+WASTE_PER_BYTE = 500.0          # of what uneven parts compute on padding, as fast devices do: not worth another layout
 TRAFFIC_PER_BYTE = 64.0         # bytes of memory traffic worth one byte on the wire
 LATE = 1 / 8                    # of its bytes is what a sum is favoured by that stays pending: it may meet another one
 DEPTH = 4                       # operations through which it is looked for whether a sum might have been left pending
@@ -274,7 +275,10 @@ class Solver:
     def _work(self, op: Op, assignment, operands, results) -> float:
         rule, work = op.rule, 0.0
         if rule.contraction:
-            work = 2 * math.prod(-(-n // self.mesh.count(assignment.get(f, ()))) for f, n in rule.sizes.items()) / FLOPS_PER_BYTE
+            counts = {f: self.mesh.count(assignment.get(f, ())) for f in rule.sizes}
+            even = 2 * math.prod(rule.sizes.values()) / math.prod(counts.values())
+            padded = 2 * math.prod(-(-n // counts[f]) for f, n in rule.sizes.items())
+            work = even / FLOPS_PER_BYTE + (padded - even) / WASTE_PER_BYTE
         for value, spec in itertools.chain(zip(op.operands, operands), zip(op.results, results)):
             if value is not None:
                 val = value.meta["val"]
@@ -396,7 +400,10 @@ def _marked(op: Op) -> ShardSpec | None:
     spec = op.node.meta.get("mark")
     return spec.closed() if spec is not None else None
 
+def output_specs(graph: fx.Graph) -> tuple[ShardSpec | None, ...]:
+    return graph.output_node().meta["specs"]
 
 def inserted(graph: fx.Graph) -> Iterable[fx.Node]:
     """The steps that this pass inserted, in order."""
     return (n for n in graph.nodes if "step" in n.meta)
+
