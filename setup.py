@@ -9,7 +9,7 @@ setup(
     install_requires=["torch>=2.9", "numpy"],
     extras_require={
         "transformers": ["transformers>=5"],
-        "test": ["pytest", "pytest-xdist", "hypothesis", "expecttest"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "expecttest", "scikit-learn"],
         "examples": ["rich", "matplotlib"],
         "auto": ["highspy"],
         "xla": ["torch==2.9.*", "torch_xla==2.9.*"],

@@ -106,7 +106,8 @@ sample(aten.softplus_backward.default, real(4, 5), real(4, 5), 1.0, 20.0)
 sample(aten.log_sigmoid_backward.default, real(4, 5), lambda: torch.full((4, 5), 0.5), lambda: torch.full((4, 5), -0.5).exp())
 sample(named("special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx "
              "special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 "
-             "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
+             "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri "
+             "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
              "special_spherical_bessel_j0 i0 hardshrink softshrink"), unit(4, 5))
 sample(named("special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w "
              "special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p "
@@ -379,7 +380,8 @@ def _backward_of(forward: Any, backward: Any, first: Callable, *args: Any) -> No
     SAMPLES.setdefault(backward, []).append(make)
 
 
-def _convolution(x: tuple, w: tuple, groups: int = 1, stride: int = 1, padding: int = 0, transposed: bool = False, bias: bool = True) -> None:
+def _convolution(x: tuple, w: tuple, groups: int = 1, stride: int = 1, padding: int = 0, transposed: bool = False,
+                 bias: bool = True) -> None:
     n = len(x) - 2
     tail = ([stride] * n, [padding] * n, [1] * n, transposed, [0] * n, groups)
     channels = w[1] * groups if transposed else w[0]

@@ -266,7 +266,8 @@ DECOMPOSED = {
         (_r(3, 5, 2, 2), _PIXELS, w, how, -100)
         for w in (None, _r(5).abs()) for how in (0, 1, 2)],
     aten.nll_loss2d_backward.default: [
-        (_r(()) if how else _r(3, 2, 2), _r(3, 5, 2, 2), _PIXELS, w, how, -100, torch.tensor(3.0)) for w in (None, _r(5).abs()) for how in (0, 1, 2)],
+        (_r(()) if how else _r(3, 2, 2), _r(3, 5, 2, 2), _PIXELS, w, how, -100, torch.tensor(3.0))
+        for w in (None, _r(5).abs()) for how in (0, 1, 2)],
     aten.mm.default: [(_r(3, 4), _r(4, 5))], aten.bmm.default: [(_r(2, 3, 4), _r(2, 4, 5))], aten.mv.default: [(_r(3, 4), _r(4))],
     aten.dot.default: [(_r(4), _r(4))], aten.vdot.default: [(_r(4), _r(4))],
     aten.addmm.default: [(_r(5), _r(3, 4), _r(4, 5)), (_r(5), _r(3, 4), _r(4, 5), dict(beta=0.5, alpha=2)),

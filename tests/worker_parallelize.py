@@ -145,7 +145,8 @@ def check_ways_to_a_gradient(mesh):
         calls, params = [], list(model.parameters())
         model(*batch(0)).backward()
         first = [whole(p.grad).clone() for p in params]
-        handles = [params[0].register_hook(lambda g: 2 * g), params[1].register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(1))]
+        handles = [params[0].register_hook(lambda g: 2 * g),
+                   params[1].register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(1))]
         model(*batch(1)).backward()
         grads = torch.autograd.grad(model(*batch(2)), params[1:3])
         for handle in handles:

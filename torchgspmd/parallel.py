@@ -33,6 +33,7 @@ from .errors import ShardingError, user_line
 from .fx_passes.bindings import bindings
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.bucket import bucket
+from .fx_passes.copies import copies
 from .fx_passes.lower import lower
 from .fx_passes.products import products
 from .fx_passes.split import split
@@ -178,7 +179,7 @@ class _Program:
         self.outputs = self.out_kinds.count(OUTPUT)
         self.by_values = any(n.meta.get("dynamic") for n in plan.sharded.nodes)
         self.draws = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in plan.program.graph.nodes)
-        graph = tidy(products(lower(bucket(_copy(plan.program.graph)), groups), groups.device_type))
+        graph = tidy(products(lower(copies(bucket(_copy(plan.program.graph))), groups), groups.device_type))
         self._inputs(graph, tensors)
         self._outputs(graph)
         forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))

@@ -29,13 +29,13 @@ Axes = tuple[str, ...]
 
 
 class _Unconstrained:
+    """Entry of a spec: propagation may decide how this dimension is sharded."""
+
     def __repr__(self) -> str:
         return "UNCONSTRAINED"
 
 
 UNCONSTRAINED: Final = _Unconstrained()
-"""Entry of a spec: propagation may decide how this dimension is sharded."""
-
 SpecLike = Union[str, "ShardSpec", Sequence]
 REDUCTIONS = ("sum", "max", "min", "prod")
 

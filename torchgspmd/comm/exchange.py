@@ -188,10 +188,12 @@ def _listed(boxes: Boxes, within: Boxes, chosen: np.ndarray) -> tuple[Box | None
 # ------------------------------------------------------------------------------------------ on tensors
 
 def elements(box: Box) -> int:
+    """How many elements a box has."""
     return math.prod(stop - start for start, stop in box)
 
 
 def cut(x: Tensor, box: Box) -> Tensor:
+    """The part of a tensor that a box says."""
     for d, (start, stop) in enumerate(box):
         x = x.narrow(d, start, stop - start)
     return x

@@ -40,6 +40,7 @@ def is_operation(node: fx.Node) -> bool:
 
 
 def is_number(node: fx.Node) -> bool:
+    """Whether a value is a Python number, which is known when the program runs."""
     return isinstance(node.meta.get("val"), (int, float))
 
 
@@ -66,6 +67,7 @@ def results_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 
 def call_of(node: fx.Node) -> Call:
+    """What a rule is asked about: the operation with the (fake) tensors of its arguments and results."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     return Call(node.target, args, kwargs, tuple(n.meta["val"] for n in operands_of(node)), tensors_of(node),
                 node.meta.get("dynamic", False))

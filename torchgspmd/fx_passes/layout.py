@@ -1,7 +1,7 @@
 """Between the dimensions of a tensor and the factors of a rule: which axes shard which factor, and back."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..mesh import Mesh
 from ..rules import Rule
@@ -119,7 +119,3 @@ def result_pending(rule: Rule, dims: Dims, assignment: Assignment) -> tuple[Axes
             axes += assignment[factor]
             kind = reduction
     return axes, kind
-
-
-def used_axes(specs: Iterable[ShardSpec]) -> set[str]:
-    return {axis for spec in specs for axis in spec.sharding_axes + spec.pending}

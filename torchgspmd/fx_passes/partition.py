@@ -400,10 +400,7 @@ def _marked(op: Op) -> ShardSpec | None:
     spec = op.node.meta.get("mark")
     return spec.closed() if spec is not None else None
 
-def output_specs(graph: fx.Graph) -> tuple[ShardSpec | None, ...]:
-    return graph.output_node().meta["specs"]
 
 def inserted(graph: fx.Graph) -> Iterable[fx.Node]:
     """The steps that this pass inserted, in order."""
     return (n for n in graph.nodes if "step" in n.meta)
-

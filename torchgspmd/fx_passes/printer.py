@@ -22,6 +22,7 @@ _NAMES = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torc
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """f32 for torch.float32."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -35,6 +36,7 @@ def type_text(dtype: torch.dtype, shape: Any, spec: ShardSpec | None) -> str:
 
 
 def graph_text(graph: fx.Graph, mesh: Mesh) -> str:
+    """The program, a line a value; see the README for how to read it."""
     rows = [row for row in map(_row, graph.nodes) if row]
     names, types = (max((len(row[i]) for row in rows), default=0) for i in (0, 1))
     lines = [f"  {name:{names}} : {kind:{types}} = {text}".rstrip() if name else f"  {text}" for name, kind, text in rows]
@@ -56,6 +58,7 @@ def _row(node: fx.Node) -> tuple[str, str, str] | None:
 
 
 def call_text(node: fx.Node) -> str:
+    """What a node computes: mul(%x, 2)."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":

@@ -25,6 +25,7 @@ class Region:
 
 
 def adds(op: Op) -> bool:
+    """Whether the result is pending if both operands are, as that of a sum of two values."""
     return len(op.operands) == 2 and passes(op)
 
 

@@ -28,6 +28,7 @@ def here(local, factor: str, index, dtype=None):
 
 
 def zero_outside(local, inside, values, trailing: int = 0):
+    """The values where `inside` holds, 0 elsewhere; trailing: how many dimensions the values have more."""
     for _ in range(trailing):
         inside = local.call(aten.unsqueeze.default, inside, -1)
     zero = local.call(aten.scalar_tensor.default, 0, dtype=local.results[0].dtype, device=local.results[0].device)

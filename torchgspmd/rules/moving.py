@@ -193,6 +193,7 @@ def _pad_dims(x: torch.Tensor, pads: Sequence[int]):
 
 
 def reflection_pad(x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
+    """F.pad in mode "reflect" as slices, flips and concatenations, which have rules; negative pads cut."""
     for d, before, behind in _pad_dims(x, pads):
         n = x.shape[d]
         front, back = x.narrow(d, 1, max(before, 0)).flip(d), x.narrow(d, n - 1 - max(behind, 0), max(behind, 0)).flip(d)
@@ -201,6 +202,7 @@ def reflection_pad(x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
 
 
 def replication_pad(x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
+    """F.pad in mode "replicate" as slices and concatenations; negative pads cut."""
     for d, before, behind in _pad_dims(x, pads):
         n = x.shape[d]
         front, back = [x.narrow(d, 0, 1)] * max(before, 0), [x.narrow(d, n - 1, 1)] * max(behind, 0)
@@ -223,6 +225,7 @@ def reflection_pad_backward(grad: torch.Tensor, x: torch.Tensor, pads: Sequence[
 
 
 def replication_pad_backward(grad: torch.Tensor, x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
+    """The first and last row collect what was read from them."""
     for d, before, behind in reversed(_pad_dims(x, pads)):
         n, total = x.shape[d], grad.shape[d]
         pieces = [(grad.narrow(d, i, 1), 0) for i in range(max(before, 0))]

@@ -20,6 +20,7 @@ def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> tuple[tuple[s
 
 
 def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = ()) -> Rule:
+    """Dimensions correspond as in broadcasting; linear: groups of operands through which a pending sum passes."""
     shape = tuple(call.results[0].shape)
     linear = [group for group in linear if max(group) < len(call.tensors)]  # x + 1 is not linear in x
     sizes = {f"d{i}": size for i, size in enumerate(shape)}

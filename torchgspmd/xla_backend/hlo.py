@@ -26,6 +26,7 @@ _LINE = re.compile(rf"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|{_SH
 
 @dataclass(frozen=True)
 class Instruction:
+    """One line of a program of XLA."""
     name: str
     op: str
     shapes: tuple[tuple[str, tuple[int, ...]], ...]     # (element type, dimensions) of every result

@@ -15,6 +15,7 @@ _INSTALL = "pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 
 
 
 def is_available() -> bool:
+    """Whether torch_xla is installed."""
     return importlib.util.find_spec("torch_xla") is not None
 
 

@@ -33,6 +33,7 @@ def check(spec: ShardSpec, mesh: Mesh, what: str, where: str | None = None) -> S
 
 
 def expressible(spec: ShardSpec) -> bool:
+    """Whether XLA can be told this layout."""
     return not spec.pending and (spec.rank <= MOST_DIMS or not spec.sharding_axes)
 
 
@@ -46,6 +47,7 @@ def annotate(x: Tensor, mesh: str, spec: str) -> Tensor:
 
 @cache
 def op_sharding(mesh: str, spec: str) -> Any:
+    """XLA's own form of a layout."""
     grid, entries = in_xla(Mesh.parse(mesh), ShardSpec.parse(spec))
     return grid.get_op_sharding(entries)
 
