@@ -17,6 +17,7 @@ from .dump import Dump
 from .errors import ShardingError, user_line
 from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
 from .fx_passes import regather as gather_again
+from .fx_passes.communicate import OPTIONAL, communicate
 from .fx_passes.graph import Op
 from .fx_passes.subaxes import merge_parts, wanted_parts
 from .fx_passes.verify import verify
@@ -34,14 +35,14 @@ def _ignore(*_: Any) -> None:
 
 
 def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None, out_specs: Any = None, grad: bool = False,
-         strict: bool = False, rng: str = "global", regather: str = "auto", **kwargs: Any) -> Plan:
+         strict: bool = False, rng: str = "global", regather: str = "auto", skip_passes: Sequence[str] = (), **kwargs: Any) -> Plan:
     """Compiles a function or module for a mesh, without devices.
 
     args, kwargs: real, fake or meta tensors of global shape, and whatever else fn takes. in_specs, out_specs: pytree
     prefixes of args and of the result (a mapping as in_specs: of kwargs) whose leaves are specs in string form, or
     None where propagation decides. grad=True, on a module: forward and backward together. strict=True: what would be
     listed as replicated_ops is an error. rng="global": random numbers are those of a mesh of one device; "native": from
-    PyTorch's generator, other ones in every part. regather: see parallelize. Raises ShardingError.
+    PyTorch's generator, other ones in every part. regather, skip_passes: see parallelize. Raises ShardingError.
     """
     if not isinstance(mesh, Mesh):
         raise ShardingError(f"plan takes a torchgspmd.Mesh, not {type(mesh).__name__}", where=user_line(),
@@ -52,7 +53,7 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
     start = time.perf_counter()
     captured = capture(fn, args, kwargs, mesh, grad=grad)
     seconds = time.perf_counter() - start
-    made = compile_plan(captured, mesh, wanted, out_specs, strict=strict, rng=rng, regather=regather)
+    made = compile_plan(captured, mesh, wanted, out_specs, strict=strict, rng=rng, regather=regather, skip_passes=skip_passes)
     made.seconds = {"capture": seconds, **made.seconds}
     return made
 
@@ -69,7 +70,7 @@ class Annotated:
 
 def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
                  stored: Mapping[str, ShardSpec] | None = None, plain: Sequence[bool] = (), strict: bool = False,
-                 rng: str = "global", regather: str = "auto") -> Plan:
+                 rng: str = "global", regather: str = "auto", skip_passes: Sequence[str] = ()) -> Plan:
     """The passes over a captured program. arguments: a spec or None for each.
 
     For a program that runs on real processes also, stored: the layouts of parameters and buffers, by name; plain:
@@ -77,6 +78,8 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     """
     _check_option("rng", rng, ("global", "native"))
     _check_option("regather", regather, ("auto", "always", "never"))
+    for name in skip_passes:
+        _check_option("pass", name, OPTIONAL)
     rules, clock, dump = Rules(), _Clock(), Dump(mesh)
     dump("capture", captured.graph)
     made = lay_out(captured, mesh, arguments, out_specs, stored, whole=stored is not None, parts=True, rules=rules, clock=clock, dump=dump)
@@ -85,9 +88,9 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     clock("partition")
     if rng == "native":
         natively(sharded)
-    plan = _localized(made, mesh, gather_again(sharded) if regather == "always" else sharded, clock)
+    plan = _localized(made, mesh, gather_again(sharded) if regather == "always" else sharded, skip_passes, clock)
     if regather == "auto" and plan.memory.peak > _device_memory(captured):
-        plan = _localized(made, mesh, gather_again(sharded), clock)
+        plan = _localized(made, mesh, gather_again(sharded), skip_passes, clock)
     clock("localize")
     dump.final(plan)
     if strict and plan.replicated_ops:
@@ -95,8 +98,8 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     return plan
 
 
-def _localized(made: Annotated, mesh: Mesh, sharded: fx.Graph, clock: _Clock) -> Plan:
-    program = fx.GraphModule(made.captured.constants, localize(sharded, mesh))
+def _localized(made: Annotated, mesh: Mesh, sharded: fx.Graph, skip_passes: Sequence[str], clock: _Clock) -> Plan:
+    program = fx.GraphModule(made.captured.constants, communicate(localize(sharded, mesh), skip_passes))
     return Plan(mesh, made.captured, sharded, program, made.layouts, clock.seconds)
 
 

@@ -32,8 +32,8 @@ from .comm.storage import (
 from .errors import ShardingError, user_line
 from .fx_passes.bindings import bindings
 from .fx_passes.boxed import BoxedCodeGen
-from .fx_passes.bucket import bucket
 from .fx_passes.copies import copies
+from .fx_passes.in_flight import in_flight
 from .fx_passes.lower import lower
 from .fx_passes.products import products
 from .fx_passes.split import split
@@ -54,7 +54,7 @@ BACKENDS = ("torch", "inductor", "xla")
 
 def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_specs: Any = None, out_specs: Any = None,
                 pin: str = "user", strict: bool = False, rng: str = "global", shard_updates: str | None = None,
-                regather: str = "auto") -> nn.Module:
+                regather: str = "auto", skip_passes: Sequence[str] = ()) -> nn.Module:
     """The model on a mesh: an nn.Module with the same forward, to be called by every process alike.
 
     Parameters and buffers become DTensors laid out as marked (replicated without a mark) with rank 0's values; give the
@@ -66,7 +66,8 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     drawn by the place of an element; all ranks need the same torch.manual_seed. "native": from PyTorch's generator.
     shard_updates="data": every parameter, its gradient and the optimizer's state of it are stored in parts over that axis
     besides its mark (ZeRO; arXiv 2004.13336). regather: whether weights are gathered again for the backward: "always",
-    "never" (they are kept), or "auto": if a GPU's memory would not do otherwise.
+    "never" (they are kept), or "auto": if a GPU's memory would not do otherwise. skip_passes: those of "bucket", "overlap"
+    and "prefetch" that are to be left out (README, Overlap); all ranks alike.
 
     backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner makes the program.
     pin: what it is told besides the layouts of inputs and results: the marks ("user"), every layout that our own
@@ -74,14 +75,15 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     """
     if backend not in BACKENDS:
         raise ShardingError(f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}", where=user_line())
-    others = {"strict": strict, "rng": rng != "global", "regather": regather != "auto"} if backend == "xla" else {"pin": pin != "user"}
+    ours = {"strict": strict, "rng": rng != "global", "regather": regather != "auto", "skip_passes": bool(skip_passes)}
+    others = ours if backend == "xla" else {"pin": pin != "user"}
     for name in (name for name, is_set in others.items() if is_set):
         raise ShardingError(f"backend '{backend}' has no option {name}", where=user_line())
     if shard_updates is not None:
         mark_updates(model, mesh, shard_updates)
     if backend == "xla":
         return XlaModule(model, mesh, in_specs, out_specs, pin)
-    return ShardedModule(model, mesh, backend, in_specs, out_specs, strict=strict, rng=rng, regather=regather)
+    return ShardedModule(model, mesh, backend, in_specs, out_specs, strict=strict, rng=rng, regather=regather, skip_passes=skip_passes)
 
 
 def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
@@ -179,7 +181,7 @@ class _Program:
         self.outputs = self.out_kinds.count(OUTPUT)
         self.by_values = any(n.meta.get("dynamic") for n in plan.sharded.nodes)
         self.draws = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in plan.program.graph.nodes)
-        graph = tidy(products(lower(copies(bucket(_copy(plan.program.graph))), groups), groups.device_type))
+        graph = tidy(products(lower(copies(_copy(plan.program.graph)), groups), groups.device_type))
         self._inputs(graph, tensors)
         self._outputs(graph)
         forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
@@ -297,7 +299,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 def _compiled(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = False) -> Any:
     """A function that runs the graph; boxed: it takes its inputs in a list, which it empties."""
-    bindings(graph).lint()
+    bindings(in_flight(graph)).lint()
     if backend == "inductor":
         for node in graph.nodes:
             if node.target is _IN_PLACE:                                    # its functionalization does not take that one

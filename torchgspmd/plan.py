@@ -1,7 +1,6 @@
 """Plan: what was decided for a program. Print it, ask it why, count its bytes, run it on simulated devices."""
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from .comm.collective import Collective
 from .comm.simulate import Lockstep, join_global, split_global
 from .errors import ShardingError, did_you_mean, user_line
 from .fx_passes import Layouts
+from .fx_passes.memory import bytes_of, peak
 from .fx_passes.printer import dtype_name, graph_text
 from .fx_passes.unasked import ReplicatedOp, unasked
 from .mesh import Mesh
@@ -78,13 +78,11 @@ class Plan:
     @cached_property
     def memory(self) -> Memory:
         """Bytes on one device."""
-        sizes = {n: math.prod(n.meta["shape"]) * n.meta["dtype"].itemsize for n in self.program.graph.nodes
-                 if n.meta.get("shape") is not None}
         inputs = [n for n in self.program.graph.nodes if n.op == "placeholder"][len(self.mesh.axes):]
         kinds = [given.kind for given in self.captured.inputs]
-        parameters = sum(sizes[n] for n, kind in zip(inputs, kinds) if kind == PARAMETER)
-        others = sum(sizes[n] for n, kind in zip(inputs, kinds) if kind in (ARGUMENT, BUFFER, TANGENT))
-        return Memory(parameters, others, _peak(self.program.graph, sizes, parameters + others))
+        parameters = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind == PARAMETER)
+        others = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind in (ARGUMENT, BUFFER, TANGENT))
+        return Memory(parameters, others, peak(self.program.graph))
 
     def explain(self, name: str) -> str:
         """Why a value has its layout: for every axis the chain of operations back to a mark."""
@@ -170,19 +168,6 @@ def _collective(node: fx.Node, mesh: Mesh) -> Collective:
 def _shape(node: fx.Node, parts: Sequence[Tensor]) -> Sequence[int]:
     """The global shape of a result. A size that depends on values is never sharded: the part has it."""
     return parts[0].shape if node.meta.get("dynamic") else node.meta["val"].shape
-
-
-def _peak(graph: fx.Graph, sizes: dict[fx.Node, int], resident: int) -> int:
-    """Largest sum of what is alive at once, if every value is freed after its last use and inputs never are."""
-    last = {user_input: node for node in graph.nodes for user_input in node.all_input_nodes}
-    alive = peak = resident
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        alive += sizes.get(node, 0)
-        peak = max(peak, alive)
-        alive -= sum(sizes.get(n, 0) for n in node.all_input_nodes if last[n] is node and n.op == "call_function")
-    return peak
 
 
 def _size(count: float) -> str:

@@ -74,6 +74,17 @@ def halo(x: Any, dim: int, axes: str, window: str, size: int) -> Any:
     _only_in_graphs("halo")
 
 
+def start(kind: str, operands: tuple, arguments: tuple) -> Any:
+    """Begins collectives of one kind, named as above, sent as one: for every operand the arguments that follow it. Whoever
+    needs result number i calls `wait` first; between the two the device computes while it communicates."""
+    _only_in_graphs("start")
+
+
+def wait(started: Any, index: int) -> Any:
+    """Result number `index` of what `start` began."""
+    return started[index]
+
+
 def window(x: Any, dim: int, axes: str, window: str) -> Any:
     """Every device keeps the rows of its window out of a dimension that it has whole. Nothing is sent."""
     _only_in_graphs("window")
@@ -90,7 +101,8 @@ def shard(x: Any, dim: int, axes: str) -> Any:
 
 
 COLLECTIVES = {f.__name__: f for f in (all_reduce, all_gather, reduce_scatter, all_to_all, permute)}
-STEPS = {**COLLECTIVES, "halo": halo, "shard": shard, "term": term, "window": window}
+SENDING = {**COLLECTIVES, "halo": halo}
+STEPS = {**SENDING, "shard": shard, "term": term, "window": window}
 
 
 def split_axes(axes: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from ..window import Window
-from .collective import all_gather, all_reduce, all_to_all, halo, permute, reduce_scatter, split_axes
+from .collective import SENDING, all_gather, all_reduce, all_to_all, halo, permute, reduce_scatter, split_axes, start
 from .exchange import exchange, pack, unpack
 from .local import join_pieces, take_part
 
@@ -40,6 +40,10 @@ class Lockstep(fx.Interpreter):
         return _PerDevice([super().get_attr(target, args, kwargs)] * self.mesh.size)
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> list:
+        if target is start:
+            kind, operands, arguments = args
+            results = [_COLLECTIVES[SENDING[kind]](self.mesh, x, *rest) for x, rest in zip(operands, arguments)]
+            return _PerDevice(zip(*results))
         if target in _COLLECTIVES:
             return _PerDevice(_COLLECTIVES[target](self.mesh, *args, **kwargs))
         random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

@@ -1,25 +1,31 @@
-"""Brings small collectives of one kind together, so that they can be sent as one.
+"""Sends small collectives of one kind as one.
 
 before   %a_r = all_reduce(%a, sum, data);  %b = mm(...);  %b_r = all_reduce(%b, sum, data)
-after    %b = mm(...);  %a_r = all_reduce(%a, sum, data);  %b_r = all_reduce(%b, sum, data)
+after    %b = mm(...);  %a_r_start = start(all_reduce, [%a, %b], ...);  %a_r = wait(%a_r_start, 0);  %b_r = wait(%a_r_start, 1)
 needs    the program of one device
-ensures  nothing but the order changes, the same on every rank; adjacent collectives of equal key() may be merged
+ensures  only collectives of equal key() are joined, in the same order on every rank
 
 Reductions (of gradients, mostly) wait for the last one of their bucket; gathers of inputs (weights) move up to the
-first one of theirs. A bucket ends at `cap` bytes, so that communication starts while there is something left to compute.
-Source: the buckets of PyTorch's DistributedDataParallel (arXiv 2006.15704, section 3.2.3).
+first one of theirs; of others only those that follow one another are joined. What is to be sent of one key goes in at least
+PARTS buckets, so that the first is on its way while there is something left to compute, but not in less than SMALL bytes,
+which would cost more time in starting collectives than it hides. No bucket is larger than CAP.
+Source: the buckets of PyTorch's DistributedDataParallel (arXiv 2006.15704, section 3.2.3), which have 25 MB, the first 1 MB.
 """
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from ..comm.collective import all_gather, all_reduce, reduce_scatter
+from .memory import bytes_of
+from .start_wait import join
 
 CAP = 25 * 2 ** 20              # bytes
+SMALL = 2 ** 20                 # bytes
+PARTS = 4
 
 
 def key(node: fx.Node) -> Any:
@@ -31,17 +37,30 @@ def key(node: fx.Node) -> Any:
     return None
 
 
-def bucket(graph: fx.Graph, cap: int = CAP) -> fx.Graph:
-    """Reorders the graph in place and returns it."""
+def bucket(graph: fx.Graph) -> fx.Graph:
+    """Rewrites the graph in place and returns it."""
     _sink_tails(graph)
+    caps = _caps(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     last = len(order)
     deadline = {n: min((order[u] for u in n.users if u.op != "output"), default=last) for n in order}
-    _collect(order, cap, lambda n: n.target in (all_reduce, reduce_scatter), lambda bucket, n: all(deadline[m] > order[n] for m in bucket),
+    _collect(order, caps, lambda n: n.target in (all_reduce, reduce_scatter), lambda bucket, n: all(deadline[m] > order[n] for m in bucket),
              lambda bucket: [bucket[-1].prepend(n) for n in bucket[:-1]])
-    _collect(order, cap, lambda n: n.target is all_gather and n.args[0].op == "placeholder", lambda bucket, n: True,
+    _collect(order, caps, lambda n: n.target is all_gather and n.args[0].op == "placeholder", lambda bucket, n: True,
              lambda bucket: [bucket[0].append(n) for n in reversed(bucket[1:])])
+    for node in list(graph.nodes):
+        if key(node) is not None and len(run := _run_of(node, caps)) > 1:
+            join(graph, run)
     return graph
+
+
+def _caps(graph: fx.Graph) -> dict[Any, float]:
+    """Bytes of a bucket, for every key."""
+    totals: dict[Any, float] = defaultdict(float)
+    for node in graph.nodes:
+        if key(node) is not None:
+            totals[key(node)] += _payload(node)
+    return {k: min(CAP, max(SMALL, total / PARTS)) for k, total in totals.items()}
 
 
 def _sink_tails(graph: fx.Graph) -> None:
@@ -57,14 +76,14 @@ def _sink_tails(graph: fx.Graph) -> None:
                 end.prepend(tail)
 
 
-def _collect(order: dict[fx.Node, int], cap: int, chosen: Callable, fits: Callable, move: Callable) -> None:
+def _collect(order: dict[fx.Node, int], caps: dict[Any, float], chosen: Callable, fits: Callable, move: Callable) -> None:
     """Fills buckets in program order; a bucket is moved when something does not fit into it any more."""
     buckets: dict[Any, list[fx.Node]] = {}
     for node in order:
         if not chosen(node):
             continue
         found = buckets.setdefault(key(node), [])
-        if found and not (fits(found, node) and sum(map(_bytes, found)) + _bytes(node) <= cap):
+        if found and not (fits(found, node) and sum(map(_payload, found)) + _payload(node) <= caps[key(node)]):
             move(found)
             found = buckets[key(node)] = []
         found.append(node)
@@ -72,5 +91,17 @@ def _collect(order: dict[fx.Node, int], cap: int, chosen: Callable, fits: Callab
         move(found)
 
 
-def _bytes(node: fx.Node) -> int:
-    return math.prod(node.meta["shape"]) * node.meta["dtype"].itemsize
+def _run_of(node: fx.Node, caps: dict[Any, float]) -> list[fx.Node]:
+    """The node and the collectives right behind it that can go with it: of equal key, and not using its result."""
+    run, total = [node], _payload(node)
+    while key(run[-1].next) == key(node) and run[-1].next.args[0] not in run:
+        total += _payload(run[-1].next)
+        if total > caps[key(node)]:
+            break
+        run.append(run[-1].next)
+    return run
+
+
+def _payload(node: fx.Node) -> int:
+    """Bytes of the whole tensor: gathered, or before it is scattered. The same on any number of devices."""
+    return max(bytes_of(node), bytes_of(node.args[0]))

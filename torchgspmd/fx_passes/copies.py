@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ..comm.collective import wait
+
 aten = torch.ops.aten
 
 
@@ -28,9 +30,9 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _reads_input(node: fx.Node) -> bool:
-    """Whether a value may be (a view of) an input of the program."""
+    """Whether a value may be (a view of) an input of the program. What was communicated has memory of its own."""
     source = node.args[0]
-    while source.op == "call_function" and _is_view(source):
+    while source.op == "call_function" and source.target is not wait and _is_view(source):
         source = source.args[0]
     return source.op != "call_function"
 

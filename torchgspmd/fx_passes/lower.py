@@ -1,26 +1,32 @@
 """The collectives of a program as torch.distributed's functional collectives, for one rank.
 
-Coordinates become numbers, what can be computed from them is computed, and each collective becomes the reshapes that
-bring its dimension to the front, the call, and the way back: plain nodes, no Python beside them at run time.
+Coordinates become numbers, what can be computed from them is computed. At its `start` a collective becomes the reshapes that
+bring its dimension to the front and the call; where its results are waited for, the wait and the way back: plain nodes, no
+Python beside them at run time. How a kind is lowered is a generator, which yields what the call returns and is sent what the
+wait returns.
+
+Memory in flight: between its start and its wait a collective reads its operand and writes its result. The operand is
+written by nobody (programs do not write in place) but the in-place all_reduce_, which is used where nobody else sees the
+operand's memory; the result is seen by nobody but the wait. torch.distributed keeps both alive. in_flight.py checks this.
 """
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..comm.collective import all_gather, all_reduce, all_to_all, halo, permute, reduce_scatter, split_axes
+from ..comm.collective import split_axes, start, wait
 from ..comm.exchange import elements, exchange, pack, unpack
 from ..comm.groups import Groups
 from ..comm.local import as_dtype
 from ..shard_spec import ShardSpec
 from ..window import Window, sent_rows
-from .bucket import key
 
+_Lowered = Generator[fx.Node, fx.Node, list[fx.Node]]       # yields what was begun, is sent what was waited for
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
@@ -42,27 +48,22 @@ class _Lowering:
             self.node = node
             if node in coordinates:
                 new[node] = self.groups.coordinates[coordinates[node]]
-            elif node in new:
-                continue                                                    # lowered together with the one before it
-            elif node.target in _MERGED and len(run := self._run_of(node)) > 1:
-                new.update(zip(run, _MERGED[node.target](self, run, [new[n.args[0]] for n in run])))
-            elif node.op == "call_function" and node.target in _LOWERINGS:
-                x, *rest = node.args
-                new[node] = _LOWERINGS[node.target](self, new[x], list(x.meta["shape"]), *rest)
-                self._carry(new[node])
+            elif node.target is start:
+                new[node] = self._start(node, new)
+            elif node.target is wait:
+                new[node] = self._carry(new[node.args[0]].results(self)[node.args[1]])
             elif node.target in _ARITHMETIC and not any(isinstance(new.get(a, a), fx.Node) for a in node.args):
                 new[node] = node.target(*(new.get(a, a) if isinstance(a, fx.Node) else a for a in node.args))
             else:
                 new[node] = self._copy(node, new)
-        _wait_late(self.graph)
         return self.graph
 
-    def _run_of(self, node: fx.Node) -> list[fx.Node]:
-        """The node and the collectives right behind it that can go with it: of equal key, and not using its result."""
-        run = [node]
-        while key(run[-1].next) == key(node) and run[-1].next.args[0] not in run:
-            run.append(run[-1].next)
-        return run
+    def _start(self, node: fx.Node, new: dict[fx.Node, Any]) -> _InFlight:
+        kind, operands, arguments = node.args
+        shapes = [list(x.meta["shape"]) for x in operands]
+        if len(operands) > 1:
+            return _InFlight(_MERGED[kind](self, [new[x] for x in operands], shapes, arguments))
+        return _InFlight(_alone(_LOWERINGS[kind](self, new[operands[0]], shapes[0], *arguments[0])))
 
     def _copy(self, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), new.__getitem__)
@@ -70,8 +71,8 @@ class _Lowering:
         made.meta = dict(node.meta)
         return made
 
-    def _carry(self, last: fx.Node, node: fx.Node | None = None) -> fx.Node:
-        last.meta = dict((node or self.node).meta)
+    def _carry(self, last: fx.Node) -> fx.Node:
+        last.meta = dict(self.node.meta)
         return last
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -108,60 +109,81 @@ class _Lowering:
     def contiguous(self, x: Any) -> Any:
         return self.call(aten.contiguous.default, x)
 
-    def unpack(self, run: list[fx.Node], flat: Any, shapes: list[list[int]], dim: int) -> list[fx.Node]:
+    def unpack(self, flat: Any, shapes: list[list[int]]) -> list[fx.Node]:
         """The results of merged collectives out of their flat concatenation."""
-        parts = self.call(aten.split_with_sizes.default, flat, [math.prod(shape) for shape in shapes], dim)
-        return [self._carry(self.call(aten.reshape.default, self.call(operator.getitem, parts, i), shape), node)
-                for i, (node, shape) in enumerate(zip(run, shapes))]
-
-    def wait(self, x: Any) -> fx.Node:
-        return self.call(c10d.wait_tensor.default, x)
+        parts = self.call(aten.split_with_sizes.default, flat, [math.prod(shape) for shape in shapes], 0)
+        return [self.call(aten.reshape.default, self.call(operator.getitem, parts, i), shape) for i, shape in enumerate(shapes)]
 
 
-def _all_reduce(to: _Lowering, x: Any, shape: list[int], reduction: str, axes: str) -> fx.Node:
+class _InFlight:
+    """A collective between its start and its wait."""
+
+    def __init__(self, lowering: _Lowered):
+        self.lowering = lowering
+        self.made: list[fx.Node] | None = None
+        try:
+            self.begun = next(lowering)
+        except StopIteration as done:                                       # it sends nothing
+            self.made = done.value
+
+    def results(self, to: _Lowering) -> list[fx.Node]:
+        """Waits where it is first called."""
+        if self.made is None:
+            try:
+                self.lowering.send(to.call(c10d.wait_tensor.default, self.begun))
+            except StopIteration as done:
+                self.made = done.value
+        return self.made
+
+
+def _alone(lowering: Generator) -> _Lowered:
+    return [(yield from lowering)]
+
+
+def _all_reduce(to: _Lowering, x: Any, shape: list[int], reduction: str, axes: str) -> Generator:
     name, _ = to.groups.group(split_axes(axes))
-    op = c10d.all_reduce_.default if _owned(to.node.args[0]) else c10d.all_reduce.default
-    return to.wait(to.call(op, to.contiguous(x), _reduction(reduction), name))
+    op = c10d.all_reduce_.default if _owned(to.node.args[1][0]) else c10d.all_reduce.default
+    return (yield to.call(op, to.contiguous(x), _reduction(reduction), name))
 
 
-def _all_gather(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str) -> fx.Node:
+def _all_gather(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str) -> Generator:
     name, positions = to.groups.group(split_axes(axes))
     n = len(positions)
-    gathered = to.wait(to.call(c10d.all_gather_into_tensor.default, to.contiguous(x), n, name))
+    gathered = yield to.call(c10d.all_gather_into_tensor.default, to.contiguous(x), n, name)
     stacked = to.reorder(to.call(aten.reshape.default, gathered, [n, *shape]), positions)
     return to.contiguous(to.from_front(stacked, shape, dim, n))
 
 
-def _reduce_scatter(to: _Lowering, x: Any, shape: list[int], reduction: str, dim: int, axes: str) -> fx.Node:
+def _reduce_scatter(to: _Lowering, x: Any, shape: list[int], reduction: str, dim: int, axes: str) -> Generator:
     name, positions = to.groups.group(split_axes(axes))
     n = len(positions)
     stacked, part = to.to_front(x, shape, dim, n)
     stacked = to.contiguous(to.reorder(stacked, [positions.index(i) for i in range(n)]))
-    mine = to.wait(to.call(c10d.reduce_scatter_tensor.default, stacked, _reduction(reduction), n, name))
+    mine = yield to.call(c10d.reduce_scatter_tensor.default, stacked, _reduction(reduction), n, name)
     return to.call(aten.reshape.default, mine, part)
 
 
-def _all_to_all(to: _Lowering, x: Any, shape: list[int], gather_dim: int, scatter_dim: int, axes: str) -> fx.Node:
+def _all_to_all(to: _Lowering, x: Any, shape: list[int], gather_dim: int, scatter_dim: int, axes: str) -> Generator:
     name, positions = to.groups.group(split_axes(axes))
     n = len(positions)
     stacked, part = to.to_front(x, shape, scatter_dim, n)
     stacked = to.contiguous(to.reorder(stacked, [positions.index(i) for i in range(n)]))
-    moved = to.wait(to.call(c10d.all_to_all_single.default, stacked, [1] * n, [1] * n, name))
+    moved = yield to.call(c10d.all_to_all_single.default, stacked, [1] * n, [1] * n, name)
     return to.contiguous(to.from_front(to.reorder(moved, positions), part, gather_dim, n))
 
 
-def _permute(to: _Lowering, x: Any, shape: list[int], before: str, after: str, size: tuple[int, ...]) -> fx.Node:
+def _permute(to: _Lowering, x: Any, shape: list[int], before: str, after: str, size: tuple[int, ...]) -> Generator:
     """all_to_all of pieces of all sizes, none for most; gloo and NCCL alike have it."""
     plan = exchange(to.mesh, tuple(size), ShardSpec.parse(before), ShardSpec.parse(after))
     name, _ = to.groups.group(plan.axes)
     mine = plan.transfer(to.groups.coordinates)
     sends, receives = ([0 if box is None else elements(box) for box in boxes] for boxes in (mine.sends, mine.receives))
     flat = to.call(pack, to.contiguous(x), tuple(box for box in mine.sends if box is not None))
-    moved = to.wait(to.call(c10d.all_to_all_single.default, flat, receives, sends, name))
+    moved = yield to.call(c10d.all_to_all_single.default, flat, receives, sends, name)
     return to.call(unpack, x, moved, tuple(box for box in mine.receives if box is not None), mine.keep, mine.shape)
 
 
-def _halo(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str, text: str, size: int) -> fx.Node:
+def _halo(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str, text: str, size: int) -> Generator:
     """all_to_all with nothing for all but those whose window reaches into this device's part."""
     window, (name, positions) = Window.parse(text), to.groups.group(split_axes(axes))
     n, me = len(positions), to.mesh.index(split_axes(axes), to.groups.coordinates)
@@ -171,17 +193,17 @@ def _halo(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str, text: st
     receives = [[(place, rows) for owner, _, place, rows in wanted if owner == j != me] for j in peers]
     pieces = [(place, rows, to.call(aten.narrow.default, x, dim, row, rows)) for owner, row, place, rows in wanted if owner == me]
     if sent_rows(window, size, n):
-        pieces += _exchange(to, x, shape, dim, name, sends, receives)
+        pieces += yield from _exchange(to, x, shape, dim, name, sends, receives)
     return _joined(to, x, shape, dim, window, pieces)
 
 
-def _exchange(to: _Lowering, x: Any, shape: list[int], dim: int, name: str, sends: list, receives: list) -> list[tuple[int, int, Any]]:
+def _exchange(to: _Lowering, x: Any, shape: list[int], dim: int, name: str, sends: list, receives: list) -> Generator:
     """Sends rows (start, count) of x to every member of a group; what arrives, as (place in the window, rows, tensor)."""
     row = math.prod(shape) // shape[dim]
-    flat = [to.call(aten.reshape.default, to.call(aten.narrow.default, x, dim, start, n), [-1]) for peer in sends for start, n in peer]
+    flat = [to.call(aten.reshape.default, to.call(aten.narrow.default, x, dim, place, n), [-1]) for peer in sends for place, n in peer]
     packed = to.call(aten.cat.default, flat) if flat else to.call(aten.new_empty.default, x, [0])
-    moved = to.wait(to.call(c10d.all_to_all_single.default, packed, *[[sum(rows for _, rows in peer) * row for peer in side]
-                                                                      for side in (receives, sends)], name))
+    moved = yield to.call(c10d.all_to_all_single.default, packed, *[[sum(rows for _, rows in peer) * row for peer in side]
+                                                                    for side in (receives, sends)], name)
     places = [piece for peer in receives for piece in peer] or [(0, 0)]     # who receives nothing must use it all the same
     parts = to.call(aten.split_with_sizes.default, moved, [rows * row for _, rows in places])
     return [(place, rows, to.call(aten.reshape.default, to.call(operator.getitem, parts, i), [*shape[:dim], rows, *shape[dim + 1:]]))
@@ -202,50 +224,40 @@ def _joined(to: _Lowering, x: Any, shape: list[int], dim: int, window: Window, p
 
 # ------------------------------------------------------------------------------------------ several as one
 
-def _merged_all_reduce(to: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
-    _, reduction, axes = run[0].args
+def _merged_all_reduce(to: _Lowering, xs: list[Any], shapes: list[list[int]], arguments: Sequence[tuple]) -> _Lowered:
+    reduction, axes = arguments[0]
     name, _ = to.groups.group(split_axes(axes))
-    shapes = [list(n.args[0].meta["shape"]) for n in run]
     flat = to.call(aten.cat.default, [to.call(aten.reshape.default, x, [-1]) for x in xs])
-    total = to.wait(to.call(c10d.all_reduce_.default, flat, _reduction(reduction), name))
-    return to.unpack(run, total, shapes, 0)
+    total = yield to.call(c10d.all_reduce_.default, flat, _reduction(reduction), name)
+    return to.unpack(total, shapes)
 
 
-def _merged_all_gather(to: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
-    name, positions = to.groups.group(split_axes(run[0].args[2]))
+def _merged_all_gather(to: _Lowering, xs: list[Any], shapes: list[list[int]], arguments: Sequence[tuple]) -> _Lowered:
+    name, positions = to.groups.group(split_axes(arguments[0][1]))
     n = len(positions)
-    shapes = [list(node.args[0].meta["shape"]) for node in run]
     flat = to.call(aten.cat.default, [to.call(aten.reshape.default, x, [-1]) for x in xs])
-    gathered = to.wait(to.call(c10d.all_gather_into_tensor.default, flat, n, name))
+    gathered = yield to.call(c10d.all_gather_into_tensor.default, flat, n, name)
     rows = to.call(aten.reshape.default, gathered, [n, sum(map(math.prod, shapes))])
     parts = to.call(aten.split_with_sizes.default, to.reorder(rows, positions), [math.prod(shape) for shape in shapes], 1)
     made = []
-    for i, (node, shape) in enumerate(zip(run, shapes)):
+    for i, (shape, (dim, _)) in enumerate(zip(shapes, arguments)):
         stacked = to.call(aten.reshape.default, to.call(operator.getitem, parts, i), [n, *shape])
-        made.append(to._carry(to.contiguous(to.from_front(stacked, shape, node.args[1], n)), node))
+        made.append(to.contiguous(to.from_front(stacked, shape, dim, n)))
     return made
 
 
-def _merged_reduce_scatter(to: _Lowering, run: list[fx.Node], xs: list[Any]) -> list[fx.Node]:
-    _, reduction, _, axes = run[0].args
+def _merged_reduce_scatter(to: _Lowering, xs: list[Any], shapes: list[list[int]], arguments: Sequence[tuple]) -> _Lowered:
+    reduction, _, axes = arguments[0]
     name, positions = to.groups.group(split_axes(axes))
     n = len(positions)
-    rows, shapes = [], []
-    for node, x in zip(run, xs):
-        stacked, part = to.to_front(x, list(node.args[0].meta["shape"]), node.args[2], n)
+    rows, parts = [], []
+    for x, shape, (_, dim, _) in zip(xs, shapes, arguments):
+        stacked, part = to.to_front(x, shape, dim, n)
         rows.append(to.call(aten.reshape.default, stacked, [n, -1]))
-        shapes.append(part)
+        parts.append(part)
     flat = to.reorder(to.call(aten.cat.default, rows, 1), [positions.index(i) for i in range(n)])
-    total = to.wait(to.call(c10d.reduce_scatter_tensor.default, to.contiguous(flat), _reduction(reduction), n, name))
-    return to.unpack(run, to.call(aten.reshape.default, total, [-1]), shapes, 0)
-
-
-def _wait_late(graph: fx.Graph) -> None:
-    """Moves every wait to the first use of what it waits for: what lies between overlaps with the communication."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        if node.target is c10d.wait_tensor.default and node.users:
-            min(node.users, key=order.__getitem__).prepend(node)
+    total = yield to.call(c10d.reduce_scatter_tensor.default, to.contiguous(flat), _reduction(reduction), n, name)
+    return to.unpack(to.call(aten.reshape.default, total, [-1]), parts)
 
 
 def _owned(value: fx.Node) -> bool:
@@ -262,6 +274,7 @@ def _reduction(reduction: str) -> str:
 
 
 _ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg}
-_LOWERINGS: dict[Any, Callable] = {all_reduce: _all_reduce, all_gather: _all_gather, reduce_scatter: _reduce_scatter,
-                                   all_to_all: _all_to_all, halo: _halo, permute: _permute}
-_MERGED: dict[Any, Callable] = {all_reduce: _merged_all_reduce, all_gather: _merged_all_gather, reduce_scatter: _merged_reduce_scatter}
+_LOWERINGS: dict[str, Callable] = {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter,
+                                   "all_to_all": _all_to_all, "halo": _halo, "permute": _permute}
+_MERGED: dict[str, Callable] = {"all_reduce": _merged_all_reduce, "all_gather": _merged_all_gather,
+                                "reduce_scatter": _merged_reduce_scatter}

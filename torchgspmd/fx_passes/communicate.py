@@ -1,0 +1,20 @@
+"""The passes on the program of one device that decide when it communicates. Each but start_wait can be left out, by its name."""
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from .bucket import bucket
+from .overlap import overlap
+from .start_wait import start_wait
+
+OPTIONAL = ("bucket", "overlap", "prefetch")
+
+
+def communicate(graph: fx.Graph, skip: Collection[str] = ()) -> fx.Graph:
+    """Rewrites the graph in place and returns it."""
+    if "bucket" not in skip:
+        bucket(graph)
+    start_wait(graph)
+    return overlap(graph, early="overlap" not in skip, prefetch="prefetch" not in skip)
