@@ -7,7 +7,7 @@ import sys
 
 from torch import fx
 
-from .fx_passes.printer import graph_text
+from .fx_passes.printer import graph_text, program_text
 from .mesh import Mesh
 from .plan import Plan
 
@@ -29,6 +29,8 @@ class Dump:
     def final(self, plan: Plan) -> None:
         if self.level:
             self._print(str(plan), "the plan")
+        if self.level > 1:
+            self._print(program_text(plan.program.graph), "what each device runs, where communication begins and is waited for")
         if self.level > 2:
             lines = [line for value in plan.layouts.spec for line in plan.layouts.explain(value)]
             self._print("\n".join(lines), "who sharded what, and why")

@@ -5,7 +5,8 @@ after    %b = mm(...);  %a_r_start = start(all_reduce, [%a, %b], ...);  %a_r = w
 needs    the program of one device
 ensures  only collectives of equal key() are joined, in the same order on every rank
 
-Reductions (of gradients, mostly) wait for the last one of their bucket; gathers of inputs (weights) move up to the
+Reductions (of gradients, mostly) are taken in the order in which their terms are computed, which of gradients is that of
+layers from the last to the first; they wait for the last one of their bucket. Gathers of inputs (weights) move up to the
 first one of theirs; of others only those that follow one another are joined. What is to be sent of one key goes in at least
 PARTS buckets, so that the first is on its way while there is something left to compute, but not in less than SMALL bytes,
 which would cost more time in starting collectives than it hides. No bucket is larger than CAP.
@@ -39,6 +40,7 @@ def key(node: fx.Node) -> Any:
 
 def bucket(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
+    _raise_reductions(graph)
     _sink_tails(graph)
     caps = _caps(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -61,6 +63,13 @@ def _caps(graph: fx.Graph) -> dict[Any, float]:
         if key(node) is not None:
             totals[key(node)] += _payload(node)
     return {k: min(CAP, max(SMALL, total / PARTS)) for k, total in totals.items()}
+
+
+def _raise_reductions(graph: fx.Graph) -> None:
+    """Moves every reduction up to its operand. They stand where their results are used: all gradients at the end."""
+    for node in list(graph.nodes):
+        if node.target in (all_reduce, reduce_scatter) and node.args[0].op == "call_function":
+            node.args[0].append(node)
 
 
 def _sink_tails(graph: fx.Graph) -> None:

@@ -38,9 +38,24 @@ def type_text(dtype: torch.dtype, shape: Any, spec: ShardSpec | None) -> str:
 def graph_text(graph: fx.Graph, mesh: Mesh) -> str:
     """The program, a line a value; see the README for how to read it."""
     rows = [row for row in map(_row, graph.nodes) if row]
+    return "\n".join([f"mesh {' '.join(f'{n}={s}' for n, s in mesh.axes)}", *_lines(rows)])
+
+
+def program_text(graph: fx.Graph) -> str:
+    """The program of one device: sizes are those of its parts, a collective has a start and a wait for each result."""
+    return "\n".join(["one device", *_lines([_local_row(node) for node in graph.nodes])])
+
+
+def _lines(rows: list[tuple[str, str, str]]) -> list[str]:
     names, types = (max((len(row[i]) for row in rows), default=0) for i in (0, 1))
-    lines = [f"  {name:{names}} : {kind:{types}} = {text}".rstrip() if name else f"  {text}" for name, kind, text in rows]
-    return "\n".join([f"mesh {' '.join(f'{n}={s}' for n, s in mesh.axes)}", *lines])
+    return [f"  {name:{names}} : {kind:{types}} = {text}".rstrip() if name else f"  {text}" for name, kind, text in rows]
+
+
+def _local_row(node: fx.Node) -> tuple[str, str, str]:
+    if node.op == "output":
+        return "", "", f"return {', '.join(map(_text, node.args[0]))}"
+    shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
+    return f"%{node.name}", f"{dtype_name(dtype)}{list(shape)}" if shape is not None and dtype is not None else "", call_text(node)
 
 
 def _row(node: fx.Node) -> tuple[str, str, str] | None:
