@@ -207,7 +207,7 @@ mesh model=2
 
 all_reduce     over model           1 x, 16.00 KiB sent by a device
 sent by a device in all: 16.00 KiB
-memory of a device: parameters 32.00 KiB, inputs 32.00 KiB, peak 144.50 KiB""")
+memory of a device: parameters 32.00 KiB, inputs 32.00 KiB, peak 136.50 KiB""")
 
     def test_block_forward_tensor_parallel(self):
         mesh = Mesh(model=2)
