@@ -122,7 +122,8 @@ def main() -> None:
     for name, skipped in VERSIONS.items():
         model = copy.deepcopy(whole)
         mark(model, mesh, options.layout)
-        models[name] = gspmd.parallelize(model, mesh, in_specs=None if options.layout == "tp" else ("data _", "data _"), skip_passes=skipped)
+        specs = None if options.layout == "tp" else ("data _", "data _")
+        models[name] = gspmd.parallelize(model, mesh, in_specs=specs, skip_passes=skipped)
     batch = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE))
     times: dict[str, list] = {name: [] for name in models}
     traces: dict[str, list[Trace]] = {name: [] for name in models}
@@ -143,7 +144,8 @@ def main() -> None:
                   f"({shares[0]:.0%} to {shares[-1]:.0%})   {models[name].plan.memory}", flush=True)
         if options.png:
             shown = {name: sorted(found, key=lambda t: t.hidden)[len(found) // 2] for name, found in traces.items()}
-            draw(shown, f"GPT of width {options.width}, {options.layout}, rank 0 of {dist.get_world_size()}: one forward and backward", options.png)
+            where = f"rank 0 of {dist.get_world_size()}"
+            draw(shown, f"GPT of width {options.width}, {options.layout}, {where}: one forward and backward", options.png)
     dist.barrier()
     os._exit(0)
 
