@@ -8,12 +8,15 @@ import torch
 import torch.nn.functional as F
 from gpt.model import GPT, Config
 from torch import Tensor, nn
+from vit.model import Config as ViTConfig
+from vit.model import ViT
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, mark_sharding
 
 MESH = Mesh(data=4, model=2)
 EVEN, UNEVEN = (64, 16, 8), (61, 13, 6)     # vocabulary, length of a sequence, sequences: UNEVEN divides over nothing
+DIGITS, UNEVEN_DIGITS = (12, 8), (15, 6)    # rows of an image, images: 3 x 3 and 5 x 5 patches make 10 and 26 tokens
 
 
 class ConvNet(nn.Module):
@@ -72,10 +75,19 @@ def texts(sizes: tuple[int, int, int], steps: int) -> Iterator[tuple[Tensor, Ten
         yield tuple(torch.randint(vocabulary, (2, count, length), generator=generator))
 
 
-def images(dtype: torch.dtype, steps: int, size: tuple[int, int] = (16, 16)) -> Iterator[tuple[Tensor, Tensor]]:
+def vit(layout: str, sizes: tuple[int, int], dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return ViT(ViTConfig(sizes[0], 3, 3, layers=2, heads=4, width=32), MESH, layout).to(dtype)
+
+
+def images(dtype: torch.dtype, steps: int, size: tuple[int, int] = (16, 16), count: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        yield torch.randn(8, 3, *size, generator=generator, dtype=dtype), torch.randint(10, (8,), generator=generator)
+        yield torch.randn(count, 3, *size, generator=generator, dtype=dtype), torch.randint(10, (count,), generator=generator)
+
+
+def pictures(sizes: tuple[int, int], steps: int, dtype: torch.dtype = torch.float32) -> Iterator[tuple[Tensor, Tensor]]:
+    return images(dtype, steps, (sizes[0], sizes[0]), sizes[1])
 
 
 def groups(dtype: torch.dtype, steps: int, count: int = 8) -> Iterator[tuple[Tensor]]:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from gpt.model import LAYOUTS
-from programs import EVEN, MESH, UNEVEN, ConvNet, MoE, gpt, groups, images, texts
+from programs import DIGITS, EVEN, MESH, UNEVEN, UNEVEN_DIGITS, ConvNet, MoE, gpt, groups, images, pictures, texts, vit
+from vit.model import LAYOUTS as VIT_LAYOUTS
+from vit.model import layout_on
 
 import torchgspmd as gspmd
 from torchgspmd.annotate import recorded_mark
@@ -16,8 +18,17 @@ from torchgspmd.annotate import recorded_mark
 GOLDEN = Path(__file__).with_name("collectives.txt")
 FIRST = (torch.float32, 1)
 TOKENS, PIXELS, GROUPS = ("data _", "data _"), ("data _ model _", "data"), ("data _ _",)
+
+
+def transformer(layout: str, sizes: tuple[int, int]) -> tuple:
+    marks = layout_on(MESH, layout)
+    return vit(layout, sizes), next(pictures(sizes, 1)), (marks["images"], marks["labels"])
+
+
 CASES = {**{f"gpt {layout}": lambda layout=layout: (gpt(layout, EVEN), next(texts(EVEN, 1)), TOKENS) for layout in LAYOUTS},
          **{f"gpt {layout} uneven": lambda layout=layout: (gpt(layout, UNEVEN), next(texts(UNEVEN, 1)), TOKENS) for layout in LAYOUTS},
+         **{f"vit {layout}": lambda layout=layout: transformer(layout, DIGITS) for layout in VIT_LAYOUTS},
+         **{f"vit {layout} uneven": lambda layout=layout: transformer(layout, UNEVEN_DIGITS) for layout in VIT_LAYOUTS},
          "conv net": lambda: (ConvNet(MESH), next(images(*FIRST)), PIXELS),
          "conv net uneven": lambda: (ConvNet(MESH), next(images(*FIRST, (13, 10))), PIXELS),
          "moe": lambda: (MoE(MESH), next(groups(*FIRST)), GROUPS),

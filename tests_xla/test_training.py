@@ -2,7 +2,26 @@
 import pytest
 import torch
 from gpt.model import LAYOUTS
-from programs import EVEN, MESH, UNEVEN, ConvNet, MoE, adam, furthest, gpt, groups, images, on_both, texts, train
+from programs import (
+    DIGITS,
+    EVEN,
+    MESH,
+    UNEVEN,
+    UNEVEN_DIGITS,
+    ConvNet,
+    MoE,
+    adam,
+    furthest,
+    gpt,
+    groups,
+    images,
+    on_both,
+    pictures,
+    texts,
+    train,
+    vit,
+)
+from vit.model import LAYOUTS as VIT_LAYOUTS
 
 from torchgspmd.xla_backend.sharding import device_order, layout_text, text_of
 from torchgspmd.xla_backend.state import sync
@@ -35,14 +54,22 @@ class Watch:
             assert {layout_text(t) for t in (parameter, parameter.grad, *state)} == {wanted}, name
 
 
-@pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gpt_in_float64(layout, sizes):
-    model, reference = on_both(gpt(layout, sizes, torch.float64))
+TRANSFORMERS = {f"gpt {layout}": lambda even, dtype, layout=layout: gpt(layout, EVEN if even else UNEVEN, dtype) for layout in LAYOUTS} | {
+    f"vit {layout}": lambda even, dtype, layout=layout: vit(layout, DIGITS if even else UNEVEN_DIGITS, dtype) for layout in VIT_LAYOUTS}
+
+
+def batches(name: str, even: bool, steps: int, dtype: torch.dtype):
+    return texts(EVEN if even else UNEVEN, steps) if name.startswith("gpt") else pictures(DIGITS if even else UNEVEN_DIGITS, steps, dtype)
+
+
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_in_float64(name, even):
+    model, reference = on_both(TRANSFORMERS[name](even, torch.float64))
     optimizer = adam(model)
     watch = Watch(model, optimizer)
-    losses = train(model, texts(sizes, 4), optimizer, watch)
-    assert furthest(losses, train(reference, texts(sizes, 4), adam(reference))) <= 1e-8
+    losses = train(model, batches(name, even, 4, torch.float64), optimizer, watch)
+    assert furthest(losses, train(reference, batches(name, even, 4, torch.float64), adam(reference))) <= 1e-8
     assert watch.compiled[2:] == [0, 0]                     # the first step makes the optimizer's state, the second has it as input
     assert watch.ran == [1, 1, 1, 1]
     assert not watch.fallbacks
@@ -50,11 +77,11 @@ def test_gpt_in_float64(layout, sizes):
         assert (got.detach().cpu() - want).abs().max() <= 1e-6 * want.abs().max(), name
 
 
-@pytest.mark.parametrize("layout, sizes", [(layout, EVEN) for layout in LAYOUTS] + [("2d", UNEVEN)])
-def test_gpt_in_float32(layout, sizes):
-    model, reference = on_both(gpt(layout, sizes))
-    losses = train(model, texts(sizes, 20), adam(model))
-    assert furthest(losses, train(reference, texts(sizes, 20), adam(reference))) <= 1e-4
+@pytest.mark.parametrize("name, even", [(name, True) for name in TRANSFORMERS] + [("gpt 2d", False), ("vit spatial", False)])
+def test_transformers_in_float32(name, even):
+    model, reference = on_both(TRANSFORMERS[name](even, torch.float32))
+    losses = train(model, batches(name, even, 20, torch.float32), adam(model))
+    assert furthest(losses, train(reference, batches(name, even, 20, torch.float32), adam(reference))) <= 1e-4
 
 
 @pytest.mark.parametrize("size", [(16, 16), (13, 10)])

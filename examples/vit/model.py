@@ -132,7 +132,7 @@ class ViT(nn.Module):
         tokens = 1 + (config.size // config.patch) ** 2
         self.patches = nn.Conv2d(config.channels, config.width, config.patch, stride=config.patch)
         self.class_token = nn.Parameter(torch.zeros(config.width))                              # [m]
-        self.position = nn.Parameter(torch.randn(tokens, config.width) * 0.02)                  # [s, m]
+        self.position = nn.Parameter(torch.randn(tokens, config.width) * 0.5)                  # [s, m]
         self.blocks = nn.ModuleList(Block(config, mesh, self.layout) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.classes)

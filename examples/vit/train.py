@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--width", type=int, default=64)
     add("--picture", type=Path, default=FOLDER / "out" / "digits.png", help="where some digits go with what they were taken for")
-    parser.set_defaults(batch=100, steps=1500, warmup=100)
+    parser.set_defaults(batch=50, steps=3000, lr=2e-3, warmup=100)
     return parser.parse_args()
 
 
