@@ -446,14 +446,14 @@ for _n in (2, 3):
         return (out, where, [4] * n, *([[2] * n, [0] * n] if n == 3 else [])), {}
     SAMPLES[getattr(aten, f"max_unpool{_n}d").default] = [_unpool]
 
-    def _fractional(n: int = _n, backward: bool = False) -> tuple[tuple, dict]:
+    def _fractional(n: int = _n, backward: bool = False, batch: bool = True) -> tuple[tuple, dict]:
         torch.manual_seed(0)
-        x, samples = torch.randn(_sizes(n, 6)), torch.rand(3, 4, n)
+        x, samples = torch.randn(_sizes(n, 6)[not batch:]), torch.rand(3 if batch else 1, 4, n)
         if not backward:
             return (x, [2] * n, [3] * n, samples), {}
         out, where = getattr(aten, f"fractional_max_pool{n}d").default(x, [2] * n, [3] * n, samples)
         return (torch.randn_like(out), x, [2] * n, [3] * n, where), {}
-    SAMPLES[getattr(aten, f"fractional_max_pool{_n}d").default] = [_fractional]
+    SAMPLES[getattr(aten, f"fractional_max_pool{_n}d").default] = [_fractional, lambda n=_n: _fractional(n, batch=False)]
     SAMPLES[getattr(aten, f"fractional_max_pool{_n}d_backward").default] = [lambda n=_n: _fractional(n, True)]
 sample(aten.grid_sampler_2d.default, real(3, 4, 5, 5), unit(3, 2, 3, 2), 0, 0, False)
 sample(aten.grid_sampler_3d.default, real(3, 4, 5, 5, 5), unit(3, 2, 3, 2, 3), 0, 0, False)

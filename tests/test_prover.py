@@ -260,6 +260,8 @@ DECOMPOSED = {
         (_r(4, 3, 2), _r(4, 3, 2), _r(1, 1, 2), _r(4, 3, 2).norm(dim=(0, 1), keepdim=True), 2)],
     aten.std_mean.correction: [(_r(4, 5), [1], {"correction": 1, "keepdim": True}), (_r(4, 5), {})],
     aten.aminmax.default: [(_r(4, 5), {}), (_r(4, 5), {"dim": 1, "keepdim": True})],
+    aten._trilinear.default: [(_r(3, 4), _r(5, 4, 6), _r(3, 6), [1, 3], [0], [1, 2], [2, 3]),
+                              (_r(3, 4), _r(5, 4), _r(3, 5), [1], [0], [2], [0])],
     aten.addbmm.default: [(_r(3, 5), _r(2, 3, 4), _r(2, 4, 5), {"beta": 0.5, "alpha": 2}),
                            (_r(3, 5), _r(2, 3, 4), _r(2, 4, 5), {"beta": 0})],
     aten.nll_loss2d_forward.default: [

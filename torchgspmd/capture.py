@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .annotate import mark_sharding, recorded_mark
+from .bodies import bodies
 from .errors import ShardingError, user_line, user_line_of
 from .mesh import Mesh
 from .nd_capture import REPLACEMENTS
@@ -202,9 +203,17 @@ class _Interceptor(TorchFunctionMode):
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
         result = replacement(*args, **kwargs) if replacement is not None and kwargs.get("out") is None else NotImplemented
         if result is NotImplemented:
-            result = func(*args, **kwargs)
+            result = self._run(func, args, kwargs)
         self.tracker.after(result)
         return result
+
+    def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        for body in bodies(func):
+            with self:
+                result = body(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
 
 
 def _grad(outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, only_inputs=True, allow_unused=None,

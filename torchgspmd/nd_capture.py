@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .annotate import check_mark, mark_sharding, mark_sharding_op
 from .mesh import Mesh
-from .nd_ops import attention, einsum
+from .nd_ops import attention, einsum, summed_alone
 from .shard_spec import SpecLike
 
 
@@ -87,8 +87,8 @@ def _torch_einsum(*args: Any):
     for i, (b, b_letters) in enumerate(zip(operands[1:], left[1:]), start=1):
         later = set("".join(left[i + 1:]) + out)
         result = out if i == len(left) - 1 else "".join(dict.fromkeys(c for c in letters + b_letters if c in later))
-        a, letters = _summed_alone(a, letters, b_letters + result)
-        b, b_letters = _summed_alone(b, b_letters, letters + result)
+        a, letters = summed_alone(a, letters, b_letters + result)
+        b, b_letters = summed_alone(b, b_letters, letters + result)
         a = _einsum(f"{letters},{b_letters}->{result}", a, b)
         if a is NotImplemented:
             return NotImplemented
@@ -118,12 +118,6 @@ def _explicit(equation: str, operands: Any) -> list[str] | None:
     if len(terms) != len(operands) or len(set(out)) != len(out) or not set(out) <= set(sizes):
         return None
     return [*terms, out]
-
-
-def _summed_alone(x: Tensor, letters: str, others: str) -> tuple[Tensor, str]:
-    """Sums over letters that occur nowhere else."""
-    dims = [i for i, c in enumerate(letters) if c not in others]
-    return (x.sum(dims), "".join(c for c in letters if c in others)) if dims else (x, letters)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,

@@ -27,6 +27,12 @@ def split_equation(equation: str) -> tuple[str, str, str]:
     return a, b, out
 
 
+def summed_alone(x: Tensor, letters: str, others: str) -> tuple[Tensor, str]:
+    """x summed over those of its letters that are not among the others, and the letters left."""
+    dims = [i for i, c in enumerate(letters) if c not in others]
+    return (x.sum(dims), "".join(c for c in letters if c in others)) if dims else (x, letters)
+
+
 @einsum.register_fake
 def _(equation: str, a: Tensor, b: Tensor) -> Tensor:
     a_letters, b_letters, out = split_equation(equation)

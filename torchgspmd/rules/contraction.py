@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from ..nd_ops import einsum, split_equation
+from ..nd_ops import einsum, split_equation, summed_alone
 from .notation import Call, Rule, make_rule
 from .registry import computed, decomposition, rule
 
@@ -57,6 +57,17 @@ def _addmm(bias, a, b, *, beta=1, alpha=1):
 def _addbmm(bias, a, b, *, beta=1, alpha=1):
     product = einsum("bmk,bkn->mn", a, b) * alpha
     return product if beta == 0 else product + bias * beta
+
+
+@decomposition(aten._trilinear.default)
+def _trilinear(a, b, c, expand1, expand2, expand3, sumdim, unroll_dim=1):
+    """Each operand lacks the dimensions in its `expand`; their product is summed over `sumdim`."""
+    letters = [chr(ord("a") + d) for d in range(a.dim() + len(expand1))]
+    first, second, third, out = ("".join(x for d, x in enumerate(letters) if d not in dims) for dims in (expand1, expand2, expand3, sumdim))
+    terms = [(a, first, second + third + out), (b, second, first + third + out), (c, third, first + second + out)]
+    (a, first), (b, second), (c, third) = (summed_alone(*term) for term in terms)
+    both = "".join(x for x in dict.fromkeys(first + second) if x in third + out)
+    return einsum(f"{both},{third}->{out}", einsum(f"{first},{second}->{both}", a, b), c)
 
 
 rule(aten._cdist_forward.default, "... p m, ... r m -> ... p r", whole="m")

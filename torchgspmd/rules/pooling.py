@@ -12,7 +12,7 @@ import torch
 
 from ..window import Reach
 from . import moving
-from .notation import Call, Rule, make_rule
+from .notation import Call, Rule, Sentence, make_rule
 from .registry import computed, rule, shape_argument
 from .spread import Cut, cut
 
@@ -45,9 +45,11 @@ for _name, _n in (("upsample_nearest1d", 1), ("_upsample_nearest_exact1d", 1), (
     _windowed(_name, _n, "x", linear=True)
     _windowed(f"{_name}_backward", _n, "y", "x", linear=True, shape_at=2)
 
-rule(aten.fractional_max_pool2d.default, "... h w, ... r -> ... u v, ... u v", whole="h w r u v")
+for _op, _in, _out in ((aten.fractional_max_pool2d, "h w", "u v"), (aten.fractional_max_pool3d, "d h w", "t u v")):
+    _sentences = [Sentence.parse(f"{_n}c {_in}, {_n or '1 '}c r -> {_n}c {_out}, {_n}c {_out}") for _n in ("", "n ")]
+    computed(_op.default)(lambda call, sentences=_sentences, n=len(_in.split()), whole=f"{_in} r {_out}":
+                          sentences[call.tensors[0].dim() - n - 1].bind(call, whole=whole))
 rule(aten.fractional_max_pool2d_backward.default, "... u v, ... h w, ... u v -> ... h w", whole="h w u v")
-rule(aten.fractional_max_pool3d.default, "... d h w, ... r -> ... t u v, ... t u v", whole="d h w r t u v")
 rule(aten.fractional_max_pool3d_backward.default, "... t u v, ... d h w, ... t u v -> ... d h w", whole="d h w t u v")
 rule(aten.grid_sampler_2d.default, "n c h w, n u v r -> n c u v", whole="h w r", linear=[[0]])
 rule(aten.grid_sampler_3d.default, "n c d h w, n t u v r -> n c t u v", whole="d h w r", linear=[[0]])
