@@ -12,7 +12,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import torchgspmd as gspmd
+from torchgspmd.comm import ring
 from torchgspmd.comm.storage import spec_of
+from torchgspmd.fx_passes import collective_matmul
 from torchgspmd.random_ops import draw_seed, uniform
 
 WORDS, WIDTH, HIDDEN = 51, 16, 65                                           # sizes that 2, 3 and 4 do not divide
@@ -347,6 +349,50 @@ def check_same_text(mesh):
     assert len(set(texts)) == 1
 
 
+def check_passes(mesh):
+    """Without the passes that decide when to communicate: the same gradients."""
+    for skip in (("bucket",), ("overlap",), ("bucket", "overlap", "prefetch")):
+        torch.manual_seed(0)
+        reference = Model(dropout=0.0)
+        model = gspmd.parallelize(marked(copy.deepcopy(reference), mesh), mesh, in_specs=specs(mesh), skip_passes=skip)
+        for m in (model, reference):
+            m(*batch(0)).backward()
+        for name, parameter in reference.named_parameters():
+            close(model.get_parameter(name).grad, parameter.grad)
+
+
+class Sequence(nn.Module):
+    """Its stream is laid out along the sequence: gathered before `up` and `gate`, scattered behind `down`."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(48, 96), nn.Linear(48, 96, bias=False), nn.Linear(96, 48)
+        self.mesh = mesh
+
+    def forward(self, x):                                                   # [b, s, m]
+        h = gspmd.mark_sharding(x.sin(), self.mesh, "_ model _")
+        return gspmd.mark_sharding(self.down(F.gelu(self.up(h)) * self.gate(h)), self.mesh, "_ model _")
+
+
+def rings(mesh):
+    """Products in parts that travel round, made to pay here."""
+    collective_matmul.CPU, collective_matmul.GAIN = collective_matmul.GPU, float("inf")
+    for backend in ("torch", "inductor"):
+        torch.manual_seed(0)
+        reference, x = Sequence(mesh), torch.randn(2, 12, 48)
+        marks = {"up.weight": "model _", "up.bias": "model", "gate.weight": "model _", "down.weight": "_ model"}
+        model = gspmd.parallelize(gspmd.annotate(copy.deepcopy(reference), mesh, marks), mesh, backend=backend)
+        close(model(x), reference(x))
+        for m in (model, reference):
+            m(x).square().sum().backward()
+        for name, parameter in reference.named_parameters():
+            close(model.get_parameter(name).grad, parameter.grad)
+        targets = [n.target for n in model.plan.program.graph.nodes]
+        assert ring.gather_einsum in targets and ring.einsum_scatter in targets, model.plan
+    if dist.get_rank() == 0:
+        print("rings hold")
+
+
 def save(mesh, path):
     model, _ = pair(mesh, dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -382,7 +428,7 @@ def load(mesh, path):
 
 CHECKS = (check_training, check_sharded_updates, check_modes, check_ways_to_a_gradient, check_scaler, check_layouts_of_results,
           check_errors, check_uneven_weights, check_sizes_that_depend_on_values, check_native_random_numbers, check_exchanges,
-          check_parts_of_axes, check_same_text)
+          check_parts_of_axes, check_passes, check_same_text)
 
 
 def main():
@@ -396,6 +442,8 @@ def main():
             dist.barrier()
             if dist.get_rank() == 0:
                 print(f"{check.__name__} holds on {mesh}", flush=True)
+    elif command == "rings":
+        rings(mesh)
     else:
         {"save": save, "load": load}[command](mesh, sys.argv[3])
         if dist.get_rank() == 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .annotate import mark_sharding_op
@@ -53,7 +53,9 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
     start = time.perf_counter()
     captured = capture(fn, args, kwargs, mesh, grad=grad)
     seconds = time.perf_counter() - start
-    made = compile_plan(captured, mesh, wanted, out_specs, strict=strict, rng=rng, regather=regather, skip_passes=skip_passes)
+    unplaced = any(isinstance(t, Tensor) and t.is_meta for t in (*captured.tensors, *pytree.tree_leaves((args, kwargs))))
+    made = compile_plan(captured, mesh, wanted, out_specs, strict=strict, rng=rng, regather=regather, skip_passes=skip_passes,
+                        device="meta" if unplaced else None)
     made.seconds = {"capture": seconds, **made.seconds}
     return made
 
@@ -70,16 +72,18 @@ class Annotated:
 
 def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
                  stored: Mapping[str, ShardSpec] | None = None, plain: Sequence[bool] = (), strict: bool = False,
-                 rng: str = "global", regather: str = "auto", skip_passes: Sequence[str] = ()) -> Plan:
+                 rng: str = "global", regather: str = "auto", skip_passes: Sequence[str] = (), device: str | None = None) -> Plan:
     """The passes over a captured program. arguments: a spec or None for each.
 
     For a program that runs on real processes also, stored: the layouts of parameters and buffers, by name; plain:
-    which arguments are whole on every rank, so that their gradients have to be. Results without a spec are whole then.
+    which arguments are whole on every rank, so that their gradients have to be. Results without a spec are whole then. device:
+    the type of those that it is for ("meta": GPUs); else that of the tensors given.
     """
     _check_option("rng", rng, ("global", "native"))
     _check_option("regather", regather, ("auto", "always", "never"))
     for name in skip_passes:
         _check_option("pass", name, OPTIONAL)
+    device = device or max((n.meta["val"].device.type for n in captured.graph.find_nodes(op="placeholder")), default="cpu")
     rules, clock, dump = Rules(), _Clock(), Dump(mesh)
     dump("capture", captured.graph)
     made = lay_out(captured, mesh, arguments, out_specs, stored, whole=stored is not None, parts=True, rules=rules, clock=clock, dump=dump)
@@ -88,9 +92,9 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     clock("partition")
     if rng == "native":
         natively(sharded)
-    plan = _localized(made, mesh, gather_again(sharded) if regather == "always" else sharded, skip_passes, clock)
+    plan = _localized(made, mesh, gather_again(sharded) if regather == "always" else sharded, device, skip_passes, clock)
     if regather == "auto" and plan.memory.peak > _device_memory(captured):
-        plan = _localized(made, mesh, gather_again(sharded), skip_passes, clock)
+        plan = _localized(made, mesh, gather_again(sharded), device, skip_passes, clock)
     clock("localize")
     dump.final(plan)
     if strict and plan.replicated_ops:
@@ -98,8 +102,8 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     return plan
 
 
-def _localized(made: Annotated, mesh: Mesh, sharded: fx.Graph, skip_passes: Sequence[str], clock: _Clock) -> Plan:
-    program = fx.GraphModule(made.captured.constants, communicate(localize(sharded, mesh), skip_passes))
+def _localized(made: Annotated, mesh: Mesh, sharded: fx.Graph, device: str, skip_passes: Sequence[str], clock: _Clock) -> Plan:
+    program = fx.GraphModule(made.captured.constants, communicate(localize(sharded, mesh), mesh, device, skip_passes))
     return Plan(mesh, made.captured, sharded, program, made.layouts, clock.seconds)
 
 

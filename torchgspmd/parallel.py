@@ -66,8 +66,8 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     drawn by the place of an element; all ranks need the same torch.manual_seed. "native": from PyTorch's generator.
     shard_updates="data": every parameter, its gradient and the optimizer's state of it are stored in parts over that axis
     besides its mark (ZeRO; arXiv 2004.13336). regather: whether weights are gathered again for the backward: "always",
-    "never" (they are kept), or "auto": if a GPU's memory would not do otherwise. skip_passes: those of "bucket", "overlap"
-    and "prefetch" that are to be left out (README, Overlap); all ranks alike.
+    "never" (they are kept), or "auto": if a GPU's memory would not do otherwise. skip_passes: those of "bucket",
+    "collective_matmul", "overlap" and "prefetch" that are to be left out (README, Overlap); all ranks alike.
 
     backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner makes the program.
     pin: what it is told besides the layouts of inputs and results: the marks ("user"), every layout that our own
@@ -157,7 +157,7 @@ class ShardedModule(Wrapped):
         made = compile_plan(captured, self._mesh, wanted, self._out_specs,
                             stored={i.name: _stored_spec_of(i.mark, i.shape, self._mesh) for i in captured.inputs
                                     if i.kind in (PARAMETER, BUFFER)},
-                            plain=[not isinstance(t, DTensor) for t in tensors], **self._options)
+                            plain=[not isinstance(t, DTensor) for t in tensors], device=self._groups.device_type, **self._options)
         if not agree(_hash(made.program.code), None, torch.device(self._groups.device_type)):
             raise ShardingError("the ranks have made different programs", where=user_line(),
                                 why="the model, its marks or the versions of torch differ between ranks")

@@ -20,6 +20,7 @@ from ..window import Window
 from .collective import SENDING, all_gather, all_reduce, all_to_all, halo, permute, reduce_scatter, split_axes, start
 from .exchange import exchange, pack, unpack
 from .local import join_pieces, take_part
+from .ring import einsum_scatter, gather_einsum
 
 COMBINE: dict[str, Callable] = {"sum": operator.add, "max": torch.maximum, "min": torch.minimum, "prod": operator.mul}
 
@@ -128,8 +129,21 @@ def _halo(mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int
     return _in_groups(axes, mesh, x, run)
 
 
-_COLLECTIVES: dict[Callable, Callable] = {all_reduce: _all_reduce, all_gather: _all_gather, reduce_scatter: _reduce_scatter,
-                                          all_to_all: _all_to_all, halo: _halo, permute: _permute}
+def _gather_einsum(mesh: Mesh, x: list[Tensor], others: Sequence[list[Tensor]], dim: int, axes: str, equations: Sequence[str],
+                   sides: Sequence[int], keep: bool) -> list[tuple[Tensor, ...]]:
+    whole = _all_gather(mesh, x, dim, axes)
+    results = [[torch.einsum(equation, *((y, w) if side else (w, y))) for w, y in zip(whole, other)]
+               for equation, side, other in zip(equations, sides, others)]
+    return list(zip(*results, *([whole] if keep else [])))
+
+
+def _einsum_scatter(mesh: Mesh, a: list[Tensor], b: list[Tensor], dim: int, axes: str, equation: str) -> list[Tensor]:
+    return _reduce_scatter(mesh, [torch.einsum(equation, x, y) for x, y in zip(a, b)], "sum", dim, axes)
+
+
+_COLLECTIVES: dict[Callable, Callable] = {
+    all_reduce: _all_reduce, all_gather: _all_gather, reduce_scatter: _reduce_scatter, all_to_all: _all_to_all, halo: _halo,
+    permute: _permute, gather_einsum: _gather_einsum, einsum_scatter: _einsum_scatter}
 
 
 def split_global(tensor: Tensor, spec: ShardSpec, mesh: Mesh, poison: bool = False) -> list[Tensor]:

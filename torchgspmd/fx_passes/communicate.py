@@ -5,15 +5,19 @@ from collections.abc import Collection
 
 from torch import fx
 
+from ..mesh import Mesh
 from .bucket import bucket
+from .collective_matmul import collective_matmul
 from .overlap import overlap
 from .start_wait import start_wait
 
-OPTIONAL = ("bucket", "overlap", "prefetch")
+OPTIONAL = ("bucket", "collective_matmul", "overlap", "prefetch")
 
 
-def communicate(graph: fx.Graph, skip: Collection[str] = ()) -> fx.Graph:
-    """Rewrites the graph in place and returns it."""
+def communicate(graph: fx.Graph, mesh: Mesh, device: str, skip: Collection[str] = ()) -> fx.Graph:
+    """Rewrites the graph in place and returns it. device: the type of those that the program is for."""
+    if "collective_matmul" not in skip:
+        collective_matmul(graph, mesh, device)
     if "bucket" not in skip:
         bucket(graph)
     start_wait(graph)

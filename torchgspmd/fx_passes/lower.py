@@ -23,6 +23,7 @@ from ..comm.collective import split_axes, start, wait
 from ..comm.exchange import elements, exchange, pack, unpack
 from ..comm.groups import Groups
 from ..comm.local import as_dtype
+from ..comm.ring import einsum_scatter, gather_einsum, ring_einsum_scatter, ring_gather_einsum
 from ..shard_spec import ShardSpec
 from ..window import Window, sent_rows
 
@@ -52,6 +53,8 @@ class _Lowering:
                 new[node] = self._start(node, new)
             elif node.target is wait:
                 new[node] = self._carry(new[node.args[0]].results(self)[node.args[1]])
+            elif node.target in _RINGS:
+                new[node] = self._carry(_RINGS[node.target](self, *fx.map_arg(node.args, new.__getitem__)))
             elif node.target in _ARITHMETIC and not any(isinstance(new.get(a, a), fx.Node) for a in node.args):
                 new[node] = node.target(*(new.get(a, a) if isinstance(a, fx.Node) else a for a in node.args))
             else:
@@ -79,6 +82,10 @@ class _Lowering:
         made = self.graph.call_function(op, args, kwargs)
         made.meta = {"source": self.node.meta.get("source"), "backward": self.node.meta.get("backward", False)}
         return made
+
+    def place(self, axes: str) -> tuple[str, list[int], int]:
+        """The name of the group over these axes, the numbers in it of its members in axes order, and which of them this rank is."""
+        return *self.groups.group(split_axes(axes)), self.mesh.index(split_axes(axes), self.groups.coordinates)
 
     # -------------------------------------------------------------------------------------- layout changes
 
@@ -222,6 +229,14 @@ def _joined(to: _Lowering, x: Any, shape: list[int], dim: int, window: Window, p
     return to.call(aten.cat.default, parts, dim)
 
 
+def _gather_einsum(to: _Lowering, x: Any, others: Sequence, dim: int, axes: str, *rest: Any) -> fx.Node:
+    return to.call(ring_gather_einsum, x, others, dim, *rest, *to.place(axes))
+
+
+def _einsum_scatter(to: _Lowering, a: Any, b: Any, dim: int, axes: str, equation: str) -> fx.Node:
+    return to.call(ring_einsum_scatter, a, b, dim, equation, *to.place(axes))
+
+
 # ------------------------------------------------------------------------------------------ several as one
 
 def _merged_all_reduce(to: _Lowering, xs: list[Any], shapes: list[list[int]], arguments: Sequence[tuple]) -> _Lowered:
@@ -278,3 +293,4 @@ _LOWERINGS: dict[str, Callable] = {"all_reduce": _all_reduce, "all_gather": _all
                                    "all_to_all": _all_to_all, "halo": _halo, "permute": _permute}
 _MERGED: dict[str, Callable] = {"all_reduce": _merged_all_reduce, "all_gather": _merged_all_gather,
                                 "reduce_scatter": _merged_reduce_scatter}
+_RINGS: dict[Any, Callable] = {gather_einsum: _gather_einsum, einsum_scatter: _einsum_scatter}
