@@ -1,6 +1,8 @@
 """Where collectives begin and are waited for; buckets; the memory that it may cost; what must not touch memory in flight."""
 from __future__ import annotations
 
+import random
+
 import models
 import pytest
 import torch
@@ -11,12 +13,13 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
-from torchgspmd.comm.collective import SENDING, start, wait
+from torchgspmd.comm.collective import SENDING, all_gather, all_reduce, reduce_scatter, start, wait
 from torchgspmd.fx_passes import bucket as buckets
 from torchgspmd.fx_passes.in_flight import in_flight
 from torchgspmd.fx_passes.memory import peak
-from torchgspmd.fx_passes.overlap import EXTRA
+from torchgspmd.fx_passes.overlap import EXTRA, overlap
 from torchgspmd.fx_passes.printer import program_text
+from torchgspmd.fx_passes.start_wait import start_wait
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 DATA = Mesh(data=2)
@@ -219,6 +222,37 @@ def test_buckets_have_a_size_and_do_not_wait_for_all(monkeypatch):
     assert [order[s] < last for s in reductions] == [True, True, True, False]
 
 
+def random_program(seed: int) -> torch.fx.Graph:
+    """Thirty values of random size, forward and backward, of one or two others each; every third is communicated."""
+    draw, graph = random.Random(seed), torch.fx.Graph()
+    values = [graph.placeholder(f"x{i}") for i in range(4)]
+    for _ in range(30):
+        operands = draw.sample(values[-8:], draw.choice((1, 2)))
+        kind = draw.choice((all_reduce, all_gather, reduce_scatter, aten.add.Tensor, aten.add.Tensor, aten.add.Tensor))
+        node = graph.call_function(kind, tuple(operands) if kind is aten.add.Tensor else (operands[0], 0, "m"))
+        values.append(node)
+    used = [v for v in values if not v.users]
+    graph.output((*used, *draw.sample(values, 2)))
+    for i, node in enumerate(values):
+        node.meta = {"shape": (draw.choice((1, 4, 16, 64)),), "dtype": torch.float32, "backward": i > 18}
+    return graph
+
+
+@pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=str)
+@pytest.mark.parametrize("early, ahead", [(True, True), (True, False), (False, True), (False, False)])
+def test_random_programs_stay_legal_and_within_their_memory(seeds, early, ahead):
+    for seed in seeds:
+        graph = start_wait(random_program(seed))
+        before, arguments = peak(graph), {n.name: n.args for n in graph.nodes}
+        overlap(graph, early, ahead)
+        graph.lint()
+        assert {n.name: n.args for n in graph.nodes} == arguments
+        assert [n.op for n in graph.nodes][:4] == ["placeholder"] * 4
+        assert peak(graph) <= (1 + EXTRA) * before, seed
+        if not early and not ahead:
+            assert peak(graph) == before
+
+
 def test_random_numbers_are_drawn_in_order():
     """What is moved does not change which dropout draws first."""
     class Model(nn.Module):
@@ -242,7 +276,8 @@ def test_random_numbers_are_drawn_in_order():
 
 
 def test_unknown_pass():
-    with pytest.raises(gspmd.ShardingError, match="there is no pass 'buckets'; there are 'bucket', 'overlap', 'prefetch'"):
+    known = "'bucket', 'collective_matmul', 'overlap', 'prefetch'"
+    with pytest.raises(gspmd.ShardingError, match=f"there is no pass 'buckets'; there are {known}"):
         sharded_layers(skip_passes=("buckets",))
 
 

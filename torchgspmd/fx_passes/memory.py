@@ -59,10 +59,6 @@ class Ledger:
             self.alive -= bytes_of(node)
         return during
 
-    def held(self, begun: fx.Node) -> int:
-        """Bytes that only an unfinished start keeps alive."""
-        return sum(bytes_of(x) for x in begun.all_input_nodes if self.uses[x] == 1 and x.op == "call_function")
-
     def _used(self, node: fx.Node) -> None:
         for value in node.all_input_nodes:
             self.uses[value] -= 1

@@ -142,12 +142,13 @@ class _Sweep:
         """Begins what is ready and finds room from here to where it stood, in order."""
         for begun, since in list(self.ready.items()):
             size, stood = begun.meta["bytes"], self.place[begun]
-            if place >= since:
+            if place >= since and not self.missing[begun] and begun not in self.made:
                 room = self.limit - self.extra - size
                 if stood > place and max(self.base[place:stood]) > room:
                     self.ready[begun] = max(i for i in range(place, stood) if self.base[i] > room) + 1
                     continue
                 self.extra += size if stood > place else 0
+                self.make_room(begun)
                 self.emit(begun)
 
     def make_room(self, node: fx.Node) -> None:
@@ -155,7 +156,7 @@ class _Sweep:
         for begun in list(self.in_flight):
             if self.ledger.alive + self.ledger.needed(node) <= self.limit:
                 return
-            if self.ledger.held(begun):
+            if any(x.op == "call_function" for x in begun.all_input_nodes):
                 self.arrive(next(iter(begun.users)))
 
 
