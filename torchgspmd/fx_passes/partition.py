@@ -10,7 +10,8 @@ source   the idea of pending sums is Shardy's `unreduced`; choosing by cost over
 An operation's strategy is an assignment of axes to its factors, and of axes to operands whose pending sum it passes
 on. Its cost: what it takes to bring the operands there from where they are, the device's arithmetic and memory
 traffic, and what it takes to bring the results to where they are used. The first sweep goes by the propagated
-layouts, the following ones by the neighbours' choices, until nothing gets cheaper.
+layouts, the following ones by the neighbours' choices, until nothing gets cheaper. Then regions change at once (see
+together.py). Of the states at which that ends the cheapest one is taken.
 """
 from __future__ import annotations
 
@@ -32,10 +33,11 @@ from .together import Together
 
 FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
 WASTE_PER_BYTE = 500.0          # of what uneven parts compute on padding, as fast devices do: not worth another layout
-TRAFFIC_PER_BYTE = 64.0         # bytes of memory traffic worth one byte on the wire
+TRAFFIC_PER_BYTE = 128.0        # bytes of memory traffic worth one byte on the wire
 LATE = 1 / 8                    # of its bytes is what a sum is favoured by that stays pending: it may meet another one
 DEPTH = 4                       # operations through which it is looked for whether a sum might have been left pending
-SWEEPS = 6                      # at most, with that favour and again without
+SWEEPS = 6                      # at most, in each round
+PHASES = ((LATE, 0), (0.0, 3), (LATE, 3), (0.0, 3))     # that favour, and how often, at most, bodies are laid out anew
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -88,20 +90,35 @@ class Solver:
 
     def solve(self) -> None:
         for op in self.ops.values():
-            self._choose(op, first=True)
+            self.choose(op, first=True)
         self.first = False
         self._settle_outputs()
-        for self.late in (LATE, 0.0):
-            for sweep in range(SWEEPS):
-                order = list(self.ops.values())
-                changed = [self._choose(op) for op in (order if sweep % 2 else reversed(order))]
-                changed += self.together.improve()
-                changed += [self._choose_input(node) for node in self.open_inputs]
-                self._settle_outputs()
-                if not any(changed):
+        found = []
+        for self.late, rounds in PHASES:
+            self._settle()
+            for _ in range(rounds):
+                if not self.together.lay_out():
                     break
+                self._settle()
+            if rounds and not self.late:
+                found.append((self.together.exact(self.ops.values()), dict(self.chosen), dict(self.held)))
+        _, chosen, held = min(found, key=lambda state: state[0])
+        self.held.update(held)
+        for node, strategy in chosen.items():
+            self.take(self.ops[node], strategy)
+        self._settle_outputs()
 
-    def _choose(self, op: Op, first: bool = False) -> bool:
+    def _settle(self) -> None:
+        for sweep in range(SWEEPS):
+            order = list(self.ops.values())
+            changed = [self.choose(op) for op in (order if sweep % 2 else reversed(order))]
+            changed += self.together.improve()
+            changed += [self._choose_input(node) for node in self.open_inputs]
+            self._settle_outputs()
+            if not any(changed):
+                break
+
+    def choose(self, op: Op, first: bool = False) -> bool:
         available = tuple(self._available(v, op, first) for v in op.operands)
         wanted = tuple(self._wanted(v, first) for v in op.results)
         current = self.chosen.get(op.node)
@@ -170,11 +187,19 @@ class Solver:
         for value, made, uses in zip(op.results, strategy.results, wanted):
             if made.pending and value is not None:
                 cost -= self.late * math.prod(made.local_shape(value.meta["val"].shape, self.mesh)) * value.meta["val"].element_size()
-            copies = [made]
-            for need in uses:
-                if need not in copies:
-                    cost += min(self._move(value, layout, need) for layout in copies)
-                    copies.append(need)
+            cost += self._distribute(value, made, uses)
+        return cost
+
+    def transport(self, value: fx.Node) -> float:
+        """What brings a value from where it is made to all places where it is used."""
+        return self._distribute(value, self.held[value], self.needs.get(value, {}).values())
+
+    def _distribute(self, value: fx.Node, made: ShardSpec, uses: Iterable[ShardSpec]) -> float:
+        copies, cost = [made], 0.0
+        for need in uses:
+            if need not in copies:
+                cost += min(self._move(value, layout, need) for layout in copies)
+                copies.append(need)
         return cost
 
     def _deferred(self, layout: ShardSpec, have: Available, need: ShardSpec) -> ShardSpec:
@@ -200,21 +225,22 @@ class Solver:
             return math.inf
         return sum(self._move(v, self.held[v], spec) for v, spec in zip(self.ops[value].operands, specs))
 
-    def candidates(self, op: Op, available, wanted) -> list[Strategy]:
+    def candidates(self, op: Op, available, wanted, forced: dict[str, tuple] | None = None) -> list[Strategy]:
+        """Strategies worth a look. forced: for some axes what alone they may shard."""
         mark = _marked(op)
         if mark is not None:
             return [Strategy((), (mark,), (mark,), 0.0)]
-        return self._enumerate(op, available, wanted)
+        return self._enumerate(op, available, wanted, forced or {})
 
-    def _enumerate(self, op: Op, available, wanted) -> list[Strategy]:
-        options = self._options(op, available, wanted)
+    def _enumerate(self, op: Op, available, wanted, forced: dict[str, tuple]) -> list[Strategy]:
+        options = {**self.options(op, available, wanted), **forced}
         key = (op.key, tuple(options.items()), tuple(a.layouts[0].pending + a.deferrable for a in available))
         if key not in self.strategies:
             made = (self._strategy(op, available, choice) for choice in self._choices(op.rule, options))
             self.strategies[key] = list(dict.fromkeys(s for s in made if s is not None))
         return self.strategies[key]
 
-    def _options(self, op: Op, available, wanted) -> dict[str, tuple]:
+    def options(self, op: Op, available, wanted) -> dict[str, tuple]:
         """For each axis the factors it may shard, the operand groups it may pass through (integers), and None."""
         rule = op.rule
         options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}

@@ -3,11 +3,12 @@
     %a = einsum(...);  %b = embedding_backward(...);  %c = reshape(%b);  %d = add(%a, %c)
 
 is one sum: its summands, made by einsum and embedding_backward, are added up and nothing else, so that one reduction
-does for all of them. A chain is a sequence of operations on one tensor each, like reshape and transpose.
+does for all of them. A chain is a sequence of operations on one tensor each, like reshape and transpose. A body is all that
+lies between contractions and marks, like the residual stream of a transformer with its norms, forward and backward.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -22,6 +23,13 @@ class Region:
     ops: tuple[Op, ...]
     values: frozenset[fx.Node]
     value: fx.Node
+
+
+@dataclass(frozen=True)
+class Body:
+    """ops in program order; classes: factors that run through the body, with the name of each one in the operations that have it."""
+    ops: tuple[Op, ...]
+    classes: tuple[Mapping[fx.Node, str], ...]
 
 
 def adds(op: Op) -> bool:
@@ -83,3 +91,47 @@ def chains(ops: Mapping[fx.Node, Op]) -> list[Region]:
 
 def _links(op: Op | None) -> bool:
     return op is not None and len(op.operands) == len(op.results) == 1 and op.node.meta.get("mark") is None
+
+
+# ------------------------------------------------------------------------------------------ bodies
+
+class _Classes:
+    """Things that are found to be the same, one pair at a time."""
+
+    def __init__(self):
+        self.parent: dict = {}
+
+    def find(self, thing: Hashable) -> Hashable:
+        while (above := self.parent.setdefault(thing, thing)) != thing:
+            self.parent[thing] = thing = self.parent[above]
+        return thing
+
+    def join(self, one: Hashable, other: Hashable) -> None:
+        self.parent[self.find(one)] = self.find(other)
+
+    def all(self) -> list[list]:
+        found: dict = {}
+        for thing in self.parent:
+            found.setdefault(self.find(thing), []).append(thing)
+        return list(found.values())
+
+
+def bodies(ops: Mapping[fx.Node, Op]) -> list[Body]:
+    """What is connected by values, of operations that have a choice and are no contractions; at least two of them."""
+    inner = {node: op for node, op in ops.items() if not op.rule.contraction and op.rule.known and op.node.meta.get("mark") is None}
+    makers = {value: (op, i) for op in inner.values() for i, value in enumerate(op.results) if value is not None}
+    together, factors = _Classes(), _Classes()
+    for op in inner.values():
+        together.find(op.node)
+        for value, dims in zip(op.operands, op.rule.operands):
+            if value in makers:
+                maker, i = makers[value]
+                together.join(maker.node, op.node)
+                for made, used in zip(maker.rule.results[i], dims):
+                    if made and used:                                       # the major ones: an axis shards both or none
+                        factors.join((maker.node, made[0]), (op.node, used[0]))
+    classes: dict[Hashable, list[Mapping[fx.Node, str]]] = {}
+    for found in factors.all():
+        classes.setdefault(together.find(found[0][0]), []).append(dict(found))
+    return [Body(tuple(inner[node] for node in group), tuple(classes.get(together.find(group[0]), ())))
+            for group in together.all() if len(group) > 1]

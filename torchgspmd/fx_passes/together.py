@@ -9,13 +9,15 @@ A proposal sets the strategies of a region; it stays if it costs less, else the 
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
+
+from torch import fx
 
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from .graph import Op
-from .regions import Region, chains, sums
+from .regions import Body, Region, bodies, chains, sums
 
 if TYPE_CHECKING:
     from .partition import Solver, Strategy
@@ -26,7 +28,10 @@ class Together:
 
     def __init__(self, solver: Solver):
         self.solver, self.memo = solver, {}
-        self.sums, self.chains = sums(solver.ops), chains(solver.ops)
+        self.sums, self.chains, self.bodies = sums(solver.ops), chains(solver.ops), bodies(solver.ops)
+        self.makers = {value: op for op in solver.ops.values() for value in op.results if value is not None}
+        order = {node: i for i, node in enumerate(solver.ops)}
+        self.around = {body.ops[0].node: self._neighbours(body, order) for body in self.bodies}
 
     def improve(self) -> list[bool]:
         """Tries all regions once; says of each whether it changed."""
@@ -102,6 +107,61 @@ class Together:
             available, wanted = self.solver.around(op)
             self._cheapest(op, self.solver.candidates(op, available, wanted), (), wanted)
         return True
+
+    # -------------------------------------------------------------------------------------- bodies
+
+    def lay_out(self) -> bool:
+        """Tries for every body and axis to have the axis on another of its factors throughout, or on none; says whether that helped."""
+        return any([self._lay_out(body, axis, factors) for body in self.bodies for axis, factors in self._ways(body)])
+
+    def _ways(self, body: Body) -> list[tuple[str, Mapping[fx.Node, str]]]:
+        """Axes with classes of factors that an operation of the body might give to them, and does not."""
+        found: dict[tuple[str, int | None], None] = {}
+        place = {(node, factor): i for i, factors in enumerate(body.classes) for node, factor in factors.items()}
+        for op in body.ops:
+            have = {axis: factor for factor, axes in self.solver.chosen[op.node].assignment for axis in axes}
+            for axis, targets in self.solver.options(op, *self.solver.around(op)).items():
+                for target in targets:
+                    if target != have.get(axis) and (target is None or (op.node, target) in place):
+                        found[axis, place.get((op.node, target))] = None
+        return [(axis, body.classes[i] if i is not None else {}) for axis, i in found]
+
+    def _lay_out(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> bool:
+        around = self.around[body.ops[0].node]
+        before, cost = [self.solver.chosen[op.node] for op in around], self.exact(around)
+        self._force(body, axis, factors)
+        for op in (*reversed(around), *around):
+            self.solver.choose(op)
+        if self.exact(around) < cost:
+            return True
+        for op, strategy in zip(around, before):
+            self.solver.take(op, strategy)
+        return False
+
+    def _force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
+        inside = {op.node for op in body.ops}
+        for op in body.ops:
+            if factors.get(op.node) in op.rule.whole:
+                continue
+            available, _ = self.solver.around(op)
+            wanted = tuple(tuple(dict.fromkeys(spec for (user, _), spec in self.solver.needs.get(v, {}).items() if user not in inside))
+                           for v in op.results)
+            candidates = self.solver.candidates(op, available, wanted, {axis: (factors.get(op.node),)})
+            if candidates:
+                self._cheapest(op, candidates, available, wanted)
+
+    def _neighbours(self, body: Body, order: Mapping[fx.Node, int]) -> tuple[Op, ...]:
+        """The operations of a body, and those that make or use its values."""
+        values = [v for op in body.ops for v in (*op.operands, *op.results) if v is not None]
+        nodes = {op.node for op in body.ops}
+        nodes |= {self.makers[v].node for v in values if v in self.makers}
+        nodes |= {user for op in body.ops for v in op.results if v is not None for user in v.users if user in self.solver.ops}
+        return tuple(self.solver.ops[node] for node in sorted(nodes, key=order.__getitem__))
+
+    def exact(self, ops: Collection[Op]) -> float:
+        """The work of operations, and what brings their operands and results to all places where those are used."""
+        values = dict.fromkeys(v for op in ops for v in (*op.operands, *op.results) if v is not None)
+        return sum(self.solver.chosen[op.node].work for op in ops) + sum(map(self.solver.transport, values))
 
     def _cheapest(self, op: Op, candidates: list[Strategy], available, wanted) -> None:
         self.solver.take(op, min(candidates, key=lambda s: self.solver.cost(op, s, available, wanted)))

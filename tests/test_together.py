@@ -1,0 +1,104 @@
+"""What several operations gain together: sums, bodies between contractions. Bytes against those of the known best programs."""
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same
+from torch import Tensor
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh
+from torchgspmd.fx_passes.graph import Rules
+from torchgspmd.fx_passes.regions import bodies
+
+
+def r(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.1
+
+
+def with_gradients(function, names):
+    """y = function(**arguments), and the gradients of the named arguments for the cotangent dy."""
+    def run(dy, **arguments):
+        leaves = {k: arguments[k].detach().requires_grad_() for k in names}
+        y = function(**{**arguments, **leaves})
+        return y, torch.autograd.grad(y, list(leaves.values()), dy)
+    return run
+
+
+def attention(x, q, k, v, o, mesh):
+    """x[b, s, m]; only its layout, along the sequence, is marked."""
+    h = F.layer_norm(x, x.shape[-1:])
+    queries, keys, values = (torch.einsum("bsm,mnd->bsnd", h, w) for w in (q, k, v))
+    future = torch.ones(x.shape[1], x.shape[1]).triu(1) > 0
+    weights = (torch.einsum("bsnd,btnd->bnst", queries, keys) * 0.1).masked_fill(future, -1e9).softmax(-1)
+    y = torch.einsum("bsnd,ndm->bsm", torch.einsum("bnst,btnd->bsnd", weights, values), o)
+    return gspmd.mark_sharding(x + y, mesh, "data model _")
+
+
+@pytest.mark.parametrize("data, model", [(2, 4), (4, 2)])
+def test_the_softmax_follows_the_heads(data, model):
+    """Scores, mask and softmax, forward and backward, between contractions that have the heads sharded."""
+    mesh, (b, s, m, n, d) = Mesh(data=data, model=model), (8, 64, 256, 8, 32)
+    arguments = {"x": r(b, s, m), **{w: r(m, n, d, seed=i) for i, w in enumerate("qkv")}, "o": r(n, d, m, seed=4)}
+    specs = {"x": "data model _", **dict.fromkeys("qkv", "_ model _"), "o": "model _ _"}
+    run = with_gradients(lambda **a: attention(**a, mesh=mesh), list(arguments))
+
+    def program(dy, *tensors):
+        return run(dy, **dict(zip(arguments, tensors)))
+    inputs = (r(b, s, m, seed=5), *arguments.values())
+    plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=("data model _", *specs.values()),
+                      out_specs=("data model _", tuple(specs.values())))
+    stream, weights = b // data * s * m * 4, 4 * m * n * d // model * 4                      # bytes of a device
+    assert {c.kind for c in plan.collectives if "model" in c.axes} == {"all_gather", "reduce_scatter"}
+    assert plan.sent_bytes == 4 * (model - 1) / model * stream + 2 * (data - 1) / data * weights
+    assert_same(plan.simulate(*inputs), program(*inputs), terms=1024)
+
+
+def mlps(x, up, down):
+    """x[b, s, m] through residual blocks with up[l, m, h], down[l, h, m]."""
+    for first, second in zip(up, down):
+        x = x + F.gelu(F.layer_norm(x, x.shape[-1:]) @ first) @ second
+    return x
+
+
+def test_the_residual_stream_leaves_the_layout_of_a_weight():
+    """The lookup makes rows in parts, as the table is stored: they are exchanged once, not for every norm and product."""
+    mesh, (b, s, m, v, h) = Mesh(data=4), (16, 64, 64, 512, 64)
+    ids = torch.arange(b * s).reshape(b, s) % v
+
+    def program(ids, dy, table, up, down):
+        leaves = [w.detach().requires_grad_() for w in (table, *up, *down)]
+        y = mlps(F.embedding(ids, leaves[0]), leaves[1:3], leaves[3:])
+        return torch.autograd.grad(y, leaves, dy)
+    inputs = (ids, r(b, s, m), r(v, m, seed=1), [r(m, h, seed=2), r(m, h, seed=3)], [r(h, m, seed=4), r(h, m, seed=5)])
+    weights = ["data _"] * 2, ["_ data"] * 2
+    plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=("data _", "data _ _", "_ data", tuple(weights[0]), tuple(weights[1])),
+                      out_specs=("_ data", *weights[0], *weights[1]))
+    moved = [c for c in plan.collectives if c.payload_bytes >= b // 4 * s * m * 4 and c.kind == "all_to_all"]
+    assert len(moved) <= 2                                                  # the rows, and their gradient
+    assert_same(plan.simulate(*inputs), program(*inputs), terms=1024)
+
+
+def test_bodies_are_what_lies_between_contractions():
+    def program(x, w):
+        return (torch.relu(x @ w) + 1).sin() @ w
+    mesh = Mesh(a=2)
+    graph = gspmd.plan(program, r(4, 8), r(8, 8), mesh=mesh).captured.graph
+    (body,) = bodies({op.node: op for op in Rules().ops(graph)})
+    assert [op.node.name for op in body.ops] == ["relu", "add", "sin"]
+    assert [list(factors.values()) for factors in body.classes] == [["d0"] * 3, ["d1"] * 3]
+
+
+def test_a_factor_that_an_operation_needs_whole_is_not_given_to_an_axis():
+    """The stream of 4 tokens had better be sharded along the width, but the norm needs that whole."""
+    mesh = Mesh(a=2, b=2)
+
+    def program(x, dy, scale):
+        x, scale = x.detach().requires_grad_(), scale.detach().requires_grad_()
+        y = F.layer_norm(gspmd.mark_sharding(x.sin(), mesh, "a b"), x.shape[-1:], scale).exp().cos() * x
+        return torch.autograd.grad(gspmd.mark_sharding(y, mesh, "_ a+b"), (x, scale), dy)
+    inputs = r(4, 64), r(4, 64, seed=1), r(64, seed=2)
+    for specs in (("_ a+b", "_ b", "a"), ("a b", "b a", "_")):
+        plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[2]))
+        assert_same(plan.simulate(*inputs, _poison=True), program(*inputs), terms=1024)
