@@ -413,12 +413,12 @@ for _n in (1, 2, 3):
         _backward_of(getattr(aten, f"{_pad}_pad{_n}d").default, getattr(aten, f"{_pad}_pad{_n}d_backward").default,
                      real(*_sizes(_n, 4)), [1, 2] * _n)
     for _kind in [f"upsample_nearest{_n}d", f"_upsample_nearest_exact{_n}d"]:
-        sample(getattr(aten, _kind).default, real(*_sizes(_n, 3)), [5] * _n)
-        sample(getattr(aten, f"{_kind}_backward").default, real(*_sizes(_n, 5)), [5] * _n, list(_sizes(_n, 3)))
+        sample(getattr(aten, _kind).default, real(*_sizes(_n, 7)), [11] * _n)
+        sample(getattr(aten, f"{_kind}_backward").default, real(*_sizes(_n, 11)), [11] * _n, list(_sizes(_n, 7)))
 for _kind, _n in [("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 2),
                   ("_upsample_bicubic2d_aa", 2), ("upsample_trilinear3d", 3)]:
-    sample(getattr(aten, _kind).default, real(*_sizes(_n, 3)), [5] * _n, False)
-    sample(getattr(aten, f"{_kind}_backward").default, real(*_sizes(_n, 5)), [5] * _n, list(_sizes(_n, 3)), False)
+    sample(getattr(aten, _kind).default, real(*_sizes(_n, 7)), [11] * _n, False)
+    sample(getattr(aten, f"{_kind}_backward").default, real(*_sizes(_n, 11)), [11] * _n, list(_sizes(_n, 7)), False)
 for _n in (2, 3):
     _backward_of(getattr(aten, f"adaptive_max_pool{_n}d").default, getattr(aten, f"adaptive_max_pool{_n}d_backward").default,
                  real(*_sizes(_n, 5)), [2] * _n)

@@ -22,7 +22,7 @@ LAYERS = (                              # a file imports only from the lines bel
     ("fx_passes",),
     ("comm",),
     ("rules", "nd_capture", "specs", "value_capture", "objects", "module_state"),
-    ("nd_ops", "random_ops"),
+    ("nd_ops", "random_ops", "resampling_ops"),
     ("annotate",),
     ("shard_spec",),
     ("mesh",),

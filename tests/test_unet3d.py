@@ -59,7 +59,7 @@ def test_simulated_loss_and_gradients(layout: str, up: str, head: Head) -> None:
         assert error <= 1e-10, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("up", ["transposed"])
+@pytest.mark.parametrize("up", ["transposed", "trilinear"])
 @pytest.mark.parametrize("layout, mesh", [("spatial", "space=2"), ("spatial2d", "space=2,rows=2")])
 def test_only_rows_for_neighbours_and_sums_are_sent(layout: str, mesh: str, up: str) -> None:
     """At the default size of train.py, 65 x 77 x 63, odd on every side."""

@@ -8,6 +8,7 @@ A convolution's, a pool's, a slice's or a roll's position p of the result reads 
     the same transposed: as a gradient, or as upsampling         c - d (k - 1) <= s r - p <= c
     x[start::step]                                              start <= r - step p <= start
     flip of n rows                                              n - 1 <= r + p <= n - 1
+    linear interpolation to three rows for every two            -3 <= 3 r - 2 p <= 2
 
 A Reach is one such line; its inverse is the reach of the gradient. Bound to a number of shards it is a Window: device i
 needs rows of an interval that moves with i and is of one length for all devices. Source: GSPMD (arXiv 2105.04663,

@@ -13,6 +13,7 @@ from . import (  # noqa: F401 (they register)
     pointwise,
     pooling,
     reduction,
+    resampling,
     sampling,
     scan,
     scatter,

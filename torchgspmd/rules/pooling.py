@@ -1,4 +1,4 @@
-"""Windows over the last dimensions: pooling, interpolation, padding by content. Batch and channels may be sharded. Pooling
+"""Windows over the last dimensions: pooling, padding by content. Batch and channels may be sharded. Pooling
 reads windows of neighbours, as convolution does; for the others the spatial dimensions are whole."""
 from __future__ import annotations
 
@@ -32,18 +32,11 @@ def _windowed(name: str, spatial: int, operands: str, results: str = "y", linear
 for _n in (2, 3):
     _windowed(f"adaptive_max_pool{_n}d", _n, "x", "yy")
     _windowed(f"adaptive_max_pool{_n}d_backward", _n, "yxy", "x")
-    _windowed(f"_adaptive_avg_pool{_n}d", _n, "x", linear=True)
-    _windowed(f"_adaptive_avg_pool{_n}d_backward", _n, "yx", "x", linear=True)
     _windowed(f"max_unpool{_n}d", _n, "xx")
 for _n in (1, 2, 3):
     for _mode in ("reflection", "replication"):
         _windowed(f"{_mode}_pad{_n}d", _n, "x", linear=True, splits=getattr(moving, f"{_mode}_pad"))
         _windowed(f"{_mode}_pad{_n}d_backward", _n, "yx", "x", linear=True, splits=getattr(moving, f"{_mode}_pad_backward"))
-for _name, _n in (("upsample_nearest1d", 1), ("_upsample_nearest_exact1d", 1), ("upsample_linear1d", 1), ("upsample_nearest2d", 2),
-                  ("_upsample_nearest_exact2d", 2), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 2),
-                  ("_upsample_bicubic2d_aa", 2), ("upsample_nearest3d", 3), ("_upsample_nearest_exact3d", 3), ("upsample_trilinear3d", 3)):
-    _windowed(_name, _n, "x", linear=True)
-    _windowed(f"{_name}_backward", _n, "y", "x", linear=True, shape_at=2)
 
 for _op, _in, _out in ((aten.fractional_max_pool2d, "h w", "u v"), (aten.fractional_max_pool3d, "d h w", "t u v")):
     _sentences = [Sentence.parse(f"{_n}c {_in}, {_n or '1 '}c r -> {_n}c {_out}, {_n}c {_out}") for _n in ("", "n ")]

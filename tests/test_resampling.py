@@ -1,0 +1,84 @@
+"""Interpolation and adaptive average pooling along sharded dimensions: PyTorch's numbers, and only rows of neighbours are sent."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same
+from torch import Tensor
+
+import torchgspmd as gspmd
+from torchgspmd.resampling_ops import Line, bands, weights
+
+LAYOUTS = [("s=2", "_ _ s _"), ("s=3", "_ _ s _"), ("s=2,r=2", "_ _ s r"), ("s=2,r=2", "_ _ s+r _")]
+PLANES: dict[str, dict] = {
+    "nearest up": dict(size=(37, 16)), "nearest down": dict(scale_factor=0.4), "nearest by 2": dict(scale_factor=2),
+    "exact": dict(size=(29, 15), mode="nearest-exact"), "bilinear": dict(size=(40, 9), mode="bilinear"),
+    "corners": dict(size=(35, 21), mode="bilinear", align_corners=True), "by 1.5": dict(scale_factor=1.5, mode="bilinear"),
+    "bicubic": dict(size=(41, 20), mode="bicubic"), "antialias": dict(size=(9, 7), mode="bilinear", antialias=True),
+    "bicubic antialias": dict(size=(10, 24), mode="bicubic", antialias=True), "area": dict(size=(8, 5), mode="area"),
+    "one dimension": dict(size=(17, 22), mode="bilinear"), "same": dict(size=(17, 11), mode="bilinear"),
+}
+
+
+def with_gradient(function: Callable) -> Callable:
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = function(x.requires_grad_())
+        return y, torch.autograd.grad((y * y.detach().cos()).sum(), x)[0]
+    return both
+
+
+def check(function: Callable, x: Tensor, mesh: str, spec: str) -> gspmd.Plan:
+    plan = gspmd.plan(function, x.clone(), mesh=gspmd.Mesh.parse(mesh), in_specs=spec, out_specs=(spec, spec))
+    assert_same(plan.simulate(x.clone(), _poison=True), function(x.clone()))
+    return plan
+
+
+@pytest.mark.parametrize("mesh, spec", LAYOUTS)
+@pytest.mark.parametrize("name", PLANES)
+def test_planes(name: str, mesh: str, spec: str) -> None:
+    x = torch.randn(2, 3, 17, 11, generator=torch.Generator().manual_seed(0))
+    plan = check(with_gradient(lambda x: F.interpolate(x, **PLANES[name])), x, mesh, spec)
+    assert {c.kind for c in plan.collectives} <= {"permute"} and not plan.replicated_ops
+
+
+@pytest.mark.parametrize("mesh, spec", [(m, f"{s} _") for m, s in LAYOUTS])
+@pytest.mark.parametrize("function", [lambda x: F.interpolate(x, size=(27, 8, 11), mode="trilinear"),
+                                      lambda x: F.interpolate(x, scale_factor=(2, 1, 0.5)), lambda x: F.adaptive_avg_pool3d(x, (7, 4, 1))])
+def test_volumes(function: Callable, mesh: str, spec: str) -> None:
+    check(with_gradient(function), torch.randn(2, 2, 13, 7, 5, generator=torch.Generator().manual_seed(0)), mesh, spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, 17, 11, generator=torch.Generator().manual_seed(0)).to(dtype)
+    check(with_gradient(lambda x: F.interpolate(x, size=(40, 9), mode="bilinear")), x, "s=2", "_ _ s _")
+
+
+def test_bytes_of_an_image_are_rounded_as_pytorch_does() -> None:
+    x = torch.randint(0, 256, (2, 3, 17, 11), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    plan = gspmd.plan(lambda x: F.interpolate(x, size=(40, 9), mode="bilinear"), x, mesh=gspmd.Mesh(s=2), in_specs="_ _ s _")
+    assert torch.equal(plan.simulate(x), F.interpolate(x, size=(40, 9), mode="bilinear"))
+
+
+def test_the_graph_of_an_interpolation() -> None:
+    x = torch.empty(1, 2, 32, device="meta")
+    mesh = gspmd.Mesh(s=4)
+    plan = gspmd.plan(lambda x: F.interpolate(x, scale_factor=2, mode="linear"), x, mesh=mesh, in_specs="_ _ s", out_specs="_ _ s")
+    assert str(plan).splitlines()[1:5] == [
+        "  %x                 : f32[1, 2, 32@s]                = input",
+        "  %x_h               : f32[1, 2, 32@s[(16i-1)/2:+10]] = halo(%x, 2, s, (16i-1)/2:+10 in 0:32 else 0, 32)",
+        "  %upsample_linear1d : f32[1, 2, 64@s]                = upsample_linear1d(%x_h, [64], False, 2.0)",
+        "  return %upsample_linear1d"]
+    assert plan.sent_bytes == 2 * 2 * 4                                     # a row of two channels to either side
+
+
+def test_bands_are_the_weights() -> None:
+    line = Line("upsample_bilinear2d", 1, 7, 12, False)
+    first, last, band = bands(line, torch.float64)
+    dense = torch.zeros(12, 7, dtype=torch.float64)
+    for p, (row, end) in enumerate(zip(first.tolist(), last.tolist())):
+        dense[p, row:end + 1] = band[p, :end + 1 - row]
+    assert torch.equal(dense, weights(line, torch.float64)) and band.shape == (12, 2)
