@@ -88,14 +88,18 @@ def _sink_tails(graph: fx.Graph) -> None:
 def _collect(order: dict[fx.Node, int], caps: dict[Any, float], chosen: Callable, fits: Callable, move: Callable) -> None:
     """Fills buckets in program order; a bucket is moved when something does not fit into it any more."""
     buckets: dict[Any, list[fx.Node]] = {}
+    filled: dict[Any, int] = defaultdict(int)
     for node in order:
         if not chosen(node):
             continue
-        found = buckets.setdefault(key(node), [])
-        if found and not (fits(found, node) and sum(map(_payload, found)) + _payload(node) <= caps[key(node)]):
+        kind, size = key(node), _payload(node)
+        found = buckets.setdefault(kind, [])
+        if found and not (filled[kind] + size <= caps[kind] and fits(found, node)):
             move(found)
-            found = buckets[key(node)] = []
+            found = buckets[kind] = []
+            filled[kind] = 0
         found.append(node)
+        filled[kind] += size
     for found in buckets.values():
         move(found)
 

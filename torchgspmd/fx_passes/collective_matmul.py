@@ -8,7 +8,8 @@ needs    the program of one device, before start_wait
 ensures  the same bytes are sent, in steps that are hidden behind the products; one text for any number of devices
 source   windowed einsum, arXiv 2105.04663; XLA's rule when it pays is of the same kind (compute and transfer of a step)
 
-Inputs that are gathered are left alone: prefetching hides them as well.
+Inputs that are gathered, and sums that the backward only returns (weights and their gradients), are left alone: what is computed between
+their start and their wait hides them as well, in larger pieces.
 """
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def collective_matmul(graph: fx.Graph, mesh: Mesh, device: str) -> fx.Graph:
     for node in list(graph.nodes):
         if node.target is all_gather and node.args[0].op == "call_function":
             _gather(graph, node, order, mesh, machine)
-        elif node.target is reduce_scatter and node.args[1] == "sum" and node.args[0].target is EINSUM and len(node.args[0].users) == 1:
+        elif node.target is reduce_scatter and node.args[1] == "sum" and not (node.meta["backward"] and _is_returned(node)):
             _scatter(graph, node, mesh, machine)
     return graph
 
@@ -83,12 +84,19 @@ def _gather(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], mesh: Mes
         graph.erase_node(node)
 
 
+def _is_returned(node: fx.Node) -> bool:
+    """Whether nothing but the output needs a value, or what one operation after the other makes of it alone."""
+    return all(user.op == "output" or user.all_input_nodes == [node] and _is_returned(user) for user in node.users)
+
+
 def _other(product: fx.Node, operand: fx.Node) -> fx.Node:
     return product.args[1] if product.args[2] is operand else product.args[2]
 
 
 def _scatter(graph: fx.Graph, node: fx.Node, mesh: Mesh, machine: Machine) -> None:
     product, _, dim, axes = node.args
+    if product.target is not EINSUM or len(product.users) > 1:
+        return
     equation, a, b = product.args
     n = mesh.count(split_axes(axes))
     if product.meta["shape"][dim] % n or not pays(machine, [product], bytes_of(product), n):
