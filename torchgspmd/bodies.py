@@ -12,15 +12,17 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from .foreach import tensor_by_tensor
+from .nd_bags import embedding_bag
 from .nd_heads import multi_head_attention
 
-OURS: dict[Callable, Callable] = {F.multi_head_attention_forward: multi_head_attention}
+OURS: dict[Callable, Callable] = {F.embedding_bag: embedding_bag, F.multi_head_attention_forward: multi_head_attention}
 
 
 @cache
 def bodies(function: Callable) -> tuple[Callable, ...]:
-    """What computes the same by calls that a mode sees, the better first; the first may return NotImplemented."""
-    return tuple(body for body in (OURS.get(function), _body_of(function)) if body is not None)
+    """What computes the same by calls that a mode sees, the better first; NotImplemented from one: take the next."""
+    return tuple(body for body in (OURS.get(function), tensor_by_tensor(function), _body_of(function)) if body is not None)
 
 
 def _body_of(function: Callable) -> Callable | None:

@@ -4,7 +4,7 @@ The program runs once on fake tensors (nothing is allocated, whatever its size) 
 turns in-place updates into values. The backward is traced by calling torch.autograd.grad inside of the trace, so
 that activation checkpointing shows as it is: as a second computation in the backward.
 
-The only file that imports private capture APIs of PyTorch; checked on 2.9.0 and 2.13.0.
+Imports private capture APIs of PyTorch, as capture_guards.py does; checked on 2.9.0 and 2.13.0.
 """
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .annotate import mark_sharding, recorded_mark
 from .bodies import bodies
-from .errors import ShardingError, user_line, user_line_of
+from .capture_guards import capturing, check_module, one_error
+from .errors import ShardingError, user_line
 from .mesh import Mesh
 from .nd_capture import REPLACEMENTS
 from .objects import Opened, closed, opened
@@ -83,6 +84,8 @@ class Captured:
 
 def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, grad: bool = False) -> Captured:
     """Traces fn; with grad also its backward, whose cotangents become inputs (kind tangent)."""
+    if isinstance(fn, nn.Module):
+        check_module(fn)
     state = _module_state(fn) if isinstance(fn, nn.Module) else {}
     leaves, tree = pytree.tree_flatten((args, kwargs))
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -91,7 +94,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
     real = [*state.values(), *(leaves[i] for i in slots)]
     program = _Program(fn, list(state), [None if i in set(slots) else leaf for i, leaf in enumerate(leaves)], slots, tree, grad)
-    with _one_error(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as fake_mode:
+    with one_error(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as fake_mode:
         fakes = [_fake(t) for t in real]
         requires = [t.requires_grad for t in real]
         with fx_traceback.preserve_node_meta(), torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -116,7 +119,7 @@ class _Program:
                 if needed:
                     tensor.requires_grad_()
             tracker = _SourceTracker()
-            with _Interceptor(tracker), _capturing():
+            with _Interceptor(tracker), capturing():
                 outs, grads = self._with_state(inputs, tracker)
             tracker.clear()
             mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if _was_mutated(t, old)]
@@ -201,7 +204,9 @@ class _Interceptor(TorchFunctionMode):
                                 why="it is neither a parameter, buffer or argument nor computed from one",
                                 fix="register it as a buffer, or pass it as an argument")
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
-        result = replacement(*args, **kwargs) if replacement is not None and kwargs.get("out") is None else NotImplemented
+        if kwargs.get("out") is not None or _transforming():
+            replacement = None
+        result = replacement(*args, **kwargs) if replacement is not None else NotImplemented
         if result is NotImplemented:
             result = self._run(func, args, kwargs)
         self.tracker.after(result)
@@ -214,6 +219,11 @@ class _Interceptor(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         return func(*args, **kwargs)
+
+
+def _transforming() -> bool:
+    """Whether torch.func differentiates or vectorizes what is called; it does not take operations of ours."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _grad(outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, only_inputs=True, allow_unused=None,
@@ -282,35 +292,6 @@ def _set_source(source: str | None) -> Callable:
     def hook(grads: Any) -> None:
         fx_traceback.get_current_meta()["custom"] = meta
     return hook
-
-
-class _one_error:
-    """What a program asks of values before it runs becomes a ShardingError."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
-        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
-            what = str(getattr(error, "func", "an `if` or a loop"))
-            raise ShardingError(f"the program depends on values: {what} needs numbers that are known only when it runs",
-                                where=user_line_of(error), why="one program is made for all values, before any device computes",
-                                fix="use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument"
-                                ) from error
-
-
-class _capturing:
-    """Library code that asks whether it is being compiled (transformers' masks do) is told that it is."""
-
-    def __enter__(self) -> None:
-        compiler = torch.compiler
-        self.before = {name: getattr(compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(compiler, name)}
-        for name in self.before:
-            setattr(compiler, name, True)
-
-    def __exit__(self, *_: Any) -> None:
-        for name, value in self.before.items():
-            setattr(torch.compiler, name, value)
 
 
 def _module_state(module: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,112 @@
+"""Calls inside of PyTorch's own functions: bags, optimizers over lists, torch.func, what cannot be captured."""
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same, eager, message
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchgspmd as gspmd
+from torchgspmd.foreach import tensor_by_tensor
+
+MESH = gspmd.Mesh(data=2, model=2)
+X = torch.randn(8, 16)
+
+
+@pytest.mark.parametrize("mode, offsets, options", [
+    ("sum", None, {}), ("mean", None, {"padding_idx": 3}), ("max", None, {"padding_idx": -4}),
+    ("sum", [0, 2, 2, 5], {"padding_idx": 3}), ("mean", [0, 4, 9, 12], {"include_last_offset": True}), ("max", [0, 3, 3], {}),
+])
+def test_bags(mode, offsets, options):
+    torch.manual_seed(0)
+    bag = nn.EmbeddingBag(7, 6, mode=mode, **options)
+    gspmd.mark_sharding(bag.weight, MESH, "model _")
+    tokens = torch.randint(7, (4, 3))
+    arguments = (tokens,) if offsets is None else (tokens.flatten(), torch.tensor(offsets))
+    plan = gspmd.plan(bag, *arguments, mesh=MESH, in_specs=("data _",) if offsets is None else None, grad=True)
+    assert_same(plan.simulate(*arguments), eager(bag, *arguments))
+    if offsets is None and mode != "max":                                   # a sum of parts of the lookup stays pending
+        assert not plan.replicated_ops
+
+
+OPTIMIZERS = [(torch.optim.AdamW, {}), (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}), (torch.optim.RMSprop, {"momentum": 0.9}),
+              (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}), (torch.optim.NAdam, {}),
+              (torch.optim.RAdam, {}), (torch.optim.Adagrad, {}), (torch.optim.Adadelta, {"maximize": True})]
+
+
+FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+
+
+CASES = [(*o, "foreach") for o in OPTIMIZERS] + [(*o, "fused") for o in OPTIMIZERS if o[0] in FUSED]
+
+
+@pytest.mark.parametrize("optimizer, options, kernel", CASES,
+                         ids=lambda x: getattr(x, "__name__", ""))
+def test_optimizers_inside_of_a_program(optimizer, options, kernel):
+    def steps(weight, bias, x):
+        parameters = [weight.detach().clone().requires_grad_(), bias.detach().clone().requires_grad_()]
+        made = optimizer(parameters, **options, **{kernel: True})
+        for _ in range(3):
+            made.zero_grad()
+            F.linear(x, *parameters).tanh().square().mean().backward()
+            made.step()
+        return parameters
+
+    torch.manual_seed(0)
+    arguments = torch.randn(5, 16), torch.randn(5), X
+    plan = gspmd.plan(steps, *arguments, mesh=MESH, in_specs=("model _", "model", "data _"), strict=True)
+    for got, want in zip(plan.simulate(*arguments), steps(*arguments), strict=True):
+        torch.testing.assert_close(got, want.detach(), rtol=1e-4, atol=1e-5)    # Adam divides by roots of sums of squares
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("_foreach_addcdiv_", (1, 1, 1, torch.tensor([2.0, 3.0]))), ("_foreach_addcmul", (1, 1, 1, [2.0, 3.0])), ("_foreach_maximum_", (1, 1)),
+    ("_foreach_minimum", (1, [0.5, 0.7])), ("_foreach_norm", (1, 1.0)), ("_foreach_add_", (1, 1)), ("_foreach_sub", (1, 2.0)),
+    ("_foreach_lerp_", (1, 1, 0.3)), ("_foreach_pow", (2.0, 1)), ("_foreach_copy_", (1, 1)), ("_foreach_max", (1,)),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_functions_over_lists(name, arguments):
+    function = getattr(torch, name)
+
+    def call(f):
+        torch.manual_seed(0)
+        given = [[torch.rand(3), torch.rand(4)] if isinstance(a, int) else a for a in arguments]
+        return f(*given), given
+    assert_same(call(tensor_by_tensor(function)), call(function))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.hessian, torch.func.jacfwd])
+def test_torch_func(transform):
+    def f(w, x):
+        return transform(lambda v: (x @ v).tanh().sum())(w)
+    w = torch.randn(16)
+    plan = gspmd.plan(f, w, X, mesh=MESH, in_specs=("model", "data _"))
+    assert_same(plan.simulate(w, X), f(w, X))
+
+
+def test_reentrant_checkpointing():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return checkpoint(lambda y: self.linear(y).relu(), x, use_reentrant=True)
+    block, x = Block(), X.clone().requires_grad_()
+    out, grads = gspmd.plan(block, x, mesh=MESH, in_specs="data _", grad=True).simulate(x)
+    want = block(x)
+    want.sum().backward()
+    assert_same(out, want)
+    assert_same(grads, {"linear.weight": block.linear.weight.grad, "linear.bias": block.linear.bias.grad, "x": x.grad})
+
+
+def test_what_cannot_be_captured():
+    lazy = message(lambda: gspmd.plan(nn.LazyLinear(4), X, mesh=MESH))
+    assert "parameter 'weight' has no shape yet" in lazy and "call the model once" in lazy
+    scripted = message(lambda: gspmd.plan(torch.jit.script(nn.Linear(16, 4)), X, mesh=MESH))
+    assert "TorchScript" in scripted and "where test_bodies.py:N" in " ".join(scripted.split())
+    branch = message(lambda: gspmd.plan(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), X, mesh=MESH))
+    assert "cannot be captured" in branch and "torch.where" in branch
+    nested = message(lambda: gspmd.plan(lambda x: torch.nested.nested_tensor([x[0], x[1]]).to_padded_tensor(0.0), X, mesh=MESH))
+    assert "_nested_tensor_from_tensor_list" in nested and "dense" in nested

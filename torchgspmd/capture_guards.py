@@ -1,0 +1,78 @@
+"""What surrounds a capture: what library code is told meanwhile, and which of its errors become ShardingErrors.
+
+Private APIs of PyTorch (exceptions, flags, the class behind reentrant checkpointing); checked on 2.9.0 and 2.13.0.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.parameter import is_lazy
+from torch.utils import checkpoint as checkpointing
+
+from .errors import ShardingError, user_line, user_line_of
+
+
+def check_module(module: nn.Module) -> None:
+    """ShardingError for modules that cannot be traced."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ShardingError(f"parameter '{name}' has no shape yet", where=user_line(), why="it is that of a lazy module",
+                                fix="call the model once on one device before")
+    scripted = next((name for name, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise ShardingError(f"module '{scripted or type(module).__name__}' is compiled by TorchScript, which cannot be captured",
+                            where=user_line(), fix="give the module that torch.jit.script was called on")
+
+
+class one_error:
+    """What cannot be captured becomes a ShardingError; other errors of the program stay what they are."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
+            what = str(getattr(error, "func", "an `if` or a loop"))
+            raise ShardingError(f"the program depends on values: {what} needs numbers that are known only when it runs",
+                                where=user_line_of(error), why="one program is made for all values, before any device computes",
+                                fix="use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument"
+                                ) from error
+        if isinstance(error, UnsupportedOperatorException):
+            raise ShardingError(f"{error.func} cannot be captured", where=user_line_of(error),
+                                why="it does not run on tensors without values",
+                                fix="compute it outside and pass it as an argument, or write it with dense tensors") from error
+        if kind is not None and kind.__module__ == "torch._dynamo.exc":
+            raise ShardingError("an operation that torch.compile would have to trace cannot be captured", where=user_line_of(error),
+                                why=str(error).partition("\n")[0],
+                                fix="instead of torch.cond or while_loop use torch.where; instead of flex_attention "
+                                    "F.scaled_dot_product_attention with a mask") from error
+
+
+class capturing:
+    """Library code that asks whether it is being compiled (transformers' masks do) is told that it is; and checkpointing is of the
+    kind that can be captured: use_reentrant=True runs a backward of its own."""
+
+    def __enter__(self) -> None:
+        compiler = torch.compiler
+        self.before = {name: getattr(compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(compiler, name)}
+        for name in self.before:
+            setattr(compiler, name, True)
+        self.reentrant = checkpointing.CheckpointFunction
+        checkpointing.CheckpointFunction = _Checkpoint
+
+    def __exit__(self, *_: Any) -> None:
+        for name, value in self.before.items():
+            setattr(torch.compiler, name, value)
+        checkpointing.CheckpointFunction = self.reentrant
+
+
+class _Checkpoint:
+    """In the place of torch.utils.checkpoint.CheckpointFunction."""
+
+    @staticmethod
+    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        return checkpointing.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
