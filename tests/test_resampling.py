@@ -14,12 +14,12 @@ from torchgspmd.resampling_ops import Line, bands, weights
 
 LAYOUTS = [("s=2", "_ _ s _"), ("s=3", "_ _ s _"), ("s=2,r=2", "_ _ s r"), ("s=2,r=2", "_ _ s+r _")]
 PLANES: dict[str, dict] = {
-    "nearest up": dict(size=(37, 16)), "nearest down": dict(scale_factor=0.4), "nearest by 2": dict(scale_factor=2),
-    "exact": dict(size=(29, 15), mode="nearest-exact"), "bilinear": dict(size=(40, 9), mode="bilinear"),
-    "corners": dict(size=(35, 21), mode="bilinear", align_corners=True), "by 1.5": dict(scale_factor=1.5, mode="bilinear"),
-    "bicubic": dict(size=(41, 20), mode="bicubic"), "antialias": dict(size=(9, 7), mode="bilinear", antialias=True),
-    "bicubic antialias": dict(size=(10, 24), mode="bicubic", antialias=True), "area": dict(size=(8, 5), mode="area"),
-    "one dimension": dict(size=(17, 22), mode="bilinear"), "same": dict(size=(17, 11), mode="bilinear"),
+    "nearest up": dict(size=(111, 49)), "nearest down": dict(scale_factor=0.4), "nearest by 2": dict(scale_factor=2),
+    "exact": dict(size=(89, 45), mode="nearest-exact"), "bilinear": dict(size=(121, 28), mode="bilinear"),
+    "corners": dict(size=(105, 61), mode="bilinear", align_corners=True), "by 1.5": dict(scale_factor=1.5, mode="bilinear"),
+    "bicubic": dict(size=(123, 61), mode="bicubic"), "antialias": dict(size=(27, 22), mode="bilinear", antialias=True),
+    "bicubic antialias": dict(size=(31, 73), mode="bicubic", antialias=True), "area": dict(size=(24, 16), mode="area"),
+    "one dimension": dict(size=(51, 67), mode="bilinear"), "same": dict(size=(51, 33), mode="bilinear"),
 }
 
 
@@ -39,7 +39,7 @@ def check(function: Callable, x: Tensor, mesh: str, spec: str) -> gspmd.Plan:
 @pytest.mark.parametrize("mesh, spec", LAYOUTS)
 @pytest.mark.parametrize("name", PLANES)
 def test_planes(name: str, mesh: str, spec: str) -> None:
-    x = torch.randn(2, 3, 17, 11, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 3, 51, 33, generator=torch.Generator().manual_seed(0))
     plan = check(with_gradient(lambda x: F.interpolate(x, **PLANES[name])), x, mesh, spec)
     assert {c.kind for c in plan.collectives} <= {"permute"} and not plan.replicated_ops
 
