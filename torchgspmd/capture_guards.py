@@ -42,7 +42,7 @@ class one_error:
                                 fix="use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument"
                                 ) from error
         if isinstance(error, UnsupportedOperatorException):
-            raise ShardingError(f"{error.func} cannot be captured", where=user_line_of(error),
+            raise ShardingError(f"this cannot be captured: {error.func}", where=user_line_of(error),
                                 why="it does not run on tensors without values",
                                 fix="compute it outside and pass it as an argument, or write it with dense tensors") from error
         if kind is not None and kind.__module__ == "torch._dynamo.exc":
