@@ -22,7 +22,7 @@ LAYERS = (                              # a file imports only from the lines bel
     ("fx_passes",),
     ("comm",),
     ("capture_guards", "bodies"),
-    ("rules", "nd_capture", "nd_heads", "nd_bags", "foreach", "specs", "value_capture", "objects", "module_state"),
+    ("rules", "nd_capture", "nd_heads", "nd_bags", "nd_recurrent", "foreach", "specs", "value_capture", "objects", "module_state"),
     ("nd_ops", "random_ops", "resampling_ops"),
     ("annotate",),
     ("shard_spec",),

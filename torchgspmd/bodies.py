@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from .foreach import tensor_by_tensor
 from .nd_bags import embedding_bag
 from .nd_heads import multi_head_attention
+from .nd_recurrent import RECURRENT
 
-OURS: dict[Callable, Callable] = {F.embedding_bag: embedding_bag, F.multi_head_attention_forward: multi_head_attention}
+OURS: dict[Callable, Callable] = {**RECURRENT, F.embedding_bag: embedding_bag, F.multi_head_attention_forward: multi_head_attention}
 
 
 @cache
