@@ -20,7 +20,7 @@ MESH = gspmd.Mesh(data=2, model=2)
 def test_numbers(module, options, batch):
     torch.manual_seed(0)
     model = module(6, 5, **options)
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         gspmd.mark_sharding(parameter, MESH, "model _" if parameter.dim() > 1 else "model")
     shape = (4, 6) if batch is None else (batch, 4, 6) if options.get("batch_first") else (4, batch, 6)
     spec = "_ _" if batch is None else "data _ _" if options.get("batch_first") else "_ data _"
