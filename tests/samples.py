@@ -395,6 +395,10 @@ def _convolution(x: tuple, w: tuple, groups: int = 1, stride: int = 1, padding: 
     SAMPLES.setdefault(aten.convolution_backward.default, []).append(make)
 
 
+sample(ours.join_rows.default, real(3, 7, 5), 1)
+sample(ours.join_rows.default, real(6, 4, 2), 0)
+sample(ours.split_rows.default, real(3, 35), 1, 5)
+sample(ours.split_rows.default, real(24, 2), 0, 4)
 _convolution((3, 4, 9), (5, 4, 3), padding=1)
 _convolution((3, 4, 8, 6), (5, 4, 3, 3), padding=1, stride=2)
 _convolution((3, 4, 8, 6), (6, 4, 2, 2), stride=2, bias=False)

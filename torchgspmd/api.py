@@ -138,7 +138,7 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
     results = _result_specs(captured, graph, out_specs, mesh, whole)
     inputs = _input_specs(captured, mesh, arguments, stored or {})
     layouts = _propagate(captured, graph, mesh, inputs, results, rules)
-    splitting = {op.node: _whole_shards(op, layouts) for op in rules.ops(graph) if op.rule.splits}
+    splitting = {op.node: max(_whole_shards(op, layouts), _uneven_shards(op, layouts)) for op in rules.ops(graph) if op.rule.splits}
     splitting = {node: shards for node, shards in splitting.items() if shards > 1}
     if splitting:
         graph = expand(graph, splitting)
@@ -187,6 +187,15 @@ def _whole_shards(op: Op, layouts: Layouts) -> int:
     largest = max(v.meta["val"].numel() for v, _ in tensors)
     return max((layouts.mesh.count(axes) for value, dims in tensors if value.meta["val"].numel() == largest
                 for factors, axes in zip(dims, layouts.spec[value].dims) if set(factors) & op.rule.whole), default=1)
+
+
+def _uneven_shards(op: Op, layouts: Layouts) -> int:
+    """Into how many shards propagation cuts a factor that they do not divide, and that shares a dimension of another tensor."""
+    tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)) if v is not None]
+    shared = {factors[0] for _, dims in tensors for factors in dims if len(factors) > 1}
+    counts = (layouts.mesh.count(axes) for value, dims in tensors for factors, axes in zip(dims, layouts.spec[value].dims)
+              if len(factors) == 1 and factors[0] in shared and op.rule.sizes[factors[0]] % layouts.mesh.count(axes))
+    return max(counts, default=1)
 
 
 def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:

@@ -14,6 +14,7 @@ from . import (  # noqa: F401 (they register)
     pooling,
     reduction,
     resampling,
+    rows,
     sampling,
     scan,
     scatter,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..nd_ops import einsum
+from . import rows  # noqa: F401 (registers its operations)
 from .decompose import decomposition_of
 
 aten = torch.ops.aten
@@ -67,7 +68,8 @@ def _roll(x: Tensor, shifts: list[int], dims: list[int] = ()) -> Tensor:
 
 
 _FUNCTIONS: dict[Any, Callable] = {ours.attention.default: _attention, ours.attention_backward.default: _attention_backward,
-                                   aten.roll.default: _roll}
+                                   aten.roll.default: _roll, ours.join_rows.default: lambda x, dim: x.flatten(dim, dim + 1),
+                                   ours.split_rows.default: lambda x, dim, width: x.unflatten(dim, (-1, width))}
 
 
 def _native_dropout(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from .notation import Call, Dims, Rule, make_rule
 from .pointwise import broadcast_dims
 from .registry import computed, decomposition, shape_argument
+from .rows import uneven_view
 
 aten = torch.ops.aten
 
@@ -68,14 +69,14 @@ def _products(shape: Sequence[int]) -> list[int]:
     return result
 
 
-@computed(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@computed(aten.view.default, aten._unsafe_view.default, aten.reshape.default, splits=uneven_view)
 def _view(call: Call) -> Rule | None:
     before, after = call.tensors[0].shape, call.results[0].shape
     if 0 in before:
         return None
     left, right, sizes = reshape_factors(before, after)
     private = frozenset(name for name in sizes if not name.startswith("f"))
-    return make_rule([left], [right], sizes, whole=private, linear=[[0]], local=shape_argument(1))
+    return make_rule([left], [right], sizes, whole=private, linear=[[0]], local=shape_argument(1), splits=not private)
 
 
 @computed(aten.permute.default)
