@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from .indexing import zero_outside
 from .notation import Call, Dims, Rule, make_rule
 from .pointwise import broadcast_dims
 from .registry import computed, decomposition, shape_argument
@@ -168,10 +170,24 @@ def _along(call: Call) -> Rule:
 
 @computed(aten.select.int)
 def _select(call: Call) -> Rule:
+    """Of a sharded dimension the device that has the row holds it as a term of a sum, the others zeros."""
     x, dim = call.tensors[0], call.args[1] % call.tensors[0].dim()
     names = [(f"d{i}",) for i in range(x.dim())]
     return make_rule([names], [[n for i, n in enumerate(names) if i != dim]], {f"d{i}": n for i, n in enumerate(x.shape)},
-                     whole=f"d{dim}", linear=[[0]])
+                     reduce=f"d{dim}", special=f"d{dim}", linear=[[0]], emit=_emit_select)
+
+
+def _emit_select(local, args: tuple, kwargs: dict) -> list:
+    dim = args[1] % len(local.global_shape(0))
+    place, here = _place(local, dim, args[2] % local.global_shape(0)[dim])
+    return [zero_outside(local, here, local.call(aten.select.int, args[0], dim, place))]
+
+
+def _place(local, dim: int, row: int) -> tuple[int, Any]:
+    """Where in its owner's part a row is, and whether the device is the owner."""
+    owner, place = divmod(row, local.size(f"d{dim}"))
+    index = local.call(aten.scalar_tensor.default, local.index(f"d{dim}"), dtype=torch.int64, device=local.results[0].device)
+    return place, local.call(aten.eq.Scalar, index, owner)
 
 
 @computed(aten.select_backward.default)
@@ -180,7 +196,14 @@ def _select_backward(call: Call) -> Rule:
     dim = call.args[2] % y.dim()
     names = [(f"d{i}",) for i in range(y.dim())]
     return make_rule([[n for i, n in enumerate(names) if i != dim]], [names], {f"d{i}": n for i, n in enumerate(y.shape)},
-                     whole=f"d{dim}", linear=[[0]], local=shape_argument(1))
+                     special=f"d{dim}", linear=[[0]], local=shape_argument(1), emit=_emit_select_backward)
+
+
+def _emit_select_backward(local, args: tuple, kwargs: dict) -> list:
+    """Zeros but for the row, on the device that has it."""
+    grad, shape, dim, row = args
+    place, here = _place(local, dim % len(shape), row % shape[dim])
+    return [local.call(aten.select_backward.default, zero_outside(local, here, grad), list(local.results[0].shape), dim, place)]
 
 
 @computed(aten.unbind.int)
