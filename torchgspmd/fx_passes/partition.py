@@ -244,7 +244,6 @@ class Solver:
         """For each axis the factors it may shard, the operand groups it may pass through (integers), and None."""
         rule = op.rule
         options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
-        leaving = rule.whole | rule.windowed | rule.special & rule.reduce.keys()        # factors that axes have to leave, or had better
         tensors = [*zip(rule.operands, (a.layouts for a in available)), *zip(rule.results, wanted)]
         for dims, specs in tensors:
             for spec in specs:
@@ -252,7 +251,7 @@ class Solver:
                     for axis in axes:
                         if factor not in rule.whole and not (self.first and is_far(op, factor, axes, self.mesh)):
                             options[axis][factor] = None
-                        if factor in leaving and rule.known:
+                        if factor in rule.whole | rule.windowed and rule.known:             # it has to leave, or had better:
                             options[axis].update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole | rule.special | {factor}))
                 for axis in spec.pending:
                     for g in range(len(rule.linear)):

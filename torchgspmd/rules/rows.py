@@ -93,8 +93,8 @@ def uneven_view(x: Tensor, shape: Sequence[int]) -> Tensor:
     if flat == tuple(x.shape):
         for dim in at:
             x = split_rows(x, dim, pairs[dim + 1])
-        return x.reshape(shape)
-    x = x.reshape(pairs)
+        return x if x.shape == tuple(shape) else x.reshape(shape)
+    x = x if x.shape == tuple(pairs) else x.reshape(pairs)
     for dim in reversed(at):
         x = join_rows(x, dim)
     return x

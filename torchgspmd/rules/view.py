@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -178,16 +177,10 @@ def _select(call: Call) -> Rule:
 
 
 def _emit_select(local, args: tuple, kwargs: dict) -> list:
-    dim = args[1] % len(local.global_shape(0))
-    place, here = _place(local, dim, args[2] % local.global_shape(0)[dim])
-    return [zero_outside(local, here, local.call(aten.select.int, args[0], dim, place))]
-
-
-def _place(local, dim: int, row: int) -> tuple[int, Any]:
-    """Where in its owner's part a row is, and whether the device is the owner."""
-    owner, place = divmod(row, local.size(f"d{dim}"))
+    shape, dim = local.global_shape(0), args[1] % len(local.global_shape(0))
+    owner, place = divmod(args[2] % shape[dim], local.size(f"d{dim}"))
     index = local.call(aten.scalar_tensor.default, local.index(f"d{dim}"), dtype=torch.int64, device=local.results[0].device)
-    return place, local.call(aten.eq.Scalar, index, owner)
+    return [zero_outside(local, local.call(aten.eq.Scalar, index, owner), local.call(aten.select.int, args[0], dim, place))]
 
 
 @computed(aten.select_backward.default)
@@ -196,14 +189,7 @@ def _select_backward(call: Call) -> Rule:
     dim = call.args[2] % y.dim()
     names = [(f"d{i}",) for i in range(y.dim())]
     return make_rule([[n for i, n in enumerate(names) if i != dim]], [names], {f"d{i}": n for i, n in enumerate(y.shape)},
-                     special=f"d{dim}", linear=[[0]], local=shape_argument(1), emit=_emit_select_backward)
-
-
-def _emit_select_backward(local, args: tuple, kwargs: dict) -> list:
-    """Zeros but for the row, on the device that has it."""
-    grad, shape, dim, row = args
-    place, here = _place(local, dim % len(shape), row % shape[dim])
-    return [local.call(aten.select_backward.default, zero_outside(local, here, grad), list(local.results[0].shape), dim, place)]
+                     whole=f"d{dim}", linear=[[0]], local=shape_argument(1))
 
 
 @computed(aten.unbind.int)
