@@ -12,7 +12,8 @@ import inspect
 import itertools
 import keyword
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,7 +184,24 @@ class _Functional(FunctionalTensorMode):
     """Turns in-place updates into values; leaves out the checks of values, which a program has only when it runs."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return None if func in _CHECKS else super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _CHECKS:
+            return None
+        with _whole(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def _whole(func: torch._ops.OpOverload) -> Iterator[None]:
+    """Keeps an operation that has a derivative in one piece: torch 2.9 takes those apart that PyTorch has also written in Python."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if key not in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        yield
+        return
+    body = func.py_kernels.pop(key)
+    try:
+        yield
+    finally:
+        func.py_kernels[key] = body
 
 
 class _Interceptor(TorchFunctionMode):
