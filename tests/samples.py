@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgspmd import nd_ops  # noqa: F401 (registers einsum and attention)
+from torchgspmd.ops import nd  # noqa: F401 (registers einsum and attention)
 
 aten = torch.ops.aten
 ours = torch.ops.torchgspmd

@@ -10,7 +10,7 @@ from architectures import MODELS
 from helpers import assert_same, eager
 
 import torchgspmd as gspmd
-from torchgspmd.objects import opened
+from torchgspmd.capture.objects import opened
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; make test-transformers does that")
 MESH = gspmd.Mesh(data=2, model=2)

@@ -15,7 +15,7 @@ import torchgspmd as gspmd
 from torchgspmd.comm import ring
 from torchgspmd.comm.storage import spec_of
 from torchgspmd.fx_passes import collective_matmul
-from torchgspmd.random_ops import draw_seed, uniform
+from torchgspmd.ops.random import draw_seed, uniform
 
 WORDS, WIDTH, HIDDEN = 51, 16, 65                                           # sizes that 2, 3 and 4 do not divide
 

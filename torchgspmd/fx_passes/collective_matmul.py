@@ -22,7 +22,7 @@ from torch import fx
 from ..comm.collective import all_gather, reduce_scatter, split_axes
 from ..comm.ring import einsum_scatter, gather_einsum
 from ..mesh import Mesh
-from ..nd_ops import einsum, split_equation
+from ..ops.nd import einsum, split_equation
 from .memory import bytes_of
 
 EINSUM = einsum._opoverload

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..nd_ops import attention, attention_backward, einsum, split_equation
+from ..ops.nd import attention, attention_backward, einsum, split_equation
 
 aten = torch.ops.aten
 EINSUM = einsum._opoverload
@@ -38,7 +38,7 @@ def products(graph: fx.Graph, device: str) -> fx.Graph:
 
 
 def _use_cpu_kernel(graph: fx.Graph, node: fx.Node) -> None:
-    """The operation that nd_ops.attention calls, called by the program: spares the way through Python."""
+    """The operation that ops.nd.attention calls, called by the program: spares the way through Python."""
     *tensors, causal, scale = node.args
     if tensors[-1].meta.get("shape", [None])[-1] != tensors[0].meta.get("shape", [0])[-1] and node.target is ATTENTION:
         return                                                              # a kernel for heads of one width

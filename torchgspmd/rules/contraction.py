@@ -1,9 +1,9 @@
-"""Products that sum over shared dimensions: all become the einsum of nd_ops, whose equation is its rule."""
+"""Products that sum over shared dimensions: all become the einsum of ops.nd, whose equation is its rule."""
 from __future__ import annotations
 
 import torch
 
-from ..nd_ops import einsum, split_equation, summed_alone
+from ..ops.nd import einsum, split_equation, summed_alone
 from .notation import Call, Rule, make_rule
 from .registry import computed, decomposition, rule
 

@@ -1,4 +1,4 @@
-"""Random operations, by numbers that are drawn by the place of an element in the whole tensor (random_ops): the same on every mesh,
+"""Random operations, by numbers that are drawn by the place of an element in the whole tensor (ops.random): the same on every mesh,
 and each device draws only its part. What has no expression by uniform numbers (gamma, Poisson, ...) is drawn whole everywhere."""
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import fx
 
-from ..random_ops import draw_seed, uniform
+from ..ops.random import draw_seed, uniform
 from .notation import Call, Rule, make_rule
 from .registry import computed, decomposition
 

@@ -3,7 +3,7 @@ needs some rows of its neighbours:
 
     upsample_linear1d of 8 rows to 16       ... w[p-3:p+2/2] -> ... w
 
-There it computes by what resampling_ops knows of the operation; with all dimensions whole, by the operation itself.
+There it computes by what ops.resampling knows of the operation; with all dimensions whole, by the operation itself.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..resampling_ops import Line, band, bands, kind_of, weights
+from ..ops.resampling import Line, band, bands, kind_of, weights
 from ..window import Reach
 from .notation import Call, Rule, make_rule
 from .registry import computed, shape_argument

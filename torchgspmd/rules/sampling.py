@@ -5,7 +5,7 @@ import operator
 
 import torch
 
-from .. import nd_ops  # noqa: F401 (registers ctc_losses)
+from ..ops import nd  # noqa: F401 (registers ctc_losses)
 from .notation import Call, Rule, make_rule
 from .registry import computed, rule
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nd_ops import einsum
+from ..ops.nd import einsum
 from . import rows  # noqa: F401 (registers its operations)
 from .decompose import decomposition_of
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from .bags import embedding_bag
 from .foreach import tensor_by_tensor
-from .nd_bags import embedding_bag
-from .nd_heads import multi_head_attention
-from .nd_recurrent import RECURRENT
+from .heads import multi_head_attention
+from .recurrent import RECURRENT
 
 OURS: dict[Callable, Callable] = {**RECURRENT, F.embedding_bag: embedding_bag, F.multi_head_attention_forward: multi_head_attention}
 

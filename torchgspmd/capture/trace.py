@@ -4,21 +4,17 @@ The program runs once on fake tensors (nothing is allocated, whatever its size) 
 turns in-place updates into values. The backward is traced by calling torch.autograd.grad inside of the trace, so
 that activation checkpointing shows as it is: as a second computation in the backward.
 
-Imports private capture APIs of PyTorch, as capture_guards.py does; checked on 2.9.0 and 2.13.0.
+Imports private capture APIs of PyTorch, as guards.py does; checked on 2.9.0 and 2.13.0.
 """
 from __future__ import annotations
 
 import inspect
-import itertools
-import keyword
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.graph import _engine_run_backward
@@ -28,59 +24,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .annotate import mark_sharding, recorded_mark
+from ..annotate import mark_sharding, recorded_mark
+from ..errors import ShardingError, user_line
+from ..mesh import Mesh
 from .bodies import bodies
-from .capture_guards import capturing, check_module, one_error
-from .errors import ShardingError, user_line
-from .mesh import Mesh
-from .nd_capture import REPLACEMENTS
-from .objects import Opened, closed, opened
-from .shard_spec import ShardSpec
-from .value_capture import VALUE_REPLACEMENTS
-
-PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
-OUTPUT, MUTATION, GRADIENT = "output", "mutation", "gradient"
-
-
-@dataclass(frozen=True)
-class Input:
-    """A placeholder of the captured graph."""
-    kind: str                           # parameter, buffer, argument or tangent
-    name: str                           # qualified name of a parameter or buffer, path of an argument
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    mark: ShardSpec | None = None       # what mark_sharding recorded on it
-    source: str | None = None           # where
-    output: int = -1                    # of a tangent: the output it belongs to
-
-
-@dataclass(frozen=True)
-class Output:
-    """A result of the captured graph."""
-    kind: str                           # output, mutation (new value of an input) or gradient (of an input)
-    input: int = -1                     # which input is mutated or differentiated
-
-
-@dataclass
-class Captured:
-    """The graph with its calling convention. Node metadata: val (fake tensor), source (file:line), backward (bool)."""
-    graph: fx.Graph
-    constants: nn.Module                # owns the tensors that get_attr nodes name
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
-    arguments: pytree.TreeSpec          # of (args, kwargs)
-    leaves: tuple[Any, ...]             # flat (args, kwargs); None where a tensor goes
-    results: pytree.TreeSpec            # of the function's result
-    result_leaves: tuple[Any, ...]      # its flat leaves; None where a tensor goes
-    result_slots: tuple[int, ...]       # which leaves are tensors
-    has_backward: bool = False
-    opened: bool = False                # whether the result has objects that hold tensors
-    tensors: list[Tensor] = field(default_factory=list)    # the module's own parameters and buffers, in input order
-
-    def result(self, leaves: list) -> Any:
-        """The function's result, of these leaves."""
-        tree = pytree.tree_unflatten(leaves, self.results)
-        return closed(tree) if self.opened else tree
+from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, Captured, Input, Output
+from .clean import NUMBERS, clean
+from .guards import capturing, check_module, one_error
+from .objects import Opened, opened
+from .products import REPLACEMENTS
+from .values import VALUE_REPLACEMENTS
 
 
 def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, grad: bool = False) -> Captured:
@@ -94,14 +47,22 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     inputs = [_input(PARAMETER if isinstance(t, nn.Parameter) else BUFFER, name, t, mesh) for name, t in state.items()]
     inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
     real = [*state.values(), *(leaves[i] for i in slots)]
-    program = _Program(fn, list(state), [None if i in set(slots) else leaf for i, leaf in enumerate(leaves)], slots, tree, grad)
+    program = _Program(fn, list(state), _without(leaves, slots), slots, tree, grad)
     with one_error(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as fake_mode:
         fakes = [_fake(t) for t in real]
         requires = [t.requires_grad for t in real]
         with fx_traceback.preserve_node_meta(), torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled()):
             traced = make_fx(lambda *flat: program.run(flat, requires))(*fakes)
     del fake_mode
-    return _finish(traced, program, inputs, real[:len(state)], leaves, slots, tree)
+    graph, inputs = clean(traced.graph, inputs, program.tangents)
+    return Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree, _without(leaves, slots), program.results,
+                    _without(program.result_leaves, program.result_slots), tuple(program.result_slots), bool(program.tangents),
+                    program.opened, real[:len(state)])
+
+
+def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:
+    """The leaves with None in these slots."""
+    return tuple(None if i in set(slots) else leaf for i, leaf in enumerate(leaves))
 
 
 class _Program:
@@ -145,7 +106,7 @@ class _Program:
         result = opened(self.fn(*args, **kwargs))
         self.result_leaves, self.results = pytree.tree_flatten(result)
         self.result_slots = [i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)]
-        if any(isinstance(leaf, _NUMBERS) for leaf in self.result_leaves):
+        if any(isinstance(leaf, NUMBERS) for leaf in self.result_leaves):
             raise ShardingError("the program returns a number that is known only when it runs", where=user_line(),
                                 fix="return the tensor, and call item() on the result")
         outs = [self.result_leaves[i] for i in self.result_slots]
@@ -160,7 +121,7 @@ class _Program:
             return {}
         tracker.start_backward([outs[i] for i in differentiable])
         seeds = []
-        for i in differentiable:                                            # placeholders take their place in _finish
+        for i in differentiable:                                            # placeholders take their place in clean.py
             seed = torch.ones_like(_unwrap(outs[i]))
             self.tangents.append((i, seed))
             seeds.append(FunctionalTensor.to_functional(seed))
@@ -192,20 +153,18 @@ class _Functional(FunctionalTensorMode):
 
 @contextmanager
 def _whole(func: torch._ops.OpOverload) -> Iterator[None]:
-    """Keeps an operation that has a derivative in one piece: torch 2.9 takes those apart that PyTorch has also written in Python."""
+    """Keeps an interpolation in one piece, which torch 2.9 would replace by its body in Python, a gather of rows."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    if key not in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
-        yield
-        return
-    body = func.py_kernels.pop(key)
+    body = func.py_kernels.pop(key, None) if "upsample_nearest" in func.name() else None
     try:
         yield
     finally:
-        func.py_kernels[key] = body
+        if body is not None:
+            func.py_kernels[key] = body
 
 
 class _Interceptor(TorchFunctionMode):
-    """Sees every call of PyTorch's Python interface: notes its source line and makes the replacements of nd_capture."""
+    """Sees every call of PyTorch's Python interface: notes its source line and makes the replacements of products and values."""
 
     def __init__(self, tracker: _SourceTracker):
         super().__init__()
@@ -262,7 +221,6 @@ def _tensor_backward(self, gradient=None, retain_graph=None, create_graph=False,
     torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-_IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default}
 _CHECKS = {torch.ops.aten._linalg_check_errors.default}
 _BACKWARDS = {torch.autograd.grad: _grad, Tensor.backward: _tensor_backward}
 
@@ -358,119 +316,3 @@ def _leaf_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
         paths, _ = pytree.tree_flatten_with_path(value)
         result += [name + "".join(f"_{getattr(k, 'key', getattr(k, 'idx', k))}" for k in path) for path, _ in paths]
     return result
-
-
-def _finish(traced: fx.GraphModule, program: _Program, inputs: list[Input], tensors: list[Tensor], leaves: list, slots: list[int],
-            tree: pytree.TreeSpec) -> Captured:
-    """The traced graph copied with readable names, dead code removed, and cotangents as inputs."""
-    old_nodes = list(traced.graph.nodes)
-    placeholders = [n for n in old_nodes if n.op == "placeholder"]
-    results = list(pytree.tree_leaves(old_nodes[-1].args, is_leaf=lambda x: x is None))
-    graph, new = fx.Graph(), {}
-    for node, given in zip(placeholders, inputs):
-        new[node] = graph.placeholder(_identifier(given.name))
-        _copy_meta(node, new[node])
-    if program.tangents:
-        seeds = _seed_nodes(old_nodes, program.tangents)
-        for node, (output, seed) in zip(seeds, program.tangents):
-            new[node] = graph.placeholder(f"tangent_{output}")
-            _copy_meta(node, new[node])
-            inputs.append(Input(TANGENT, f"tangent_{output}", tuple(seed.shape), seed.dtype, output=output))
-    for node in old_nodes:
-        if node.target in _IDENTITIES:
-            new[node] = new[node.args[0]]
-        elif node.op in ("call_function", "get_attr") and node not in new and not _is_profiling(node.target):
-            new[node] = graph.node_copy(node, new.__getitem__)
-            _copy_meta(node, new[node])
-    graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
-    _share_random(graph)
-    graph.eliminate_dead_code()
-    return Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree,
-                    tuple(None if i in set(slots) else leaf for i, leaf in enumerate(leaves)), program.results,
-                    tuple(None if i in set(program.result_slots) else leaf for i, leaf in enumerate(program.result_leaves)),
-                    tuple(program.result_slots), bool(program.tangents), program.opened, tensors)
-
-
-def _identifier(name: str) -> str:
-    """A qualified name as a Python identifier: `0.weight` as `_0_weight`."""
-    word = re.sub(r"\W", "_", name)
-    return word if word.isidentifier() and not keyword.iskeyword(word) else f"_{word}"
-
-
-def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
-    """The ones_like nodes that start the backward: as many as there are tangents, the first of the backward's nodes."""
-    started = itertools.dropwhile(lambda n: not n.meta.get("custom", {}).get("backward"), nodes)
-    seeds = [n for n in started if n.target is torch.ops.aten.ones_like.default]
-    return seeds[:len(tangents)]
-
-
-def _copy_meta(source: fx.Node, target: fx.Node) -> None:
-    """Sizes that depend on values are 1 from here on: what has size 1 is never sharded. Such operations are marked as dynamic."""
-    custom = source.meta.get("custom") or {}
-    target.meta = {"val": pytree.tree_map(_settled, source.meta.get("val")), "source": custom.get("source"),
-                   "backward": custom.get("backward", False), "captured": target.name}
-    values = pytree.tree_leaves([source.meta.get("val"), [n.meta.get("val") for n in source.all_input_nodes]])
-    pointwise = isinstance(source.target, torch._ops.OpOverload) and torch.Tag.pointwise in source.target.tags
-    if any(_is_open(v) if isinstance(v, Tensor) else isinstance(v, _NUMBERS) and not pointwise for v in values):
-        target.meta["dynamic"] = True
-
-
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def _is_open(tensor: Tensor) -> bool:
-    return any(isinstance(n, torch.SymInt) for n in tensor.shape)
-
-
-def _settled(value: Any) -> Any:
-    """A fake tensor or number with 1 for every number that depends on values."""
-    if isinstance(value, _NUMBERS):
-        expression = value.node.expr
-        number = expression.subs(dict.fromkeys(expression.free_symbols, 1))
-        if isinstance(value, torch.SymInt):
-            return max(int(number), 0)
-        return bool(number) if isinstance(value, torch.SymBool) else float(number)
-    if isinstance(value, Tensor) and _is_open(value):
-        with value.fake_mode:
-            return torch.empty([_settled(n) for n in value.shape], dtype=value.dtype, device=value.device)
-    return value
-
-
-def _share_random(graph: fx.Graph) -> None:
-    """A random operation that checkpointing repeats in the backward takes the value that the forward drew.
-
-    Two nodes compute the same if their targets and canonical arguments agree; the n-th random node of the backward
-    with given arguments repeats the n-th of the forward.
-    """
-    canonical: dict[fx.Node, Any] = {}
-    first: dict[Any, fx.Node] = {}
-    drawn: dict[Any, list[fx.Node]] = {}
-    repeated: dict[Any, int] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            canonical[node] = node
-            continue
-        key = (node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: id(canonical[n]))))
-        if not _is_random(node.target):
-            canonical[node] = canonical[first.setdefault(key, node)] if first.get(key, node) is not node else node
-            first.setdefault(key, node)
-        elif not node.meta["backward"]:
-            drawn.setdefault(key, []).append(node)
-            canonical[node] = node
-        else:
-            index = repeated.get(key, 0)
-            repeated[key] = index + 1
-            twins = drawn.get(key, [])
-            canonical[node] = twins[index] if index < len(twins) else node
-            if index < len(twins):
-                node.replace_all_uses_with(twins[index])
-                graph.erase_node(node)
-
-
-def _is_profiling(target: Any) -> bool:
-    """What torch.profiler.record_function leaves behind; every optimizer's step is inside of one."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "profiler"
-
-
-def _is_random(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

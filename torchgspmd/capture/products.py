@@ -1,7 +1,7 @@
 """While a model is captured, its linear, matmul, einsum and attention calls, and losses of volumes, become operations that
 keep their dimensions.
 
-REPLACEMENTS: functions of PyTorch's Python interface, and what capture.py calls in their place. What cannot be
+REPLACEMENTS: functions of PyTorch's Python interface, and what the trace calls in their place. What cannot be
 expressed (repeated letters, broadcast batch dimensions of size 1, ...) returns NotImplemented and is left to PyTorch:
 correct all the same.
 """
@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .annotate import check_mark, mark_sharding, mark_sharding_op
-from .mesh import Mesh
-from .nd_ops import attention, einsum, summed_alone
-from .shard_spec import SpecLike
+from ..annotate import check_mark, mark_sharding, mark_sharding_op
+from ..mesh import Mesh
+from ..ops.nd import attention, einsum, summed_alone
+from ..shard_spec import SpecLike
 
 
 def _mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:

@@ -1,4 +1,4 @@
-"""Functions of PyTorch that look at values while they run, as programs that need not: what capture.py calls in their place.
+"""Functions of PyTorch that look at values while they run, as programs that need not: what the trace calls in their place.
 
 Checks of values (is a variance negative?) are left out, for a program has none when it is captured.
 """
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import ShardingError, user_line
-from .nd_ops import ctc_losses
+from ..errors import ShardingError, user_line
+from ..ops.nd import ctc_losses
 
 
 def _equal(input: Tensor, other: Tensor):

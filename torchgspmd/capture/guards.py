@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint as checkpointing
 
-from .errors import ShardingError, user_line, user_line_of
+from ..errors import ShardingError, user_line, user_line_of
 
 
 def check_module(module: nn.Module) -> None:

@@ -1,0 +1,124 @@
+"""The traced graph as the passes want it: names that read well, cotangents as inputs, no identities, no dead code."""
+from __future__ import annotations
+
+import itertools
+import keyword
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from .captured import TANGENT, Input
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)            # known only when the program runs
+_IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default}
+
+
+def clean(traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]) -> tuple[fx.Graph, list[Input]]:
+    """A copy, and its inputs: those given, then the tangents (number of an output, what stood for its cotangent)."""
+    old_nodes = list(traced.nodes)
+    placeholders = [n for n in old_nodes if n.op == "placeholder"]
+    results = list(pytree.tree_leaves(old_nodes[-1].args, is_leaf=lambda x: x is None))
+    inputs, graph, new = list(inputs), fx.Graph(), {}
+    for node, given in zip(placeholders, inputs):
+        new[node] = graph.placeholder(_identifier(given.name))
+        _copy_meta(node, new[node])
+    for node, (output, seed) in zip(_seed_nodes(old_nodes, tangents), tangents):
+        new[node] = graph.placeholder(f"tangent_{output}")
+        _copy_meta(node, new[node])
+        inputs.append(Input(TANGENT, f"tangent_{output}", tuple(seed.shape), seed.dtype, output=output))
+    for node in old_nodes:
+        if node.target in _IDENTITIES:
+            new[node] = new[node.args[0]]
+        elif node.op in ("call_function", "get_attr") and node not in new and not _is_profiling(node.target):
+            new[node] = graph.node_copy(node, new.__getitem__)
+            _copy_meta(node, new[node])
+    graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
+    _share_random(graph)
+    graph.eliminate_dead_code()
+    return graph, inputs
+
+
+def _identifier(name: str) -> str:
+    """A qualified name as a Python identifier: `0.weight` as `_0_weight`."""
+    word = re.sub(r"\W", "_", name)
+    return word if word.isidentifier() and not keyword.iskeyword(word) else f"_{word}"
+
+
+def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
+    """The ones_like nodes that start the backward: as many as there are tangents, the first of the backward's nodes."""
+    started = itertools.dropwhile(lambda n: not n.meta.get("custom", {}).get("backward"), nodes)
+    seeds = [n for n in started if n.target is torch.ops.aten.ones_like.default]
+    return seeds[:len(tangents)]
+
+
+def _copy_meta(source: fx.Node, target: fx.Node) -> None:
+    """Sizes that depend on values are 1 from here on: what has size 1 is never sharded. Such operations are marked as dynamic."""
+    custom = source.meta.get("custom") or {}
+    target.meta = {"val": pytree.tree_map(_settled, source.meta.get("val")), "source": custom.get("source"),
+                   "backward": custom.get("backward", False), "captured": target.name}
+    values = pytree.tree_leaves([source.meta.get("val"), [n.meta.get("val") for n in source.all_input_nodes]])
+    pointwise = isinstance(source.target, torch._ops.OpOverload) and torch.Tag.pointwise in source.target.tags
+    if any(_is_open(v) if isinstance(v, Tensor) else isinstance(v, NUMBERS) and not pointwise for v in values):
+        target.meta["dynamic"] = True
+
+
+def _is_open(tensor: Tensor) -> bool:
+    return any(isinstance(n, torch.SymInt) for n in tensor.shape)
+
+
+def _settled(value: Any) -> Any:
+    """A fake tensor or number with 1 for every number that depends on values."""
+    if isinstance(value, NUMBERS):
+        expression = value.node.expr
+        number = expression.subs(dict.fromkeys(expression.free_symbols, 1))
+        if isinstance(value, torch.SymInt):
+            return max(int(number), 0)
+        return bool(number) if isinstance(value, torch.SymBool) else float(number)
+    if isinstance(value, Tensor) and _is_open(value):
+        with value.fake_mode:
+            return torch.empty([_settled(n) for n in value.shape], dtype=value.dtype, device=value.device)
+    return value
+
+
+def _share_random(graph: fx.Graph) -> None:
+    """A random operation that checkpointing repeats in the backward takes the value that the forward drew.
+
+    Two nodes compute the same if their targets and canonical arguments agree; the n-th random node of the backward
+    with given arguments repeats the n-th of the forward.
+    """
+    canonical: dict[fx.Node, Any] = {}
+    first: dict[Any, fx.Node] = {}
+    drawn: dict[Any, list[fx.Node]] = {}
+    repeated: dict[Any, int] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            canonical[node] = node
+            continue
+        key = (node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: id(canonical[n]))))
+        if not _is_random(node.target):
+            canonical[node] = canonical[first.setdefault(key, node)] if first.get(key, node) is not node else node
+            first.setdefault(key, node)
+        elif not node.meta["backward"]:
+            drawn.setdefault(key, []).append(node)
+            canonical[node] = node
+        else:
+            index = repeated.get(key, 0)
+            repeated[key] = index + 1
+            twins = drawn.get(key, [])
+            canonical[node] = twins[index] if index < len(twins) else node
+            if index < len(twins):
+                node.replace_all_uses_with(twins[index])
+                graph.erase_node(node)
+
+
+def _is_profiling(target: Any) -> bool:
+    """What torch.profiler.record_function leaves behind; every optimizer's step is inside of one."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "profiler"
+
+
+def _is_random(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
