@@ -15,7 +15,7 @@ LAYERS = (                              # a file imports only from the lines bel
     ("parallel",),
     ("parallel_xla", "compare", "custom"),
     ("api",),
-    ("dump",),
+    ("dump", "cures"),
     ("plan",),
     ("capture",),
     ("xla_backend",),

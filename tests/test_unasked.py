@@ -44,6 +44,26 @@ def test_strict():
     gspmd.plan(lambda x: x.sort(1)[0], X, mesh=MESH, in_specs="m _", strict=True)
 
 
+def test_a_cure_that_was_tried():
+    mesh = gspmd.Mesh(data=2, model=2)
+
+    def program(cure):
+        def f(x, y):
+            a = gspmd.mark_sharding(x * 2, mesh, "_ model _")
+            return torch.linalg.inv(gspmd.mark_sharding(a, mesh, "model _ _") if cure else a) @ y
+        return lambda: gspmd.plan(f, torch.randn(4, 8, 8), torch.randn(4, 8, 8), mesh=mesh, strict=True)
+    assert message(program(cure=False)).splitlines()[3:] == [
+        '  fix   mark_sharding(%mark_sharding, mesh, "model _ _") before it',
+        "  tried 1 all_to_all, 256 bytes sent, nothing replicated or gathered unasked"]
+    plan = program(cure=True)()
+    assert [c.kind for c in plan.collectives] == ["all_to_all"] and plan.sent_bytes == 256
+
+
+def test_no_cure_is_told_that_does_not_help():
+    text = message(lambda: gspmd.plan(torch.pdist, X, mesh=MESH, in_specs="m _", strict=True))
+    assert "see plan.replicated_ops without strict" in text and "tried" not in text
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_listing_is_in_program_order(strict):
     def f(x):

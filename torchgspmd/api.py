@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .annotate import mark_sharding_op
 from .capture import ARGUMENT, GRADIENT, MUTATION, OUTPUT, TANGENT, Captured, capture
+from .cures import replicates
 from .dump import Dump
 from .errors import ShardingError, user_line
 from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
@@ -98,7 +99,8 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     clock("localize")
     dump.final(plan)
     if strict and plan.replicated_ops:
-        raise _replicates(plan)
+        raise replicates(plan, lambda changed: compile_plan(changed, mesh, arguments, out_specs, stored, plain, False, rng, regather,
+                                                            skip_passes, device))
     return plan
 
 
@@ -116,14 +118,6 @@ def _device_memory(captured: Captured) -> float:
 def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ShardingError(f"there is no {name} '{value}'; there are {', '.join(map(repr, known))}", where=user_line())
-
-
-def _replicates(plan: Plan) -> ShardingError:
-    first, count = plan.replicated_ops[0], len(plan.replicated_ops)
-    more = f"; {count - 1} more" if count > 1 else ""
-    return ShardingError(f"{first.op} replicates or gathers {first.bytes} bytes on every device, which strict does not allow",
-                         where=first.source, why=first.why + more,
-                         fix="mark its operands so that this dimension is whole, or see plan.replicated_ops without strict")
 
 
 def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,

@@ -12,13 +12,13 @@ _LIBRARIES = (os.sep + "torch" + os.sep, os.sep + "torch_xla" + os.sep, "<frozen
 
 
 class ShardingError(ValueError):
-    """What is wrong, where (the user's file:line), why, and how to fix it.
+    """What is wrong, where (the user's file:line), why, how to fix it, and what came of it when that was tried.
 
     Every part but the first is optional; each is one line of the message.
     """
 
-    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None):
-        self.what, self.where, self.why, self.fix = what, where, why, fix
+    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None, tried: str | None = None):
+        self.what, self.where, self.why, self.fix, self.tried = what, where, why, fix, tried
         lines = [what]
         if where:
             lines.append(f"  where {where}")
@@ -26,6 +26,8 @@ class ShardingError(ValueError):
             lines.append(f"  why   {why}")
         if fix:
             lines.append(f"  fix   {fix}")
+        if tried:
+            lines.append(f"  tried {tried}")
         super().__init__("\n".join(lines))
 
 

@@ -20,6 +20,8 @@ class ReplicatedOp:
     source: str | None
     bytes: int                          # of the results, or of the gathered operand, on one device
     why: str
+    value: str | None = None            # what was gathered
+    dim: int = 0                        # and along which dimension
 
 
 def unasked(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
@@ -36,17 +38,17 @@ def unasked(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
             if size or node.meta.get("dynamic"):
                 found[ReplicatedOp(str(node.target), node.meta.get("source"), size, why)] = None
             continue
-        for operand, why in _gathered(node):
+        for operand, value, dim, why in _gathered(node):
             if operand not in seen:
                 seen.add(operand)
                 val = operand.meta["val"]
                 size = math.prod(operand.meta["spec"].local_shape(val.shape, mesh)) * val.element_size()
-                found[ReplicatedOp(str(node.target), node.meta.get("source"), size, why)] = None
+                found[ReplicatedOp(str(node.target), node.meta.get("source"), size, why, value, dim)] = None
     return tuple(found)
 
 
-def _gathered(node: fx.Node) -> Iterator[tuple[fx.Node, str]]:
-    """Operands that were gathered along a dimension, and why that was needed."""
+def _gathered(node: fx.Node) -> Iterator[tuple[fx.Node, str, int, str]]:
+    """Operands that were gathered, the name of what they were gathered from, the dimension, and why that was needed."""
     rule, used = node.meta["rule"], {a for axes in node.meta["assignment"].values() for a in axes}
     for operand, dims in zip(operands_of(node), rule.operands):
         before = operand
@@ -58,4 +60,4 @@ def _gathered(node: fx.Node) -> Iterator[tuple[fx.Node, str]]:
             lost = [a for a in was if a not in now and a not in used]
             if lost:
                 why = "it has to be whole in" if set(dims[d]) & rule.whole else "it is cheaper, and nothing else is divided by it, in"
-                yield operand, f"dimension {d} of %{before.name} is gathered over {'+'.join(lost)}: {why} '{rule}'"
+                yield operand, before.name, d, f"dimension {d} of %{before.name} is gathered over {'+'.join(lost)}: {why} '{rule}'"
