@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 
 import pytest
 import torch
@@ -109,6 +110,41 @@ def test_batch_norm_updates_its_buffers(mesh, training):
     plan = check(net, gspmd.mark_sharding(rand(7, 6), mesh, "a _" if "a" in mesh.names else "_ _"), mesh=mesh)
     changed = [plan.captured.inputs[o.input].name for o in plan.captured.outputs if o.kind == "mutation"]
     assert changed == (["1.running_mean", "1.running_var", "1.num_batches_tracked"] if training else [])
+
+
+class Averaged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        before, y = self.mean, self.linear(x)
+        self.mean, self.seen = 0.9 * self.mean + 0.1 * y.detach().mean(0), y
+        return y - self.mean, before * 1.0
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_assigned_buffers_are_updated_and_other_attributes_are_not_kept(mesh):
+    net = marked(seeded(Averaged), mesh, {"linear.weight": "m _"})
+    reference, x = copy.deepcopy(net), rand(5, 6)
+    plan = gspmd.plan(net, x, mesh=mesh, grad=True)
+    assert not hasattr(net, "seen") and not net.mean.any()
+    for _ in range(2):
+        assert_same(plan.simulate(x, _poison=True), eager(reference, x))
+        assert_same(net.mean, reference.mean)
+
+
+def test_a_buffer_that_changes_its_shape_is_an_error():
+    net = nn.Linear(6, 4)
+    net.register_buffer("cache", torch.zeros(1, 6))
+
+    def forward(x):
+        net.cache = torch.cat([net.cache, x])
+        return net.cache.sum()
+    net.forward = forward
+    with pytest.raises(gspmd.ShardingError, match=r"buffer 'cache' another shape or dtype: torch.float32 \[6, 6\] instead of .*\[1, 6\]"):
+        gspmd.plan(net, rand(5, 6), mesh=BIG)
 
 
 Point = collections.namedtuple("Point", "x y")

@@ -18,7 +18,19 @@ def assigned(x):
     return y * 2
 
 
+def assigned_at_number(x):
+    i, y = (x > 9).sum() + 1, x.clone()
+    y[i] = 1.0
+    y[:, i] = torch.arange(6.0)
+    y[i, 1:3] += 2
+    y[i - 3].mul_(2)
+    return y
+
+
 PROGRAMS = {
+    "row at a number": lambda x: (x[(x > 9).sum()], x[..., x[0].argmax(), None], x[x.shape[0] - x[:, 0].argmax().item() - 1, 1:]),
+    "assigned at a number": assigned_at_number,
+    "slice up to a tensor": lambda x: x[:, :(x > 0).sum().clamp(1, 3)].sum(),
     "boolean index": lambda x: x[x > 0],
     "mean of a boolean index": lambda x: (x * 2)[x > 0].mean(),
     "boolean assignment": assigned,

@@ -33,6 +33,7 @@ from .clean import NUMBERS, clean
 from .guards import capturing, check_module, one_error
 from .objects import Opened, opened
 from .products import REPLACEMENTS
+from .rebinding import kept_attributes, rebound_buffers
 from .values import VALUE_REPLACEMENTS
 
 
@@ -72,6 +73,7 @@ class _Program:
         self.fn, self.names, self.leaves, self.slots, self.tree, self.grad = fn, names, leaves, slots, tree, grad
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
+        self.rebound: dict[int, Tensor] = {}
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
         with _Functional():
@@ -84,19 +86,24 @@ class _Program:
             with _Interceptor(tracker), capturing():
                 outs, grads = self._with_state(inputs, tracker)
             tracker.clear()
-            mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if _was_mutated(t, old)]
+            mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if i in self.rebound or _was_mutated(t, old)]
             self.outputs = ([Output(OUTPUT)] * len(outs) + [Output(MUTATION, i) for i in mutated]
                             + [Output(GRADIENT, i) for i in grads])
             return [_unwrap(t) if isinstance(t, FunctionalTensor) else t
-                    for t in (*outs, *(inputs[i] for i in mutated), *grads.values())]
+                    for t in (*outs, *(self.rebound.get(i, inputs[i]) for i in mutated), *grads.values())]
 
     def _with_state(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Forward and backward, for a module with the traced tensors in place of its own for the whole time."""
         if not isinstance(self.fn, nn.Module):
             return self._forward_backward(inputs, tracker)
-        wrapper = _Wrapper(self.fn, lambda: self._forward_backward(inputs, tracker))
+
+        def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
+            found = self._forward_backward(inputs, tracker)
+            self.rebound = rebound_buffers(self.fn, self.names, inputs)
+            return found
         state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
-        return torch.func.functional_call(wrapper, state, (), tie_weights=True)
+        with kept_attributes(self.fn):
+            return torch.func.functional_call(_Wrapper(self.fn, forward_backward), state, (), tie_weights=True)
 
     def _forward_backward(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
         leaves = list(self.leaves)

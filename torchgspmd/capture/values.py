@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,9 +82,65 @@ def _tensor_split(input: Tensor, tensor_indices_or_sections, dim: int = 0):
                         fix="give the sections as a number or a tuple")
 
 
+# ---------------------------------------------------------------- indices that are numbers known only when the program runs
+
+def _is_number(entry: Any) -> bool:
+    """Whether Python's x[entry] reads the value of a tensor (one of bool is a mask)."""
+    if isinstance(entry, slice):
+        return any(isinstance(bound, Tensor) for bound in (entry.start, entry.stop, entry.step))
+    whole = isinstance(entry, Tensor) and entry.dim() == 0 and not entry.is_floating_point() and entry.dtype is not torch.bool
+    return whole or isinstance(entry, torch.SymInt)
+
+
+def _selected(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
+    """The view of x at the entries of the index that are such numbers, and the index of what is left."""
+    at, left = 0, []
+    for place, entry in enumerate(index):
+        if _is_number(entry) and not isinstance(entry, slice):
+            x = x.select(at, entry)
+            continue
+        left.append(_untensored(entry))
+        if entry is Ellipsis:
+            at = x.dim() - sum(_dims(e) for e in index[place + 1:])
+        else:
+            at += _dims(entry)
+    return x, tuple(left)
+
+
+def _untensored(entry: Any) -> Any:
+    """A slice with numbers where it has tensors."""
+    if not isinstance(entry, slice):
+        return entry
+    return slice(*(b.item() if isinstance(b, Tensor) else b for b in (entry.start, entry.stop, entry.step)))
+
+
+def _dims(entry: Any) -> int:
+    """How many dimensions an entry of an index stands for."""
+    if entry is None or isinstance(entry, bool):
+        return 0
+    return entry.dim() if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _getitem(input: Tensor, index: Any) -> Tensor:
+    index = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_number, index)):
+        return NotImplemented
+    found, left = _selected(input, index)
+    return found[left] if left else found
+
+
+def _setitem(input: Tensor, index: Any, value: Any) -> None:
+    index = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_number, index)):
+        return NotImplemented
+    found, left = _selected(input, index)
+    found[left if left else ...] = value
+
+
 VALUE_REPLACEMENTS: dict[Callable, Callable] = {
     torch.equal: _equal, Tensor.equal: _equal, torch.allclose: _allclose, Tensor.allclose: _allclose,
     torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
     F.gaussian_nll_loss: _gaussian_nll, F.ctc_loss: _ctc,
+    Tensor.__getitem__: _getitem, Tensor.__setitem__: _setitem,
     torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,
 }

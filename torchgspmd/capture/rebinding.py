@@ -1,0 +1,44 @@
+"""What a module's forward assigns to its attributes: buffers are results of the program, everything else is of the trace alone."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+
+from ..errors import ShardingError, user_line
+
+
+def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """The buffers that forward gave another tensor (self.mean = 0.9 * self.mean + ...), by place among the inputs."""
+    now = dict(module.named_buffers())
+    found = {i: now[name] for i, (name, tensor) in enumerate(zip(names, inputs)) if name in now and now[name] is not tensor}
+    for i, value in found.items():
+        if value.shape != inputs[i].shape or value.dtype != inputs[i].dtype:
+            raise ShardingError(f"forward gives buffer '{names[i]}' another shape or dtype: {value.dtype} {list(value.shape)} instead of "
+                                f"{inputs[i].dtype} {list(inputs[i].shape)}", where=user_line(),
+                                why="one program is made for all calls, and the next one would be another", fix="return the tensor")
+    return found
+
+
+@contextmanager
+def kept_attributes(module: nn.Module) -> Iterator[None]:
+    """Afterwards attributes that were assigned tensors of the trace, which have no values, are again what they were."""
+    before = [(holder, dict(holder)) for m in module.modules() for holder in (m.__dict__, m._buffers)]
+    try:
+        yield
+    finally:
+        for holder, old in before:
+            for name in [name for name, value in holder.items() if value is not old.get(name) and _traced(value)]:
+                if name in old:
+                    holder[name] = old[name]
+                else:
+                    del holder[name]
+
+
+def _traced(value: Any) -> bool:
+    return any(isinstance(leaf, (FunctionalTensor, FakeTensor)) for leaf in pytree.tree_leaves(value))
