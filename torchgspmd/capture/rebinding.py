@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 from ..errors import ShardingError, user_line
@@ -26,19 +24,19 @@ def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Te
 
 
 @contextmanager
-def kept_attributes(module: nn.Module) -> Iterator[None]:
+def kept_attributes(module: nn.Module, traced: type[Tensor]) -> Iterator[None]:
     """Afterwards attributes that were assigned tensors of the trace, which have no values, are again what they were."""
     before = [(holder, dict(holder)) for m in module.modules() for holder in (m.__dict__, m._buffers)]
     try:
         yield
     finally:
         for holder, old in before:
-            for name in [name for name, value in holder.items() if value is not old.get(name) and _traced(value)]:
+            for name in [name for name, value in holder.items() if value is not old.get(name) and _holds(value, traced)]:
                 if name in old:
                     holder[name] = old[name]
                 else:
                     del holder[name]
 
 
-def _traced(value: Any) -> bool:
-    return any(isinstance(leaf, (FunctionalTensor, FakeTensor)) for leaf in pytree.tree_leaves(value))
+def _holds(value: Any, kind: type[Tensor]) -> bool:
+    return any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(value))

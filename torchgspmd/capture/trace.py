@@ -102,7 +102,7 @@ class _Program:
             self.rebound = rebound_buffers(self.fn, self.names, inputs)
             return found
         state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
-        with kept_attributes(self.fn):
+        with kept_attributes(self.fn, FunctionalTensor):
             return torch.func.functional_call(_Wrapper(self.fn, forward_backward), state, (), tie_weights=True)
 
     def _forward_backward(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
