@@ -102,3 +102,17 @@ def test_a_factor_that_an_operation_needs_whole_is_not_given_to_an_axis():
     for specs in (("_ a+b", "_ b", "a"), ("a b", "b a", "_")):
         plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[2]))
         assert_same(plan.simulate(*inputs, _poison=True), program(*inputs), terms=1024)
+
+
+def test_a_sum_that_would_be_reduced_at_several_places_is_reduced_where_it_is_made():
+    """y goes transposed and as it is into a product with itself, and into both gradients of that."""
+    mesh = Mesh(x=2, y=2)
+    program = with_gradients(lambda x, w: ((y := x @ w).mT @ y).tanh(), ("x", "w"))
+
+    def run(dy, x, w):
+        return program(dy, x=x, w=w)
+    inputs = r(8, 8, 8), r(8, 8, 32), r(32, 8)
+    plan = gspmd.plan(run, *inputs, mesh=mesh, in_specs=("_ _ _", "_ y x", "x y"), out_specs=("_ _ _", ("_ y x", "x y")))
+    y, square, w = 8 * 4 * 8 * 4, 8 * 8 * 8 * 4, 16 * 8 * 4                                 # bytes of a device
+    assert plan.sent_bytes == y + square + w / 2 + w / 2                                    # a weight gathered, its gradient scattered
+    assert_same(plan.simulate(*inputs, _poison=True), run(*inputs))

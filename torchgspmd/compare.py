@@ -45,7 +45,7 @@ class LayoutDifference:
 
 
 class Comparison:
-    """ours, xla: collectives of one run of the program; layouts: the values on which we differ."""
+    """ours, xla: collectives of one run of the program; text: XLA's program; layouts: the values on which we differ."""
 
     def __init__(self, plan: Plan, pin: str):
         self.plan, self.pin, self.device = plan, pin, start(plan.mesh, backward=False)
@@ -55,7 +55,8 @@ class Comparison:
                             parts=pin == "all", expand=unpartitioned)
         self.graph = decide(annotated) if pin == "all" else annotated.graph
         self.ours: tuple[Collective, ...] = plan.collectives
-        self.xla: tuple[Collective, ...] = collectives(program_text(self._run(self._graph())), plan.mesh)
+        self.text = program_text(self._run(self._graph()))
+        self.xla: tuple[Collective, ...] = collectives(self.text, plan.mesh)
 
     @property
     def bytes(self) -> tuple[float, float]:

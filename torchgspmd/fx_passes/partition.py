@@ -97,7 +97,7 @@ class Solver:
         for self.late, rounds in PHASES:
             self._settle()
             for _ in range(rounds):
-                if not self.together.lay_out():
+                if not any([self.together.lay_out(), self.together.resolve()]):
                     break
                 self._settle()
             if rounds and not self.late:

@@ -30,8 +30,8 @@ class Together:
         self.solver, self.memo = solver, {}
         self.sums, self.chains, self.bodies = sums(solver.ops), chains(solver.ops), bodies(solver.ops)
         self.makers = {value: op for op in solver.ops.values() for value in op.results if value is not None}
-        order = {node: i for i, node in enumerate(solver.ops)}
-        self.around = {body.ops[0].node: self._neighbours(body, order) for body in self.bodies}
+        self.order = {node: i for i, node in enumerate(solver.ops)}
+        self.around = {body.ops[0].node: self._neighbours(body) for body in self.bodies}
 
     def improve(self) -> list[bool]:
         """Tries all regions once; says of each whether it changed."""
@@ -87,6 +87,49 @@ class Together:
                 return False
             self._cheapest(op, candidates, available, wanted)
         return True
+
+    def resolve(self) -> bool:
+        """Has every sum that is left pending, and reduced at several places after all, reduced where it is made; says whether that helped.
+
+        None of its users can ask for that alone: the others would go on to reduce what they make of the terms.
+        """
+        made = [(value, axis) for op in self.solver.ops.values() for value in op.results if value is not None
+                for axis in self.solver.held[value].pending if not self._passes_on(op, axis)]
+        return any([self._resolve(value, axis) for value, axis in made])
+
+    def _passes_on(self, op: Op, axis: str) -> bool:
+        return any(axis in spec.pending for spec in self.solver.chosen[op.node].operands)
+
+    def _resolve(self, value: fx.Node, axis: str) -> bool:
+        solver, (ops, reductions) = self.solver, self._flow(value, axis)
+        if reductions < 2:
+            return False
+        before, cost = [solver.chosen[op.node] for op in ops], self.exact(ops)
+        for op in ops:
+            available, wanted = solver.around(op)
+            targets = tuple(t for t in solver.options(op, available, wanted).get(axis, ()) if not isinstance(t, int))
+            candidates = solver.candidates(op, available, wanted, {axis: targets or (None,)})
+            if not candidates:
+                break
+            self._cheapest(op, candidates, available, wanted)
+        if self.exact(ops) < cost:
+            return True
+        for op, strategy in zip(ops, before):
+            solver.take(op, strategy)
+        return False
+
+    def _flow(self, value: fx.Node, axis: str) -> tuple[list[Op], int]:
+        """The operations that terms of a sum flow through, in program order, and how many reductions end that."""
+        solver, found, reductions, stack = self.solver, {}, 0, [value]
+        while stack:
+            at = stack.pop()
+            uses = solver.needs.get(at, {})
+            reductions += len({spec for spec in uses.values() if axis not in spec.pending})
+            for (user, _), spec in uses.items():
+                if axis in spec.pending and user in solver.ops and user not in found:
+                    found[user] = solver.ops[user]
+                    stack += [v for v in solver.ops[user].results if v is not None and axis in solver.held[v].pending]
+        return sorted(found.values(), key=lambda op: self.order[op.node]), reductions
 
     # -------------------------------------------------------------------------------------- chains
 
@@ -150,13 +193,13 @@ class Together:
             if candidates:
                 self._cheapest(op, candidates, available, wanted)
 
-    def _neighbours(self, body: Body, order: Mapping[fx.Node, int]) -> tuple[Op, ...]:
+    def _neighbours(self, body: Body) -> tuple[Op, ...]:
         """The operations of a body, and those that make or use its values."""
         values = [v for op in body.ops for v in (*op.operands, *op.results) if v is not None]
         nodes = {op.node for op in body.ops}
         nodes |= {self.makers[v].node for v in values if v in self.makers}
         nodes |= {user for op in body.ops for v in op.results if v is not None for user in v.users if user in self.solver.ops}
-        return tuple(self.solver.ops[node] for node in sorted(nodes, key=order.__getitem__))
+        return tuple(self.solver.ops[node] for node in sorted(nodes, key=self.order.__getitem__))
 
     def exact(self, ops: Collection[Op]) -> float:
         """The work of operations, and what brings their operands and results to all places where those are used."""
