@@ -177,8 +177,8 @@ class Trainer:
         self.model, self.local, self.after = make(copy.deepcopy(model)), local, after
         grouped: dict[bool, list] = {}
         for p in self.model.parameters():
-            grouped.setdefault(hasattr(p, "placements"), []).append(p)      # AdamW(foreach) takes no mixture
-        self.optimizers = [torch.optim.AdamW(ps, 1e-3, foreach=True) for ps in grouped.values()]
+            grouped.setdefault(hasattr(p, "placements"), []).append(p)      # AdamW takes no mixture
+        self.optimizers = [torch.optim.AdamW(ps, 1e-3, fused=True) for ps in grouped.values()]
         self.seconds: list[float] = []
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:

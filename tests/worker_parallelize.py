@@ -2,6 +2,7 @@
 import copy
 import os
 import sys
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -9,10 +10,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import torchgspmd as gspmd
-from torchgspmd.comm import ring
+from torchgspmd.comm import fused, ring
 from torchgspmd.comm.storage import spec_of
 from torchgspmd.fx_passes import collective_matmul
 from torchgspmd.ops.random import draw_seed, uniform
@@ -113,7 +114,7 @@ def check_sharded_updates(mesh):
     reference = Model(dropout=0.0)
     model = gspmd.parallelize(marked(copy.deepcopy(reference), mesh), mesh, in_specs=specs(mesh), shard_updates=axis, regather="always")
     assert all(axis in spec_of(p, mesh).sharding_axes for p in model.parameters())
-    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, foreach=True) for m in (model, reference)]
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, fused=True) for m in (model, reference)]
     for step in range(4):
         losses = [m(*batch(step)) for m in (model, reference)]
         for loss in losses:
@@ -124,6 +125,24 @@ def check_sharded_updates(mesh):
             optimizer.zero_grad()
         close(*losses)
     assert any("step" in n.meta and n.meta["step"].kind == "all_gather" and n.meta["backward"] for n in model.plan.sharded.nodes)
+
+
+def check_fused_steps(mesh):
+    """Lists of DTensors are stepped on as lists of their parts, where all that meet are laid out alike; else as DTensor does it."""
+    model, reference = pair(mesh, dropout=0.0)
+    seen = []
+    with patch.object(fused, "_as_before", lambda *call: seen.append(call)):
+        for m in (model, reference):
+            m(*batch(0)).backward()
+            torch.optim.SGD(m.parameters(), 1e-2, fused=True).step()
+        assert not seen
+        for name, parameter in reference.named_parameters():
+            close(model.get_parameter(name), parameter)
+        for parameter in (p for p in model.parameters() if spec_of(p, mesh).sharding_axes):
+            whole = [Replicate()] * len(mesh.axes)
+            parameter.grad = DTensor.from_local(parameter.grad.full_tensor(), parameter.device_mesh, whole, run_check=False)
+            torch.optim.SGD([parameter], 1e-2, fused=True).step()
+            assert seen.pop()
 
 
 def check_modes(mesh):
@@ -426,9 +445,9 @@ def load(mesh, path):
             close(loss, expected, 1e-4)
 
 
-CHECKS = (check_training, check_sharded_updates, check_modes, check_ways_to_a_gradient, check_scaler, check_layouts_of_results,
-          check_errors, check_uneven_weights, check_sizes_that_depend_on_values, check_native_random_numbers, check_exchanges,
-          check_parts_of_axes, check_passes, check_same_text)
+CHECKS = (check_training, check_sharded_updates, check_fused_steps, check_modes, check_ways_to_a_gradient, check_scaler,
+          check_layouts_of_results, check_errors, check_uneven_weights, check_sizes_that_depend_on_values, check_native_random_numbers,
+          check_exchanges, check_parts_of_axes, check_passes, check_same_text)
 
 
 def main():

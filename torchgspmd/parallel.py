@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .api import compile_plan
 from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
+from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups, agree
 from .comm.storage import (
     cut_padding,
@@ -26,6 +27,7 @@ from .comm.storage import (
     spec_of,
     storable,
     stored_shape,
+    strided_like,
     takes_gradient,
     wrap_local,
 )
@@ -111,6 +113,7 @@ class ShardedModule(Wrapped):
 
     def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any, **options: Any):
         super().__init__(model)
+        step_on_local_tensors()
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
         self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _options=options,
@@ -202,17 +205,20 @@ class _Program:
                 pad_stored(graph, node, stored_shape(spec, inp.shape, mesh, coordinates), spec.local_shape(inp.shape, mesh))
 
     def _outputs(self, graph: fx.Graph) -> None:
-        """Results and gradients without padding."""
+        """Results and gradients without padding; gradients of parameters with the strides of these, as optimizers expect."""
         mesh, coordinates = self.groups.mesh, self.groups.coordinates
         node = graph.output_node()
         nodes = self.plan.sharded.output_node().args[0]
         cut = []
         with graph.inserting_before(node):
-            for value, spec, source in zip(node.args[0], self.plan.out_specs, nodes):
+            for value, spec, source, out in zip(node.args[0], self.plan.out_specs, nodes, self.captured.outputs):
                 if spec is not None:
                     shape = tuple(source.meta["val"].shape)
                     meta = value.meta
                     value = cut_padding(graph, value, stored_shape(spec, shape, mesh, coordinates), spec.local_shape(shape, mesh))
+                    if out.kind == GRADIENT and self.captured.inputs[out.input].kind == PARAMETER:
+                        table, name = self.slots[out.input]
+                        value = strided_like(graph, value, table[name])
                     value.meta = value.meta or dict(meta)
                 cut.append(value)
         node.args = (tuple(cut),)

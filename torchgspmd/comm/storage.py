@@ -64,7 +64,7 @@ def distribute(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceM
         coordinates = mesh.coordinates(device_mesh.get_rank())
         local = torch.empty(stored_shape(spec, tuple(tensor.shape), mesh, coordinates), dtype=tensor.dtype, device="meta")
         return DTensor.from_local(local, device_mesh, where, run_check=False, shape=tensor.shape, stride=tensor.stride())
-    return distribute_tensor(tensor.detach(), device_mesh, where)
+    return distribute_tensor(tensor.detach().contiguous(memory_format=memory_format(tensor)), device_mesh, where)
 
 
 def stored_shape(spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh, coordinates: Coordinates) -> tuple[int, ...]:
@@ -147,6 +147,19 @@ def cut_padding(graph: fx.Graph, value: fx.Node, stored: tuple[int, ...], padded
         if have != want:
             value = graph.call_function(aten.narrow.default, (value, d, 0, want))
     return graph.call_function(aten.contiguous.default, (value,)) if stored != padded else value
+
+
+def strided_like(graph: fx.Graph, value: fx.Node, parameter: Tensor) -> fx.Node:
+    """A gradient with the order of memory that its parameter has: fused optimizers go through both without asking."""
+    order = memory_format(local_of(parameter))
+    return graph.call_function(aten.contiguous.default, (value,), {"memory_format": order}) if parameter.dim() > 1 else value
+
+
+def memory_format(tensor: Tensor) -> torch.memory_format:
+    """In which a tensor is without gaps; the usual one where it is in none."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(tensor.dim())
+    return last if last and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
 def _behind(graph: fx.Graph, node: fx.Node, make) -> None:

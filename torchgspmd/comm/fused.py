@@ -1,0 +1,72 @@
+"""The fused steps of torch.optim (fused=True) on DTensors: one call on the lists of their local tensors.
+
+DTensor works out layouts for every tensor of the lists at every step, 2 ms for the 70 parameters of a small model. An elementwise
+operation on tensors of one layout needs none of that. Private API of torch (DTensor's table of handlers, its local tensor
+and spec); checked on 2.9.0 and 2.13.0.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
+
+
+def step_on_local_tensors() -> None:
+    """From here on, for all DTensors of this process."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for packet in (getattr(torch.ops.aten, name) for name in _STEPS):
+        for overload in packet.overloads():
+            handlers.setdefault(getattr(packet, overload), _step)
+
+
+def _step(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+    others = [a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)]
+    if others or not _aligned(lists):
+        return _as_before(op, args, kwargs)
+    return op(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
+
+
+def _aligned(lists: list) -> bool:
+    """Whether tensors that meet have one layout, without a pending sum. Counts of steps may be plain tensors."""
+    for tensors in zip(*lists):
+        spec = tensors[0]._spec if isinstance(tensors[0], DTensor) else None
+        for tensor in tensors:
+            if not isinstance(tensor, DTensor):
+                if spec is None or tensor.dim():
+                    return False
+            elif (id(spec), id(tensor._spec)) not in _ALIKE and not _alike(spec, tensor._spec):
+                return False
+    return True
+
+
+# Pairs of layouts found to be alike, by their ids: comparing them takes longer than the step. Holds them, so that ids stay theirs.
+_ALIKE: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if a.placements != b.placements or a.mesh != b.mesh or a.shape != b.shape or any(p.is_partial() for p in a.placements):
+        return False
+    if len(_ALIKE) > 100_000:
+        _ALIKE.clear()
+    _ALIKE[id(a), id(b)] = a, b
+    return True
+
+
+def _local(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return [t._local_tensor if isinstance(t, DTensor) else t for t in argument]
+    return argument
+
+
+def _as_before(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    del handlers[op]
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = _step
