@@ -15,6 +15,8 @@ from torch.utils import checkpoint as checkpointing
 
 from ..errors import ShardingError, user_line, user_line_of
 
+_OLD = torch.__version__ < "2.10"           # which cannot trace slices by numbers that depend on values, nor compute with truth values
+
 
 def check_module(module: nn.Module) -> None:
     """ShardingError for modules that cannot be traced."""
@@ -36,11 +38,15 @@ class one_error:
 
     def __exit__(self, kind: Any, error: Any, _: Any) -> None:
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
-            what = str(getattr(error, "func", "an `if` or a loop"))
+            what = str(getattr(error, "func", "an `if`, a loop or a slice" if _OLD else "an `if` or a loop"))
+            slices = "; on torch 2.9, for x[:n]: x.index_select(0, torch.arange(n))" if _OLD else ""
             raise ShardingError(f"the program depends on values: {what} needs numbers that are known only when it runs",
                                 where=user_line_of(error), why="one program is made for all values, before any device computes",
                                 fix="use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument"
-                                ) from error
+                                    + slices) from error
+        if _OLD and isinstance(error, TypeError) and "SymBool" in str(error):
+            raise ShardingError("torch 2.9 cannot compute with a truth value that is known only when the program runs",
+                                where=user_line_of(error), fix="keep it a tensor: (x == y).all() instead of torch.equal(x, y)") from error
         if isinstance(error, UnsupportedOperatorException):
             raise ShardingError(f"this cannot be captured: {error.func}", where=user_line_of(error),
                                 why="it does not run on tensors without values",
