@@ -47,8 +47,8 @@ from .parallel_xla import XlaModule
 from .plan import Plan
 from .shard_spec import ShardSpec, SpecLike
 from .specs import spread_inputs
+from .xla_backend.batch import place_batch
 from .xla_backend.runtime import is_started
-from .xla_backend.state import place_batch
 
 _IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 BACKENDS = ("torch", "inductor", "xla")
@@ -92,8 +92,8 @@ def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
     """This rank's part of a batch, all parts together as one global DTensor; nothing is sent.
 
     local: the rows that a DistributedSampler gives this rank: of the same shape on every rank. The global size of a
-    sharded dimension is the local one times the number of shards. In a process that runs on XLA: the batch of the host,
-    as an XLA tensor; with several hosts, give the global batch to the model itself.
+    sharded dimension is the local one times the number of shards. In a process that runs on XLA: the batch of this host, whose
+    rows go to its devices; all hosts' together as one XLA tensor.
     """
     if is_started():
         return place_batch(local, mesh, spec)

@@ -7,11 +7,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils._pytree import tree_map_only
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, folder: Path) -> None:
+    """XLA tensors are read before: that is a program of all hosts, and each writes another part of the checkpoint."""
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state, "steps": torch.tensor(steps)}, checkpoint_id=folder)
+    content = {"model": weights, "optimizer": state, "steps": torch.tensor(steps)}
+    dcp.save(tree_map_only(Tensor, lambda t: t.cpu() if t.device.type == "xla" else t, content), checkpoint_id=folder)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:

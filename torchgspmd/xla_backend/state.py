@@ -11,9 +11,8 @@ from ..annotate import copy_mark
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
 from ..module_state import named_tensors, slot_of
-from ..shard_spec import ShardSpec, SpecLike
-from .runtime import start
-from .sharding import annotate, check, device_order, in_xla, layout_text, text_of
+from ..shard_spec import ShardSpec
+from .sharding import annotate, device_order, in_xla, layout_text, text_of
 
 Slot = tuple[dict, str, ShardSpec]          # a module's table of parameters or buffers, the name there, the layout
 
@@ -44,17 +43,6 @@ def place_tensor(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device: torch.devi
     moved = tensor.to(device)
     xs.mark_sharding(moved, *in_xla(mesh, spec))
     return moved
-
-
-def place_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
-    """The batch of this host, which is the only one."""
-    import torch_xla.runtime as xr
-    device = start(mesh, backward=False)
-    parsed = check(ShardSpec.parse(spec).check(mesh, local.shape, "the batch").closed(), mesh, "the batch")
-    if xr.process_count() > 1:
-        raise ShardingError("shard_batch on XLA takes the batch of one host only", where=user_line(),
-                            fix="give the same global batch to the model on every host: each sends its own part to its devices")
-    return place_tensor(local, parsed, mesh, device)
 
 
 def pin(tensor: Tensor, mesh: Mesh, spec: ShardSpec) -> None:
