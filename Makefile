@@ -31,10 +31,10 @@ test-core: venv
 	$(BIN)/python -m pip install --quiet -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -x -q -n 2 --dist worksteal tests
 
-# One process for all tests of XLA: it has 8 virtual devices, and SPMD cannot be switched off in it. The core tests show that
+# Processes of their own for the tests of XLA: each has 8 virtual devices, and SPMD cannot be switched off in it. The core tests show that
 # torch 2.9 will do; what takes long and depends little on the version of torch is left out.
 test-xla: venv-xla
-	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q tests_xla
+	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q -n 2 --dist worksteal tests_xla
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q -n 2 --dist worksteal tests $(patsubst %,--ignore=tests/test_%.py,random_programs examples unet3d imports)
 
 # Models of transformers, in an environment of their own.

@@ -11,6 +11,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples"), str(Path(__file__).
 
 
 def pytest_configure(config):
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return                                                                  # of xdist, the process that runs no test
     from torchgspmd import Mesh
     from torchgspmd.xla_backend.runtime import start
     start(Mesh(data=4, model=2))

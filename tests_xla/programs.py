@@ -63,9 +63,9 @@ class MoE(nn.Module):
         return mark_sharding(y, self.mesh, "data _ _").square().mean()
 
 
-def gpt(layout: str, sizes: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> nn.Module:
+def gpt(layout: str, sizes: tuple[int, int, int], dtype: torch.dtype = torch.float32, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return GPT(Config(sizes[0], context=sizes[1], layers=2, heads=4, width=32), MESH, layout).to(dtype)
+    return GPT(Config(sizes[0], context=sizes[1], layers=layers, heads=4, width=32), MESH, layout).to(dtype)
 
 
 def texts(sizes: tuple[int, int, int], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -75,9 +75,9 @@ def texts(sizes: tuple[int, int, int], steps: int) -> Iterator[tuple[Tensor, Ten
         yield tuple(torch.randint(vocabulary, (2, count, length), generator=generator))
 
 
-def vit(layout: str, sizes: tuple[int, int], dtype: torch.dtype = torch.float32) -> nn.Module:
+def vit(layout: str, sizes: tuple[int, int], dtype: torch.dtype = torch.float32, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return ViT(ViTConfig(sizes[0], 3, 3, layers=2, heads=4, width=32), MESH, layout).to(dtype)
+    return ViT(ViTConfig(sizes[0], 3, 3, layers=layers, heads=4, width=32), MESH, layout).to(dtype)
 
 
 def images(dtype: torch.dtype, steps: int, size: tuple[int, int] = (16, 16), count: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
@@ -117,6 +117,20 @@ def on_both(model: nn.Module, **options) -> tuple[nn.Module, nn.Module]:
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def primed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Itself with a state, after a step that changes nothing: the program of a training step is then compiled once, not twice."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = rate
+    return optimizer
 
 
 def furthest(losses: list[float], wanted: list[float]) -> float:
