@@ -1,4 +1,5 @@
 """Simplified graphs: nothing is sent for what is known, and the numbers stay."""
+import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same
@@ -46,3 +47,40 @@ def test_rows_of_one_number_are_not_moved():
     plan = gspmd.plan(shifted, x, mesh=MESH, in_specs="model _", out_specs="model _")
     assert plan.sent_bytes <= 4 * 4 * 4                                     # the rows that x[:1] and the cut push over a border
     assert_same(plan.simulate(x, _poison=True), shifted(x))
+
+
+def padded(x, state):
+    """A shift as GSPMD writes it: rows put before, and as many cut off behind; and the other way around."""
+    return F.pad(state, (0, 0, 1, 0))[:6] + x, F.pad(state, (0, 0, 0, 2), value=3.0)[2:], F.pad(state.sin()[1:], (0, 0, 1, 0))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_rows_put_before_and_cut_off_behind_are_one_move(count):
+    """One row of four numbers to the next device, two to the former; what was cut off first is padded as it stands."""
+    mesh, x, state = gspmd.Mesh(s=count), torch.randn(6, 4), torch.randn(6, 4)
+    plan = gspmd.plan(padded, x, state, mesh=mesh, in_specs=("s _", "s _"), out_specs=("s _",) * 3)
+    assert_same(plan.simulate(x, state, _poison=True), padded(x, state))
+    plan = gspmd.plan(lambda x, state: padded(x, state)[:2], x, state, mesh=mesh, in_specs=("s _", "s _"), out_specs=("s _",) * 2)
+    assert [(c.kind, c.sent_bytes) for c in plan.collectives] == [("permute", 16), ("permute", 32)]
+
+
+def test_a_step_of_padding_backward():
+    def step(x, state):
+        return torch.autograd.grad((F.pad(state, (0, 0, 1, 0))[:6] * x).sum(), state)
+
+    x, state = torch.randn(6, 4), torch.randn(6, 4, requires_grad=True)
+    plan = gspmd.plan(step, x, state, mesh=gspmd.Mesh(s=3), in_specs=("s _", "s _"), out_specs=("s _",))
+    assert [(c.kind, c.sent_bytes) for c in plan.collectives] == [("permute", 16)]
+    assert_same(plan.simulate(x, state, _poison=True), step(x, state))
+
+
+def test_what_a_loop_takes_of_a_weight_is_gathered_once():
+    def layers(x, w):
+        for _ in range(3):
+            x = torch.tanh(x @ w[1].t())
+        return x
+
+    x, w = torch.randn(64, 4), torch.randn(2, 4, 4)
+    plan = gspmd.plan(layers, x, w, mesh=gspmd.Mesh(s=2), in_specs=("s _", "_ s _"), out_specs="s _")
+    assert [(c.kind, c.sent_bytes) for c in plan.collectives] == [("all_gather", 32)]
+    assert_same(plan.simulate(x, w, _poison=True), layers(x, w))

@@ -38,6 +38,7 @@ def clean(traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]
             _copy_meta(node, new[node])
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
     _share_random(graph)
+    _share_views(graph)
     graph.eliminate_dead_code()
     return graph, inputs
 
@@ -113,6 +114,23 @@ def _share_random(graph: fx.Graph) -> None:
             if index < len(twins):
                 node.replace_all_uses_with(twins[index])
                 graph.erase_node(node)
+
+
+def _share_views(graph: fx.Graph) -> None:
+    """Equal views of one value become one, so that what a loop takes of a weight every time is brought to where it is used once."""
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not _is_view(node.target) or node.meta.get("dynamic"):
+            continue
+        same = first.setdefault((node.target, repr((node.args, node.kwargs))), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _is_view(target: Any) -> bool:
+    """Whether the result has the elements of the operand, and no memory of its own."""
+    return isinstance(target, torch._ops.OpOverload) and target.is_view
 
 
 def _is_profiling(target: Any) -> bool:

@@ -1,7 +1,7 @@
 """Operations whose result is there already: what a graph of several of them computes, known without any communication."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +11,19 @@ from ..annotate import mark_sharding_op
 
 aten = torch.ops.aten
 MARK = mark_sharding_op._opoverload
-SIMPLIFICATIONS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {}
+SIMPLIFICATIONS: dict[Any, list[Callable[[fx.Node], fx.Node | None]]] = {}
 
 
 def simplified(node: fx.Node) -> fx.Node | None:
     """The node that holds the same value, if one is known."""
-    found = SIMPLIFICATIONS.get(node.target)
-    return found(node) if found else None
+    found = (function(node) for function in SIMPLIFICATIONS.get(node.target, ()))
+    return next((same for same in found if same is not None), None)
 
 
 def simplification(op: Any) -> Callable:
     """Registers a function from a node with val on it and on what it takes."""
     def register(function: Callable) -> Callable:
-        SIMPLIFICATIONS[op] = function
+        SIMPLIFICATIONS.setdefault(op, []).append(function)
         return function
     return register
 
@@ -56,11 +56,59 @@ def _moved_rows_of_one_number(node: fx.Node) -> fx.Node | None:
 
 
 @simplification(aten.slice.Tensor)
-def _part_of_one_number(node: fx.Node) -> fx.Node | None:
+@simplification(aten.constant_pad_nd.default)
+def _rows_of_one_number(node: fx.Node) -> fx.Node | None:
     number, val = _filled(node.args[0]), node.meta["val"]
-    if number is None:
+    if number is None or node.target is aten.constant_pad_nd.default and number != (*node.args[2:], 0)[0]:
         return None
     with node.graph.inserting_before(node):
         made = node.graph.call_function(aten.full.default, (list(val.shape), number), {"dtype": val.dtype, "device": val.device})
     made.meta = dict(node.meta)
     return made
+
+
+Pads = dict[int, tuple[int, int]]       # dimension -> rows put before and behind; negative: cut off
+
+
+@simplification(aten.slice.Tensor)
+@simplification(aten.constant_pad_nd.default)
+def _moved_rows(node: fx.Node) -> fx.Node | None:
+    """Rows that are put to one end and cut off at the other one, as pipelines shift their states: one operation, of one size."""
+    second = _pads(node)
+    first = _pads(node.args[0]) if second and second[2] is None and isinstance(node.args[0], fx.Node) else None
+    if first is None or not any(max(first[1].get(d, (0, 0))) > 0 for d in second[1]):
+        return None
+    x, pads, val = first[0], dict(first[1]), node.meta["val"]
+    for d, (before, behind) in second[1].items():
+        pads[d] = tuple(map(sum, zip(pads.get(d, (0, 0)), (before, behind))))
+    flat = [n for d in reversed(range(val.dim())) for n in pads.get(d, (0, 0))]
+    if 0 in val.shape:
+        return None
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(aten.constant_pad_nd.default, (x, flat, first[2] or 0))
+    made.meta = dict(node.meta)
+    return made
+
+
+def _pads(node: fx.Node) -> tuple[fx.Node, Pads, float | None] | None:
+    """What rows are put around, or cut off (then there is no number), how many, and what they hold; None if something else is done."""
+    if node.kwargs or node.op != "call_function":
+        return None
+    if node.target is aten.constant_pad_nd.default:
+        rank, flat, *number = node.meta["val"].dim(), *node.args[1:]
+        pads = {rank - 1 - i // 2: tuple(flat[i:i + 2]) for i in range(0, len(flat), 2)}
+        return node.args[0], pads, (*number, 0)[0] if max(flat) > 0 else None
+    if node.target is aten.slice.Tensor:
+        d, *cut = _cut(node.args[0].meta["val"].shape, *node.args[1:])
+        return (node.args[0], {d: tuple(cut)}, None) if cut else None
+    if node.target is aten.slice_backward.default:
+        d, *cut = _cut(node.args[1], *node.args[2:])
+        return (node.args[0], {d: tuple(-rows for rows in cut)}, 0) if cut else None
+    return None
+
+
+def _cut(shape: Sequence[int], dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> tuple[int, ...]:
+    """The dimension of a slice, and, unless it leaves rows out between, what it takes from the ends, as negative numbers."""
+    dim %= len(shape)
+    first, last, _ = slice(start, end, step).indices(shape[dim])
+    return (dim, -first, last - shape[dim]) if step == 1 else (dim,)
