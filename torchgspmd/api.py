@@ -20,11 +20,14 @@ from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
 from .fx_passes import regather as gather_again
 from .fx_passes.communicate import OPTIONAL, communicate
 from .fx_passes.graph import Op
+from .fx_passes.partition import inserted
+from .fx_passes.parts import use_parts
 from .fx_passes.subaxes import merge_parts, wanted_parts
 from .fx_passes.verify import verify
 from .mesh import Mesh
 from .plan import Plan
 from .rules import natively
+from .rules.parts import goes_by_parts
 from .shard_spec import ShardSpec
 from .specs import spread, spread_inputs
 
@@ -69,6 +72,7 @@ class Annotated:
     layouts: Layouts
     given: dict[fx.Node, ShardSpec]         # layouts of inputs that are settled
     results: list[ShardSpec | None]         # those asked for, of the outputs
+    parted: bool = False                    # whether products are computed by parts, since they are cut (see fx_passes/parts.py)
 
 
 def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
@@ -87,8 +91,12 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     device = device or max((n.meta["val"].device.type for n in captured.graph.find_nodes(op="placeholder")), default="cpu")
     rules, clock, dump = Rules(), _Clock(), Dump(mesh)
     dump("capture", captured.graph)
-    made = lay_out(captured, mesh, arguments, out_specs, stored, whole=stored is not None, parts=True, rules=rules, clock=clock, dump=dump)
+    options = {"whole": stored is not None, "parts": True, "rules": rules, "clock": clock, "dump": dump}
+    made = lay_out(captured, mesh, arguments, out_specs, stored, pieces=True, **options)
     sharded = decide(made, plain, rules)
+    if made.parted:
+        other = lay_out(captured, mesh, arguments, out_specs, stored, **options)
+        made, sharded = min((made, sharded), (other, decide(other, plain, rules)), key=lambda way: _sent(way[1]))
     dump("partition", sharded)
     clock("partition")
     if rng == "native":
@@ -121,10 +129,10 @@ def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
-            stored: Mapping[str, ShardSpec] | None = None, *, whole: bool = False, parts: bool = False, expand: Callable = expand,
-            rules: Rules | None = None, clock: Callable = _ignore, dump: Callable = _ignore) -> Annotated:
+            stored: Mapping[str, ShardSpec] | None = None, *, whole: bool = False, parts: bool = False, pieces: bool = False,
+            expand: Callable = expand, rules: Rules | None = None, clock: Callable = _ignore, dump: Callable = _ignore) -> Annotated:
     """The passes before partition. whole: results without a spec are replicated; parts: layouts may use parts of axes, on
-    a mesh that is split for it; expand: how operations are taken apart."""
+    a mesh that is split for it; pieces: products that are cut may be computed by parts; expand: how operations are taken apart."""
     rules = rules or Rules()
     graph = expand(captured.graph)
     dump("expand", graph)
@@ -132,10 +140,13 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
     results = _result_specs(captured, graph, out_specs, mesh, whole)
     inputs = _input_specs(captured, mesh, arguments, stored or {})
     layouts = _propagate(captured, graph, mesh, inputs, results, rules)
-    splitting = {op.node: max(_whole_shards(op, layouts), _uneven_shards(op, layouts)) for op in rules.ops(graph) if op.rule.splits}
+    splitting = {op.node: max(_whole_shards(op, layouts), _uneven_shards(op, layouts), _parted_shards(op, layouts))
+                 for op in rules.ops(graph) if op.rule.splits}
     splitting = {node: shards for node, shards in splitting.items() if shards > 1}
     if splitting:
         graph = expand(graph, splitting)
+        layouts = _propagate(captured, graph, mesh, inputs, results, rules)
+    if parted := pieces and use_parts(graph, layouts, rules):
         layouts = _propagate(captured, graph, mesh, inputs, results, rules)
     fine = mesh
     while parts and (wanted := wanted_parts(graph, layouts, rules)):
@@ -152,7 +163,7 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
     for node, inp in zip(placeholders, captured.inputs):
         if inp.kind == TANGENT and results[inp.output] is not None and not any(results[inp.output].open):
             given[node] = results[inp.output]
-    return Annotated(captured, graph, layouts, given, results)
+    return Annotated(captured, graph, layouts, given, results, parted)
 
 
 def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = None) -> fx.Graph:
@@ -161,6 +172,11 @@ def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = No
     wanted = _outputs(made.captured, placeholders, made.results, plain)
     mesh = made.layouts.mesh
     return merge_parts(verify(partition(made.graph, mesh, made.given, wanted, rules), mesh), mesh)
+
+
+def _sent(graph: fx.Graph) -> float:
+    """Bytes that a device sends in a partitioned graph."""
+    return sum(node.meta["step"].sent for node in inserted(graph))
 
 
 class _Clock:
@@ -264,3 +280,12 @@ def _outputs(captured: Captured, placeholders: list[fx.Node], results: list[Shar
         elif spec is not None:
             found[i] = spec
     return found
+
+
+def _parted_shards(op: Op, layouts: Layouts) -> int:
+    """Into how many shards propagation cuts a dimension of several factors, of which they divide only the others than the major one."""
+    tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)) if v is not None]
+    dims = ((factors, layouts.mesh.count(axes)) for value, dims in tensors for factors, axes in zip(dims, layouts.spec[value].dims)
+            if len(factors) > 1 and axes)
+    sizes = ((op.rule.sizes[major], math.prod(op.rule.sizes[f] for f in others), count) for (major, *others), count in dims)
+    return max((count for rows, others, count in sizes if goes_by_parts(rows, others, count)), default=1)

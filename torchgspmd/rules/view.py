@@ -8,11 +8,14 @@ import torch
 
 from .indexing import zero_outside
 from .notation import Call, Dims, Rule, make_rule
+from .parts import view_by_parts
 from .pointwise import broadcast_dims
-from .registry import computed, decomposition, shape_argument
+from .registry import BLOCKWISE, computed, decomposition, shape_argument
 from .rows import uneven_view
 
 aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+BLOCKWISE.update(VIEWS)
 
 
 def reshape_factors(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
@@ -70,7 +73,15 @@ def _products(shape: Sequence[int]) -> list[int]:
     return result
 
 
-@computed(aten.view.default, aten._unsafe_view.default, aten.reshape.default, splits=uneven_view)
+def _by_rows_or_parts(x: torch.Tensor, shape: Sequence[int], shards: int) -> torch.Tensor:
+    """A reshape along dimensions that so many devices do not divide."""
+    try:
+        return view_by_parts(x, shape, shards)
+    except NotImplementedError:
+        return uneven_view(x, shape)
+
+
+@computed(*VIEWS, splits=_by_rows_or_parts)
 def _view(call: Call) -> Rule | None:
     before, after = call.tensors[0].shape, call.results[0].shape
     if 0 in before:
