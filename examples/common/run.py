@@ -112,6 +112,7 @@ def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: C
                         disable=RANK > 0 or not console.is_terminal)
     losses: list[float] = []
     rate = start = 0.0
+    compiled = first + (args.backend == "xla")                              # the step that compiles last: XLA's second one has a state
     with progress:
         task = progress.add_task("training", total=args.steps, loss=float("nan"), rate=0)
         for step in range(first, first + args.steps):
@@ -125,12 +126,12 @@ def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: C
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-            if step == first:                                               # which compiles
-                if (plan := getattr(model, "plan", None)) is not None:
-                    show_plan(plan, model.planning_seconds, console)
+            if step == first and (plan := getattr(model, "plan", None)) is not None:
+                show_plan(plan, model.planning_seconds, console)
+            if step <= compiled:
                 start = time.perf_counter()
             else:
-                rate = (len(losses) - 1) * count(arguments[0]) / (time.perf_counter() - start)
+                rate = (step - compiled) * count(arguments[0]) / (time.perf_counter() - start)
             progress.update(task, advance=1, loss=losses[-1], rate=rate)
             if not console.is_terminal and (len(losses) % max(1, args.steps // 10) == 0):
                 console.print(f"step {step + 1:5}  loss {losses[-1]:.4f}  {rate:,.0f} {unit}/s")
