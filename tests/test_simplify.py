@@ -84,3 +84,14 @@ def test_what_a_loop_takes_of_a_weight_is_gathered_once():
     plan = gspmd.plan(layers, x, w, mesh=gspmd.Mesh(s=2), in_specs=("s _", "_ s _"), out_specs="s _")
     assert [(c.kind, c.sent_bytes) for c in plan.collectives] == [("all_gather", 32)]
     assert_same(plan.simulate(x, w, _poison=True), layers(x, w))
+
+
+@pytest.mark.parametrize("size", [12, 13])
+def test_the_gradient_of_cumsum_sends_sums_of_blocks(size):
+    def step(x, dy):
+        return torch.autograd.grad(x.cumsum(1), x, dy)
+
+    x, dy = torch.randn(2, size, requires_grad=True), torch.randn(2, size)
+    plan = gspmd.plan(step, x, dy, mesh=gspmd.Mesh(s=4), in_specs=("_ s", "_ s"), out_specs=("_ s",))
+    assert_same(plan.simulate(x, dy, _poison=True), step(x, dy))
+    assert size % 4 or plan.sent_bytes <= 2 * 4 * 4                         # of each of two rows no more than four numbers

@@ -12,6 +12,18 @@ from .registry import BLOCKWISE, SPLITS, computed
 aten = torch.ops.aten
 
 
+@torch.library.custom_op("torchgspmd::suffix_sums", mutates_args=())
+def suffix_sums(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sums of every row and all behind it, as the gradient of cumsum needs them: flip(cumsum(flip(x)))."""
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
+@suffix_sums.register_fake
+def _(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+
 def blocks_of(size: int, shards: int) -> int:
     """Into how many equal blocks a dimension is cut; shards 1: a guess that many meshes divide. NotImplementedError if it cannot be."""
     found = [n for n in ([shards] if shards > 1 else range(24, 1, -1)) if size % n == 0 and size > n]
@@ -30,13 +42,14 @@ def place_of_block(blocks: int, size: int, trailing: int, device: torch.device, 
     return (torch.arange(blocks, device=device, dtype=dtype) * size).reshape([blocks] + [1] * trailing)
 
 
-@computed(aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default)
+@computed(suffix_sums._opoverload, aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default,
+          aten.cummax.default, aten.cummin.default)
 def _scan(call: Call) -> Rule:
     x = call.tensors[0]
     dim = call.args[1] % x.dim() if x.dim() else 0
     names = [(f"d{i}",) for i in range(x.dim())]
     return make_rule([names], [names] * len(call.results), {f"d{i}": n for i, n in enumerate(x.shape)}, whole=f"d{dim}", splits=True,
-                     linear=[[0]] if call.target is aten.cumsum.default else ())
+                     linear=[[0]] if call.target in (aten.cumsum.default, suffix_sums._opoverload) else ())
 
 
 def _exclusive(totals: torch.Tensor, scan, dim: int, start) -> torch.Tensor:
@@ -53,6 +66,15 @@ def _along(scan, join, start):
         totals = inner.select(dim + 1, parts.shape[dim + 1] - 1)
         return join(inner, _exclusive(totals, scan, dim, start)).reshape(x.shape)
     return split
+
+
+def _suffixes(x, dim, *, shards=1):
+    """As _along, from behind."""
+    parts = cut(x, dim, blocks_of(x.shape[dim], shards))
+    inner = suffix_sums(parts, dim + 1)
+    behind = suffix_sums(inner.select(dim + 1, 0).narrow(dim, 1, parts.shape[dim] - 1), dim)
+    behind = aten.constant_pad_nd(behind, [0, 0] * (x.dim() - 1 - dim) + [0, 1], 0)
+    return (inner + behind.unsqueeze(dim + 1)).reshape(x.shape)
 
 
 def _extreme(scan, wins, lowest):
@@ -81,6 +103,7 @@ def _highest(dtype: torch.dtype) -> float | int:
 
 _SCANS = {aten.cumsum.default: _along(torch.cumsum, torch.add, 0), aten.cumprod.default: _along(torch.cumprod, torch.mul, 1),
           aten.logcumsumexp.default: _along(torch.logcumsumexp, torch.logaddexp, -math.inf),
+          suffix_sums._opoverload: _suffixes,
           aten.cummax.default: _extreme(torch.cummax, torch.ge, _lowest), aten.cummin.default: _extreme(torch.cummin, torch.le, _highest)}
 SPLITS.update(_SCANS)
 BLOCKWISE.update(_SCANS)

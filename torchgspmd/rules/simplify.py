@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ..annotate import mark_sharding_op
+from .scan import suffix_sums
 
 aten = torch.ops.aten
 MARK = mark_sharding_op._opoverload
@@ -47,6 +48,22 @@ def _filled(node: fx.Node) -> Any:
     while node.target is MARK:
         node = node.args[0]
     return node.args[1] if node.target is aten.full.default else None
+
+
+@simplification(aten.flip.default)
+def _sums_from_behind(node: fx.Node) -> fx.Node | None:
+    """The gradient of cumsum turns rows around twice; a device need not have any but its own for that."""
+    scan, rank = node.args[0], node.meta["val"].dim()
+    if scan.target is not aten.cumsum.default or scan.kwargs or scan.args[0].target is not aten.flip.default:
+        return None
+    dims = {d % rank for found in (node.args[1], scan.args[1:], scan.args[0].args[1]) for d in found}
+    x, val = scan.args[0].args[0], node.meta["val"]
+    if len(dims) > 1 or x.meta["val"].dtype != val.dtype:
+        return None
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(suffix_sums._opoverload, (x, *dims))
+    made.meta = dict(node.meta)
+    return made
 
 
 @simplification(aten.roll.default)
