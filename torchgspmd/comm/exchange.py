@@ -57,9 +57,16 @@ class Exchange:
 
     def received(self) -> int:
         """Elements that the device gets that lacks most of what it wants."""
-        group = self._group(dict.fromkeys(self.mesh.names, 0))
-        held, wanted = self._rows(self.before, group), self._rows(self.after, group)
-        return int((_volume(wanted) - _volume(_common(held, wanted))).max())
+        wanted = kept = 1
+        for size, b, a in zip(self.shape, self.before.dims, self.after.dims):
+            low, high = _blocks(self.mesh, self.axes, size, a)
+            wanted = wanted * (high - low)
+            if a != b:
+                first, last = _blocks(self.mesh, self.axes, size, b)
+                kept = kept * np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
+            else:
+                kept = kept * (high - low)
+        return int((wanted - kept).max())
 
     def transfer(self, coordinates: Coordinates) -> Transfer:
         """What the device at these coordinates does."""
@@ -107,6 +114,16 @@ class Exchange:
             holders = {**group, **{a: np.full_like(group[a], place) for a, place in zip(sharing, places)}}
             total = total - _volume(_common(owed, self._rows(self.after, holders)))
         return total
+
+
+@lru_cache(maxsize=65536)
+def _blocks(mesh: Mesh, members: Axes, size: int, axes: Axes) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a dimension over `axes` that each member of the first device's group has: the first, and the one past the last."""
+    places = np.indices([mesh.count((a,)) for a in members]).reshape(len(members), -1)
+    at = {**dict.fromkeys(mesh.names, 0), **dict(zip(members, places))}
+    rows = -(-size // mesh.count(axes))
+    low = np.minimum(mesh.index(axes, at) * rows + np.zeros(places.shape[1], dtype=int), size)
+    return low, np.minimum(low + rows, size)
 
 
 @lru_cache(maxsize=65536)

@@ -173,21 +173,36 @@ class Solver:
         strategies = self.candidates(op, available, wanted)
         if current is not None:
             strategies = [current, *strategies]                             # of equals the current one stays
-        return min(strategies, key=lambda s: self.cost(op, s, available, wanted))
+        return self.cheapest(op, strategies, available, wanted)
+
+    def cheapest(self, op: Op, strategies: Iterable[Strategy], available, wanted) -> Strategy:
+        """The first of those that cost least."""
+        least, best = math.inf, None
+        for strategy in strategies:
+            cost = self.cost(op, strategy, available, wanted, least)
+            if best is None or cost < least:
+                least, best = cost, strategy
+        return best
 
     def around(self, op: Op) -> tuple[tuple[Available, ...], tuple[tuple[ShardSpec, ...], ...]]:
         """Where its operands are, and where its results are used."""
         return tuple(self._available(v, op, False) for v in op.operands), tuple(self._wanted(v, False) for v in op.results)
 
-    def cost(self, op: Op, strategy: Strategy, available, wanted) -> float:
+    def cost(self, op: Op, strategy: Strategy, available, wanted, limit: float = math.inf) -> float:
+        """Of one operation. limit: from there on it does not matter how much."""
         cost = strategy.work
+        for value, made in zip(op.results, strategy.results):
+            if self.late and made.pending and value is not None:
+                cost -= self.late * math.prod(made.local_shape(value.meta["val"].shape, self.mesh)) * value.meta["val"].element_size()
+        for value, made, uses in zip(op.results, strategy.results, wanted):
+            if cost >= limit:
+                return cost
+            cost += self._distribute(value, made, uses)
         for value, have, need in zip(op.operands, available, strategy.operands):
+            if cost >= limit:
+                return cost
             if need not in have.layouts:
                 cost += min(self._move(value, self._deferred(layout, have, need), need) for layout in have.layouts) / have.sharers
-        for value, made, uses in zip(op.results, strategy.results, wanted):
-            if made.pending and value is not None:
-                cost -= self.late * math.prod(made.local_shape(value.meta["val"].shape, self.mesh)) * value.meta["val"].element_size()
-            cost += self._distribute(value, made, uses)
         return cost
 
     def transport(self, value: fx.Node) -> float:

@@ -28,6 +28,7 @@ class Together:
 
     def __init__(self, solver: Solver):
         self.solver, self.memo = solver, {}
+        self.vain: set[tuple] = set()                                       # situations of bodies in which a way was no better
         self.sums, self.chains, self.bodies = sums(solver.ops), chains(solver.ops), bodies(solver.ops)
         self.makers = {value: op for op in solver.ops.values() for value in op.results if value is not None}
         self.order = {node: i for i, node in enumerate(solver.ops)}
@@ -171,7 +172,12 @@ class Together:
 
     def _lay_out(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> bool:
         around = self.around[body.ops[0].node]
-        before, cost = [self.solver.chosen[op.node] for op in around], self.exact(around)
+        before = [self.solver.chosen[op.node] for op in around]
+        situation = (axis, *map(factors.get, (op.node for op in body.ops)), self.solver.late,
+                     *((op.key, self.solver.around(op), strategy) for op, strategy in zip(around, before)))
+        if situation in self.vain:
+            return False
+        cost = self.exact(around)
         self._force(body, axis, factors)
         for op in (*reversed(around), *around):
             self.solver.choose(op)
@@ -179,6 +185,7 @@ class Together:
             return True
         for op, strategy in zip(around, before):
             self.solver.take(op, strategy)
+        self.vain.add(situation)
         return False
 
     def _force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
@@ -207,7 +214,7 @@ class Together:
         return sum(self.solver.chosen[op.node].work for op in ops) + sum(map(self.solver.transport, values))
 
     def _cheapest(self, op: Op, candidates: list[Strategy], available, wanted) -> None:
-        self.solver.take(op, min(candidates, key=lambda s: self.solver.cost(op, s, available, wanted)))
+        self.solver.take(op, self.solver.cheapest(op, candidates, available, wanted))
 
 
 def _pending_too(spec: ShardSpec, axis: str, mesh: Mesh) -> ShardSpec:
