@@ -61,6 +61,16 @@ def test_optimizers_inside_of_a_program(optimizer, options, kernel):
         torch.testing.assert_close(got, want.detach(), rtol=1e-4, atol=1e-5)    # Adam divides by roots of sums of squares
 
 
+def test_an_optimizer_that_needs_numbers_in_advance_is_one_sentence():
+    def step(x):
+        x = x.detach().requires_grad_()
+        made = torch.optim.Adamax([x], foreach=True)
+        x.square().sum().backward()
+        made.step()
+        return x
+    assert "_foreach_addcdiv_ is given numbers that are known only when it runs" in message(lambda: gspmd.plan(step, X, mesh=MESH))
+
+
 @pytest.mark.parametrize("name, arguments", [
     ("_foreach_addcdiv_", (1, 1, 1, torch.tensor([2.0, 3.0]))), ("_foreach_addcmul", (1, 1, 1, [2.0, 3.0])), ("_foreach_maximum_", (1, 1)),
     ("_foreach_minimum", (1, [0.5, 0.7])), ("_foreach_norm", (1, 1.0)), ("_foreach_add_", (1, 1)), ("_foreach_sub", (1, 2.0)),
