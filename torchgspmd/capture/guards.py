@@ -52,7 +52,8 @@ class one_error:
                                 why="it does not run on tensors without values",
                                 fix="compute it outside and pass it as an argument, or write it with dense tensors") from error
         if isinstance(error, TypeError) and str(error).startswith("_foreach_"):
-            raise ShardingError(f"{str(error).partition('(')[0]} is given numbers that are known only when it runs", where=user_line_of(error),
+            name = str(error).partition("(")[0]
+            raise ShardingError(f"{name} is given numbers that are known only when it runs", where=user_line_of(error),
                                 why="a list of numbers cannot hold them", fix="use foreach=False") from error
         if kind is not None and kind.__module__ == "torch._dynamo.exc":
             raise ShardingError("an operation that torch.compile would have to trace cannot be captured", where=user_line_of(error),
