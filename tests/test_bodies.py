@@ -111,6 +111,22 @@ def test_reentrant_checkpointing():
     assert_same(grads, {"linear.weight": block.linear.weight.grad, "linear.bias": block.linear.bias.grad, "x": x.grad})
 
 
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_dense(make):
+    net, tokens = make(7, 6, sparse=True), torch.tensor([[1, 2, 1], [5, 1, 2]])
+    want, gradients = eager(net, tokens)
+    plan = gspmd.plan(gspmd.annotate(net, MESH, {"weight": "model data"}), tokens, mesh=MESH, grad=True)
+    assert_same(plan.simulate(tokens), (want, {"weight": gradients["weight"].to_dense()}))
+
+
+def test_transformer_with_a_causal_mask():
+    torch.manual_seed(0)
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), 1, enable_nested_tensor=False)
+    x, mask = torch.randn(2, 5, 4), nn.Transformer.generate_square_subsequent_mask(5)
+    plan = gspmd.plan(net, x, mesh=MESH, in_specs=("data _ _",), mask=mask, grad=True)
+    assert_same(plan.simulate(x, mask=mask), eager(net, x, mask=mask), terms=1024)
+
+
 def test_what_cannot_be_captured():
     lazy = message(lambda: gspmd.plan(nn.LazyLinear(4), X, mesh=MESH))
     assert "parameter 'weight' has no shape yet" in lazy and "call the model once" in lazy
@@ -120,3 +136,10 @@ def test_what_cannot_be_captured():
     assert "cannot be captured" in branch and "torch.where" in branch
     nested = message(lambda: gspmd.plan(lambda x: torch.nested.nested_tensor([x[0], x[1]]).to_padded_tensor(0.0), X, mesh=MESH))
     assert "cannot be captured" in nested and "ested" in nested and "dense tensors" in nested
+
+
+def test_numpy_and_generators_are_one_sentence():
+    own = torch.Generator()
+    assert "turns a tensor into a NumPy array" in message(lambda: gspmd.plan(lambda x: x.numpy().sum(), X, mesh=MESH))
+    assert "draws from a torch.Generator of its own" in message(
+        lambda: gspmd.plan(lambda x: x + torch.rand(16, generator=own), X, mesh=MESH))

@@ -11,8 +11,8 @@ from torch import Tensor
 def embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: Any = None, norm_type: float = 2,
                   scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Tensor | None = None,
                   include_last_offset: bool = False, padding_idx: int | None = None):
-    """input [b, l] with bags of equal length, or [n] with the offsets [b] of bags; weight [v, d] -> [b, d]"""
-    if max_norm is not None or scale_grad_by_freq or sparse or mode not in ("sum", "mean", "max"):
+    """input [b, l] with bags of equal length, or [n] with the offsets [b] of bags; weight [v, d] -> [b, d]. Gradients are dense."""
+    if max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean", "max"):
         return NotImplemented
     if input.dim() == 1 and (offsets is None or mode == "max") or per_sample_weights is not None and mode != "sum":
         return NotImplemented

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules import transformer
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint as checkpointing
 
@@ -55,6 +56,9 @@ class one_error:
             name = str(error).partition("(")[0]
             raise ShardingError(f"{name} is given numbers that are known only when it runs", where=user_line_of(error),
                                 why="a list of numbers cannot hold them", fix="use foreach=False") from error
+        if isinstance(error, RuntimeError) and str(error).startswith(".numpy() is not supported"):
+            raise ShardingError("the program turns a tensor into a NumPy array, which has values only when it runs",
+                                where=user_line_of(error), fix="compute it with torch, or outside and pass it as an argument") from error
         if kind is not None and kind.__module__ == "torch._dynamo.exc":
             raise ShardingError("an operation that torch.compile would have to trace cannot be captured", where=user_line_of(error),
                                 why=str(error).partition("\n")[0],
@@ -63,8 +67,9 @@ class one_error:
 
 
 class capturing:
-    """Library code that asks whether it is being compiled (transformers' masks do) is told that it is; and checkpointing is of the
-    kind that can be captured: use_reentrant=True runs a backward of its own."""
+    """Library code that asks whether it is being compiled (transformers' masks do) is told that it is; checkpointing is of the
+    kind that can be captured: use_reentrant=True runs a backward of its own; and nn.Transformer takes a mask for what it is,
+    without looking whether its values are those of a causal one, which only chooses the kernel."""
 
     def __enter__(self) -> None:
         compiler = torch.compiler
@@ -73,11 +78,14 @@ class capturing:
             setattr(compiler, name, True)
         self.reentrant = checkpointing.CheckpointFunction
         checkpointing.CheckpointFunction = _Checkpoint
+        self.detect = transformer._detect_is_causal_mask
+        transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
 
     def __exit__(self, *_: Any) -> None:
         for name, value in self.before.items():
             setattr(torch.compiler, name, value)
         checkpointing.CheckpointFunction = self.reentrant
+        transformer._detect_is_causal_mask = self.detect
 
 
 class _Checkpoint:

@@ -187,6 +187,10 @@ class _Interceptor(TorchFunctionMode):
             raise ShardingError("mark_sharding is called inside of the program on a tensor that is no part of it", where=user_line(),
                                 why="it is neither a parameter, buffer or argument nor computed from one",
                                 fix="register it as a buffer, or pass it as an argument")
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise ShardingError("the program draws from a torch.Generator of its own", where=user_line(),
+                                why="numbers are drawn by the place of an element, from a seed of the default generator",
+                                fix="leave the generator out and call torch.manual_seed, or draw outside and pass the numbers")
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
         if kwargs.get("out") is not None or _transforming():
             replacement = None

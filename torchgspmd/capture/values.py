@@ -82,6 +82,11 @@ def _tensor_split(input: Tensor, tensor_indices_or_sections, dim: int = 0):
                         fix="give the sections as a number or a tuple")
 
 
+def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False):
+    """With a dense gradient: a layout is one of dense tensors."""
+    return torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False) if sparse else NotImplemented
+
+
 # ---------------------------------------------------------------- indices that are numbers known only when the program runs
 
 def _is_number(entry: Any) -> bool:
@@ -140,7 +145,7 @@ def _setitem(input: Tensor, index: Any, value: Any) -> None:
 VALUE_REPLACEMENTS: dict[Callable, Callable] = {
     torch.equal: _equal, Tensor.equal: _equal, torch.allclose: _allclose, Tensor.allclose: _allclose,
     torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
-    F.gaussian_nll_loss: _gaussian_nll, F.ctc_loss: _ctc,
+    torch.embedding: _embedding, F.gaussian_nll_loss: _gaussian_nll, F.ctc_loss: _ctc,
     Tensor.__getitem__: _getitem, Tensor.__setitem__: _setitem,
     torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,
 }
