@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same, eager, message
+from torch import distributions as D
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -117,6 +118,26 @@ def test_sparse_gradients_are_dense(make):
     want, gradients = eager(net, tokens)
     plan = gspmd.plan(gspmd.annotate(net, MESH, {"weight": "model data"}), tokens, mesh=MESH, grad=True)
     assert_same(plan.simulate(tokens), (want, {"weight": gradients["weight"].to_dense()}))
+
+
+def test_distributions():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 8)
+
+        def forward(self, x):
+            mean, scale = self.linear(x).chunk(2, -1)
+            normal, unit = D.Normal(mean, scale.exp()), D.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+            chosen = D.Categorical(logits=mean)
+            likely = normal.log_prob(x[:, :4]), chosen.log_prob(x[:, 0].abs().long() % 4)
+            return D.kl_divergence(normal, unit).sum(), chosen.entropy(), likely
+
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(5, 6)
+    plan = gspmd.plan(gspmd.annotate(net, MESH, {"linear.weight": "model _"}), x, mesh=MESH, in_specs=("data _",), grad=True)
+    assert_same(plan.simulate(x, _poison=True), eager(net, x), terms=1024)
+    assert D.Distribution._validate_args
 
 
 def test_transformer_with_a_causal_mask():

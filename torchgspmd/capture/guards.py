@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules import transformer
 from torch.nn.parameter import is_lazy
@@ -38,7 +39,8 @@ class one_error:
         pass
 
     def __exit__(self, kind: Any, error: Any, _: Any) -> None:
-        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
+        sized = isinstance(error, RuntimeError) and "expected to contain only concrete integers" in str(error)
+        if sized or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
             what = str(getattr(error, "func", "an `if`, a loop or a slice" if _OLD else "an `if` or a loop"))
             slices = "; on torch 2.9, for x[:n]: x.index_select(0, torch.arange(n))" if _OLD else ""
             raise ShardingError(f"the program depends on values: {what} needs numbers that are known only when it runs",
@@ -69,7 +71,8 @@ class one_error:
 class capturing:
     """Library code that asks whether it is being compiled (transformers' masks do) is told that it is; checkpointing is of the
     kind that can be captured: use_reentrant=True runs a backward of its own; and nn.Transformer takes a mask for what it is,
-    without looking whether its values are those of a causal one, which only chooses the kernel."""
+    without looking whether its values are those of a causal one, which only chooses the kernel. Distributions do not look whether
+    their parameters are in range."""
 
     def __enter__(self) -> None:
         compiler = torch.compiler
@@ -78,6 +81,8 @@ class capturing:
             setattr(compiler, name, True)
         self.reentrant = checkpointing.CheckpointFunction
         checkpointing.CheckpointFunction = _Checkpoint
+        self.validates = Distribution._validate_args
+        Distribution.set_default_validate_args(False)
         self.detect = transformer._detect_is_causal_mask
         transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
 
@@ -86,6 +91,7 @@ class capturing:
             setattr(torch.compiler, name, value)
         checkpointing.CheckpointFunction = self.reentrant
         transformer._detect_is_causal_mask = self.detect
+        Distribution.set_default_validate_args(self.validates)
 
 
 class _Checkpoint:
