@@ -46,7 +46,7 @@ def test_overlap() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_simulated_loss_and_gradients(layout: str, up: str, head: Head) -> None:
     torch.manual_seed(0)
-    mesh, model = gspmd.Mesh.parse(MESHES[layout]), UNet(Config(width=4, up=up)).double()
+    mesh, model = gspmd.Mesh.parse(MESHES[layout]), UNet(Config(width=4, levels=3 if layout == "spatial2d" else 2, up=up)).double()
     image, labels = head.batch(0, seed=0, size=2)
     loss = model(image.double(), labels)
     loss.backward()
