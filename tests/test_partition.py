@@ -123,6 +123,19 @@ def test_program_is_the_same_on_any_number_of_devices():
     assert shapes[0] != shapes[1]       # sizes of local parts are all that differs
 
 
+def test_a_mark_over_more_devices_than_rows_is_followed():
+    """Six rows over eight devices: two have padding only, and nothing is gathered for their sake."""
+    mesh = Mesh(data=8)
+
+    def f(x, w):
+        y = gspmd.mark_sharding(x @ w, mesh, "data _ _").relu()
+        return gspmd.mark_sharding(y @ w, mesh, "data _ _").reshape(6 * 5, 4).square().sum()
+    x, w = torch.randn(6, 5, 4), torch.randn(4, 4)
+    plan = gspmd.plan(f, x, w, mesh=mesh, in_specs=("data _ _", "_ _"))
+    assert [c.kind for c in plan.collectives] == ["permute", "all_reduce"]
+    assert_same(plan.simulate(x, w, _poison=True), f(x, w))
+
+
 class TestGolden(TestCase):
     maxDiff = None
 

@@ -1,7 +1,7 @@
 """Between the dimensions of a tensor and the factors of a rule: which axes shard which factor, and back."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..mesh import Mesh
 from ..rules import Rule
@@ -11,6 +11,17 @@ from ..window import sent_rows
 from .graph import Op
 
 Assignment = Mapping[str, Axes]         # factor -> axes that shard it, major first
+Crowded = frozenset[tuple[int, frozenset[str]]]
+
+
+def crowded(layouts: Iterable[tuple[Sequence[int], ShardSpec]], mesh: Mesh) -> Crowded:
+    """(size, axes) of dimensions that are sharded over more devices than they have rows: a mark may, we do not of ourselves."""
+    return frozenset((size, frozenset(axes)) for shape, spec in layouts for size, axes in zip(shape, spec.dims) if mesh.count(axes) > size)
+
+
+def is_roomy(size: int, axes: Axes, mesh: Mesh, marked: Crowded) -> bool:
+    """Whether there is a row for every device, or a mark shards dimensions of this size so anyhow."""
+    return mesh.count(axes) <= size or (size, frozenset(axes)) in marked
 
 
 def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, Axes]:

@@ -26,8 +26,8 @@ from ..comm.collective import STEPS
 from ..mesh import Mesh
 from ..rules import Rule
 from ..shard_spec import Axes, ShardSpec
-from .graph import Op, Rules, is_number
-from .layout import assemble, is_far, layouts_behind, operand_layout, project, result_pending
+from .graph import Op, Rules, is_number, values
+from .layout import assemble, crowded, is_far, is_roomy, layouts_behind, operand_layout, project, result_pending
 from .reshard import Resharder
 from .together import Together
 
@@ -74,6 +74,7 @@ class Solver:
             if node.op == "get_attr":
                 self.held[node] = ShardSpec.replicated(node.meta["val"].dim())
         self.held.update(given)
+        self.crowded = crowded(((v.meta["val"].shape, v.meta["spec"]) for v in values(graph)), mesh)
         self.open_inputs = [n for n in graph.nodes if n.op == "placeholder" and n not in given]
         for node in self.open_inputs:                                       # parts of axes do not leave the program unasked
             self.held[node] = self.held[node].map_axes(mesh.whole)
@@ -287,7 +288,7 @@ class Solver:
             for axis, target in zip(names, targets):
                 if isinstance(target, str):
                     factors[target] = factors.get(target, ()) + (axis,)
-            if any(self.mesh.count(axes) > rule.sizes[f] for f, axes in factors.items()):
+            if not all(is_roomy(rule.sizes[f], axes, self.mesh, self.crowded) for f, axes in factors.items()):
                 continue
             orders = [itertools.permutations(axes) for axes in factors.values()]
             for ordered in itertools.product(*orders):

@@ -21,7 +21,7 @@ from ..mesh import Mesh
 from ..rules import Rule, make_rule
 from ..shard_spec import Axes, ShardSpec
 from .graph import Op, Rules, values
-from .layout import assemble, is_far, project
+from .layout import assemble, crowded, is_far, is_roomy, project
 
 ELEMENTWISE, PASSING, ALL = range(3)
 
@@ -89,6 +89,7 @@ def _tie(a: fx.Node, b: fx.Node, why: str) -> Op:
 class _Propagation:
     def __init__(self, layouts: Layouts, ops: list[Op]):
         self.layouts, self.ops, self.mesh = layouts, ops, layouts.mesh
+        self.crowded = crowded(((v.meta["val"].shape, spec) for v, spec in layouts.spec.items()), layouts.mesh)
         self.near: dict[fx.Node, list[int]] = {}
         for i, op in enumerate(ops):
             for value in {*op.operands, *op.results} - {None}:
@@ -174,7 +175,7 @@ class _Propagation:
         accepted = None
         for end in range(len(have) + 1, len(longest) + 1):
             axes = longest[:end]
-            if longest[end - 1] in used or self.mesh.count(axes) > most:
+            if longest[end - 1] in used or not is_roomy(most, axes, self.mesh, self.crowded):
                 break
             new = assemble(dims, {**found[t], factor: axes}, rule.sizes, self.mesh)
             if new is None or any(a != b for d, (a, b) in enumerate(zip(new, spec.dims)) if d != place):
