@@ -116,3 +116,17 @@ def test_a_sum_that_would_be_reduced_at_several_places_is_reduced_where_it_is_ma
     y, square, w = 8 * 4 * 8 * 4, 8 * 8 * 8 * 4, 16 * 8 * 4                                 # bytes of a device
     assert plan.sent_bytes == y + square + w / 2 + w / 2                                    # a weight gathered, its gradient scattered
     assert_same(plan.simulate(*inputs, _poison=True), run(*inputs))
+
+
+def test_heads_change_together_with_their_projections():
+    """Small activations and large weights: the sequence is gathered for the heads' projections, which stay where they are stored."""
+    mesh, (b, s, m, n, d) = Mesh(data=4, model=2), (8, 32, 32, 16, 8)
+
+    def program(x, q, k, v, o):
+        h = F.rms_norm(x, x.shape[-1:])
+        queries, keys, values = ((h @ w).unflatten(-1, (n, d)).transpose(1, 2) for w in (q, k, v))
+        return x + F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2).flatten(2) @ o
+    inputs = (r(b, s, m), *(r(m, n * d, seed=i) for i in range(3)), r(n * d, m, seed=4))
+    plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=("data model _", *("_ model",) * 3, "model _"), out_specs="data model _")
+    assert plan.sent_bytes == 2 * (b // 4 * s * m * 4) / 2                                  # gathered before, summed and scattered behind
+    assert_same(plan.simulate(*inputs), program(*inputs), terms=1024)

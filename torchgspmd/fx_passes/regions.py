@@ -4,7 +4,8 @@
 
 is one sum: its summands, made by einsum and embedding_backward, are added up and nothing else, so that one reduction
 does for all of them. A chain is a sequence of operations on one tensor each, like reshape and transpose. A body is all that
-lies between contractions and marks, like the residual stream of a transformer with its norms, forward and backward.
+lies between contractions and marks, like the residual stream of a transformer with its norms, forward and backward. A thread
+is all that one dimension runs through, contractions too, like the heads from their projections to the one back.
 """
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from .graph import Op
+
+LAYER = 24                      # contractions that the heads of one layer run through, forward and backward, and some more
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Region:
     value: fx.Node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Body:
     """ops in program order; classes: factors that run through the body, with the name of each one in the operations that have it."""
     ops: tuple[Op, ...]
@@ -118,10 +121,32 @@ class _Classes:
 
 def bodies(ops: Mapping[fx.Node, Op]) -> list[Body]:
     """What is connected by values, of operations that have a choice and are no contractions; at least two of them."""
-    inner = {node: op for node, op in ops.items() if not op.rule.contraction and op.rule.known and op.node.meta.get("mark") is None}
-    makers = {value: (op, i) for op in inner.values() for i, value in enumerate(op.results) if value is not None}
+    inner = {node: op for node, op in _free(ops).items() if not op.rule.contraction}
+    together, factors = _joined(inner)
+    classes: dict[Hashable, list[Mapping[fx.Node, str]]] = {}
+    for found in factors.all():
+        classes.setdefault(together.find(found[0][0]), []).append(dict(found))
+    return [Body(tuple(inner[node] for node in group), tuple(classes.get(together.find(group[0]), ())))
+            for group in together.all() if len(group) > 1]
+
+
+def threads(ops: Mapping[fx.Node, Op]) -> list[Body]:
+    """What one factor runs through, of operations that have a choice; at least two contractions, and no more than in a layer."""
+    free = _free(ops)
+    classes = (dict(found) for found in _joined(free)[1].all())
+    return [Body(tuple(op for node, op in free.items() if node in factors), (factors,)) for factors in classes
+            if 1 < sum(free[node].rule.contraction for node in factors) <= LAYER]
+
+
+def _free(ops: Mapping[fx.Node, Op]) -> dict[fx.Node, Op]:
+    return {node: op for node, op in ops.items() if op.rule.known and op.node.meta.get("mark") is None}
+
+
+def _joined(ops: Mapping[fx.Node, Op]) -> tuple[_Classes, _Classes]:
+    """Operations that are connected by values, and factors by dimensions."""
+    makers = {value: (op, i) for op in ops.values() for i, value in enumerate(op.results) if value is not None}
     together, factors = _Classes(), _Classes()
-    for op in inner.values():
+    for op in ops.values():
         together.find(op.node)
         for value, dims in zip(op.operands, op.rule.operands):
             if value in makers:
@@ -130,8 +155,4 @@ def bodies(ops: Mapping[fx.Node, Op]) -> list[Body]:
                 for made, used in zip(maker.rule.results[i], dims):
                     if made and used:                                       # the major ones: an axis shards both or none
                         factors.join((maker.node, made[0]), (op.node, used[0]))
-    classes: dict[Hashable, list[Mapping[fx.Node, str]]] = {}
-    for found in factors.all():
-        classes.setdefault(together.find(found[0][0]), []).append(dict(found))
-    return [Body(tuple(inner[node] for node in group), tuple(classes.get(together.find(group[0]), ())))
-            for group in together.all() if len(group) > 1]
+    return together, factors

@@ -17,10 +17,13 @@ from torch import fx
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from .graph import Op
-from .regions import Body, Region, bodies, chains, sums
+from .regions import Body, Region, bodies, chains, sums, threads
 
 if TYPE_CHECKING:
     from .partition import Solver, Strategy
+
+
+SAVED = 1 / 16                  # of the cost, at least, for which a layer leaves the layout that it came to by its operations one by one
 
 
 class Together:
@@ -29,10 +32,10 @@ class Together:
     def __init__(self, solver: Solver):
         self.solver, self.memo = solver, {}
         self.vain: set[tuple] = set()                                       # situations of bodies in which a way was no better
-        self.sums, self.chains, self.bodies = sums(solver.ops), chains(solver.ops), bodies(solver.ops)
+        self.sums, self.chains, self.bodies, self.threads = (find(solver.ops) for find in (sums, chains, bodies, threads))
         self.makers = {value: op for op in solver.ops.values() for value in op.results if value is not None}
         self.order = {node: i for i, node in enumerate(solver.ops)}
-        self.around = {body.ops[0].node: self._neighbours(body) for body in self.bodies}
+        self.around = {body: self._neighbours(body) for body in (*self.bodies, *self.threads)}
 
     def improve(self) -> list[bool]:
         """Tries all regions once; says of each whether it changed."""
@@ -155,8 +158,12 @@ class Together:
     # -------------------------------------------------------------------------------------- bodies
 
     def lay_out(self) -> bool:
-        """Tries for every body and axis to have the axis on another of its factors throughout, or on none; says whether that helped."""
-        return any([self._lay_out(body, axis, factors) for body in self.bodies for axis, factors in self._ways(body)])
+        """Tries for every body and axis to have the axis on another of its factors throughout, or on none, and for every
+        thread to have it on that; says whether that helped."""
+        changed = [self._lay_out(body, axis, factors) for body in self.bodies for axis, factors in self._ways(body)]
+        changed += [self._lay_out(thread, axis, factors, SAVED) for thread in self.threads
+                    for axis, factors in self._ways(thread) if factors]
+        return any(changed)
 
     def _ways(self, body: Body) -> list[tuple[str, Mapping[fx.Node, str]]]:
         """Axes with classes of factors that an operation of the body might give to them, and does not."""
@@ -170,10 +177,11 @@ class Together:
                         found[axis, place.get((op.node, target))] = None
         return [(axis, body.classes[i] if i is not None else {}) for axis, i in found]
 
-    def _lay_out(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> bool:
-        around = self.around[body.ops[0].node]
+    def _lay_out(self, body: Body, axis: str, factors: Mapping[fx.Node, str], saved: float = 0.0) -> bool:
+        """saved: which part of the cost it has to save."""
+        around = self.around[body]
         before = [self.solver.chosen[op.node] for op in around]
-        situation = (axis, *map(factors.get, (op.node for op in body.ops)), self.solver.late,
+        situation = (axis, saved, *map(factors.get, (op.node for op in body.ops)), self.solver.late,
                      *((op.key, self.solver.around(op), strategy) for op, strategy in zip(around, before)))
         if situation in self.vain:
             return False
@@ -181,7 +189,7 @@ class Together:
         self._force(body, axis, factors)
         for op in (*reversed(around), *around):
             self.solver.choose(op)
-        if self.exact(around) < cost:
+        if self.exact(around) < cost * (1 - saved):
             return True
         for op, strategy in zip(around, before):
             self.solver.take(op, strategy)
