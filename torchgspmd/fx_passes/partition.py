@@ -85,6 +85,7 @@ class Solver:
         self.strategies: dict = {}
         self.together = Together(self)
         self.made_of: dict = {}
+        self.costs_behind: dict[tuple[fx.Node, ShardSpec], float] = {}      # while no value is held otherwise
         self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
 
     # -------------------------------------------------------------------------------------- choosing
@@ -104,7 +105,8 @@ class Solver:
             if rounds and not self.late:
                 found.append((self.together.exact(self.ops.values()), dict(self.chosen), dict(self.held)))
         _, chosen, held = min(found, key=lambda state: state[0])
-        self.held.update(held)
+        for value, spec in held.items():
+            self._hold(value, spec)
         for node, strategy in chosen.items():
             self.take(self.ops[node], strategy)
         self._settle_outputs()
@@ -137,9 +139,14 @@ class Solver:
         self.chosen[op.node] = strategy
         for value, spec in zip(op.results, strategy.results):
             if value is not None:
-                self.held[value] = spec
+                self._hold(value, spec)
         for i, (value, spec) in enumerate(zip(op.operands, strategy.operands)):
             self.needs.setdefault(value, {})[op.node, i] = spec
+
+    def _hold(self, value: fx.Node, spec: ShardSpec) -> None:
+        if self.held.get(value) != spec:
+            self.held[value] = spec
+            self.costs_behind.clear()
 
     def _available(self, value: fx.Node, op: Op, first: bool) -> Available:
         """The layouts in which a value exists anyhow; at first, before they are known, how many operations share it."""
@@ -239,7 +246,10 @@ class Solver:
         specs = self.behind(value, need)
         if specs is None:
             return math.inf
-        return sum(self._move(v, self.held[v], spec) for v, spec in zip(self.ops[value].operands, specs))
+        if (value, need) not in self.costs_behind:
+            operands = self.ops[value].operands
+            self.costs_behind[value, need] = sum(self._move(v, self.held[v], spec) for v, spec in zip(operands, specs))
+        return self.costs_behind[value, need]
 
     def candidates(self, op: Op, available, wanted, forced: dict[str, tuple] | None = None) -> list[Strategy]:
         """Strategies worth a look. forced: for some axes what alone they may shard."""
@@ -334,7 +344,7 @@ class Solver:
         candidates = [self.held[node], *(spec.plain().map_axes(self.mesh.whole) for spec in found)]
         best = min(candidates, key=lambda spec: sum(self._move(node, spec, w) for w in wanted))
         changed = best != self.held[node]
-        self.held[node] = best
+        self._hold(node, best)
         return changed
 
     def _settle_outputs(self) -> None:
