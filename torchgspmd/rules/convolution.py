@@ -70,10 +70,22 @@ def _emit(local, args: tuple, kwargs: dict) -> list:
             padding[i] = cuts[i].spare if transposed else 0
             rest[i] = 0
     groups = (local.results[0].shape if transposed else local.shape(x))[1] // local.shape(w)[1]
+    if transposed and cuts and set(stride) == {1} and not any(rest):
+        return [_turned(local, x, w, [0 if i in cuts else dilation[i] * (local.shape(w)[i + 2] - 1) - padding[i] for i in spatial],
+                        dilation, groups)]
     y = _same_kernel(local, x, w, args[2:], (None, stride, padding, dilation, transposed, rest, groups))
     for i, here in cuts.items():
         y = here.of(local, y, i + 2) if here else y
     return [y]
+
+
+def _turned(local, x: Any, w: Any, padding: Sequence[int], dilation: Sequence[int], groups: int) -> Any:
+    """A transposed convolution of stride 1 as one that is not: of a window it computes the device's own positions and no others."""
+    inner, outer, *window = local.shape(w)                                  # (g c), k, r
+    w = local.call(aten.reshape.default, w, [groups, inner // groups, outer, *window])
+    w = local.call(aten.reshape.default, local.call(aten.transpose.int, w, 1, 2), [groups * outer, inner // groups, *window])
+    w = local.call(aten.flip.default, w, list(range(2, 2 + len(window))))
+    return local.call(aten.convolution.default, x, w, None, [1] * len(window), padding, dilation, False, [0] * len(window), groups)
 
 
 def _same_kernel(local, x: Any, w: Any, given: Sequence[Any], options: Sequence[Any]) -> Any:
