@@ -37,6 +37,19 @@ def images() -> dict:
     return {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.tensor([0, 1, 2, 3])}
 
 
+def images_and_text() -> dict:
+    return {"input_ids": tokens(4, 8), "pixel_values": torch.randn(4, 3, 32, 32), "return_loss": True}
+
+
+def speech() -> dict:
+    return {"input_features": torch.randn(4, 32, 8), "labels": tokens(4, 6)}
+
+
+def series() -> dict:
+    return {"past_values": torch.randn(4, 10).abs() + 1, "past_time_features": torch.randn(4, 10, 1),
+            "past_observed_mask": torch.ones(4, 10), "future_values": torch.randn(4, 4).abs(), "future_time_features": torch.randn(4, 4, 1)}
+
+
 # Language models that need no other options than TEXT, and those that need some.
 PLAIN = """CamembertForMaskedLM ErnieForMaskedLM MPNetForMaskedLM ModernBertForMaskedLM RobertaForMaskedLM XLMRobertaForMaskedLM
     CohereForCausalLM GraniteForCausalLM Olmo2ForCausalLM OlmoForCausalLM Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM
@@ -123,5 +136,26 @@ MODELS = {                              # model class, its options, its inputs
                                      "max_position_embeddings": 32, "attention_types": [[["global", "local"], 1]], "window_size": 4}, text),
     "Mamba2": ("Mamba2ForCausalLM", {**STATE, "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4}, plain_text),
     "XLNet": ("XLNetLMHeadModel", {"vocab_size": 64, "d_model": 16, "n_layer": 2, "n_head": 4, "d_inner": 24}, plain_text),
+}
+TWO_TOWERS = {"text_config": {**{k: v for k, v in TEXT.items() if k != "num_key_value_heads"}, "projection_dim": 8},
+              "vision_config": {**VISION, "projection_dim": 8}, "projection_dim": 8}
+BACKBONE = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic",
+            "out_features": ["stage2"]}
+SIDES = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+         "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+MODELS |= {                             # of several modalities, of detection, of speech, of time series
+    "CLIP": ("CLIPModel", TWO_TOWERS, images_and_text),
+    "DETR": ("DetrForObjectDetection", {**SIDES, "use_timm_backbone": False, "backbone": None, "backbone_config": BACKBONE,
+                                        "num_queries": 5, "num_labels": 6}, lambda: {"pixel_values": torch.randn(2, 3, 32, 32)}),
+    "SAMVision": ("SamVisionModel", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
+                                     "output_channels": 8, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 24, "num_pos_feats": 4},
+                  lambda: {"pixel_values": torch.randn(2, 3, 32, 32)}),
+    "SigLIP": ("SiglipModel", TWO_TOWERS, images_and_text),
+    "Speech2Text": ("Speech2TextForConditionalGeneration",
+                    {**TWO_SIDED, "num_conv_layers": 2, "conv_kernel_sizes": [3, 3], "conv_channels": 8, "input_feat_per_channel": 8,
+                     "input_channels": 1, "max_source_positions": 32, "max_target_positions": 16}, speech),
+    "TimeSeries": ("TimeSeriesTransformerForPrediction",
+                   {**SIDES, "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "encoder_layers": 1, "decoder_layers": 1,
+                    "num_time_features": 1}, series),
 }
 MODELS |= {name: (name, {**TEXT, **TEXTS.get(name, {})}, text) for name in (*PLAIN, *TEXTS)}
