@@ -54,7 +54,7 @@ def pipeline(draw: Draw):
     draw.layout("l b m", "l m f",
                 {"stages": ("l", "l"), "stages+dp": ("l|b", "l|"), "stages+tp": ("l|f", "l|f"), "stages+fsdp": ("l|b", "l|m")})
     kind = draw.pick("roll", "cat", "pad")
-    draw.value("t b m", scale=1), draw.weight("l i m f"), draw.weight("l i f m")
+    draw.value("t b m", scale=1), draw.weight("l i m f", scale=0.1), draw.weight("l i f m", scale=0.1)
     stages = draw.sizes["l"]
 
     def shifted(state, rows):
