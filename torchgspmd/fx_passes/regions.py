@@ -131,8 +131,10 @@ def bodies(ops: Mapping[fx.Node, Op]) -> list[Body]:
 
 
 def threads(ops: Mapping[fx.Node, Op]) -> list[Body]:
-    """What one factor runs through, of operations that have a choice; at least two contractions, and no more than in a layer."""
-    free = _free(ops)
+    """What one factor runs through, of operations that have a choice; at least two contractions, and no more than in a layer.
+
+    Not through convolutions: between them images stay divided in space, and neighbours exchange rows."""
+    free = {node: op for node, op in _free(ops).items() if not op.rule.halo}
     classes = (dict(found) for found in _joined(free)[1].all())
     return [Body(tuple(op for node, op in free.items() if node in factors), (factors,)) for factors in classes
             if 1 < sum(free[node].rule.contraction for node in factors) <= LAYER]
