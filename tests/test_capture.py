@@ -364,6 +364,17 @@ def test_types(dtype):
     assert_same(gspmd.plan(f, x, y, mesh=BIG, in_specs=("a m", "m _")).simulate(x, y, _poison=True), f(x, y))
 
 
+@pytest.mark.parametrize("batches", [0, 3])
+def test_batch_norm_with_means_over_all_batches(batches):
+    net = seeded(lambda: nn.BatchNorm1d(5, momentum=None))
+    net.num_batches_tracked.fill_(batches)
+    x, alone = rand(7, 5), copy.deepcopy(net)
+    plan = gspmd.plan(net, x, mesh=BIG, in_specs="a m", grad=True)
+    expected = alone(x)
+    got, _ = plan.simulate(x, _poison=True)
+    assert_same((got, *net.buffers()), (expected, *alone.buffers()))
+
+
 def test_backward_nodes_are_told_apart():
     plan = gspmd.plan(seeded(Block), rand(4, 6, 12), mesh=BIG, grad=True)
     flags = [n.meta["backward"] for n in plan.captured.graph.nodes if n.op == "call_function"]

@@ -7,11 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint as checkpointing
 
@@ -68,35 +70,52 @@ class one_error:
                                     "F.scaled_dot_product_attention with a mask") from error
 
 
-class capturing:
-    """Library code that asks whether it is being compiled (transformers' masks do) is told that it is; checkpointing is of the
-    kind that can be captured: use_reentrant=True runs a backward of its own; and nn.Transformer takes a mask for what it is,
-    without looking whether its values are those of a causal one, which only chooses the kernel. Distributions do not look whether
-    their parameters are in range."""
-
-    def __enter__(self) -> None:
-        compiler = torch.compiler
-        self.before = {name: getattr(compiler, name) for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(compiler, name)}
-        for name in self.before:
-            setattr(compiler, name, True)
-        self.reentrant = checkpointing.CheckpointFunction
-        checkpointing.CheckpointFunction = _Checkpoint
-        self.validates = Distribution._validate_args
-        Distribution.set_default_validate_args(False)
-        self.detect = transformer._detect_is_causal_mask
-        transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
-
-    def __exit__(self, *_: Any) -> None:
-        for name, value in self.before.items():
-            setattr(torch.compiler, name, value)
-        checkpointing.CheckpointFunction = self.reentrant
-        transformer._detect_is_causal_mask = self.detect
-        Distribution.set_default_validate_args(self.validates)
-
-
 class _Checkpoint:
     """In the place of torch.utils.checkpoint.CheckpointFunction."""
 
     @staticmethod
     def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
         return checkpointing.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+_batch_norm = _BatchNorm.forward
+
+
+def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
+    """With momentum=None running statistics are means over all batches: their number stays a tensor here."""
+    if self.momentum is not None or not (self.training and self.track_running_stats) or self.num_batches_tracked is None:
+        return _batch_norm(self, input)
+    self._check_input_dim(input)
+    self.num_batches_tracked.add_(1)
+    running = self.running_mean, self.running_var
+    of_batch = [buffer.clone() for buffer in running]
+    result = F.batch_norm(input, *of_batch, self.weight, self.bias, True, 1.0, self.eps)
+    for buffer, value in zip(running, of_batch):
+        share = 1.0 / self.num_batches_tracked.to(buffer.dtype)
+        buffer.mul_(1 - share).add_(value * share)
+    return result
+
+
+_REPLACED = (
+    *((torch.compiler, name, True) for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)),
+    (checkpointing, "CheckpointFunction", _Checkpoint),
+    (transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True),
+    (Distribution, "_validate_args", False),
+    (_BatchNorm, "forward", _cumulative_batch_norm),
+)
+
+
+class capturing:
+    """Library code that asks whether it is being compiled (transformers' masks do) is told that it is; checkpointing is of the
+    kind that can be captured: use_reentrant=True runs a backward of its own; and nn.Transformer takes a mask for what it is,
+    without looking whether its values are those of a causal one, which only chooses the kernel. Distributions do not look whether
+    their parameters are in range. BatchNorm does not turn its count of batches into a number."""
+
+    def __enter__(self) -> None:
+        self.before = [(owner, name, getattr(owner, name)) for owner, name, _ in _REPLACED]
+        for owner, name, value in _REPLACED:
+            setattr(owner, name, value)
+
+    def __exit__(self, *_: Any) -> None:
+        for owner, name, value in self.before:
+            setattr(owner, name, value)
