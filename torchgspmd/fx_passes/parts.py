@@ -158,22 +158,37 @@ class _Parts:
         return found
 
     def _push(self, value: fx.Node, dim: int, borders: list[int]) -> bool:
-        way = self._way_down(value, dim)
+        way = self._way_down(value, dim, value)
         if (value, dim) in way.ends:
             return False
         self._use(value, dim, self.ops[value].operands, list(zip(borders, borders[1:])), way)
         return True
 
-    def _way_down(self, value: fx.Node, dim: int) -> Way:
-        """Where parts are joined at best: here, or after all operations that use them."""
+    def _way_down(self, value: fx.Node, dim: int, joined: fx.Node) -> Way:
+        """Where parts are joined at best: here, or after all operations that use them. joined: what the parts are of at first."""
         here, ways = Way(self._elements((value, dim)), frozenset({(value, dim)})), []
         for user in value.users:
             op, factor = self.ops.get(user), self._used_as(user, value, dim)
             if op is None or factor is None:
                 return here
-            ways += [self._to(place) for place in _with_factor(op, factor) if place[0] is not value]
-            ways += [self._way_down(user, op.rule.results[0].index((factor,)))] if (factor,) in op.rule.results[0] else []
+            others = [place for place in _with_factor(op, factor) if place[0] is not value]
+            if any(self._comes_of(other, joined) for other, _ in others):   # it would have to be parted and joined before
+                return here
+            ways += [self._to(place) for place in others]
+            ways += [self._way_down(user, op.rule.results[0].index((factor,)), joined)] if (factor,) in op.rule.results[0] else []
         return min(here, _together(ways), key=lambda way: way.elements)
+
+    def _comes_of(self, value: fx.Node, source: fx.Node) -> bool:
+        """Whether a value is another one, or computed from it."""
+        stack, seen = [value], set()
+        while stack:
+            node = stack.pop()
+            if node is source:
+                return True
+            if node not in seen and self.order[node] > self.order[source]:
+                seen.add(node)
+                stack += node.all_input_nodes
+        return False
 
     def _used_as(self, user: fx.Node, value: fx.Node, dim: int) -> str | None:
         """The factor that a dimension of a value is, wherever an operation takes the value; None if it has to be joined for it."""

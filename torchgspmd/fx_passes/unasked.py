@@ -49,7 +49,7 @@ def unasked(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
 
 def _gathered(node: fx.Node) -> Iterator[tuple[fx.Node, str, int, str]]:
     """Operands that were gathered, the name of what they were gathered from, the dimension, and why that was needed."""
-    rule, used = node.meta["rule"], {a for axes in node.meta["assignment"].values() for a in axes}
+    rule, used = node.meta["rule"], _divided_by(node)
     for operand, dims in zip(operands_of(node), rule.operands):
         before = operand
         while "step" in before.meta and before.meta["step"].kind == "all_gather":
@@ -61,3 +61,12 @@ def _gathered(node: fx.Node) -> Iterator[tuple[fx.Node, str, int, str]]:
             if lost:
                 why = "it has to be whole in" if set(dims[d]) & rule.whole else "it is cheaper, and nothing else is divided by it, in"
                 yield operand, before.name, d, f"dimension {d} of %{before.name} is gathered over {'+'.join(lost)}: {why} '{rule}'"
+
+
+def _divided_by(node: fx.Node) -> set[str]:
+    """Axes whose devices do not all compute the same there; where rows are only moved, then of all operations that use them."""
+    rule = node.meta.get("rule")
+    if rule is None or "assignment" not in node.meta:
+        return set()
+    own = {a for axes in node.meta["assignment"].values() for a in axes}
+    return own | set.intersection(*map(_divided_by, node.users)) if rule.moves is not None and node.users else own

@@ -109,7 +109,7 @@ def _moved_rows(node: fx.Node) -> fx.Node | None:
 
 def _pads(node: fx.Node) -> tuple[fx.Node, Pads, float | None] | None:
     """What rows are put around, or cut off (then there is no number), how many, and what they hold; None if something else is done."""
-    if node.kwargs or node.op != "call_function":
+    if node.kwargs or node.op != "call_function" or node.meta.get("dynamic"):
         return None
     if node.target is aten.constant_pad_nd.default:
         rank, flat, *number = node.meta["val"].dim(), *node.args[1:]
