@@ -36,6 +36,7 @@ class Watch:
         import torch_xla.debug.metrics as met
         self.model, self.optimizer, self.met, self.wait = model, optimizer, met, xm.wait_device_ops
         self.compiled, self.ran, self.fallbacks = [], [], set()
+        self.wait()                                                         # what has begun before is not counted
         met.clear_all()
 
     def __call__(self, step: int) -> None:
