@@ -51,10 +51,12 @@ PROGRAMS = {
 }
 
 
+# what to write instead
 NOT_ON_OLD = {"slice up to a number": "x.index_select(0, torch.arange(n))", "narrow from a number": "x.index_select(0, torch.arange(n))",
-              "equal": "(x == y).all() instead of torch.equal(x, y)"}       # what to write instead
+              "slice up to a tensor": "x.index_select(0, torch.arange(n))", "equal": "(x == y).all() instead of torch.equal(x, y)"}
 
 CURED = {"slice up to a number": lambda x: x.index_select(1, torch.arange((x > 0).sum().clamp(1, 3).item())).sum(),
+         "slice up to a tensor": lambda x: x.index_select(1, torch.arange((x > 0).sum().clamp(1, 3).item())).sum(),
          "narrow from a number": lambda x: x.index_select(0, torch.arange(2) + (x[:, 0] > 9).sum().item()) + 1,
          "equal": lambda x: x.mul((x == x.clone()).all())}
 

@@ -98,24 +98,26 @@ def _is_number(entry: Any) -> bool:
 
 
 def _selected(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
-    """The view of x at the entries of the index that are such numbers, and the index of what is left."""
-    at, left = 0, []
+    """The view of x at the entries of the index that are such numbers, and the index of what is left. Slices are taken first: torch 2.9
+    cannot assign to a slice of a row whose number it does not know."""
+    at, numbers, left = 0, [], []
     for place, entry in enumerate(index):
-        if _is_number(entry) and not isinstance(entry, slice):
-            x = x.select(at, entry)
-            continue
-        left.append(_untensored(entry))
         if entry is Ellipsis:
             at = x.dim() - sum(_dims(e) for e in index[place + 1:])
+        elif isinstance(entry, slice):
+            x, entry = x[(slice(None),) * at + (_untensored(entry),)], slice(None)
+        if not isinstance(entry, slice) and _is_number(entry):
+            numbers.append((at, entry))
         else:
-            at += _dims(entry)
+            left.append(entry)
+        at += 0 if entry is Ellipsis else _dims(entry)
+    for dim, number in reversed(numbers):
+        x = x.select(dim, number)
     return x, tuple(left)
 
 
-def _untensored(entry: Any) -> Any:
-    """A slice with numbers where it has tensors."""
-    if not isinstance(entry, slice):
-        return entry
+def _untensored(entry: slice) -> slice:
+    """With numbers where it has tensors."""
     return slice(*(b.item() if isinstance(b, Tensor) else b for b in (entry.start, entry.stop, entry.step)))
 
 
