@@ -143,15 +143,16 @@ def random_pool(draw: random.Random):
     kernel, stride = [draw.randint(1, 4) for _ in range(n)], [draw.randint(1, 4) for _ in range(n)]
     options = dict(stride=stride, padding=[draw.randint(0, k // 2) for k in kernel], ceil_mode=draw.random() < 0.5)
     if largest:
-        options |= dict(dilation=[draw.randint(1, 2) for _ in range(n)], return_indices=True)
+        options |= dict(dilation=[draw.randint(1, 2) for _ in range(n)], return_indices=draw.random() < 0.3)
     else:
         options |= dict(count_include_pad=draw.random() < 0.5) | (dict(divisor_override=draw.choice([None, 3])) if n > 1 else {})
     operation = getattr(F, f"{'max' if largest else 'avg'}_pool{n}d")
     x = torch.randn(2, 3, *(draw.randint(3, 9 if n == 3 else 20) for _ in range(n)), dtype=torch.float64)
+    x = x.relu() if draw.random() < 0.5 else x                              # many equal maxima
 
     def function(x):
         y = operation(x, kernel, **options)
-        return y if largest else (y,)
+        return y if isinstance(y, tuple) else (y,)
     try:
         fits = function(x)[0].numel() > 0
     except RuntimeError:
@@ -179,6 +180,19 @@ def test_random_pools(seeds):
         plan = check(both, (x, torch.randn_like(pool(x)[0])), (spec, spec), mesh)
         exchanged += any(n.meta["step"].kind == "halo" for n in plan.sharded.nodes if "step" in n.meta)
     assert exchanged > 5
+
+
+@pytest.mark.parametrize("kernel, stride, padding, rows_sent", [(2, 2, 0, 0), (3, 2, 1, 1 + 1), (3, 1, 1, 2 + 2), ((5, 3), 2, (2, 1), 3 + 3)],
+                         ids=str)
+def test_max_pools_send_short_rows_and_no_indices(kernel, stride, padding, rows_sent):
+    """Rows as wide as the result's: half as wide with stride 2. Forward those of x, backward those of its gradient."""
+    def both(x, dy):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(F.max_pool2d(x, kernel, stride, padding), x, dy)
+    x = torch.randn(2, 3, 32, 8).relu()
+    dy = torch.randn_like(F.max_pool2d(x, kernel, stride, padding))
+    plan = check(both, (x, dy), ("_ _ s _", "_ _ s _"), Mesh(s=4), "_ _ s _")
+    assert plan.sent_bytes == rows_sent * 2 * 3 * dy.shape[-1] * 4
 
 
 ROW = 5 * 4                                                                 # bytes of one row below

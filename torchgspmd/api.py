@@ -19,7 +19,7 @@ from .errors import ShardingError, user_line
 from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
 from .fx_passes import regather as gather_again
 from .fx_passes.communicate import OPTIONAL, communicate
-from .fx_passes.graph import Op
+from .fx_passes.fused import to_split
 from .fx_passes.partition import inserted
 from .fx_passes.parts import use_parts
 from .fx_passes.subaxes import merge_parts, wanted_parts
@@ -27,7 +27,6 @@ from .fx_passes.verify import verify
 from .mesh import Mesh
 from .plan import Plan
 from .rules import natively
-from .rules.parts import goes_by_parts
 from .shard_spec import ShardSpec
 from .specs import spread, spread_inputs
 
@@ -140,10 +139,7 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
     results = _result_specs(captured, graph, out_specs, mesh, whole)
     inputs = _input_specs(captured, mesh, arguments, stored or {})
     layouts = _propagate(captured, graph, mesh, inputs, results, rules)
-    splitting = {op.node: max(_whole_shards(op, layouts), _uneven_shards(op, layouts), _parted_shards(op, layouts))
-                 for op in rules.ops(graph) if op.rule.splits}
-    splitting = {node: shards for node, shards in splitting.items() if shards > 1}
-    if splitting:
+    if splitting := to_split(graph, layouts, rules):
         graph = expand(graph, splitting)
         layouts = _propagate(captured, graph, mesh, inputs, results, rules)
     if parted := pieces and use_parts(graph, layouts, rules):
@@ -189,23 +185,6 @@ class _Clock:
     def __call__(self, name: str) -> None:
         now = time.perf_counter()
         self.seconds[name], self.last = now - self.last, now
-
-
-def _whole_shards(op: Op, layouts: Layouts) -> int:
-    """Into how many shards propagation cuts a factor that the fused operation needs whole, in one of its largest tensors."""
-    tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)) if v is not None]
-    largest = max(v.meta["val"].numel() for v, _ in tensors)
-    return max((layouts.mesh.count(axes) for value, dims in tensors if value.meta["val"].numel() == largest
-                for factors, axes in zip(dims, layouts.spec[value].dims) if set(factors) & op.rule.whole), default=1)
-
-
-def _uneven_shards(op: Op, layouts: Layouts) -> int:
-    """Into how many shards propagation cuts a factor that they do not divide, and that shares a dimension of another tensor."""
-    tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)) if v is not None]
-    shared = {factors[0] for _, dims in tensors for factors in dims if len(factors) > 1}
-    counts = (layouts.mesh.count(axes) for value, dims in tensors for factors, axes in zip(dims, layouts.spec[value].dims)
-              if len(factors) == 1 and factors[0] in shared and op.rule.sizes[factors[0]] % layouts.mesh.count(axes))
-    return max(counts, default=1)
 
 
 def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:
@@ -280,12 +259,3 @@ def _outputs(captured: Captured, placeholders: list[fx.Node], results: list[Shar
         elif spec is not None:
             found[i] = spec
     return found
-
-
-def _parted_shards(op: Op, layouts: Layouts) -> int:
-    """Into how many shards propagation cuts a dimension of several factors, of which they divide only the others than the major one."""
-    tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)) if v is not None]
-    dims = ((factors, layouts.mesh.count(axes)) for value, dims in tensors for factors, axes in zip(dims, layouts.spec[value].dims)
-            if len(factors) > 1 and axes)
-    sizes = ((op.rule.sizes[major], math.prod(op.rule.sizes[f] for f in others), count) for (major, *others), count in dims)
-    return max((count for rows, others, count in sizes if goes_by_parts(rows, others, count)), default=1)

@@ -13,6 +13,7 @@ import torch
 from ..window import Reach
 from . import moving
 from .notation import Call, Rule, Sentence, make_rule
+from .pool_stages import max_pool, max_pool_backward, stages
 from .registry import computed, rule, shape_argument
 from .spread import Cut, cut
 
@@ -102,7 +103,12 @@ def _unpadded(local, windows: Sequence[_Window]) -> list[int]:
     return [0 if local.sharded(f"d{lead + i}") else w.padding for i, w in enumerate(windows)]
 
 
-@computed(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+def _several(kernel: Sequence[int], *options: Any) -> bool:
+    """Whether max pooling runs along several dimensions, so that there are other indices once it is taken apart."""
+    return len(stages(len(kernel), kernel, *options)) > 1
+
+
+@computed(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, splits=max_pool)
 def _maximum(call: Call) -> Rule:
     windows = _forward(call)
 
@@ -114,10 +120,12 @@ def _maximum(call: Call) -> Rule:
         old = [here[lead + i] for i in range(len(windows))]
         moves = [local.window(0, d).first(local.index(f"d{d}")) if local.sharded(f"d{d}") else 0 for d in range(lead, lead + len(old))]
         return [local.call(operator.getitem, both, 0), _renumbered(local, index, old, [w.rows for w in windows], moves)]
-    return _rule(call, windows, [w.reach(-math.inf) for w in windows], [0], call.results[0].shape, emit=emit)
+    several = _several(*call.args[1:5])
+    return _rule(call, windows, [w.reach(-math.inf) for w in windows], [0], call.results[0].shape, emit=emit, splits=several,
+                 hands=1 if several else None)
 
 
-@computed(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
+@computed(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default, splits=max_pool_backward)
 def _maximum_backward(call: Call) -> Rule:
     """Operands: gradient, input, indices. The input takes part by its shape alone."""
     windows = _windows(call.tensors[1].shape, call.tensors[0].shape, *call.args[2:6])
@@ -130,7 +138,8 @@ def _maximum_backward(call: Call) -> Rule:
         x = local.call(aten.expand.default, local.call(aten.new_zeros.default, x, []), spread.shape)
         whole = local.call(call.target, grad, x, args[2], [w.stride for w in windows], _unpadded(local, windows), *args[5:-1], index)
         return [spread.cut(local, whole)]
-    return _rule(call, windows, [w.reach(0.0).inverse(0.0) for w in windows], [0, 2], call.tensors[1].shape, emit=emit)
+    return _rule(call, windows, [w.reach(0.0).inverse(0.0) for w in windows], [0, 2], call.tensors[1].shape, emit=emit, splits=True,
+                 takes=2 if _several(*call.args[2:6]) else None)
 
 
 def _renumbered(local, index: Any, old: Sequence[int], new: Sequence[int], moves: Sequence[Any]) -> Any:
