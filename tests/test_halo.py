@@ -182,8 +182,8 @@ def test_random_pools(seeds):
     assert exchanged > 5
 
 
-@pytest.mark.parametrize("kernel, stride, padding, rows_sent", [(2, 2, 0, 0), (3, 2, 1, 1 + 1), (3, 1, 1, 2 + 2), ((5, 3), 2, (2, 1), 3 + 3)],
-                         ids=str)
+@pytest.mark.parametrize("kernel, stride, padding, rows_sent", [
+    (2, 2, 0, 0), (3, 2, 1, 1 + 1), (3, 1, 1, 2 + 2), ((5, 3), 2, (2, 1), 3 + 3)], ids=str)
 def test_max_pools_send_short_rows_and_no_indices(kernel, stride, padding, rows_sent):
     """Rows as wide as the result's: half as wide with stride 2. Forward those of x, backward those of its gradient."""
     def both(x, dy):

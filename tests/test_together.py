@@ -130,3 +130,20 @@ def test_heads_change_together_with_their_projections():
     plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=("data model _", *("_ model",) * 3, "model _"), out_specs="data model _")
     assert plan.sent_bytes == 2 * (b // 4 * s * m * 4) / 2                                  # gathered before, summed and scattered behind
     assert_same(plan.simulate(*inputs), program(*inputs), terms=1024)
+
+
+def test_a_layer_is_divided_by_its_hidden_units_where_the_gradients_of_its_weights_are_more_than_its_tokens():
+    """The axis `s` divides images in space, and no weights. As it is used for activations anyhow, each device computes the gradients
+    of a half of both weights, and gathers the other half: 1.25 of a weight instead of 1.75."""
+    mesh, (b, t, m, h) = Mesh(data=4, s=2), (16, 16, 32, 256)
+
+    def program(x, up, down, dy):
+        leaves = [v.detach().requires_grad_() for v in (x, up, down)]
+        normal = leaves[0] - leaves[0].mean(1, keepdim=True)
+        y = torch.einsum("bth,hm->btm", torch.einsum("btm,mh->bth", normal, leaves[1]).relu(), leaves[2]).sin()
+        return torch.autograd.grad(y, leaves, dy)
+    inputs, specs = (r(b, t, m), r(m, h, seed=1), r(h, m, seed=2), r(b, t, m, seed=3)), ("data s _", "_ _", "_ _", "data s _")
+    plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=specs, out_specs=specs[:3])
+    tokens, weights, means = b // 4 * t * m * 4, 2 * m * h * 4, b // 4 * m * 4
+    assert plan.sent_bytes <= (1.5 / 2 + 0.5) * weights + 4 * tokens / 2 + 2 * means < (2 * 7 / 8) * weights
+    assert_same(plan.simulate(*inputs), program(*inputs), terms=256)

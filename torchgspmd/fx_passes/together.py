@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .partition import Solver, Strategy
 
 
-SAVED = 1 / 16                  # of the cost, at least, for which a layer leaves the layout that it came to by its operations one by one
+SAVED = 1 / 16                  # of what is sent, at least, for which a layer leaves the layout that its operations came to one by one
 
 
 class Together:
@@ -161,8 +161,8 @@ class Together:
         """Tries for every body and axis to have the axis on another of its factors throughout, or on none, and for every
         thread to have it on that; says whether that helped."""
         changed = [self._lay_out(body, axis, factors) for body in self.bodies for axis, factors in self._ways(body)]
-        changed += [self._lay_out(thread, axis, factors, SAVED) for thread in self.threads
-                    for axis, factors in self._ways(thread) if factors]
+        self.busy = self._busy()
+        changed += [self._lay_out(thread, axis, thread.classes[0], SAVED) for thread in self.threads for axis in self._axes(thread)]
         return any(changed)
 
     def _ways(self, body: Body) -> list[tuple[str, Mapping[fx.Node, str]]]:
@@ -177,19 +177,34 @@ class Together:
                         found[axis, place.get((op.node, target))] = None
         return [(axis, body.classes[i] if i is not None else {}) for axis, i in found]
 
+    def _axes(self, thread: Body) -> list[str]:
+        """Axes that its operations might give to a thread, and those over which it sums up results of the program: gradients of
+        weights, if these are not sharded over them, and more is sent over them anyhow: they do not just divide a batch."""
+        solver, ops = self.solver, [op for op in thread.ops if op.rule.contraction]
+        summed = {axis for op in ops for value in op.results if value is not None and solver.output in value.users
+                  for axis in solver.held[value].pending}
+        inputs = {axis for op in ops for value in op.operands if value.op == "placeholder" for axis in solver.held[value].sharding_axes}
+        ways = {axis for axis, factors in self._ways(thread) if factors}
+        return [axis for axis in solver.mesh.names if axis in ways | summed & self.busy - inputs]
+
+    def _busy(self) -> set[str]:
+        """Axes over which more is sent between operations than single numbers: not only sums that are results."""
+        return {axis for value, uses in self.solver.needs.items() if value.meta["val"].numel() > 1 for (user, _), spec in uses.items()
+                if user is not self.solver.output for axis in _leaving(self.solver.held[value], spec)}
+
     def _lay_out(self, body: Body, axis: str, factors: Mapping[fx.Node, str], saved: float = 0.0) -> bool:
-        """saved: which part of the cost it has to save."""
+        """saved: which part of what is sent it has to save."""
         around = self.around[body]
         before = [self.solver.chosen[op.node] for op in around]
         situation = (axis, saved, *map(factors.get, (op.node for op in body.ops)), self.solver.late,
                      *((op.key, self.solver.around(op), strategy) for op, strategy in zip(around, before)))
         if situation in self.vain:
             return False
-        cost = self.exact(around)
+        cost = self.exact(around) - saved * self._sent(around)
         self._force(body, axis, factors)
         for op in (*reversed(around), *around):
             self.solver.choose(op)
-        if self.exact(around) < cost * (1 - saved):
+        if self.exact(around) < cost:
             return True
         for op, strategy in zip(around, before):
             self.solver.take(op, strategy)
@@ -218,11 +233,20 @@ class Together:
 
     def exact(self, ops: Collection[Op]) -> float:
         """The work of operations, and what brings their operands and results to all places where those are used."""
+        return sum(self.solver.chosen[op.node].work for op in ops) + self._sent(ops)
+
+    def _sent(self, ops: Collection[Op]) -> float:
         values = dict.fromkeys(v for op in ops for v in (*op.operands, *op.results) if v is not None)
-        return sum(self.solver.chosen[op.node].work for op in ops) + sum(map(self.solver.transport, values))
+        return sum(map(self.solver.transport, values))
 
     def _cheapest(self, op: Op, candidates: list[Strategy], available, wanted) -> None:
         self.solver.take(op, self.solver.cheapest(op, candidates, available, wanted))
+
+
+def _leaving(held: ShardSpec, spec: ShardSpec) -> set[str]:
+    """Axes that shard a dimension, or that a sum is pending over, and do not in another layout."""
+    of_dims = {axis for have, need in zip(held.dims, spec.dims) for axis in have if axis not in need}
+    return of_dims | {axis for axis in held.pending if axis not in spec.pending}
 
 
 def _pending_too(spec: ShardSpec, axis: str, mesh: Mesh) -> ShardSpec:
