@@ -238,6 +238,13 @@ def random_program(seed: int) -> torch.fx.Graph:
     return graph
 
 
+def test_a_loss_and_the_count_that_divides_it_are_one_collective():
+    model, x, labels = nn.Linear(8, 5), torch.randn(6, 8), torch.tensor([0, -100, 2, 3, -100, 1])
+    plan = gspmd.plan(lambda x, labels: F.cross_entropy(model(x), labels), x, labels, mesh=DATA, in_specs=("data _", "data"))
+    assert [(n.args[0], len(n.args[1])) for n in starts(plan)] == [("all_reduce", 2)]
+    assert_same(plan.simulate(x, labels, _poison=True), F.cross_entropy(model(x), labels))
+
+
 @pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=str)
 @pytest.mark.parametrize("early, ahead", [(True, True), (True, False), (False, True), (False, False)])
 def test_random_programs_stay_legal_and_within_their_memory(seeds, early, ahead):

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from .api import compile_plan
 from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
 from .comm.fused import step_on_local_tensors
-from .comm.groups import Groups, agree
+from .comm.groups import Groups
 from .comm.storage import (
     cut_padding,
     gradient_like,
@@ -141,7 +141,7 @@ class ShardedModule(Wrapped):
         program = self._programs.get(key)
         if program is not None and program.draws:
             signature ^= _generator_state()
-        if not agree(signature, None, torch.device(self._groups.device_type)):
+        if not self._groups.agree(signature):
             shapes = [None] * self._mesh.size
             dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple)])
             if all(s == shapes[0] for s in shapes) and program is not None and program.draws:
@@ -161,11 +161,11 @@ class ShardedModule(Wrapped):
                             stored={i.name: _stored_spec_of(i.mark, i.shape, self._mesh) for i in captured.inputs
                                     if i.kind in (PARAMETER, BUFFER)},
                             plain=[not isinstance(t, DTensor) for t in tensors], device=self._groups.device_type, **self._options)
-        if not agree(_hash(made.program.code), None, torch.device(self._groups.device_type)):
+        if not self._groups.agree(_hash(made.program.code)):
             raise ShardingError("the ranks have made different programs", where=user_line(),
                                 why="the model, its marks or the versions of torch differ between ranks")
         program = _Program(made, self._groups, self._model, tensors, self._backend)
-        if program.draws and not agree(_generator_state(), None, torch.device(self._groups.device_type)):
+        if program.draws and not self._groups.agree(_generator_state()):
             raise _generators_differ()
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         return program

@@ -33,33 +33,32 @@ def _step(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def _aligned(lists: list) -> bool:
     """Whether tensors that meet have one layout, without a pending sum. Counts of steps may be plain tensors."""
-    for tensors in zip(*lists):
-        spec = tensors[0]._spec if isinstance(tensors[0], DTensor) else None
-        for tensor in tensors:
-            if not isinstance(tensor, DTensor):
-                if spec is None or tensor.dim():
-                    return False
-            elif (id(spec), id(tensor._spec)) not in _ALIKE and not _alike(spec, tensor._spec):
-                return False
+    layouts = [[t._spec if type(t) is DTensor else t.dim() for t in tensors] for tensors in lists]
+    known = tuple([tuple(map(id, row)) for row in layouts])
+    if known not in _ALIKE:
+        if not all(_alike(layouts[0][i], layout) for row in layouts for i, layout in enumerate(row)):
+            return False
+        if len(_ALIKE) > 100:
+            _ALIKE.clear()
+        _ALIKE[known] = layouts
     return True
 
 
-# Pairs of layouts found to be alike, by their ids: comparing them takes longer than the step. Holds them, so that ids stay theirs.
-_ALIKE: dict[tuple[int, int], tuple[Any, Any]] = {}
+# Layouts found to be alike, by their ids: comparing them takes longer than the step. Holds them, so that ids stay theirs.
+_ALIKE: dict[tuple, list] = {}
 
 
-def _alike(a: Any, b: Any) -> bool:
-    if a.placements != b.placements or a.mesh != b.mesh or a.shape != b.shape or any(p.is_partial() for p in a.placements):
-        return False
-    if len(_ALIKE) > 100_000:
-        _ALIKE.clear()
-    _ALIKE[id(a), id(b)] = a, b
-    return True
+def _alike(first: Any, other: Any) -> bool:
+    """first, other: layouts; of plain tensors the number of their dimensions."""
+    if isinstance(first, int) or isinstance(other, int):
+        return not isinstance(first, int) and other == 0
+    return (first.placements == other.placements and first.mesh == other.mesh and first.shape == other.shape
+            and not any(p.is_partial() for p in first.placements))
 
 
 def _local(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
-        return [t._local_tensor if isinstance(t, DTensor) else t for t in argument]
+        return [t._local_tensor if type(t) is DTensor else t for t in argument]
     return argument
 
 

@@ -21,6 +21,9 @@ class Groups:
         self.rank = dist.get_rank()
         self.coordinates: Coordinates = mesh.coordinates(self.rank)
         self.known: dict[tuple[str, ...], tuple[str, list[int]]] = {}
+        beside = device_type != "cpu" and dist.is_gloo_available()          # to compare numbers without waiting for a GPU
+        self.checks = dist.new_group(backend="gloo") if beside else None
+        self.checked_on = torch.device("cpu" if beside else device_type)
 
     def group(self, axes: tuple[str, ...]) -> tuple[str, list[int]]:
         """(name of the group over these axes, for each of its positions in axes order the position in the group)."""
@@ -30,6 +33,12 @@ class Groups:
         name, ranks = self.known[ordered]
         mine = next(g for g in self.mesh.groups(axes) if self.rank in g)
         return name, [ranks.index(r) for r in mine]
+
+    def agree(self, signature: int) -> bool:
+        """Whether all ranks pass the same number (63 bits); one small all_reduce."""
+        value = torch.tensor([signature, -signature], device=self.checked_on)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.checks)
+        return value.tolist() == [signature, -signature]
 
     def _make(self, axes: tuple[str, ...]) -> str:
         if len(axes) == 1 and axes[0] in self.mesh.names:
@@ -50,10 +59,3 @@ def check_world(mesh: Mesh) -> None:
     if dist.get_world_size() != mesh.size:
         raise ShardingError(f"mesh {mesh} has {mesh.size} devices, but there are {dist.get_world_size()} processes", where=user_line(),
                             fix=f"torchrun --nproc-per-node {mesh.size}, or a mesh of {dist.get_world_size()} devices")
-
-
-def agree(signature: int, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether all ranks pass the same number (63 bits); one small all_reduce."""
-    value = torch.tensor([signature, -signature], device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
-    return value[0].item() == signature and value[1].item() == -signature

@@ -97,8 +97,8 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def gradient_like(local: Tensor, parameter: DTensor) -> DTensor:
-    """A gradient as a DTensor laid out as its parameter."""
-    return DTensor(local, parameter._spec, requires_grad=False)
+    """A gradient as a DTensor laid out as its parameter. (DTensor's `__init__` does nothing, in 3 of 5 us.)"""
+    return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
 
 
 def takes_gradient(parameter: DTensor, accumulator: Any) -> bool:

@@ -8,8 +8,9 @@ ensures  only collectives of equal key() are joined, in the same order on every 
 Reductions (of gradients, mostly) are taken in the order in which their terms are computed, which of gradients is that of
 layers from the last to the first; they wait for the last one of their bucket. Gathers of inputs (weights) move up to the
 first one of theirs; of others only those that follow one another are joined. What is to be sent of one key goes in at least
-PARTS buckets, so that the first is on its way while there is something left to compute, but not in less than SMALL bytes,
-which would cost more time in starting collectives than it hides. No bucket is larger than CAP.
+PARTS buckets, so that the first is on its way while there is something left to compute, but not in much less than SMALL bytes,
+which would cost more time in starting collectives than it hides. No bucket is larger than CAP. A sum that is divided by another one
+before it is reduced, as a loss by a count, is reduced before, together with that.
 Source: the buckets of PyTorch's DistributedDataParallel (arXiv 2006.15704, section 3.2.3), which have 25 MB, the first 1 MB.
 """
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..comm.collective import all_gather, all_reduce, reduce_scatter
@@ -27,6 +29,7 @@ from .start_wait import join
 CAP = 25 * 2 ** 20              # bytes
 SMALL = 2 ** 20                 # bytes
 PARTS = 4
+aten = torch.ops.aten
 
 
 def key(node: fx.Node) -> Any:
@@ -40,6 +43,7 @@ def key(node: fx.Node) -> Any:
 
 def bucket(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
+    _reduce_before_division(graph)
     _raise_reductions(graph)
     _sink_tails(graph)
     caps = _caps(graph)
@@ -62,7 +66,20 @@ def _caps(graph: fx.Graph) -> dict[Any, float]:
     for node in graph.nodes:
         if key(node) is not None:
             totals[key(node)] += _payload(node)
-    return {k: min(CAP, max(SMALL, total / PARTS)) for k, total in totals.items()}
+    return {k: min(CAP, total / min(PARTS, max(1, round(total / SMALL)))) for k, total in totals.items()}
+
+
+def _reduce_before_division(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=all_reduce):
+        divided = node.args[0]
+        if divided.target is not aten.div.Tensor or len(divided.users) > 1 or node.args[1] != "sum":
+            continue
+        terms, count = divided.args
+        if isinstance(count, fx.Node) and key(count) == key(node) and all(terms.meta[k] == node.meta[k] for k in ("shape", "dtype")):
+            node.replace_all_uses_with(divided)
+            divided.replace_input_with(terms, node)
+            node.args = (terms, *node.args[1:])
+            divided.prepend(node)
 
 
 def _raise_reductions(graph: fx.Graph) -> None:
