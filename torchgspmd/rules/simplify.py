@@ -84,6 +84,14 @@ def _rows_of_one_number(node: fx.Node) -> fx.Node | None:
     return made
 
 
+@simplification(aten.slice.Tensor)
+@simplification(aten.slice_backward.default)
+def _all_rows(node: fx.Node) -> fx.Node | None:
+    """What a slice is taken of that takes all of it."""
+    taken = _pads(node)
+    return taken[0] if taken and not any(rows for cut in taken[1].values() for rows in cut) else None
+
+
 Pads = dict[int, tuple[int, int]]       # dimension -> rows put before and behind; negative: cut off
 
 
