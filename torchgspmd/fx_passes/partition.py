@@ -35,9 +35,10 @@ FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, s
 WASTE_PER_BYTE = 500.0          # of what uneven parts compute on padding, as fast devices do: not worth another layout
 TRAFFIC_PER_BYTE = 128.0        # bytes of memory traffic worth one byte on the wire
 LATE = 1 / 8                    # of its bytes is what a sum is favoured by that stays pending: it may meet another one
+TIE = 1e-9                      # the same, where it decides between equals only
 DEPTH = 4                       # operations through which it is looked for whether a sum might have been left pending
 SWEEPS = 6                      # at most, in each round
-PHASES = ((LATE, 0), (0.0, 3), (LATE, 3), (0.0, 3))     # that favour, and how often, at most, bodies are laid out anew
+PHASES = ((LATE, 0), (TIE, 3), (LATE, 3), (TIE, 3))     # that favour, and how often, at most, bodies are laid out anew
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -102,7 +103,7 @@ class Solver:
                 if not any([self.together.lay_out(), self.together.resolve()]):
                     break
                 self._settle()
-            if rounds and not self.late:
+            if rounds and self.late == TIE:
                 found.append((self.together.exact(self.ops.values()), dict(self.chosen), dict(self.held)))
         _, chosen, held = min(found, key=lambda state: state[0])
         for value, spec in held.items():
