@@ -23,21 +23,20 @@ def to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Node, i
     found = {node: max(shards(op, layouts) for shards in (_whole_shards, _uneven_shards, _parted_shards, _window_shards))
              for node, op in ops.items() if op.rule.splits}
     found = {node: shards for node, shards in found.items() if shards > 1}
-    while alone := [node for node in found if not _in_company(ops[node], ops, found)]:
+    while alone := [node for node in found if _is_alone(ops[node], ops, found)]:
         for node in alone:
             del found[node]
     return found
 
 
-def _in_company(op: Op, ops: Mapping[fx.Node, Op], found: Collection[fx.Node]) -> bool:
-    """Whether those are taken apart too to which it hands a result, or from which it takes one, that has another form then."""
+def _is_alone(op: Op, ops: Mapping[fx.Node, Op], found: Collection[fx.Node]) -> bool:
+    """Whether it hands a result to, or takes one from, an operation that stays whole: the result would have two forms."""
     rule = op.rule
-    if rule.takes is not None and op.operands[rule.takes] not in [ops[node].results[ops[node].rule.hands] for node in found
-                                                                  if ops[node].rule.hands is not None]:
-        return False
+    if rule.takes is not None:
+        makers = op.operands[rule.takes].all_input_nodes                    # of the element of a tuple: the operation
+        return not makers or makers[0] not in found or ops[makers[0]].rule.hands is None
     handed = op.results[rule.hands] if rule.hands is not None else None
-    return handed is None or all(user in found and ops[user].rule.takes is not None and ops[user].operands[ops[user].rule.takes] is handed
-                                 for user in handed.users)
+    return handed is not None and any(user not in found or ops[user].rule.takes is None for user in handed.users)
 
 
 def _whole_shards(op: Op, layouts: Layouts) -> int:

@@ -48,8 +48,8 @@ class Rule:
     padding: Mapping[int, float] = field(default_factory=dict)         # operand -> what its padding has to hold, along any factor
     contraction: bool = False                       # arithmetic is the product of all factor sizes
     splits: bool = False                            # has a decomposition that can do with shards of the `whole` factors
-    hands: int | None = None                        # a result that has another form if it is taken apart, for those that are, too, ...
-    takes: int | None = None                        # ... and have it as this operand
+    hands: int | None = None                        # a result that has another form if the operation is taken apart
+    takes: int | None = None                        # an operand that has to have that form if the operation is taken apart
     known: bool = True                              # False: nothing is known of the operation, it runs replicated
     text: str = ""
 
