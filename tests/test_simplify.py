@@ -64,6 +64,12 @@ def test_rows_put_before_and_cut_off_behind_are_one_move(count):
     assert [(c.kind, c.sent_bytes) for c in plan.collectives] == [("permute", 16), ("permute", 32)]
 
 
+@pytest.mark.parametrize("function", [lambda x: F.pad(x, (0, 0, 1, 2), value=3.0)[7:], lambda x: F.pad(x[5:], (0, 0, 2, 2))[:2]])
+def test_rows_of_padding_only(function):
+    x = torch.randn(5, 4)
+    assert_same(gspmd.plan(function, x, mesh=MESH, in_specs="model _").simulate(x, _poison=True), function(x))
+
+
 def test_a_step_of_padding_backward():
     def step(x, state):
         return torch.autograd.grad((F.pad(state, (0, 0, 1, 0))[:6] * x).sum(), state)

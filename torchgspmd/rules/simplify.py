@@ -107,8 +107,8 @@ def _moved_rows(node: fx.Node) -> fx.Node | None:
     for d, (before, behind) in second[1].items():
         pads[d] = tuple(map(sum, zip(pads.get(d, (0, 0)), (before, behind))))
     flat = [n for d in reversed(range(val.dim())) for n in pads.get(d, (0, 0))]
-    if 0 in val.shape:
-        return None
+    if 0 in val.shape or any(sum(-n for n in rows if n < 0) > x.meta["val"].shape[d] for d, rows in pads.items()):
+        return None                                                         # nothing is left, or nothing of x
     with node.graph.inserting_before(node):
         made = node.graph.call_function(aten.constant_pad_nd.default, (x, flat, first[2] or 0))
     made.meta = dict(node.meta)
