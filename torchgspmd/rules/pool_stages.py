@@ -40,12 +40,13 @@ class Stage:
         function = aten.max_pool3d_with_indices if spatial == 3 else aten.max_pool2d_with_indices
         return function(x, options(self.kernel, 1), options(self.stride, 1), options(self.padding, 0), options(self.dilation, 1), ceil_mode)
 
-    def pool_backward(self, grad: Tensor, index: Tensor, shape: Sequence[int]) -> Tensor:
-        """The gradient of x of that shape. grad, index: of the results of pool."""
+    def pool_backward(self, grad: Tensor, index: Tensor, shape: Sequence[int], shards: int) -> Tensor:
+        """The gradient of x of that shape. grad, index: of the results of pool. It is made for as many rows as that many shards
+        divide, so that the phases are put together on every device."""
         dim, rows, windows = grad.dim() + self.dim, shape[self.dim], grad.shape[self.dim]
         row = (index // math.prod(shape[dim + 1:])) % rows
         first = (torch.arange(windows, device=grad.device) * self.stride - self.padding).reshape([-1] + [1] * (-1 - self.dim))
-        size = max(windows, -(-rows // self.stride))
+        size = -(-max(windows, -(-rows // self.stride)) // shards) * shards
         phases: list[dict[int, Tensor]] = [{} for _ in range(self.stride)]
         for tap in range(0, self.kernel * self.dilation, self.dilation):
             move, phase = divmod(tap - self.padding, self.stride)
@@ -89,12 +90,12 @@ def max_pool(x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (), paddi
 
 
 def max_pool_backward(grad: Tensor, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
-                      dilation: Sequence[int], ceil_mode: bool, index: Tensor) -> Tensor:
+                      dilation: Sequence[int], ceil_mode: bool, index: Tensor, *, shards: int = 1) -> Tensor:
     todo, done = stages(len(kernel), kernel, stride, padding, dilation), []
     for stage in todo[:-1]:
         pooled, found = stage.pool(x, len(kernel), ceil_mode)
         done.append((found, x.shape))
         x = pooled
     for stage, (found, shape) in zip(reversed(todo), reversed([*done, (index, x.shape)])):
-        grad = stage.pool_backward(grad, found, shape)
+        grad = stage.pool_backward(grad, found, shape, shards)
     return grad

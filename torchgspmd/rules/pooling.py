@@ -14,7 +14,7 @@ from ..window import Reach
 from . import moving
 from .notation import Call, Rule, Sentence, make_rule
 from .pool_stages import max_pool, max_pool_backward, stages
-from .registry import computed, rule, shape_argument
+from .registry import BLOCKWISE, computed, rule, shape_argument
 from .spread import Cut, cut
 
 aten = torch.ops.aten
@@ -140,6 +140,9 @@ def _maximum_backward(call: Call) -> Rule:
         return [spread.cut(local, whole)]
     return _rule(call, windows, [w.reach(0.0).inverse(0.0) for w in windows], [0, 2], call.tensors[1].shape, emit=emit, splits=True,
                  takes=2 if _several(*call.args[2:6]) else None)
+
+
+BLOCKWISE.update((aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default))
 
 
 def _renumbered(local, index: Any, old: Sequence[int], new: Sequence[int], moves: Sequence[Any]) -> Any:
