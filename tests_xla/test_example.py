@@ -40,7 +40,7 @@ def test_from_gloo_to_xla_and_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example, layout", [("gpt", "sp"), ("vit", "spatial")])
 def test_losses_of_an_example(example, layout, tmp_path: Path) -> None:
-    """13 images and the 65 or so characters divide over nothing."""
+    """13 images and 103 different characters divide over nothing."""
     four = ["--steps", "4", "--dtype", "float64"]
     losses = train(tmp_path, "xla", *four, "--backend", "xla", "--mesh", "data=4,model=2", "--layout", layout, example=example)
     assert furthest(losses, train(tmp_path, "single", *four, example=example)) <= 1e-8

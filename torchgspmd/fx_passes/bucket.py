@@ -19,17 +19,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..comm.collective import all_gather, all_reduce, reduce_scatter
+from ..rules import quotient
 from .memory import bytes_of
 from .start_wait import join
 
 CAP = 25 * 2 ** 20              # bytes
 SMALL = 2 ** 20                 # bytes
 PARTS = 4
-aten = torch.ops.aten
 
 
 def key(node: fx.Node) -> Any:
@@ -72,10 +71,10 @@ def _caps(graph: fx.Graph) -> dict[Any, float]:
 def _reduce_before_division(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=all_reduce):
         divided = node.args[0]
-        if divided.target is not aten.div.Tensor or len(divided.users) > 1 or node.args[1] != "sum":
+        if (found := quotient(divided)) is None or len(divided.users) > 1 or node.args[1] != "sum":
             continue
-        terms, count = divided.args
-        if isinstance(count, fx.Node) and key(count) == key(node) and all(terms.meta[k] == node.meta[k] for k in ("shape", "dtype")):
+        terms, count = found
+        if key(count) == key(node) and all(terms.meta[k] == node.meta[k] for k in ("shape", "dtype")):
             node.replace_all_uses_with(divided)
             divided.replace_input_with(terms, node)
             node.args = (terms, *node.args[1:])

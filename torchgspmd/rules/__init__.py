@@ -24,6 +24,7 @@ from . import (  # noqa: F401 (they register)
 from .decompose import RENAMED, decomposition_of, trace
 from .drawing import natively
 from .notation import IDENTITY, Call, Rule, Shapes, describe, make_rule
+from .pointwise import quotient
 from .registry import replicated, rule_function
 from .simplify import simplified
 from .unpartitioned import unpartitioned_of
@@ -36,5 +37,5 @@ def rule_of(call: Call) -> Rule:
     return replicated(call) if found is None else found
 
 
-__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "natively", "rule_of",
+__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "natively", "quotient", "rule_of",
            "simplified", "trace", "unpartitioned_of"]

@@ -47,7 +47,7 @@ class Rule:
     positions: frozenset[int] = frozenset()         # operands that hold indices: their padding has to point somewhere
     padding: Mapping[int, float] = field(default_factory=dict)         # operand -> what its padding has to hold, along any factor
     contraction: bool = False                       # arithmetic is the product of all factor sizes
-    splits: bool = False                            # has a decomposition that can do with shards of the `whole` factors
+    splits: bool = False                            # has a decomposition for shards of the `whole` factors, or of those with a halo
     hands: int | None = None                        # a result that has another form if the operation is taken apart
     takes: int | None = None                        # an operand that has to have that form if the operation is taken apart
     known: bool = True                              # False: nothing is known of the operation, it runs replicated

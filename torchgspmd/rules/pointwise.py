@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import fx
 from torch._ops import OpOverload
 
 from ..annotate import mark_sharding_op
@@ -17,6 +18,11 @@ def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> tuple[tuple[s
     """Factors of an operand that broadcasts to `result`: the result's dimension i is factor d<i>."""
     offset = len(result) - len(shape)
     return tuple((f"d{i + offset}",) if size == result[i + offset] else () for i, size in enumerate(shape))
+
+
+def quotient(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """What is divided and by what, if one value is by another: linear in the first."""
+    return node.args if node.target is aten.div.Tensor and all(isinstance(n, fx.Node) for n in node.args) else None
 
 
 def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = ()) -> Rule:

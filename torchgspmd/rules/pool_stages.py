@@ -91,6 +91,7 @@ def max_pool(x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (), paddi
 
 def max_pool_backward(grad: Tensor, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
                       dilation: Sequence[int], ceil_mode: bool, index: Tensor, *, shards: int = 1) -> Tensor:
+    """The gradient of x. index: as max_pool gives it; those of the stages before the last are found again. shards: see Stage."""
     todo, done = stages(len(kernel), kernel, stride, padding, dilation), []
     for stage in todo[:-1]:
         pooled, found = stage.pool(x, len(kernel), ceil_mode)

@@ -10,7 +10,7 @@ from .notation import Call, Rule, Sentence, Shapes, make_rule
 
 RULES: dict[Any, Callable[[Call], Rule | None]] = {}
 DECOMPOSITIONS: dict[Any, Callable] = {}            # always taken apart, before anything else
-SPLITS: dict[Any, Callable | None] = {}             # taken apart if a `whole` factor is sharded; None: PyTorch's own table
+SPLITS: dict[Any, Callable | None] = {}             # taken apart if what they need whole, or in windows, is sharded; None: PyTorch's table
 BLOCKWISE: set[Any] = set()                         # those among SPLITS that are told how many shards there are
 
 
