@@ -14,14 +14,16 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh
 from torchgspmd.comm.ring import einsum_scatter, gather_einsum
 from torchgspmd.fx_passes import collective_matmul as passed
-from torchgspmd.fx_passes.collective_matmul import CPU, EINSUM, GPU, pays
+from torchgspmd.fx_passes import machine
+from torchgspmd.fx_passes.collective_matmul import EINSUM, pays
+from torchgspmd.fx_passes.machine import CPU, GPU
 from torchgspmd.fx_passes.printer import program_text
 
 
 @pytest.fixture
 def always(monkeypatch):
     """It pays on CPUs, however small the product is."""
-    monkeypatch.setattr(passed, "CPU", GPU)
+    monkeypatch.setattr(machine, "CPU", GPU)
     monkeypatch.setattr(passed, "GAIN", float("inf"))
 
 

@@ -15,6 +15,7 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh
 from torchgspmd.comm.collective import SENDING, all_gather, all_reduce, reduce_scatter, start, wait
 from torchgspmd.fx_passes import bucket as buckets
+from torchgspmd.fx_passes import machine
 from torchgspmd.fx_passes.in_flight import in_flight
 from torchgspmd.fx_passes.memory import peak
 from torchgspmd.fx_passes.overlap import EXTRA, overlap
@@ -214,12 +215,22 @@ def test_memory_holds_the_start_back():
 
 def test_buckets_have_a_size_and_do_not_wait_for_all(monkeypatch):
     monkeypatch.setattr(buckets, "SMALL", 1024)
+    monkeypatch.setattr(machine, "CPU", machine.GPU)
     plan, model, _ = sharded_layers(8, width=16)                            # 8 KiB of weights
     gathers, reductions = ([s for s in starts(plan) if s.args[0] == kind] for kind in ("all_gather", "reduce_scatter"))
     assert [len(s.args[1]) for s in gathers] == [len(s.args[1]) for s in reductions] == [2, 2, 2, 2]
     order = order_of(plan)
     last = max(order[n] for n in order if "einsum" in str(n.target))
     assert [order[s] < last for s in reductions] == [True, True, True, False]
+
+
+def test_one_bucket_where_what_computes_also_sends(monkeypatch):
+    monkeypatch.setattr(buckets, "SMALL", 1024)
+    plan, _, _ = sharded_layers(8, width=16)
+    assert [len(s.args[1]) for s in starts(plan)] == [8, 8]
+    monkeypatch.setattr(buckets, "CAP", 4096)
+    plan, _, _ = sharded_layers(8, width=16)
+    assert [len(s.args[1]) for s in starts(plan)] == [4, 4, 4, 4]
 
 
 def random_program(seed: int) -> torch.fx.Graph:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 import torchgspmd as gspmd
 from torchgspmd.comm import fused, ring
 from torchgspmd.comm.storage import spec_of
-from torchgspmd.fx_passes import collective_matmul
+from torchgspmd.fx_passes import collective_matmul, machine
+from torchgspmd.fx_passes.in_flight import STARTS
 from torchgspmd.ops.random import draw_seed, uniform
 
 WORDS, WIDTH, HIDDEN = 51, 16, 65                                           # sizes that 2, 3 and 4 do not divide
@@ -217,13 +218,20 @@ def check_errors(mesh):
     """Other shapes on one rank: an error on every rank, no hang."""
     model, _ = pair(mesh, dropout=0.0)
     model(*batch(0))
-    try:
-        model(*batch(0, 7 if dist.get_rank() else 6))
-    except gspmd.ShardingError as error:
-        assert str(error).startswith("the arguments differ between ranks"), error
-    else:
-        raise AssertionError("no error")
-    model(*batch(0))
+    for compiled in (False, True):                                          # each rank has a program for what it is given
+        for rows in (6, 7) if compiled else ():
+            model(*batch(0, rows))
+        try:
+            model(*batch(0, 7 if dist.get_rank() else 6))
+        except gspmd.ShardingError as error:
+            assert str(error).startswith("the arguments differ between ranks"), error
+            assert "worker_parallelize.py" in str(error), error
+        else:
+            raise AssertionError("no error")
+        model(*batch(0)).backward()
+    for program in model._programs.values():
+        sent = [n.target for n in program.forward.__self__.graph.nodes if n.target in STARTS or n.target == program.settle]
+        assert sent[0] == program.settle and sent.count(program.settle) == 1, sent
     model, _ = pair(mesh, dropout=0.5)
     for _ in range(2):                                                      # when it is compiled, and later
         torch.manual_seed(dist.get_rank())
@@ -395,7 +403,7 @@ class Sequence(nn.Module):
 
 def rings(mesh):
     """Products in parts that travel round, made to pay here."""
-    collective_matmul.CPU, collective_matmul.GAIN = collective_matmul.GPU, float("inf")
+    machine.CPU, collective_matmul.GAIN = machine.GPU, float("inf")
     for backend in ("torch", "inductor"):
         torch.manual_seed(0)
         reference, x = Sequence(mesh), torch.randn(2, 12, 48)

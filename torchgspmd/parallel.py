@@ -4,7 +4,7 @@ from __future__ import annotations
 import hashlib
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from .errors import ShardingError, user_line
 from .fx_passes.bindings import bindings
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.copies import copies
-from .fx_passes.in_flight import in_flight
+from .fx_passes.in_flight import STARTS, in_flight
 from .fx_passes.lower import lower
 from .fx_passes.products import products
 from .fx_passes.split import split
@@ -126,22 +126,28 @@ class ShardedModule(Wrapped):
         key = (tree, tuple(map(_leaf_key, leaves)), self.modes(), torch.is_grad_enabled(),
                self.trainable(), torch.is_autocast_enabled(self._groups.device_type),
                torch.get_autocast_dtype(self._groups.device_type))
-        self._compare(key)
+        check = self._compare(key)
         program = self._programs.get(key)
         if program is None:
+            check()
             program = self._programs[key] = self._compile(args, kwargs)
         self.__dict__["plan"] = program.plan
-        return program(leaves)
+        return program(leaves, check)
 
-    def _compare(self, key: Any) -> None:
-        """ShardingError on every rank if the arguments, or the generators of random numbers, differ between ranks."""
+    def _compare(self, key: Any) -> Callable[[], None]:
+        """Begins to compare the arguments, and the generators of random numbers, between ranks. What is returned waits for it, and
+        raises a ShardingError on every rank if they differ."""
         signature = self._signatures.get(key)
         if signature is None:
             signature = self._signatures[key] = _hash(str(key))
         program = self._programs.get(key)
         if program is not None and program.draws:
             signature ^= _generator_state()
-        if not self._groups.agree(signature):
+        agreed = self._groups.ask(signature)
+
+        def check() -> None:
+            if agreed():
+                return
             shapes = [None] * self._mesh.size
             dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple)])
             if all(s == shapes[0] for s in shapes) and program is not None and program.draws:
@@ -149,6 +155,7 @@ class ShardedModule(Wrapped):
             raise ShardingError("the arguments differ between ranks", where=user_line(),
                                 why="; ".join(f"rank {r}: {s}" for r, s in enumerate(shapes) if s != shapes[0] or r == 0),
                                 fix="give every rank the same global batch, or its own part as a DTensor made by shard_batch")
+        return check
 
     def _compile(self, args: tuple, kwargs: dict) -> _Program:
         start = time.perf_counter()
@@ -189,6 +196,8 @@ class _Program:
         self._outputs(graph)
         forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
         owner = self.captured.constants
+        self.check: Callable[[], None] = _nothing
+        self.settles = backend == "torch" and _before_sending(forward, self.settle)
         self.forward = _compiled(owner, forward, backend)
         self.backward = _compiled(owner, backward, backend, boxed=True)
 
@@ -228,7 +237,9 @@ class _Program:
         spec = self.plan.out_specs[output]
         return spec if spec is not None and spec.sharding_axes else None
 
-    def __call__(self, leaves: list) -> Any:
+    def __call__(self, leaves: list, check: Callable[[], None]) -> Any:
+        """check: raises if ranks differ in what they pass; called before anything else is sent, as late as that."""
+        self.check = check
         state = [table[name] for table, name in self.slots]
         flat = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         if self.captured.has_backward:
@@ -244,8 +255,14 @@ class _Program:
             results[slot] = value
         return self.captured.result(results)
 
+    def settle(self) -> None:
+        check, self.check = self.check, _nothing
+        check()
+
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """(outputs, saved values); writes what the program changes in place."""
+        if not self.settles:
+            self.settle()
         with torch.no_grad():
             results = self.forward(*map(local_of, flat))
             count = self.outputs + len(self.mutated)
@@ -294,6 +311,19 @@ class _Run(torch.autograd.Function):
                     continue
             flat[index] = value
         return None, *flat
+
+
+def _nothing() -> None:
+    """What there is to check where all has been."""
+
+
+def _before_sending(graph: fx.Graph, check: Callable[[], None]) -> bool:
+    """Calls `check` before the first collective of the graph. False if there is none."""
+    first = next((n for n in graph.nodes if n.target in STARTS), None)
+    if first is not None:
+        with graph.inserting_before(first):
+            graph.call_function(check)
+    return first is not None
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

@@ -1,6 +1,8 @@
 """Process groups for the axes of a mesh, and the DeviceMesh on which parameters are stored."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,10 +37,18 @@ class Groups:
         return name, [ranks.index(r) for r in mine]
 
     def agree(self, signature: int) -> bool:
-        """Whether all ranks pass the same number (63 bits); one small all_reduce."""
+        """Whether all ranks pass the same number (63 bits)."""
+        return self.ask(signature)()
+
+    def ask(self, signature: int) -> Callable[[], bool]:
+        """Begins what `agree` does, one small all_reduce; what is returned waits for the answer."""
         value = torch.tensor([signature, -signature], device=self.checked_on)
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.checks)
-        return value.tolist() == [signature, -signature]
+        work = dist.all_reduce(value, dist.ReduceOp.MAX, group=self.checks, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return value.tolist() == [signature, -signature]
+        return answer
 
     def _make(self, axes: tuple[str, ...]) -> str:
         if len(axes) == 1 and axes[0] in self.mesh.names:

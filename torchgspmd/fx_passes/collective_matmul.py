@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -23,29 +22,15 @@ from ..comm.collective import all_gather, reduce_scatter, split_axes
 from ..comm.ring import einsum_scatter, gather_einsum
 from ..mesh import Mesh
 from ..ops.nd import einsum, split_equation
+from .machine import Machine
 from .memory import bytes_of
 
 EINSUM = einsum._opoverload
 GAIN = 0.9              # of the time of product and collective one after the other, at most, or the loop is not worth it
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a device can do, in round numbers."""
-    flops: dict[int, float]             # operations a second, by the bytes of an element
-    bandwidth: float                    # bytes a second that a device sends
-    memory: float                       # bytes a second that it reads or writes
-    begin: float                        # seconds to begin a communication
-    beside: bool                        # whether it communicates without help of what computes
-
-
-GPU = Machine({2: 5e14, 4: 5e13, 8: 3e13}, 2e11, 3e12, 1e-5, True)          # an H100 on NVLink
-CPU = Machine({2: 5e10, 4: 5e10, 8: 2.5e10}, 1e9, 1e10, 1e-4, False)        # a core; gloo's threads need cores too
-
-
-def collective_matmul(graph: fx.Graph, mesh: Mesh, device: str) -> fx.Graph:
-    """Rewrites the graph in place and returns it. device: the type of those that the program is for; "meta" for any."""
-    machine = CPU if device == "cpu" else GPU
+def collective_matmul(graph: fx.Graph, mesh: Mesh, machine: Machine) -> fx.Graph:
+    """Rewrites the graph in place and returns it."""
     if not machine.beside:
         return graph
     order = {node: i for i, node in enumerate(graph.nodes)}

@@ -8,6 +8,7 @@ from torch import fx
 from ..mesh import Mesh
 from .bucket import bucket
 from .collective_matmul import collective_matmul
+from .machine import machine_of
 from .overlap import overlap
 from .start_wait import start_wait
 
@@ -16,9 +17,10 @@ OPTIONAL = ("bucket", "collective_matmul", "overlap", "prefetch")
 
 def communicate(graph: fx.Graph, mesh: Mesh, device: str, skip: Collection[str] = ()) -> fx.Graph:
     """Rewrites the graph in place and returns it. device: the type of those that the program is for."""
+    machine = machine_of(device)
     if "collective_matmul" not in skip:
-        collective_matmul(graph, mesh, device)
+        collective_matmul(graph, mesh, machine)
     if "bucket" not in skip:
-        bucket(graph)
+        bucket(graph, machine)
     start_wait(graph)
     return overlap(graph, early="overlap" not in skip, prefetch="prefetch" not in skip)
