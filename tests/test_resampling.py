@@ -1,4 +1,4 @@
-"""Interpolation and adaptive average pooling along sharded dimensions: PyTorch's numbers, and only rows of neighbours are sent."""
+"""Interpolation and adaptive pooling along sharded dimensions: PyTorch's numbers, and only rows of neighbours are sent."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -49,6 +49,53 @@ def test_planes(name: str, mesh: str, spec: str) -> None:
                                       lambda x: F.interpolate(x, scale_factor=(2, 1, 0.5)), lambda x: F.adaptive_avg_pool3d(x, (7, 4, 1))])
 def test_volumes(function: Callable, mesh: str, spec: str) -> None:
     check(with_gradient(function), torch.randn(2, 2, 13, 7, 5, generator=torch.Generator().manual_seed(0)), mesh, spec)
+
+
+def adaptive_max(size: tuple) -> Callable:
+    function = F.adaptive_max_pool2d if len(size) == 2 else F.adaptive_max_pool3d
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, index = function(x.requires_grad_(), size, return_indices=True)
+        return y, index, torch.autograd.grad((y * y.detach().cos()).sum(), x)[0]
+    return both
+
+
+def same(got: tuple, want: tuple) -> None:
+    """Indices exactly; NaN where NaN is."""
+    assert torch.equal(got[1], want[1])
+    for g, w in zip(got, want):
+        assert torch.equal(g.isnan(), w.isnan())
+        assert_same(g.nan_to_num(), w.nan_to_num())
+
+
+@pytest.mark.parametrize("mesh, spec", LAYOUTS)
+@pytest.mark.parametrize("size", [(17, 11), (16, 8), (51, 6), (60, 33)], ids=str)
+@pytest.mark.parametrize("equals", [False, True])
+def test_adaptive_max_pooling(size: tuple, mesh: str, spec: str, equals: bool) -> None:
+    x = torch.randn(2, 3, 51, 33, generator=torch.Generator().manual_seed(0))
+    if equals:
+        x = x.round()
+        x[0, 0, 40, 2] = x[0, 0, 41, 1] = torch.nan
+    plan = gspmd.plan(function := adaptive_max(size), x, mesh=gspmd.Mesh.parse(mesh), in_specs=spec, out_specs=(spec,) * 3)
+    same(plan.simulate(x, _poison=True), function(x.clone()))
+    assert {c.kind for c in plan.collectives} <= {"permute"} and not plan.replicated_ops
+
+
+@pytest.mark.parametrize("mesh, spec", LAYOUTS)
+def test_adaptive_max_pooling_to_one(mesh: str, spec: str) -> None:
+    x = torch.randn(2, 3, 51, 33, generator=torch.Generator().manual_seed(0)).round()
+    x[0, 0, 40, 2] = x[0, 0, 41, 1] = torch.nan
+    whole = "_ _ _ _"
+    plan = gspmd.plan(function := adaptive_max((1, 1)), x, mesh=gspmd.Mesh.parse(mesh), in_specs=spec, out_specs=(whole, whole, spec))
+    same(plan.simulate(x, _poison=True), function(x.clone()))
+    assert {c.kind for c in plan.collectives} == {"all_reduce"} and not plan.replicated_ops
+
+
+def test_adaptive_max_pooling_of_volumes() -> None:
+    x = torch.randn(2, 13, 7, 5, generator=torch.Generator().manual_seed(0))
+    plan = gspmd.plan(function := adaptive_max((6, 3, 1)), x, mesh=gspmd.Mesh(s=2, r=2), in_specs="_ s r _", out_specs=("_ s r _",) * 3)
+    assert_same(plan.simulate(x, _poison=True), function(x.clone()))
+    assert {c.kind for c in plan.collectives} <= {"permute"} and not plan.replicated_ops
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

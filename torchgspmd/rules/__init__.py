@@ -1,5 +1,6 @@
 """What is known of every operation. `rule_of` is all that the passes ask."""
 from . import (  # noqa: F401 (they register)
+    adaptive_max,
     advanced,
     contraction,
     convolution,

@@ -31,8 +31,6 @@ def _windowed(name: str, spatial: int, operands: str, results: str = "y", linear
 
 
 for _n in (2, 3):
-    _windowed(f"adaptive_max_pool{_n}d", _n, "x", "yy")
-    _windowed(f"adaptive_max_pool{_n}d_backward", _n, "yxy", "x")
     _windowed(f"max_unpool{_n}d", _n, "xx")
 for _n in (1, 2, 3):
     for _mode in ("reflection", "replication"):

@@ -8,7 +8,7 @@ There it computes by what ops.resampling knows of the operation; with all dimens
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -69,29 +69,33 @@ def _averages(op: Any, before: Sequence[int], behind: Sequence[int], back: bool)
 
 
 def _rule(call: Call, lines: Sequence[Line], shape_at: int | None = None) -> Rule:
-    """All tensors have the dimensions d0, d1, ... of the result; the first operand is read in windows, and is whole where it cannot be.
-    shape_at: position of the argument that holds the result's whole shape."""
-    x, y = call.tensors[0], call.results[0]
-    lead, halo, whole = y.dim() - len(lines), {}, set()
-    names = [(f"d{i}",) for i in range(y.dim())]
-    read, sizes = list(names), {f"d{i}": n for i, n in enumerate(y.shape)}
-    for d, line in enumerate(lines, start=lead):
-        if not y.is_floating_point() or min(line.rows, line.positions) == 1 < max(line.rows, line.positions):
-            read[d] = (f"w{d}",)
-            sizes[f"w{d}"] = x.shape[d]
-            whole |= {f"w{d}", f"d{d}"}
-        elif not _same(line):
-            halo[0, d] = _reach(line).inverse(0.0) if line.back else _reach(line)
-
+    """shape_at: position of the argument that holds the result's whole shape."""
     def emit(local, args: tuple, kwargs: dict) -> list:
         return [_resampled(local, args[0], lines)]
-    return make_rule([read, *[names] * (len(call.tensors) - 1)], [names], sizes, whole=frozenset(whole), halo=halo, linear=[[0]],
-                     local=None if shape_at is None else shape_argument(shape_at), emit=emit,
-                     emits=" ".join(f"d{d}" for d in range(lead, y.dim())))
+    return rule_along(call, lines, [0], emit, linear=[[0]], local=None if shape_at is None else shape_argument(shape_at))
+
+
+def rule_along(call: Call, lines: Sequence[Line], moved: Sequence[int], emit: Callable, **keywords: Any) -> Rule:
+    """All tensors have the dimensions d0, d1, ... of the result; operands number `moved` are read in windows, and are whole where
+    they cannot be. emit: for what is sharded along these dimensions."""
+    y = call.results[0]
+    lead, halo, whole = y.dim() - len(lines), {}, set()
+    names = [(f"d{i}",) for i in range(y.dim())]
+    operands, sizes = [list(names) for _ in call.tensors], {f"d{i}": n for i, n in enumerate(y.shape)}
+    for d, line in enumerate(lines, start=lead):
+        if not y.is_floating_point() or min(line.rows, line.positions) == 1 < max(line.rows, line.positions):
+            whole |= {f"w{d}", f"d{d}"}
+            sizes[f"w{d}"] = call.tensors[0].shape[d]
+            for operand in moved:
+                operands[operand][d] = (f"w{d}",)
+        elif not is_same(line):
+            halo |= {(operand, d): _reach(line).inverse(0.0) if line.back else _reach(line) for operand in moved}
+    return make_rule(operands, [names] * len(call.results), sizes, whole=frozenset(whole), halo=halo, emit=emit,
+                     emits=" ".join(f"d{d}" for d in range(lead, y.dim())), **keywords)
 
 
 @lru_cache(maxsize=1024)
-def _same(line: Line) -> bool:
+def is_same(line: Line) -> bool:
     """Whether every position is the row of its number."""
     unit = torch.eye(line.rows, dtype=torch.float64, device="cpu")
     return line.rows == line.positions and torch.equal(weights(line, torch.float64), unit)
@@ -116,7 +120,7 @@ def _resampled(local, x: Any, lines: Sequence[Line]) -> Any:
     result, shape = local.results[0], list(local.shape(x))
     lead, kind = len(result.shape) - len(lines), kind_of(result.dtype)
     value = x if result.dtype == kind else local.call(aten._to_copy.default, x, dtype=kind)
-    todo = [(result.shape[d] / shape[d], d, line) for d, line in enumerate(lines, start=lead) if not _same(line)]
+    todo = [(result.shape[d] / shape[d], d, line) for d, line in enumerate(lines, start=lead) if not is_same(line)]
     for _, d, line in sorted(todo, key=lambda found: found[:2]):
         value = _along(local, value, shape, d, line)
         shape[d] = result.shape[d]
