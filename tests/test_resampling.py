@@ -69,7 +69,7 @@ def same(got: tuple, want: tuple) -> None:
 
 
 @pytest.mark.parametrize("mesh, spec", LAYOUTS)
-@pytest.mark.parametrize("size", [(17, 11), (16, 8), (51, 6), (60, 33)], ids=str)
+@pytest.mark.parametrize("size", [(17, 11), (16, 8), (51, 6), (60, 33), (51, 33)], ids=str)
 @pytest.mark.parametrize("equals", [False, True])
 def test_adaptive_max_pooling(size: tuple, mesh: str, spec: str, equals: bool) -> None:
     x = torch.randn(2, 3, 51, 33, generator=torch.Generator().manual_seed(0))

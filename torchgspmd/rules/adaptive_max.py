@@ -52,7 +52,7 @@ def _maximum(call: Call) -> Rule:
             value, index = _along(local, value, index, shape, d, line, size)
             shape[d] = local.results[0].shape[d]
             size *= line.rows
-        return [value, index]
+        return [value, local.call(aten.expand.default, index, list(local.results[0].shape))]
     return rule_along(call, lines, [0], emit, splits=_to_one(lines))
 
 
