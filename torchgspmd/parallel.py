@@ -36,6 +36,7 @@ from .fx_passes.bindings import bindings
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.copies import copies
 from .fx_passes.in_flight import STARTS, in_flight
+from .fx_passes.into_buckets import into_buckets
 from .fx_passes.lower import lower
 from .fx_passes.products import products
 from .fx_passes.split import split
@@ -335,13 +336,14 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 def _compiled(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = False) -> Any:
     """A function that runs the graph; boxed: it takes its inputs in a list, which it empties."""
-    bindings(in_flight(graph)).lint()
+    in_flight(graph)
     if backend == "inductor":
         for node in graph.nodes:
             if node.target is _IN_PLACE:                                    # its functionalization does not take that one
                 node.target = torch.ops._c10d_functional.all_reduce.default
         compiled = torch.compile(fx.GraphModule(owner, graph))
         return (lambda inputs: compiled(*inputs)) if boxed else compiled
+    bindings(into_buckets(graph)).lint()
     if boxed:
         graph.set_codegen(BoxedCodeGen())
     return fx.GraphModule(owner, graph).forward

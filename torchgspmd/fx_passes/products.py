@@ -85,6 +85,8 @@ class _Product:
         else:
             self.added = None
             product = self.call(aten.bmm.default if batch else aten.mm.default, left, right)
+            product.meta |= {"shape": [math.prod(self.sizes[c] for c in g) for g in ([batch] if batch else []) + [rows, columns]],
+                             "dtype": self.node.meta.get("dtype")}
         letters = batch + rows + columns
         shape = [self.sizes[c] for c in letters]
         product = self.call(aten.reshape.default, product, shape) if len(shape) != (3 if batch else 2) or not all(
