@@ -1,6 +1,6 @@
 """What of a step's communication is hidden behind computation, with the overlap passes and without, on gloo processes.
 
-    torchrun --nproc-per-node 2 benchmarks/trace.py [--layout fsdp] [--width 256] [--steps 20] [--png trace.png]
+    torchrun --nproc-per-node 2 benchmarks/trace.py [--layout fsdp] [--width 512] [--steps 20] [--png trace.png]
 
 Both versions of the model of step_time.py take turns, forward and backward. Printed: quartiles of a step's wall and CPU time, and
 the share of the communication's time in which rank 0 was not waiting. The picture: a step of rank 0 by torch.profiler, the
@@ -110,7 +110,7 @@ def quartiles(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", default="fsdp", choices=("dp", "fsdp", "tp"))
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--png")
     options = parser.parse_args()

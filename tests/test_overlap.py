@@ -224,13 +224,13 @@ def test_buckets_have_a_size_and_do_not_wait_for_all(monkeypatch):
     assert [order[s] < last for s in reductions] == [True, True, True, False]
 
 
-def test_one_bucket_where_what_computes_also_sends(monkeypatch):
+def test_one_bucket_of_reductions_where_what_computes_also_sends(monkeypatch):
     monkeypatch.setattr(buckets, "SMALL", 1024)
     plan, _, _ = sharded_layers(8, width=16)
-    assert [len(s.args[1]) for s in starts(plan)] == [8, 8]
+    assert [len(s.args[1]) for s in starts(plan)] == [2, 2, 2, 2, 8]
     monkeypatch.setattr(buckets, "CAP", 4096)
     plan, _, _ = sharded_layers(8, width=16)
-    assert [len(s.args[1]) for s in starts(plan)] == [4, 4, 4, 4]
+    assert [len(s.args[1]) for s in starts(plan)] == [2, 2, 2, 2, 4, 4]
 
 
 def random_program(seed: int) -> torch.fx.Graph:

@@ -8,9 +8,10 @@ ensures  only collectives of equal key() are joined, in the same order on every 
 Reductions (of gradients, mostly) are taken in the order in which their terms are computed, which of gradients is that of
 layers from the last to the first; they wait for the last one of their bucket. Gathers of inputs (weights) move up to the
 first one of theirs; of others only those that follow one another are joined. No bucket is larger than CAP. What is to be sent of one key
-goes in at least PARTS buckets, so that the first is on its way while there is something left to compute, but not in much less than
-SMALL bytes, which would cost more time in starting collectives than it hides; where the cores that compute also send, one is
-enough. A sum that is divided by another one before it is reduced, as a loss by a count, is reduced before, together with that.
+goes in at least PARTS buckets, so that the first reduction is on its way while there is something left to compute, and the first
+weights are there soon, but not in much less than SMALL bytes, which would cost more time in starting collectives than it hides;
+of reductions, one is enough where the cores that compute also send. A sum that is divided by another one before it is reduced,
+as a loss by a count, is reduced before, together with that.
 Source: the buckets of PyTorch's DistributedDataParallel (arXiv 2006.15704, section 3.2.3), which have 25 MB, the first 1 MB.
 """
 from __future__ import annotations
@@ -46,7 +47,7 @@ def bucket(graph: fx.Graph, machine: Machine) -> fx.Graph:
     _reduce_before_division(graph)
     _raise_reductions(graph)
     _sink_tails(graph)
-    caps = _caps(graph, PARTS if machine.beside else 1)
+    caps = _caps(graph, machine)
     order = {node: i for i, node in enumerate(graph.nodes)}
     last = len(order)
     deadline = {n: min((order[u] for u in n.users if u.op != "output"), default=last) for n in order}
@@ -60,13 +61,14 @@ def bucket(graph: fx.Graph, machine: Machine) -> fx.Graph:
     return graph
 
 
-def _caps(graph: fx.Graph, parts: int) -> dict[Any, float]:
+def _caps(graph: fx.Graph, machine: Machine) -> dict[Any, float]:
     """Bytes of a bucket, for every key."""
     totals: dict[Any, float] = defaultdict(float)
     for node in graph.nodes:
         if key(node) is not None:
             totals[key(node)] += _payload(node)
-    return {k: min(CAP, total / min(parts, max(1, round(total / SMALL)))) for k, total in totals.items()}
+    parts = {k: PARTS if machine.beside or k[0] is all_gather else 1 for k in totals}
+    return {k: min(CAP, total / min(parts[k], max(1, round(total / SMALL)))) for k, total in totals.items()}
 
 
 def _reduce_before_division(graph: fx.Graph) -> None:
