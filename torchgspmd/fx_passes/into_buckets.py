@@ -74,7 +74,7 @@ def _made(flat: fx.Node, sizes: Sequence[int]) -> Iterator[tuple[int, fx.Node]]:
     for i, node in enumerate(flat.args[0] if sizes else ()):
         while node.target in (aten.reshape.default, aten.contiguous.default) and len(node.users) == 1:
             node = node.args[0]
-        if node.target in WRITING and not node.kwargs and len(node.users) == 1 and {"shape", "dtype"} <= set(node.meta):
+        if node.target in WRITING and not node.kwargs and len(node.users) == 1 and all(map(node.meta.get, ("shape", "dtype"))):
             begins = sum(sizes[:i]) * node.meta["dtype"].itemsize
             if begins % ALIGNED == 0 and math.prod(node.meta["shape"]) == sizes[i]:
                 yield i, node

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..ops.resampling import Line, band, bands
 from .notation import Call, Rule
+from .pooling import renumbered
 from .registry import computed
 from .resampling import is_same, rule_along
 
@@ -64,21 +65,13 @@ def _maximum_backward(call: Call) -> Rule:
     def emit(local, args: tuple, kwargs: dict) -> list:
         grad, index, shape = args[0], args[2], local.results[0].shape
         lead, here = len(shape) - len(lines), local.shape(args[0])
-        place, step, inside = None, 1, None
-        for d, line in reversed(list(enumerate(lines, start=lead))):
-            row = local.call(aten.remainder.Scalar, index, line.rows)
-            index = local.call(aten.floor_divide.default, index, line.rows)
-            if local.sharded(f"d{d}"):
-                row = local.call(aten.sub.Tensor, row, local.index(f"d{d}") * shape[d])
-                mine = local.call(aten.eq.Tensor, row, local.call(aten.clamp.default, row, 0, shape[d] - 1))
-                inside = mine if inside is None else local.call(aten.logical_and.default, inside, mine)
-                row = local.call(aten.clamp.default, row, 0, shape[d] - 1)
-            row = local.call(aten.mul.Scalar, row, step)
-            place = row if place is None else local.call(aten.add.Tensor, place, row)
-            step *= shape[d]
+        first = [local.index(f"d{d}") * shape[d] for d in range(lead, len(shape))]
+        rows, mine = [line.rows for line in lines], shape[lead:]
+        place = renumbered(local, index, rows, mine, [-f for f in first])
+        inside = local.call(aten.eq.Tensor, renumbered(local, place, mine, rows, first), index)      # it was not moved to the border
         grad = local.call(aten.where.ScalarOther, inside, grad, 0)
         flat = [*here[:lead], -1]
-        nothing = local.call(aten.new_zeros.default, grad, [*shape[:lead], step])
+        nothing = local.call(aten.new_zeros.default, grad, [*shape[:lead], math.prod(mine)])
         place, grad = (local.call(aten.reshape.default, t, flat) for t in (place, grad))
         return [local.call(aten.reshape.default, local.call(aten.scatter_add.default, nothing, lead, place, grad), list(shape))]
     return rule_along(call, lines, [0, 2], emit, splits=_to_one(lines))

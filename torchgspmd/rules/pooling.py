@@ -117,7 +117,7 @@ def _maximum(call: Call) -> Rule:
         lead, here = len(local.results[0].shape) - len(windows), local.shape(args[0])
         old = [here[lead + i] for i in range(len(windows))]
         moves = [local.window(0, d).first(local.index(f"d{d}")) if local.sharded(f"d{d}") else 0 for d in range(lead, lead + len(old))]
-        return [local.call(operator.getitem, both, 0), _renumbered(local, index, old, [w.rows for w in windows], moves)]
+        return [local.call(operator.getitem, both, 0), renumbered(local, index, old, [w.rows for w in windows], moves)]
     several = _several(*call.args[1:5])
     return _rule(call, windows, [w.reach(-math.inf) for w in windows], [0], call.results[0].shape, emit=emit, splits=several,
                  hands=1 if several else None)
@@ -132,7 +132,7 @@ def _maximum_backward(call: Call) -> Rule:
         grad, x, index = args[0], args[1], args[-1]
         spread = _Spread.of(local, windows)
         moves = [-spread.first(local, i) for i in range(len(windows))]
-        index = _renumbered(local, index, [w.rows for w in windows], spread.shape[-len(windows):], moves)
+        index = renumbered(local, index, [w.rows for w in windows], spread.shape[-len(windows):], moves)
         x = local.call(aten.expand.default, local.call(aten.new_zeros.default, x, []), spread.shape)
         whole = local.call(call.target, grad, x, args[2], [w.stride for w in windows], _unpadded(local, windows), *args[5:-1], index)
         return [spread.cut(local, whole)]
@@ -143,7 +143,7 @@ def _maximum_backward(call: Call) -> Rule:
 BLOCKWISE.update((aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default))
 
 
-def _renumbered(local, index: Any, old: Sequence[int], new: Sequence[int], moves: Sequence[Any]) -> Any:
+def renumbered(local, index: Any, old: Sequence[int], new: Sequence[int], moves: Sequence[Any]) -> Any:
     """Flat indices into the last dimensions of sizes `old` as those into sizes `new`, each moved so far, and kept inside."""
     result, step = None, 1
     for before, after, move in reversed(list(zip(old, new, moves))):
