@@ -44,6 +44,7 @@ class Mesh:
         object.__setattr__(self, "axes", tuple(axes.items()))
         object.__setattr__(self, "_sizes", dict(axes))
         object.__setattr__(self, "_wholes", dict(axes))         # of axes that were split, too
+        object.__setattr__(self, "_counts", {})
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
@@ -88,10 +89,15 @@ class Mesh:
 
     def count(self, axes: Iterable[str]) -> int:
         """Number of devices along these axes together: the size of a group."""
-        sizes = self._sizes
-        return math.prod([sizes[axis] if axis in sizes else self._size_of(axis) for axis in axes])
+        axes = tuple(axes)
+        count = self._counts.get(axes)
+        if count is None:
+            count = self._counts[axes] = math.prod(map(self._size_of, axes))
+        return count
 
     def _size_of(self, axis: str) -> int:
+        if axis in self._sizes:
+            return self._sizes[axis]
         part = sub_axis(axis)
         return part[2] if part else self._wholes[axis]
 
@@ -153,6 +159,7 @@ class Mesh:
         object.__setattr__(made, "axes", tuple(axes))
         object.__setattr__(made, "_sizes", dict(axes))
         object.__setattr__(made, "_wholes", self._wholes)
+        object.__setattr__(made, "_counts", {})
         return made
 
     def unsplit(self) -> Mesh:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -206,25 +206,38 @@ class Solver:
         for value, made, uses in zip(op.results, strategy.results, wanted):
             if cost >= limit:
                 return cost
-            cost += self._distribute(value, made, uses)
+            cost += self._distribute(value, made, uses, limit - cost)
         for value, have, need in zip(op.operands, available, strategy.operands):
             if cost >= limit:
                 return cost
             if need not in have.layouts:
-                cost += min(self._move(value, self._deferred(layout, have, need), need) for layout in have.layouts) / have.sharers
+                layouts = [self._deferred(layout, have, need) for layout in have.layouts]
+                cost += self._nearest(value, layouts, need, (limit - cost) * have.sharers) / have.sharers
         return cost
 
     def transport(self, value: fx.Node) -> float:
         """What brings a value from where it is made to all places where it is used."""
         return self._distribute(value, self.held[value], self.needs.get(value, {}).values())
 
-    def _distribute(self, value: fx.Node, made: ShardSpec, uses: Iterable[ShardSpec]) -> float:
+    def _distribute(self, value: fx.Node, made: ShardSpec, uses: Iterable[ShardSpec], limit: float = math.inf) -> float:
         copies, cost = [made], 0.0
         for need in uses:
             if need not in copies:
-                cost += min(self._move(value, layout, need) for layout in copies)
+                cost += self._nearest(value, copies, need, limit - cost)
                 copies.append(need)
         return cost
+
+    def _nearest(self, value: fx.Node, layouts: Sequence[ShardSpec], need: ShardSpec, limit: float) -> float:
+        """What the cheapest move from one of these layouts costs. limit: as in `cost`."""
+        val = value.meta["val"]
+        least = math.inf
+        bounds = [self.resharder.at_least(tuple(val.shape), val.element_size(), layout, need) for layout in layouts]
+        if min(bounds) >= limit:
+            return math.inf
+        for bound, layout in sorted(zip(bounds, layouts), key=lambda pair: pair[0]):
+            if bound < least:
+                least = min(least, self._move(value, layout, need))
+        return least
 
     def _deferred(self, layout: ShardSpec, have: Available, need: ShardSpec) -> ShardSpec:
         """A layout as it would be, were the sums left pending that can be and that are asked for."""

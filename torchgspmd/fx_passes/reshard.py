@@ -44,6 +44,13 @@ class Resharder:
             return math.inf
         return self._solve(shape, itemsize, before, after)[0]
 
+    def at_least(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
+        """No more than the cost, without a search. Of blocks of unequal sizes a gather is charged what a device lacks on average."""
+        uneven = any(n % self.mesh.count(axes) for n, b, a in zip(shape, before.dims, after.dims) if b != a for axes in (b, a))
+        if before == after or uneven or before.windows or after.windows or not set(after.pending) <= set(before.pending):
+            return 0.0
+        return at_least(self.mesh, shape, itemsize, before, after)
+
     def steps(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> tuple[Step, ...]:
         return () if before == after else self._solve(shape, itemsize, before, after)[1]
 
@@ -86,7 +93,7 @@ class _Search:
 
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], itemsize: int, after: ShardSpec):
         self.mesh, self.shape, self.itemsize, self.after = mesh, shape, itemsize, after
-        self.targets = (after, *self._finer())
+        self.targets, self.bytes = (after, *self._finer()), {}
 
     def _finer(self) -> Iterator[ShardSpec]:
         """Layouts from which a gather leads to `after`: where few devices hold everything, the others help to pass it on."""
@@ -100,10 +107,10 @@ class _Search:
         direct = self._direct(before)
         bound = sum(_cost(step) for step in direct)
         order = itertools.count()
-        queue: list = [(0.0, next(order), 0.0, before, ())]
+        queue: list = [(0.0, 0, next(order), 0.0, before, ())]                 # of equal estimates the one of fewest steps
         seen: set[ShardSpec] = set()
         while queue and len(seen) < STATES:
-            _, _, cost, spec, steps = heapq.heappop(queue)
+            _, _, _, cost, spec, steps = heapq.heappop(queue)
             if spec in seen:
                 continue
             seen.add(spec)
@@ -111,8 +118,8 @@ class _Search:
                 return steps
             for move in self._moves(spec, bound - cost):
                 total = cost + _cost(move)
-                if move.spec not in seen and total < bound and total + self._rest(move.spec) < bound:
-                    heapq.heappush(queue, (total + self._rest(move.spec), next(order), total, move.spec, (*steps, move)))
+                if move.spec not in seen and total < bound and (in_all := total + self._rest(move.spec)) < bound:
+                    heapq.heappush(queue, (round(in_all, 3), len(steps) + 1, next(order), total, move.spec, (*steps, move)))
         return direct
 
     def _direct(self, before: ShardSpec) -> tuple[Step, ...]:
@@ -123,14 +130,15 @@ class _Search:
         return (*first, self._permute(spec, self.after)) if spec != self.after else tuple(first)
 
     def _rest(self, spec: ShardSpec) -> float:
-        """Bytes that some device has to be sent from here on, at least."""
-        return self._lacking(spec, self.after) if spec.pending == self.after.pending else 0.0
+        return at_least(self.mesh, self.shape, self.itemsize, spec, self.after)
 
     def _lacking(self, spec: ShardSpec, target: ShardSpec) -> float:
         return lacking(self.mesh, self.shape, spec, target) * self.itemsize
 
     def _bytes(self, spec: ShardSpec) -> float:
-        return math.prod(spec.local_shape(self.shape, self.mesh)) * self.itemsize
+        if spec.dims not in self.bytes:
+            self.bytes[spec.dims] = math.prod(spec.local_shape(self.shape, self.mesh)) * self.itemsize
+        return self.bytes[spec.dims]
 
     def _nests(self, dim: int, coarse: Axes, fine: Axes) -> bool:
         return nests(self.shape[dim], coarse, fine, self.mesh)
@@ -203,6 +211,16 @@ class _Search:
         """Bytes of a device's part, with a dimension padded so that it can be divided among further axes."""
         rows = max(-(-self.shape[dim] // self.mesh.count(spec.dims[dim])), 1)
         return self._bytes(spec) / rows * -(-self.shape[dim] // self.mesh.count(spec.dims[dim] + axes)) * self.mesh.count(axes)
+
+
+def at_least(mesh: Mesh, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
+    """What any way from one layout to another costs: a collective, and what some device lacks, or of terms of n devices that are
+    summed all but one, however finely they are cut."""
+    if before.pending == after.pending:
+        missing = lacking(mesh, shape, before, after)
+        return missing * itemsize + ALPHA if missing else 0.0
+    terms = mesh.count(tuple(a for a in before.pending if a not in after.pending))
+    return (terms - 1) * math.prod(shape) * itemsize / mesh.size + ALPHA
 
 
 def _cost(step: Step) -> float:
