@@ -36,6 +36,7 @@ from .fx_passes.bindings import bindings
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.copies import copies
 from .fx_passes.in_flight import STARTS, in_flight
+from .fx_passes.in_place import in_place
 from .fx_passes.into_buckets import into_buckets
 from .fx_passes.lower import lower
 from .fx_passes.products import products
@@ -343,7 +344,7 @@ def _compiled(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = Fal
                 node.target = torch.ops._c10d_functional.all_reduce.default
         compiled = torch.compile(fx.GraphModule(owner, graph))
         return (lambda inputs: compiled(*inputs)) if boxed else compiled
-    bindings(into_buckets(graph)).lint()
+    bindings(into_buckets(in_place(graph))).lint()
     if boxed:
         graph.set_codegen(BoxedCodeGen())
     return fx.GraphModule(owner, graph).forward

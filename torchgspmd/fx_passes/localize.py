@@ -140,7 +140,8 @@ class _Localizer:
     def carried(self, node: fx.Node) -> dict:
         val = node.meta.get("val")
         return {"source": node.meta.get("source"), "backward": node.meta.get("backward", False), "global": node.name,
-                "dtype": val.dtype if isinstance(val, torch.Tensor) else None, "step": node.meta.get("step")}
+                "dtype": val.dtype if isinstance(val, torch.Tensor) else None, "step": node.meta.get("step"),
+                "dynamic": node.meta.get("dynamic", False)}
 
     def index(self, axes: Axes) -> fx.Node:
         """The node that holds the device's position along `axes`; made once, right behind the inputs."""
