@@ -56,15 +56,16 @@ class _Memory:
             if node.target is operator.getitem and _is_new(node.args[0]):
                 self.pieces[node] = frozenset([parts.setdefault(node.args, node)])
             else:
-                self.pieces[node] = frozenset([node]) if _is_new(node) else held | {node}
+                self.pieces[node] = held if held and not _is_new(node) else frozenset([node])
 
     def is_free(self, value: fx.Node, others: tuple, at: int) -> bool:
         """Whether this use is the last one of memory that the program has made, in which the other operands have no part."""
         made = _viewed(value)
         if made not in self.now and not _is_new(made.args[0] if made.target is operator.getitem else made):
             return False
-        piece = self._piece(made)
-        return self.last[piece] == at and all(piece not in map(self._where, self.pieces[x]) for x in others if isinstance(x, fx.Node))
+        piece, read = self._piece(made), []
+        fx.map_arg(others, read.append)
+        return self.last[piece] == at and all(piece not in map(self._where, self.pieces[x]) for x in read)
 
     def merge(self, result: fx.Node, operand: fx.Node) -> None:
         """A result lies where the operand was."""
