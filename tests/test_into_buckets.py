@@ -8,6 +8,7 @@ import torch
 from expecttest import TestCase
 from torch import Tensor, fx
 
+from torchgspmd.comm.kept import Kept
 from torchgspmd.fx_passes.into_buckets import into_buckets
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -73,6 +74,33 @@ def test_what_does_not_begin_at_a_multiple_of_sixteen_bytes_is_copied(columns: i
     assert (aten.mm.default not in targets(into_buckets(graph))) == written                     # it stands behind the bias
 
 
+def test_memory_that_nobody_holds_is_used_again() -> None:
+    kept, like = Kept(), torch.empty(0)
+    bucket = kept.empty(like, 8, torch.float64)
+    assert bucket.shape == (8,) and bucket.dtype == torch.float64
+    place, part = bucket.data_ptr(), bucket[2:4]
+    del bucket
+    held = kept.empty(like, 8, torch.float64)
+    assert held.data_ptr() != place                                          # `part` lies in the first
+    del part, held
+    last = kept.empty(like, 8, torch.float64)
+    place = last.data_ptr()
+    del last
+    assert kept.empty(like, 8, torch.float64).data_ptr() == place
+
+
+def test_results_that_are_kept_stay_as_they_are() -> None:
+    graph = into_buckets(gradients())
+    module = AloneTwice(fx.GraphModule({}, graph))
+    torch.manual_seed(0)
+    first = module.run(torch.randn(6, 4), torch.randn(6, 8))
+    copies = [t.clone() for t in first]
+    views = [t[:1] for t in first]
+    del first
+    module.run(torch.randn(6, 4), torch.randn(6, 8))
+    assert all(torch.equal(view, copy[:1]) for view, copy in zip(views, copies, strict=True))
+
+
 class TestGolden(TestCase):
     maxDiff = None
 
@@ -80,8 +108,8 @@ class TestGolden(TestCase):
         self.assertExpectedInline(into_buckets(gradients()).python_code("self").src.strip(), """\
 def forward(self, x, dy):
     transpose_int = torch.ops.aten.transpose.int(dy, 0, 1)
-    new_empty_default = torch.ops.aten.new_empty.default(transpose_int, [44], dtype = torch.float32)
-    split_with_sizes_default_1 = torch.ops.aten.split_with_sizes.default(new_empty_default, [32, 8, 4])
+    empty = torchgspmd_comm_kept_empty(transpose_int, 44, torch.float32)
+    split_with_sizes_default_1 = torch.ops.aten.split_with_sizes.default(empty, [32, 8, 4])
     getitem_3 = split_with_sizes_default_1[0]
     reshape_default_6 = torch.ops.aten.reshape.default(getitem_3, [8, 4]);  getitem_3 = None
     mm = torch.mm(transpose_int, x, out = reshape_default_6);  transpose_int = mm = None
@@ -90,9 +118,9 @@ def forward(self, x, dy):
     sum_1 = torch.sum(dy, [0], True, out = reshape_default_7);  dy = reshape_default_7 = sum_1 = None
     amax_default = torch.ops.aten.amax.default(x, [0]);  x = None
     reshape_default_2 = torch.ops.aten.reshape.default(amax_default, [-1]);  amax_default = None
-    narrow_default = torch.ops.aten.narrow.default(new_empty_default, 0, 40, 4)
+    narrow_default = torch.ops.aten.narrow.default(empty, 0, 40, 4)
     cat = torch.cat([reshape_default_2], out = narrow_default);  reshape_default_2 = narrow_default = cat = None
-    all_reduce__default = torch.ops._c10d_functional.all_reduce_.default(new_empty_default, 'sum', '0');  new_empty_default = None
+    all_reduce__default = torch.ops._c10d_functional.all_reduce_.default(empty, 'sum', '0');  empty = None
     wait_tensor_default = torch.ops._c10d_functional.wait_tensor.default(all_reduce__default);  all_reduce__default = None
     split_with_sizes_default = torch.ops.aten.split_with_sizes.default(wait_tensor_default, [32, 8, 4], 0);  wait_tensor_default = None
     getitem_1 = split_with_sizes_default[1]
