@@ -2,22 +2,30 @@
 
     python benchmarks/plan_time.py [--layers 96] [--width 12288] [--mesh data=64,model=8]
 
-By default the joint forward and backward of GPT-3 175B on the meta device: nothing is allocated. Also: the same for
-meshes of 8, 64, 512 and 4096 devices with the same work for each device, whose programs must have one text (sizes
-apart) and take equally long. (With the whole work fixed, costs cross: 64 tokens are cheaper to move than a weight is.)
+By default the joint forward and backward of GPT-3 175B on the meta device: nothing is allocated. Also: two layers of
+examples/gpt in every layout on 8, 64, 512 and 4096 devices with the same work for each device; planning takes equally
+long, and it is told whether the programs have one text (sizes apart). dp, tp and sp have. fsdp has while no dimension
+has fewer rows than devices; a table of words that both axes shard (2d) takes another way on other meshes, since one way
+for all would send more on some.
 """
 from __future__ import annotations
 
 import argparse
 import re
 import resource
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchgspmd as gspmd
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "gpt"))
+from model import GPT as Example
+from model import LAYOUTS, Config
 
 
 class Block(nn.Module):
@@ -82,13 +90,18 @@ def main() -> None:
           f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20:.2f} GiB   {len(plan.sharded.nodes)} nodes")
     print(plan.summary())
 
-    print("\ndevices, seconds, same text (4 layers, 4 sequences a data shard)")
-    texts = []
-    for data, model in ((4, 2), (16, 4), (64, 8), (512, 8)):
-        mesh = gspmd.Mesh(data=data, model=model)
-        plan, seconds = planned(4, 4096, mesh, 4 * data)
-        texts.append(re.sub(r"\d+", "#", plan.program.code))
-        print(f"{mesh.size:8} {seconds:7.2f} {texts[-1] == texts[0]}")
+    print("\nlayout, devices, seconds, same text as on 8 (2 layers, 4 sequences a data shard)")
+    for layout in LAYOUTS:
+        texts = []
+        for devices in (8, 64, 512, 4096):
+            mesh = gspmd.Mesh(data=devices) if layout in ("dp", "fsdp") else gspmd.Mesh(data=devices // 2, model=2)
+            with torch.device("meta"):
+                model = Example(Config(53248, 2048, 2, 96, 12288), mesh, layout)
+                tokens = torch.zeros(4 * mesh.count(("data",)), 2048, dtype=torch.long)
+            start = time.perf_counter()
+            plan = gspmd.plan(model, tokens, tokens, mesh=mesh, grad=True)
+            texts.append(re.sub(r"\d+", "#", plan.program.code))
+            print(f"{layout:5} {devices:5} {time.perf_counter() - start:7.2f} {texts[-1] == texts[0]}", flush=True)
 
 
 if __name__ == "__main__":

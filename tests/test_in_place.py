@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 from expecttest import TestCase
-from torch import Tensor, fx
+from torch import fx
 
 from torchgspmd.fx_passes.in_place import in_place
 
@@ -110,6 +110,17 @@ def test_an_operand_that_is_read_twice_at_once_is_kept() -> None:
     made = p(aten.neg.default, p.x, meta={"shape": (4, 6), "dtype": torch.float32})
     other = p(aten.reshape.default, p(aten.transpose.int, made, 0, 1, meta={}), [4, 6])
     assert p.written(p(aten.add.Tensor, made, other)) == 0
+
+
+def test_an_operand_that_is_read_elsewhere_at_once_is_kept() -> None:
+    p = Program()
+    made = p(aten.neg.default, p.x)
+    index = p(aten.full.default, [4, 6], 2, meta={"shape": (4, 6), "dtype": torch.int64})
+    assert p.written(p(aten.scatter.src, made, 1, index, made)) == 0
+    p = Program()
+    made = p(aten.full.default, [4], 2, meta={"shape": (4,), "dtype": torch.int64})
+    numbers = p(aten.full.default, [4], 1, meta={"shape": (4,), "dtype": torch.int64})
+    assert p.written(p(aten.index_put.default, made, [made], numbers, meta=made.meta)) == 0
 
 
 def test_values_that_are_repeated_are_not_written() -> None:

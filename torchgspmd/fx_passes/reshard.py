@@ -45,7 +45,7 @@ class Resharder:
         return self._solve(shape, itemsize, before, after)[0]
 
     def at_least(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
-        """No more than the cost, without a search. Of blocks of unequal sizes a gather is charged what a device lacks on average."""
+        """No more than the cost, without a search. 0 of blocks of unequal sizes: a gather is charged what a device lacks on average."""
         uneven = any(n % self.mesh.count(axes) for n, b, a in zip(shape, before.dims, after.dims) if b != a for axes in (b, a))
         if before == after or uneven or before.windows or after.windows or not set(after.pending) <= set(before.pending):
             return 0.0
@@ -107,7 +107,7 @@ class _Search:
         direct = self._direct(before)
         bound = sum(_cost(step) for step in direct)
         order = itertools.count()
-        queue: list = [(0.0, 0, next(order), 0.0, before, ())]                 # of equal estimates the one of fewest steps
+        queue: list = [(0.0, 0, next(order), 0.0, before, ())]                   # of equal estimates the one of fewest steps
         seen: set[ShardSpec] = set()
         while queue and len(seen) < STATES:
             _, _, _, cost, spec, steps = heapq.heappop(queue)
