@@ -230,8 +230,9 @@ def check_errors(mesh):
             raise AssertionError("no error")
         model(*batch(0)).backward()
     for program in model._programs.values():
-        sent = [n.target for n in program.forward.__self__.graph.nodes if n.target in STARTS or n.target == program.settle]
-        assert sent[0] == program.settle and sent.count(program.settle) == 1, sent
+        compared = program.carry if program.carries else program.settle
+        sent = [n.target for n in program.forward.__self__.graph.nodes if n.target in STARTS or n.target == compared]
+        assert sent[0] == compared and sent.count(compared) == 1, sent
     model, _ = pair(mesh, dropout=0.5)
     for _ in range(2):                                                      # when it is compiled, and later
         torch.manual_seed(dist.get_rank())
@@ -249,6 +250,42 @@ def check_errors(mesh):
         assert f"there are {mesh.size} processes" in str(error), error
     else:
         raise AssertionError("no error")
+
+
+class Distance(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 5)
+
+    def forward(self, x):
+        return self.inner(x).square().mean()
+
+
+def check_a_sum_that_travels_with_the_comparison(mesh):
+    torch.manual_seed(0)
+    reference = Distance()
+    everywhere = "+".join(mesh.names)
+    model = gspmd.parallelize(copy.deepcopy(reference), mesh, in_specs=(f"{everywhere} _",))
+    for rows in (12, 7, 12):
+        x = torch.randn(rows, 3)
+        losses = model(x), reference(x)
+        close(*losses)
+        for m, loss in zip((model, reference), losses):
+            m.zero_grad()
+            loss.backward()
+        close(model.inner.weight.grad, reference.inner.weight.grad)
+    try:
+        model(torch.randn(12 if dist.get_rank() else 7, 3))
+    except gspmd.ShardingError as error:
+        assert str(error).startswith("the arguments differ between ranks"), error
+    else:
+        raise AssertionError("no error")
+    close(model(x), reference(x))
+    assert all(program.carries for program in model._programs.values())
+    half = model.to(torch.bfloat16)
+    close(half(x.bfloat16()), reference.to(torch.bfloat16)(x.bfloat16()), 2 ** -7)     # two roundings
+    for forward in (p.forward.__self__.graph for p in model._programs.values()):
+        assert not [n for n in forward.nodes if n.target in STARTS]
 
 
 class ByValues(nn.Module):
@@ -454,8 +491,8 @@ def load(mesh, path):
 
 
 CHECKS = (check_training, check_sharded_updates, check_fused_steps, check_modes, check_ways_to_a_gradient, check_scaler,
-          check_layouts_of_results, check_errors, check_uneven_weights, check_sizes_that_depend_on_values, check_native_random_numbers,
-          check_exchanges, check_parts_of_axes, check_passes, check_same_text)
+          check_layouts_of_results, check_errors, check_a_sum_that_travels_with_the_comparison, check_uneven_weights,
+          check_sizes_that_depend_on_values, check_native_random_numbers, check_exchanges, check_parts_of_axes, check_passes, check_same_text)
 
 
 def main():

@@ -4,8 +4,8 @@ from __future__ import annotations
 import hashlib
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .api import compile_plan
 from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
+from .comm.agreement import Agreement, agree, is_room
 from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups
 from .comm.storage import (
@@ -53,6 +54,7 @@ from .xla_backend.batch import place_batch
 from .xla_backend.runtime import is_started
 
 _IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
+_REDUCTIONS = (torch.ops._c10d_functional.all_reduce.default, _IN_PLACE)
 BACKENDS = ("torch", "inductor", "xla")
 
 
@@ -119,7 +121,7 @@ class ShardedModule(Wrapped):
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
         self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _options=options,
-                             _groups=Groups(mesh, device), _programs={}, _signatures={}, plan=None, planning_seconds=0.0)
+                             _groups=Groups(mesh, device), _programs={}, plan=None, planning_seconds=0.0)
         shard_module(model, {name: _stored_spec_of(mark_on(t, mesh), tuple(t.shape), mesh)
                              for name, t in named_tensors(model)}, mesh, self._groups.device_mesh)
 
@@ -128,38 +130,28 @@ class ShardedModule(Wrapped):
         key = (tree, tuple(map(_leaf_key, leaves)), self.modes(), torch.is_grad_enabled(),
                self.trainable(), torch.is_autocast_enabled(self._groups.device_type),
                torch.get_autocast_dtype(self._groups.device_type))
-        check = self._compare(key)
         program = self._programs.get(key)
         if program is None:
-            check()
-            program = self._programs[key] = self._compile(args, kwargs)
+            signature = _hash(str(key))
+            agree(self._groups, signature, lambda: self._differ(key))
+            program = self._programs[key] = self._compile(args, kwargs, signature)
         self.__dict__["plan"] = program.plan
-        return program(leaves, check)
+        signature = program.signature ^ _generator_state() if program.draws else program.signature
+        return program(leaves, Agreement(self._groups, signature, lambda: self._differ(key, program.draws)))
 
-    def _compare(self, key: Any) -> Callable[[], None]:
-        """Begins to compare the arguments, and the generators of random numbers, between ranks. What is returned waits for it, and
-        raises a ShardingError on every rank if they differ."""
-        signature = self._signatures.get(key)
-        if signature is None:
-            signature = self._signatures[key] = _hash(str(key))
-        program = self._programs.get(key)
-        if program is not None and program.draws:
-            signature ^= _generator_state()
-        agreed = self._groups.ask(signature)
+    def _differ(self, key: Any, draws: bool = False) -> NoReturn:
+        """What every rank raises when calls differ; draws: if it is not by their arguments, it is by their random numbers."""
+        shapes = [None] * self._mesh.size
+        dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple)])
+        if draws and all(s == shapes[0] for s in shapes):
+            raise ShardingError("the ranks would draw different random numbers", where=user_line(),
+                                why="the state of torch's generator differs between them",
+                                fix="call torch.manual_seed with the same number on every rank")
+        raise ShardingError("the arguments differ between ranks", where=user_line(),
+                            why="; ".join(f"rank {r}: {s}" for r, s in enumerate(shapes) if s != shapes[0] or r == 0),
+                            fix="give every rank the same global batch, or its own part as a DTensor made by shard_batch")
 
-        def check() -> None:
-            if agreed():
-                return
-            shapes = [None] * self._mesh.size
-            dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple)])
-            if all(s == shapes[0] for s in shapes) and program is not None and program.draws:
-                raise _generators_differ()
-            raise ShardingError("the arguments differ between ranks", where=user_line(),
-                                why="; ".join(f"rank {r}: {s}" for r, s in enumerate(shapes) if s != shapes[0] or r == 0),
-                                fix="give every rank the same global batch, or its own part as a DTensor made by shard_batch")
-        return check
-
-    def _compile(self, args: tuple, kwargs: dict) -> _Program:
+    def _compile(self, args: tuple, kwargs: dict, signature: int) -> _Program:
         start = time.perf_counter()
         grad = torch.is_grad_enabled()
         captured = capture(self._model, args, kwargs, self._mesh, grad=grad)
@@ -170,12 +162,8 @@ class ShardedModule(Wrapped):
                             stored={i.name: _stored_spec_of(i.mark, i.shape, self._mesh) for i in captured.inputs
                                     if i.kind in (PARAMETER, BUFFER)},
                             plain=[not isinstance(t, DTensor) for t in tensors], device=self._groups.device_type, **self._options)
-        if not self._groups.agree(_hash(made.program.code)):
-            raise ShardingError("the ranks have made different programs", where=user_line(),
-                                why="the model, its marks or the versions of torch differ between ranks")
-        program = _Program(made, self._groups, self._model, tensors, self._backend)
-        if program.draws and not self._groups.agree(_generator_state()):
-            raise _generators_differ()
+        agree(self._groups, _hash(made.program.code), _programs_differ)
+        program = _Program(made, self._groups, self._model, tensors, self._backend, signature)
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         return program
 
@@ -183,8 +171,9 @@ class ShardedModule(Wrapped):
 class _Program:
     """One compiled call: forward and backward graph of this rank, and how they are fed."""
 
-    def __init__(self, plan: Plan, groups: Groups, model: nn.Module, tensors: Sequence[Tensor], backend: str):
-        self.plan, self.groups, self.captured = plan, groups, plan.captured
+    def __init__(self, plan: Plan, groups: Groups, model: nn.Module, tensors: Sequence[Tensor], backend: str, signature: int):
+        """signature: what ranks compare before every run."""
+        self.plan, self.groups, self.captured, self.signature = plan, groups, plan.captured, signature
         self.slots = [slot_of(model, i.name) for i in self.captured.inputs if i.kind in (PARAMETER, BUFFER)]
         self.out_kinds = [o.kind for o in self.captured.outputs]
         self.gradient_inputs = [o.input for o in self.captured.outputs if o.kind == GRADIENT]
@@ -198,8 +187,10 @@ class _Program:
         self._outputs(graph)
         forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
         owner = self.captured.constants
-        self.check: Callable[[], None] = _nothing
-        self.settles = backend == "torch" and _before_sending(forward, self.settle)
+        self.agreement: Agreement
+        self.carries = self.settles = False
+        if backend == "torch":
+            self._before_sending(forward)
         self.forward = _compiled(owner, forward, backend)
         self.backward = _compiled(owner, backward, backend, boxed=True)
 
@@ -234,14 +225,32 @@ class _Program:
                 cut.append(value)
         node.args = (tuple(cut),)
 
+    def _before_sending(self, forward: fx.Graph) -> None:
+        """Lets the comparison between ranks end before the first collective begins, or carry that one."""
+        first = next((n for n in forward.nodes if n.target in STARTS), None)
+        if first is None:
+            return
+        self.carries = _is_sum(first) and is_room(self.groups, first.meta["shape"], first.meta["dtype"], self.groups.size(first.args[2]))
+        self.settles = True
+        with forward.inserting_before(first):
+            if not self.carries:
+                forward.call_function(self.settle)
+                return
+            begun = forward.call_function(self.carry, (first.args[0],))
+        done = next(iter(first.users))
+        with forward.inserting_before(done):
+            done.replace_all_uses_with(forward.call_function(Agreement.total, (begun,)))
+        forward.erase_node(done)
+        forward.erase_node(first)
+
     def wrapped(self, output: int) -> ShardSpec | None:
         """The layout of an output that is returned as a DTensor; None for a plain one."""
         spec = self.plan.out_specs[output]
         return spec if spec is not None and spec.sharding_axes else None
 
-    def __call__(self, leaves: list, check: Callable[[], None]) -> Any:
-        """check: raises if ranks differ in what they pass; called before anything else is sent, as late as that."""
-        self.check = check
+    def __call__(self, leaves: list, agreement: Agreement) -> Any:
+        """agreement: whether ranks pass the same; it ends before anything else is sent, as late as that."""
+        self.agreement = agreement if self.carries else agreement.begin()
         state = [table[name] for table, name in self.slots]
         flat = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         if self.captured.has_backward:
@@ -258,8 +267,12 @@ class _Program:
         return self.captured.result(results)
 
     def settle(self) -> None:
-        check, self.check = self.check, _nothing
-        check()
+        """The comparison between ranks has ended well."""
+        self.agreement.check()
+
+    def carry(self, x: Tensor) -> Agreement:
+        """Begins the comparison between ranks, and the sum of x over them."""
+        return self.agreement.begin(x)
 
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """(outputs, saved values); writes what the program changes in place."""
@@ -315,17 +328,8 @@ class _Run(torch.autograd.Function):
         return None, *flat
 
 
-def _nothing() -> None:
-    """What there is to check where all has been."""
-
-
-def _before_sending(graph: fx.Graph, check: Callable[[], None]) -> bool:
-    """Calls `check` before the first collective of the graph. False if there is none."""
-    first = next((n for n in graph.nodes if n.target in STARTS), None)
-    if first is not None:
-        with graph.inserting_before(first):
-            graph.call_function(check)
-    return first is not None
+def _is_sum(node: fx.Node) -> bool:
+    return node.target in _REDUCTIONS and node.args[1] == "sum"
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
@@ -367,10 +371,9 @@ def _generator_state() -> int:
     return zlib.crc32(torch.get_rng_state().numpy())
 
 
-def _generators_differ() -> ShardingError:
-    return ShardingError("the ranks would draw different random numbers", where=user_line(),
-                         why="the state of torch's generator differs between them",
-                         fix="call torch.manual_seed with the same number on every rank")
+def _programs_differ() -> NoReturn:
+    raise ShardingError("the ranks have made different programs", where=user_line(),
+                        why="the model, its marks or the versions of torch differ between ranks")
 
 
 def _hash(text: str) -> int:

@@ -1,8 +1,6 @@
 """Process groups for the axes of a mesh, and the DeviceMesh on which parameters are stored."""
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,19 +34,9 @@ class Groups:
         mine = next(g for g in self.mesh.groups(axes) if self.rank in g)
         return name, [ranks.index(r) for r in mine]
 
-    def agree(self, signature: int) -> bool:
-        """Whether all ranks pass the same number (63 bits)."""
-        return self.ask(signature)()
-
-    def ask(self, signature: int) -> Callable[[], bool]:
-        """Begins what `agree` does, one small all_reduce; what is returned waits for the answer."""
-        value = torch.tensor([signature, -signature], device=self.checked_on)
-        work = dist.all_reduce(value, dist.ReduceOp.MAX, group=self.checks, async_op=True)
-
-        def answer() -> bool:
-            work.wait()
-            return value.tolist() == [signature, -signature]
-        return answer
+    def size(self, name: str) -> int:
+        """How many ranks are in a group."""
+        return next(len(ranks) for known, ranks in self.known.values() if known == name)
 
     def _make(self, axes: tuple[str, ...]) -> str:
         if len(axes) == 1 and axes[0] in self.mesh.names:

@@ -113,6 +113,11 @@ class _Lowering:
             return x
         return self.call(torch.stack, [self.call(aten.select.int, x, 0, p) for p in positions])
 
+    def reduce(self, op: Any, x: Any, shape: list[int], reduction: str, name: str) -> fx.Node:
+        made = self.call(op, x, _reduction(reduction), name)
+        made.meta |= {"shape": shape, "dtype": self.node.args[1][0].meta["dtype"]}
+        return made
+
     def contiguous(self, x: Any) -> Any:
         return self.call(aten.contiguous.default, x)
 
@@ -150,7 +155,7 @@ def _alone(lowering: Generator) -> _Lowered:
 def _all_reduce(to: _Lowering, x: Any, shape: list[int], reduction: str, axes: str) -> Generator:
     name, _ = to.groups.group(split_axes(axes))
     op = c10d.all_reduce_.default if _owned(to.node.args[1][0]) else c10d.all_reduce.default
-    return (yield to.call(op, to.contiguous(x), _reduction(reduction), name))
+    return (yield to.reduce(op, to.contiguous(x), shape, reduction, name))
 
 
 def _all_gather(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str) -> Generator:
@@ -243,7 +248,7 @@ def _merged_all_reduce(to: _Lowering, xs: list[Any], shapes: list[list[int]], ar
     reduction, axes = arguments[0]
     name, _ = to.groups.group(split_axes(axes))
     flat = to.call(aten.cat.default, [to.call(aten.reshape.default, x, [-1]) for x in xs])
-    total = yield to.call(c10d.all_reduce_.default, flat, _reduction(reduction), name)
+    total = yield to.reduce(c10d.all_reduce_.default, flat, [sum(map(math.prod, shapes))], reduction, name)
     return to.unpack(total, shapes)
 
 

@@ -1,0 +1,63 @@
+"""Whether all ranks are about to do the same: a number that each has, sent by each to all, in one small all_to_all.
+
+The first sum of a program may travel in that message: data parallelism sums nothing but a loss before its gradients. On two gloo
+processes an all_reduce of more than two elements takes 0.4 to 0.8 ms of CPU time, an all_to_all of up to 256 bytes 0.2 ms; a
+small model's step takes 25.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .groups import Groups
+
+ROOM = 7                        # elements of a sum that may travel along; the message has this length with and without one
+
+
+class Agreement:
+    """One comparison of a number (63 bits) between all ranks: first `begin`, then `check`. Every rank must come to both."""
+
+    def __init__(self, groups: Groups, number: int, otherwise: Callable[[], None]):
+        """otherwise: what every rank calls if the numbers differ; it raises."""
+        self.groups, self.number, self.otherwise = groups, number, otherwise
+
+    def begin(self, term: Tensor | None = None) -> Agreement:
+        """term: this rank's term of a sum over all ranks, for which there `is_room`."""
+        self.term, groups = term, self.groups
+        message = torch.full([groups.mesh.size, 1 + ROOM], self.number, device=groups.checked_on)
+        if term is not None:
+            _terms(message, term).copy_(term.flatten())
+        self.received = torch.empty_like(message)
+        self.work = dist.all_to_all_single(self.received, message, group=groups.checks, async_op=True)
+        return self
+
+    def check(self) -> None:
+        """Waits for the answer."""
+        self.work.wait()
+        if self.received[:, 0].tolist() != [self.number] * len(self.received):
+            self.otherwise()
+
+    def total(self) -> Tensor:
+        """Waits for the answer and for the sum that travelled along; the same on every rank."""
+        self.check()
+        return _terms(self.received, self.term).sum(0).to(self.term.dtype).view(self.term.shape)
+
+
+def _terms(message: Tensor, term: Tensor) -> Tensor:
+    """[ranks, elements] of a message"""
+    return message.view(torch.float64)[:, 1:1 + term.numel()]
+
+
+def agree(groups: Groups, number: int, otherwise: Callable[[], None]) -> None:
+    """Calls `otherwise` on every rank unless all have the same number."""
+    Agreement(groups, number, otherwise).begin().check()
+
+
+def is_room(groups: Groups, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> bool:
+    """Whether a sum of this shape over so many ranks may travel with a comparison, which it must not delay."""
+    same_device = groups.checked_on.type == groups.device_type
+    return same_device and dtype.is_floating_point and math.prod(shape) <= ROOM and ranks == groups.mesh.size
