@@ -111,20 +111,13 @@ def forward(self, x, dy):
     empty = torchgspmd_comm_kept_empty(transpose_int, 44, torch.float32)
     split_with_sizes_default_1 = torch.ops.aten.split_with_sizes.default(empty, [32, 8, 4])
     getitem_3 = split_with_sizes_default_1[0]
+    getitem_4 = split_with_sizes_default_1[1]
+    getitem_5 = split_with_sizes_default_1[2];  split_with_sizes_default_1 = None
     reshape_default_6 = torch.ops.aten.reshape.default(getitem_3, [8, 4]);  getitem_3 = None
     mm = torch.mm(transpose_int, x, out = reshape_default_6);  transpose_int = mm = None
-    getitem_4 = split_with_sizes_default_1[1];  split_with_sizes_default_1 = None
-    reshape_default_7 = torch.ops.aten.reshape.default(getitem_4, [1, 8]);  getitem_4 = None
-    sum_1 = torch.sum(dy, [0], True, out = reshape_default_7);  dy = reshape_default_7 = sum_1 = None
+    sum_1 = torch.sum(dy, [0], False, out = getitem_4);  dy = sum_1 = None
     amax_default = torch.ops.aten.amax.default(x, [0]);  x = None
-    reshape_default_2 = torch.ops.aten.reshape.default(amax_default, [-1]);  amax_default = None
-    narrow_default = torch.ops.aten.narrow.default(empty, 0, 40, 4)
-    cat = torch.cat([reshape_default_2], out = narrow_default);  reshape_default_2 = narrow_default = cat = None
+    _foreach_copy_ = torch._foreach_copy_([getitem_5], [amax_default]);  amax_default = _foreach_copy_ = None
     all_reduce__default = torch.ops._c10d_functional.all_reduce_.default(empty, 'sum', '0');  empty = None
-    wait_tensor_default = torch.ops._c10d_functional.wait_tensor.default(all_reduce__default);  all_reduce__default = None
-    split_with_sizes_default = torch.ops.aten.split_with_sizes.default(wait_tensor_default, [32, 8, 4], 0);  wait_tensor_default = None
-    getitem_1 = split_with_sizes_default[1]
-    reshape_default_4 = torch.ops.aten.reshape.default(getitem_1, [8]);  getitem_1 = None
-    getitem_2 = split_with_sizes_default[2];  split_with_sizes_default = None
-    reshape_default_5 = torch.ops.aten.reshape.default(getitem_2, [4]);  getitem_2 = None
-    return (reshape_default_6, reshape_default_4, reshape_default_5)""")
+    wait_tensor_default = torch.ops._c10d_functional.wait_tensor.default(all_reduce__default);  all_reduce__default = wait_tensor_default = None
+    return (reshape_default_6, getitem_4, getitem_5)""")

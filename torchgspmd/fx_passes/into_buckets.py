@@ -2,7 +2,7 @@
 
 before   %a = mm(%x, %y);  ...;  %flat = cat([reshape(%a, [-1]), reshape(%b, [-1])]);  %r = all_reduce_(%flat)
 after    %bucket = empty(%x, 96);  %parts = split_with_sizes(%bucket, [64, 32]);  %a = reshape(%parts[0], [8, 8])
-         mm(%x, %y, out=%a);  ...;  cat([reshape(%b, [-1])], out=%parts[1]);  %r = all_reduce_(%bucket)
+         mm(%x, %y, out=%a);  ...;  _foreach_copy_([%parts[1]], [reshape(%b, [-1])]);  %r = all_reduce_(%bucket)
 needs    the program of one rank, lowered and checked (in_flight.py): after this, results stand before the wait that they are ready after
 ensures  the same numbers at the same places of the same collectives
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 import torch
 from torch import fx
@@ -24,6 +23,7 @@ from ..comm.kept import Kept
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WRITING = {aten.mm.default: torch.mm, aten.bmm.default: torch.bmm, aten.sum.dim_IntList: torch.sum}     # they take out=
 ALIGNED = 16                    # bytes; what begins elsewhere is written slower by GPUs
+_IN_ORDER = (None, torch.contiguous_format)
 
 
 def into_buckets(graph: fx.Graph) -> fx.Graph:
@@ -47,21 +47,22 @@ def _write(graph: fx.Graph, reduction: fx.Node, flat: fx.Node, order: dict[fx.No
         source = next(x for x in first.args if isinstance(x, fx.Node))
         bucket = graph.call_function(Kept().empty, (source, sum(sizes), first.meta["dtype"]))
         parts = graph.call_function(aten.split_with_sizes.default, (bucket, sizes))
+        pieces = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(sizes))]
+    places = {}
     for i, node in made.items():
+        args, shape = _without_ones(node)
         with graph.inserting_before(node):
-            piece = graph.call_function(operator.getitem, (parts, i))
-            place = graph.call_function(aten.reshape.default, (piece, list(node.meta["shape"])))
-            graph.call_function(WRITING[node.target], node.args, {"out": place})
-        _read_there(graph, split, i, place)
-    members = list(flat.args[0])
-    with graph.inserting_before(flat):
-        for is_made, run in groupby(range(len(sizes)), made.__contains__):
-            if not is_made:
-                run = list(run)
-                place = graph.call_function(aten.narrow.default, (bucket, 0, sum(sizes[:run[0]]), sum(sizes[i] for i in run)))
-                graph.call_function(torch.cat, ([members[i] for i in run],), {"out": place})
+            places[i] = pieces[i] if len(shape) == 1 else graph.call_function(aten.reshape.default, (pieces[i], shape))
+            graph.call_function(WRITING[node.target], args, {"out": places[i]})
+    others = [(piece, _as_vector(member)) for i, (piece, member) in enumerate(zip(pieces, flat.args[0])) if i not in made]
+    if others:
+        with graph.inserting_before(flat):
+            graph.call_function(torch._foreach_copy_, tuple(map(list, zip(*others))))
     flat.replace_all_uses_with(bucket)
+    for i, piece in enumerate(pieces):
+        _read_there(graph, split, i, piece, places.get(i))
     _erase(graph, flat)
+    graph.erase_node(split)
 
 
 def _taken_apart(reduction: fx.Node) -> fx.Node | None:
@@ -82,15 +83,35 @@ def _made(flat: fx.Node, sizes: Sequence[int]) -> Iterator[tuple[int, fx.Node]]:
                 yield i, node
 
 
-def _read_there(graph: fx.Graph, split: fx.Node, i: int, place: fx.Node) -> None:
-    """A reduced member that has the shape it was computed in is where it was."""
-    for piece in [u for u in split.users if u.args[1] == i]:
-        for view in list(piece.users):
-            if view.target is aten.reshape.default and list(view.args[1]) == list(place.args[1]):
-                view.replace_all_uses_with(place)
-                graph.erase_node(view)
-        if not piece.users:
-            graph.erase_node(piece)
+def _without_ones(node: fx.Node) -> tuple[tuple, list[int]]:
+    """Arguments of what computes a member, and the shape of its result; sums keep no dimensions of size one, as gradients do not."""
+    shape = list(node.meta["shape"])
+    if node.target is not aten.sum.dim_IntList or len(node.args) < 3 or not node.args[2]:
+        return node.args, shape
+    x, dims, _, *rest = node.args
+    summed = {d % len(shape) for d in dims or range(len(shape))}
+    return (x, dims, False, *rest), [n for d, n in enumerate(shape) if d not in summed]
+
+
+def _as_vector(member: fx.Node) -> fx.Node:
+    """A member, which is a vector; what it is a view of if that is one too."""
+    viewed = member.args[0] if member.target is aten.reshape.default else member
+    return viewed if len(viewed.meta.get("shape") or ()) == 1 else member
+
+
+def _read_there(graph: fx.Graph, split: fx.Node, i: int, piece: fx.Node, place: fx.Node | None) -> None:
+    """A reduced member is where its terms were written: as they were, as a vector, or in another shape."""
+    for taken in [u for u in split.users if u.args[1] == i]:
+        taken.replace_all_uses_with(piece)
+        graph.erase_node(taken)
+    for view in [u for u in piece.users if u.target is aten.reshape.default and u is not place]:
+        shape = list(view.args[1])
+        for copy in [u for u in view.users if u.target is aten.contiguous.default and u.kwargs.get("memory_format") in _IN_ORDER]:
+            copy.replace_all_uses_with(view)
+            graph.erase_node(copy)
+        if len(shape) == 1 or place not in (None, piece) and shape == list(place.args[1]):
+            view.replace_all_uses_with(piece if len(shape) == 1 else place)
+            graph.erase_node(view)
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
