@@ -1,6 +1,7 @@
 """A module's parameters and buffers, by name and place; and what a call of it depends on."""
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from .annotate import mark_sharding, recorded_mark
 from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec
+
+_REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -86,9 +89,9 @@ class Wrapped(nn.Module):
 
     def trainable(self) -> tuple[bool, ...]:
         """Whether each parameter requires a gradient."""
-        return tuple([table[name].requires_grad for table, name in self._slots])
+        return tuple(map(_REQUIRES_GRAD, [table[name] for table, name in self._slots]))
 
     def modes(self) -> tuple[bool, ...]:
         """Whether each module is training, this one as the model itself."""
         self._model.training = self.training
-        return tuple([m.training for m in self._everything])
+        return tuple(map(_TRAINING, self._everything))

@@ -126,7 +126,10 @@ class ShardedModule(Wrapped):
                              for name, t in named_tensors(model)}, mesh, self._groups.device_mesh)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        if kwargs or not all(isinstance(a, Tensor) for a in args):
+            leaves, tree = pytree.tree_flatten((args, kwargs))
+        else:
+            leaves, tree = list(args), len(args)
         key = (tree, tuple(map(_leaf_key, leaves)), self.modes(), torch.is_grad_enabled(),
                self.trainable(), torch.is_autocast_enabled(self._groups.device_type),
                torch.get_autocast_dtype(self._groups.device_type))

@@ -35,18 +35,17 @@ def _step(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
 def _aligned(lists: list) -> bool:
     """Whether tensors that meet have one layout, without a pending sum. Counts of steps may be plain tensors."""
     layouts = [[t._spec if type(t) is DTensor else t.dim() for t in tensors] for tensors in lists]
-    known = tuple([tuple(map(id, row)) for row in layouts])
-    if known not in _ALIKE:
-        if not all(_alike(layouts[0][i], layout) for row in layouts for i, layout in enumerate(row)):
-            return False
-        if len(_ALIKE) > 100:
-            _ALIKE.clear()
-        _ALIKE[known] = layouts
+    if layouts in _ALIKE:                                                   # the same objects are equal, and not looked into
+        return True
+    if not all(_alike(layouts[0][i], layout) for row in layouts for i, layout in enumerate(row)):
+        return False
+    del _ALIKE[:-9]
+    _ALIKE.append(layouts)
     return True
 
 
-# Layouts found to be alike, by their ids: comparing them takes longer than the step. Holds them, so that ids stay theirs.
-_ALIKE: dict[tuple, list] = {}
+# What was found to be alike last: comparing layouts takes longer than the step.
+_ALIKE: list[list] = []
 
 
 def _alike(first: Any, other: Any) -> bool:
