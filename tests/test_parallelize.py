@@ -23,7 +23,7 @@ def launch(mesh: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize("mesh", ["data=2", "model=3", "data=2,model=2"])
 def test_processes_compute_what_one_process_does(mesh):
-    assert launch(mesh, "checks").count(f"holds on {mesh}") == 16
+    assert launch(mesh, "checks").count(f"holds on {mesh}") == 17
 
 
 def test_a_checkpoint_is_resumed_on_other_meshes(tmp_path):

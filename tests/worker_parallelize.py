@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import torchgspmd as gspmd
 from torchgspmd.comm import fused, ring
+from torchgspmd.comm.agreement import Agreement
 from torchgspmd.comm.storage import spec_of
 from torchgspmd.fx_passes import collective_matmul, machine
 from torchgspmd.fx_passes.in_flight import STARTS
@@ -288,6 +289,30 @@ def check_a_sum_that_travels_with_the_comparison(mesh):
         assert not [n for n in forward.nodes if n.target in STARTS]
 
 
+class TwoDistances(nn.Module):
+    """Two sums of different types, the second of which begins before the first has ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (x * self.weight).square().mean(), x.double().sin().mean()
+
+
+def check_nothing_is_sent_before_the_comparison_ends(mesh):
+    reference = TwoDistances()
+    model = gspmd.parallelize(copy.deepcopy(reference), mesh, in_specs=("+".join(mesh.names) + " _",))
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        for got, want in zip(model(x), reference(x), strict=True):
+            close(got, want)
+    (program,) = model._programs.values()
+    ends = {program.settle, Agreement.total}
+    order = [n.target for n in program.forward.__self__.graph.nodes if n.target in STARTS | ends]
+    assert order[0] in ends and len(order) > 1, order
+
+
 class ByValues(nn.Module):
     """Sizes and numbers that depend on values, in the forward and in the backward."""
 
@@ -491,8 +516,9 @@ def load(mesh, path):
 
 
 CHECKS = (check_training, check_sharded_updates, check_fused_steps, check_modes, check_ways_to_a_gradient, check_scaler,
-          check_layouts_of_results, check_errors, check_a_sum_that_travels_with_the_comparison, check_uneven_weights,
-          check_sizes_that_depend_on_values, check_native_random_numbers, check_exchanges, check_parts_of_axes, check_passes, check_same_text)
+          check_layouts_of_results, check_errors, check_a_sum_that_travels_with_the_comparison,
+          check_nothing_is_sent_before_the_comparison_ends, check_uneven_weights, check_sizes_that_depend_on_values,
+          check_native_random_numbers, check_exchanges, check_parts_of_axes, check_passes, check_same_text)
 
 
 def main():

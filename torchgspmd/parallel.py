@@ -18,6 +18,7 @@ from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TA
 from .comm.agreement import Agreement, agree, is_room
 from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups
+from .comm.ring import ring_einsum_scatter, ring_gather_einsum
 from .comm.storage import (
     cut_padding,
     gradient_like,
@@ -36,7 +37,7 @@ from .errors import ShardingError, user_line
 from .fx_passes.bindings import bindings
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.copies import copies
-from .fx_passes.in_flight import STARTS, in_flight
+from .fx_passes.in_flight import STARTS, WAIT, in_flight
 from .fx_passes.in_place import in_place
 from .fx_passes.into_buckets import into_buckets
 from .fx_passes.lower import lower
@@ -55,6 +56,7 @@ from .xla_backend.runtime import is_started
 
 _IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 _REDUCTIONS = (torch.ops._c10d_functional.all_reduce.default, _IN_PLACE)
+_SENDING = {*STARTS, WAIT, ring_einsum_scatter, ring_gather_einsum}
 BACKENDS = ("torch", "inductor", "xla")
 
 
@@ -229,18 +231,18 @@ class _Program:
         node.args = (tuple(cut),)
 
     def _before_sending(self, forward: fx.Graph) -> None:
-        """Lets the comparison between ranks end before the first collective begins, or carry that one."""
-        first = next((n for n in forward.nodes if n.target in STARTS), None)
+        """Lets the comparison between ranks end before the first collective begins; or carry that one, if it ends before the next."""
+        first, done = [*(n for n in forward.nodes if n.target in _SENDING), None, None][:2]
         if first is None:
             return
-        self.carries = _is_sum(first) and is_room(self.groups, first.meta["shape"], first.meta["dtype"], self.groups.size(first.args[2]))
         self.settles = True
+        self.carries = _is_sum(first) and done.args[0] is first and is_room(
+            self.groups, first.meta["shape"], first.meta["dtype"], self.groups.size(first.args[2]))
         with forward.inserting_before(first):
             if not self.carries:
                 forward.call_function(self.settle)
                 return
             begun = forward.call_function(self.carry, (first.args[0],))
-        done = next(iter(first.users))
         with forward.inserting_before(done):
             done.replace_all_uses_with(forward.call_function(Agreement.total, (begun,)))
         forward.erase_node(done)

@@ -18,17 +18,16 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
-_PRODUCTS = (aten.addmm.default,)
-_SCATTERS = (aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.index_put.default, aten.index_add.default,
-             aten.masked_fill.Scalar)
+# Besides elementwise operations, those that can write their result over their first operand.
+_OVER_FIRST = (aten.addmm.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.index_put.default,
+               aten.index_add.default, aten.masked_fill.Scalar)
 _COMMUTE = (aten.add.Tensor, aten.mul.Tensor)
 _VIEWS = (aten.reshape.default, aten.transpose.int, aten.permute.default, aten.squeeze.dims, aten.unsqueeze.default)
 # Besides elementwise operations, those whose results are new memory, of which every element has a place of its own.
-_MAKE = {*_SCATTERS, aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
-         aten.sum.dim_IntList, aten.clone.default,
-         aten.full.default, aten.embedding.default, aten.embedding_dense_backward.default, aten.gather.default,
-         aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
-         aten.native_layer_norm.default, aten.native_layer_norm_backward.default}
+_MAKE = {*_OVER_FIRST, aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.baddbmm.default,
+         aten.sum.dim_IntList, aten.clone.default, aten.full.default, aten.embedding.default, aten.embedding_dense_backward.default,
+         aten.gather.default, aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default,
+         aten._log_softmax_backward_data.default, aten.native_layer_norm.default, aten.native_layer_norm_backward.default}
 
 
 def in_place(graph: fx.Graph) -> fx.Graph:
@@ -98,7 +97,7 @@ def _is_new(node: fx.Node) -> bool:
 def _writing(node: fx.Node) -> torch._ops.OpOverload | None:
     """The operation that writes its result over its first operand."""
     op = node.target
-    if not _is_new(node) or torch.Tag.pointwise not in op.tags and op not in (*_SCATTERS, *_PRODUCTS) or node.kwargs:
+    if not _is_new(node) or torch.Tag.pointwise not in op.tags and op not in _OVER_FIRST or node.kwargs:
         return None
     name, _, overload = str(op).removeprefix("aten.").partition(".")
     return getattr(getattr(aten, name + "_", None), overload, None)
