@@ -101,3 +101,55 @@ def test_the_gradient_of_cumsum_sends_sums_of_blocks(size):
     plan = gspmd.plan(step, x, dy, mesh=gspmd.Mesh(s=4), in_specs=("_ s", "_ s"), out_specs=("_ s",))
     assert_same(plan.simulate(x, dy, _poison=True), step(x, dy))
     assert size % 4 or plan.sent_bytes <= 2 * 4 * 4                         # of each of two rows no more than four numbers
+
+
+def collected(x, weight, mesh, first, how):
+    """A pipeline whose state takes in rows of x, then of zeros, and whose first outputs are thrown away, as users write it."""
+    state, outputs, stages = x.new_zeros(4, x.shape[1]), [], weight.shape[0]
+    for row in torch.cat([x, x.new_zeros(stages - 1, x.shape[1])]):
+        shifted = F.pad(state[:-1], (0, 0, 1, 0)) + F.pad(row[None], (0, 0, 0, stages - 1))
+        state = gspmd.mark_sharding(torch.einsum("lm,lmn->ln", gspmd.mark_sharding(shifted, mesh, "s _"), weight).tanh(), mesh, "s _")
+        outputs.append(state[-1])
+    return how(outputs)[first:]
+
+
+@pytest.mark.parametrize("how", [torch.stack, lambda rows: torch.cat([row[None] for row in rows])])
+def test_outputs_that_are_thrown_away_are_not_collected(how):
+    """Of six states the first three go to nobody: a row shifts five times, and five times back, three rows are collected, and three
+    of gradients."""
+    mesh = gspmd.Mesh(s=4)
+
+    def step(x, weight, dy):
+        y = collected(x, weight, mesh, 3, how)
+        return y, *torch.autograd.grad(y, (x, weight), dy)
+    x, weight, dy = torch.randn(3, 8, requires_grad=True), torch.randn(4, 8, 8, requires_grad=True) * 0.3, torch.randn(3, 8)
+    plan = gspmd.plan(step, x, weight, dy, mesh=mesh, in_specs=("_ _", "s _ _", "_ _"), out_specs=("_ _", "_ _", "s _ _"))
+    row = x[0].numel() * x.element_size()
+    assert plan.sent_bytes <= 2 * 5 * row + 2 * (2 * 3 / 4) * 3 * row
+    assert_same(plan.simulate(x, weight, dy, _poison=True), step(x, weight, dy))
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_rows_cut_off_in_front_and_put_behind_are_one_move(count):
+    def function(x):
+        return F.pad(x[1:], (0, 0, 0, 1), value=2.0), F.pad(x[:, :-2], (2, 0))
+    x = torch.randn(6, 4)
+    plan = gspmd.plan(function, x, mesh=gspmd.Mesh(s=count), in_specs="s _", out_specs=("s _", "s _"))
+    assert [(c.kind, c.sent_bytes) for c in plan.collectives] == [("permute", 16)]
+    assert_same(plan.simulate(x, _poison=True), function(x))
+
+
+def taken(x, y):
+    """Rows and parts of what is joined, padded or of one number, and sums with zeros, of several types."""
+    both, rows, whole = torch.cat([x, y, x]), torch.stack([x[0], y[1], x[2]], 1), torch.cat([x, (x > 0).long()])
+    edges, zeros = F.pad(x, (0, 0, 2, 1), value=5.0), torch.zeros_like(x)
+    return (both[4], both[-1], both[3:8], both[:5], rows[:, 1], rows[..., 1:], whole[3:], edges[0], edges[2], edges[-1], edges[1:-1][0],
+            torch.add(zeros, x, alpha=2), torch.add(x, zeros), x.int() + zeros, zeros + y[:1], torch.cat([x, zeros])[2:][1:],
+            torch.cat([x.new_zeros(0), x])[1], torch.ones(2, 3, 4)[1].t()[2:])
+
+
+@pytest.mark.parametrize("spec", ["m _", "_ m", "_ _"])
+def test_rows_of_what_is_joined(spec):
+    x, y = torch.randn(3, 4), torch.randn(5, 4)
+    plan = gspmd.plan(taken, x, y, mesh=gspmd.Mesh(m=3), in_specs=(spec, spec))
+    assert_same(plan.simulate(x, y, _poison=True), taken(x, y))

@@ -147,3 +147,35 @@ def test_a_layer_is_divided_by_its_hidden_units_where_the_gradients_of_its_weigh
     tokens, weights, means = b // 4 * t * m * 4, 2 * m * h * 4, b // 4 * m * 4
     assert plan.sent_bytes <= (1.5 / 2 + 0.5) * weights + 4 * tokens / 2 + 2 * means < (2 * 7 / 8) * weights
     assert_same(plan.simulate(*inputs), program(*inputs), terms=256)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_no_summand_stays_pending_where_all_can_be_made_without_a_sum(n):
+    """Two layers of cross attention with the same weights: the gradient of the memory is a sum of four products, each of which was
+    cheaper as a sum over the axis while the weights were not gathered yet. Only weights and their gradients are sent."""
+    mesh, (b, t, m, h) = Mesh(x=n), (8, 32, 64, 16)
+
+    def program(x, memory, q, k, v, o, dy):
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, memory, q, k, v, o)]
+        y, memory, q, k, v, o = leaves
+        for _ in range(2):
+            queries, keys, values = ((c @ w).unflatten(-1, (4, 4)).transpose(1, 2) for c, w in ((y, q), (memory, k), (memory, v)))
+            y = y + F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2) @ o
+        return torch.autograd.grad(y, leaves, dy)
+    inputs = (r(b, t, m), r(b, t, m, seed=1), *(r(m, h, seed=i) for i in (2, 3, 4)), r(h, m, seed=5), r(b, t, m, seed=6))
+    specs = ("x _ _", "x _ _", "x _", "x _", "x _", "_ x")
+    plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=(*specs, "x _ _"), out_specs=specs)
+    assert plan.sent_bytes == 2 * 4 * m * h * 4 * (n - 1) / n
+    assert_same(plan.simulate(*inputs), program(*inputs), terms=256)
+
+
+def test_what_one_operand_has_sharded_alone_need_not_be_summed_over_in_parts():
+    """h @ b, of which b has the rows of the sum sharded: b is gathered and the columns are divided, as those of h @ c are."""
+    def gate(x, a, b, c):
+        h = x @ a
+        return torch.sigmoid(h @ b) * (h @ c)
+    inputs = tuple(r(16, 16, seed=i) for i in range(4))
+    plan = gspmd.plan(gate, *inputs, mesh=Mesh(x=2), in_specs=("_ _", "_ _", "x _", "_ _"), out_specs="_ _")
+    assert plan.sent_bytes == 2 * 16 * 16 * 4 / 2                           # b, and the result
+    assert not plan.replicated_ops
+    assert_same(plan.simulate(*inputs), gate(*inputs))

@@ -201,7 +201,7 @@ class Solver:
         """Of one operation. limit: from there on it does not matter how much."""
         cost = strategy.work
         for value, made in zip(op.results, strategy.results):
-            if self.late and made.pending and value is not None:
+            if made.pending and value is not None:
                 cost -= self.late * math.prod(made.local_shape(value.meta["val"].shape, self.mesh)) * value.meta["val"].element_size()
         for value, made, uses in zip(op.results, strategy.results, wanted):
             if cost >= limit:
@@ -298,10 +298,17 @@ class Solver:
                         options[axis][g] = None
         if rule.contraction:                                # where tensors disagree, or of inputs a sum is made, a third way may be best
             inputs = all(value.op == "placeholder" for value in op.operands)
-            for found in options.values():
-                if sum(isinstance(target, str) for target in found) > 1 or inputs and rule.reduce.keys() & found.keys():
+            disputed = set() if self.first else self._disputed(rule, available)
+            for axis, found in options.items():
+                if axis in disputed or sum(isinstance(target, str) for target in found) > 1 or inputs and rule.reduce.keys() & found.keys():
                     found.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
         return {axis: tuple(found) for axis, found in options.items() if len(found) > 1}
+
+    def _disputed(self, rule: Rule, available) -> set[str]:
+        """Whole axes that divide what is summed over in one operand, as it is made, and in another one do not."""
+        sides = [{axis for factor, axes in project(dims, have.layouts[0], rule.sizes, self.mesh).items() if factor in rule.reduce
+                  for axis in axes} for dims, have in zip(rule.operands, available)]
+        return {axis for axis in set.union(*sides) - set.intersection(*sides) if self.mesh.whole((axis,))}
 
     def _choices(self, rule: Rule, options: dict[str, tuple]) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
         """All assignments; where several axes shard one factor, every order of them."""

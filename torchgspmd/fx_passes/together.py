@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .partition import Solver, Strategy
 
 
+PART = 1 / 8                    # of a body's operations has to have a factor that all of the body is laid out by
 SAVED = 1 / 16                  # of what is sent, at least, for which a layer leaves the layout that its operations came to one by one
 
 
@@ -73,12 +74,17 @@ class Together:
     # -------------------------------------------------------------------------------------- sums
 
     def _pend(self, total: Region) -> bool:
-        """Lets all summands stay pending over one more axis if one reduction of their sum is cheaper than what there is.
+        """Lets all summands stay pending over one more axis if one reduction of their sum is cheaper than what there is, or
+        none of them, if what they are made of is at hand.
 
         None of them can do so alone: an addition passes on only what is pending in both operands.
         """
-        axes = [a for a, size in self.solver.mesh.axes if size > 1 and a not in self.solver.held[total.value].pending]
-        return any([self._try(total, axis, lambda axis=axis: self._propose_pending(total, axis)) for axis in axes])
+        solver = self.solver
+        axes = [a for a, size in solver.mesh.axes if size > 1 and a not in solver.held[total.value].pending]
+        inside = {a for value in total.values for a in solver.held[value].pending}
+        changed = [self._try(total, axis, lambda axis=axis: self._propose_pending(total, axis)) for axis in axes]
+        changed += [self._try(total, f"no {axis}", lambda axis=axis: self._propose_reduced(total, axis)) for axis in axes if axis in inside]
+        return any(changed)
 
     def _propose_pending(self, total: Region, axis: str) -> bool:
         for op in total.ops:
@@ -90,6 +96,17 @@ class Together:
             if not candidates:
                 return False
             self._cheapest(op, candidates, available, wanted)
+        return True
+
+    def _propose_reduced(self, total: Region, axis: str) -> bool:
+        """Each in the layout that costs least to make, the last one in one that is wanted."""
+        for op in total.ops:
+            available, wanted = self.solver.around(op)
+            candidates = [s for s in self.solver.candidates(op, available, wanted)
+                          if not any(axis in made.pending for v, made in zip(op.results, s.results) if v in total.values)]
+            if not candidates:
+                return False
+            self._cheapest(op, candidates, available, wanted if op is total.ops[-1] else ((),) * len(wanted))
         return True
 
     def resolve(self) -> bool:
@@ -166,9 +183,10 @@ class Together:
         return any(changed)
 
     def _ways(self, body: Body) -> list[tuple[str, Mapping[fx.Node, str]]]:
-        """Axes with classes of factors that an operation of the body might give to them, and does not."""
+        """Axes with classes of factors that an operation of the body might give to them, and does not; no classes of a small part."""
         found: dict[tuple[str, int | None], None] = {}
-        place = {(node, factor): i for i, factors in enumerate(body.classes) for node, factor in factors.items()}
+        place = {(node, factor): i for i, factors in enumerate(body.classes) if len(factors) >= PART * len(body.ops)
+                 for node, factor in factors.items()}
         for op in body.ops:
             have = {axis: factor for factor, axes in self.solver.chosen[op.node].assignment for axis in axes}
             for axis, targets in self.solver.options(op, *self.solver.around(op)).items():

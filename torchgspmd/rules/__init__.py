@@ -19,6 +19,7 @@ from . import (  # noqa: F401 (they register)
     sampling,
     scan,
     scatter,
+    simplify_rows,
     strided,
     view,
 )
