@@ -136,6 +136,28 @@ def test_a_mark_over_more_devices_than_rows_is_followed():
     assert_same(plan.simulate(x, w, _poison=True), f(x, w))
 
 
+def test_a_marked_value_that_is_used_otherwise_is_not_brought_to_the_mark_first():
+    """c has the rows of its sum sharded, so that only parts of the marked value are used: nobody would see it whole."""
+    mesh, inputs = Mesh(x=4), (torch.randn(16, 32), torch.randn(32, 64), torch.randn(64, 8))
+
+    def chain(a, b, c):
+        return gspmd.mark_sharding(a @ b, mesh, "_ _") @ c
+    plan = gspmd.plan(chain, *inputs, mesh=mesh, in_specs=("_ x", "x _", "x _"), out_specs="_ _")
+    assert [(c.kind, c.sent_bytes) for c in plan.collectives] == [
+        ("reduce_scatter", 16 * 64 * 4 * 3 / 4), ("all_reduce", 16 * 8 * 4 * 2 * 3 / 4)]
+    assert_same(plan.simulate(*inputs, _poison=True), chain(*inputs))
+
+
+def test_a_marked_result_is_as_marked():
+    mesh, inputs = Mesh(x=4), (torch.randn(16, 32), torch.randn(32, 64))
+
+    def both(a, b):
+        y = gspmd.mark_sharding(a @ b, mesh, "_ _")
+        return y, y.sin()
+    plan = gspmd.plan(both, *inputs, mesh=mesh, in_specs=("_ x", "x _"))
+    assert [c.kind for c in plan.collectives] == ["all_reduce"]
+    assert str(plan.out_specs[0]) == "_ _"
+
 class TestGolden(TestCase):
     maxDiff = None
 

@@ -179,3 +179,20 @@ def test_what_one_operand_has_sharded_alone_need_not_be_summed_over_in_parts():
     assert plan.sent_bytes == 2 * 16 * 16 * 4 / 2                           # b, and the result
     assert not plan.replicated_ops
     assert_same(plan.simulate(*inputs), gate(*inputs))
+
+
+def test_a_product_and_what_reshapes_it_change_together():
+    """Keys of one head, projected with the weight's columns sharded: as h is gathered for the queries anyhow, each device makes a
+    part of the columns and these are gathered. Alone, the product would rather stay a sum, which its reshapes pass on."""
+    mesh, (b, s, m, n, d) = Mesh(x=2, y=2), (16, 32, 64, 8, 8)
+
+    def program(h, q, k):
+        queries = (h @ q).unflatten(-1, (n, d)).transpose(1, 2)
+        keys = (h @ k).unflatten(-1, (1, d)).transpose(1, 2)
+        turned = torch.cat([keys[..., d // 2:].sin(), keys[..., :d // 2]], -1).squeeze(1)
+        return torch.einsum("bnsd,btd->bnst", queries, turned)
+    inputs = r(b, s, m), r(m, n * d, seed=1), r(m, d, seed=2)
+    plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=("x _ y", "x y", "x y"), out_specs="x y _ _")
+    tokens, keys, weights = b // 2 * s * m * 4 / 2, b // 2 * s * d * 4 / 2, (m * n * d / 2 + m * d / 2) * 4 / 2
+    assert plan.sent_bytes == tokens + keys + weights
+    assert_same(plan.simulate(*inputs), program(*inputs), terms=256)

@@ -81,6 +81,7 @@ class Solver:
             self.held[node] = self.held[node].map_axes(mesh.whole)
         self.chosen: dict[fx.Node, Strategy] = {}
         self.needs: dict[fx.Node, dict] = {}                                # value -> {(user, operand index): layout}
+        self.left_out: set[fx.Node] = set()                                 # marks
         self.memo: dict = {}
         self.late, self.first = LATE, True
         self.strategies: dict = {}
@@ -111,6 +112,20 @@ class Solver:
         for node, strategy in chosen.items():
             self.take(self.ops[node], strategy)
         self._settle_outputs()
+        for op in self.ops.values():
+            if _marked(op) is not None:
+                self._pass_by(op)
+
+    def _pass_by(self, op: Op) -> None:
+        """Leaves a mark out if nobody uses the value as marked, and all that use it can have it for less as it is made."""
+        (value,), (made,), strategy = op.operands, op.results, self.chosen[op.node]
+        if self.held[made] not in self._wanted(made, False):
+            cost = self.together.exact([op])
+            self.take(op, Strategy((), (self.held[value],), (self.held[value],), 0.0))
+            if self.together.exact([op]) < cost:
+                self.left_out.add(op.node)
+            else:
+                self.take(op, strategy)
 
     def _settle(self) -> None:
         for sweep in range(SWEEPS):
@@ -398,7 +413,7 @@ class _Inserter:
     def __init__(self, solver: Solver):
         self.solver, self.graph = solver, fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
-        self.copies: dict[tuple[fx.Node, bool], dict[ShardSpec, fx.Node]] = {}
+        self.copies: dict[fx.Node, dict[ShardSpec, fx.Node]] = {}
 
     def run(self) -> fx.Graph:
         for node in self.solver.graph.nodes:
@@ -408,6 +423,11 @@ class _Inserter:
                 self.graph.output_node().meta["specs"] = tuple(wanted)
                 continue
             op = self.solver.ops.get(node)
+            if node in self.solver.left_out:
+                (value,) = op.operands
+                self.new[node] = self.new[value]
+                self.copies[node] = self.copies.setdefault(value, {self.solver.held[value]: self.new[value]})
+                continue
             operands = iter(())
             if op is not None:
                 operands = iter([self.value(v, s, node) for v, s in zip(op.operands, self.solver.chosen[node].operands)])
@@ -428,7 +448,7 @@ class _Inserter:
 
     def value(self, value: fx.Node, spec: ShardSpec, user: fx.Node) -> fx.Node:
         """The value laid out as `spec`, made from the copy of it that is cheapest to start from."""
-        copies = self.copies.setdefault((value, False), {self.solver.held[value]: self.new[value]})
+        copies = self.copies.setdefault(value, {self.solver.held[value]: self.new[value]})
         if spec not in copies:
             val = value.meta["val"]
             shape, itemsize = tuple(val.shape), val.element_size()

@@ -3,9 +3,10 @@
     %a = einsum(...);  %b = embedding_backward(...);  %c = reshape(%b);  %d = add(%a, %c)
 
 is one sum: its summands, made by einsum and embedding_backward, are added up and nothing else, so that one reduction
-does for all of them. A chain is a sequence of operations on one tensor each, like reshape and transpose. A body is all that
-lies between contractions and marks, like the residual stream of a transformer with its norms, forward and backward. A thread
-is all that one dimension runs through, contractions too, like the heads from their projections to the one back.
+does for all of them. A chain is a sequence of operations on one tensor each, like reshape and transpose, alone or with the
+contraction whose result goes through it. A body is all that lies between contractions and marks, like the residual stream of a
+transformer with its norms, forward and backward. A thread is all that one dimension runs through, contractions too, like the
+heads from their projections to the one back.
 """
 from __future__ import annotations
 
@@ -81,14 +82,27 @@ def _collect(root: Op, value: fx.Node, makers: Mapping[fx.Node, Op], order: Mapp
 
 def chains(ops: Mapping[fx.Node, Op]) -> list[Region]:
     """The longest sequences of at least two operations of one operand and one result, each result used once."""
+    return [_chain(links) for links in _linked(ops) if len(links) > 1]
+
+
+def sources(ops: Mapping[fx.Node, Op]) -> list[Region]:
+    """Contractions, each with the sequence of such operations that its result goes through, if nothing else uses it."""
+    makers = {op.results[0]: op for op in ops.values() if op.rule.contraction and len(op.results[0].users) == 1}
+    return [_chain([makers[links[0].operands[0]], *links]) for links in _linked(ops) if links[0].operands[0] in makers]
+
+
+def _chain(ops: list[Op]) -> Region:
+    return Region(tuple(ops), frozenset(op.results[0] for op in ops), ops[-1].results[0])
+
+
+def _linked(ops: Mapping[fx.Node, Op]) -> list[list[Op]]:
     found = []
     for op in ops.values():
         if _links(op) and not _links(ops.get(op.operands[0])):
             chain = [op]
             while len(chain[-1].results[0].users) == 1 and _links(after := ops.get(next(iter(chain[-1].results[0].users)))):
                 chain.append(after)
-            if len(chain) > 1:
-                found.append(Region(tuple(chain), frozenset(o.results[0] for o in chain), chain[-1].results[0]))
+            found.append(chain)
     return found
 
 

@@ -17,7 +17,7 @@ from torch import fx
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from .graph import Op
-from .regions import Body, Region, bodies, chains, sums, threads
+from .regions import Body, Region, bodies, chains, sources, sums, threads
 
 if TYPE_CHECKING:
     from .partition import Solver, Strategy
@@ -33,14 +33,15 @@ class Together:
     def __init__(self, solver: Solver):
         self.solver, self.memo = solver, {}
         self.vain: set[tuple] = set()                                       # situations of bodies in which a way was no better
-        self.sums, self.chains, self.bodies, self.threads = (find(solver.ops) for find in (sums, chains, bodies, threads))
+        self.sums, self.chains, self.sources, self.bodies, self.threads = (
+            find(solver.ops) for find in (sums, chains, sources, bodies, threads))
         self.makers = {value: op for op in solver.ops.values() for value in op.results if value is not None}
         self.order = {node: i for i, node in enumerate(solver.ops)}
         self.around = {body: self._neighbours(body) for body in (*self.bodies, *self.threads)}
 
     def improve(self) -> list[bool]:
         """Tries all regions once; says of each whether it changed."""
-        return [*map(self._pend, self.sums), *map(self._move, self.chains)]
+        return [*map(self._pend, self.sums), *map(self._move, self.chains), *map(self._make, self.sources)]
 
     def _try(self, region: Region, way: str, propose: Callable[[], bool]) -> bool:
         """Takes the strategies that `propose` gives to a region, all at once, if they cost less; says whether.
@@ -159,10 +160,14 @@ class Together:
         return (self._try(chain, "in", lambda: self._propose_flow(chain))
                 or self._try(chain, "out", lambda: self._propose_ebb(chain)))
 
+    def _make(self, source: Region) -> bool:
+        """Makes a product as it costs least by itself, and lets the chain that it goes through follow."""
+        return self._try(source, "in", lambda: self._propose_flow(source))
+
     def _propose_flow(self, chain: Region) -> bool:
         for op in chain.ops:
             available, wanted = self.solver.around(op)
-            wanted = wanted if op is chain.ops[-1] else ((),)
+            wanted = wanted if op is chain.ops[-1] else ((),)               # of what is made on the way nothing is wanted
             self._cheapest(op, self.solver.candidates(op, available, wanted), available, wanted)
         return True
 
