@@ -153,3 +153,13 @@ def test_rows_of_what_is_joined(spec):
     x, y = torch.randn(3, 4), torch.randn(5, 4)
     plan = gspmd.plan(taken, x, y, mesh=gspmd.Mesh(m=3), in_specs=(spec, spec))
     assert_same(plan.simulate(x, y, _poison=True), taken(x, y))
+
+
+def test_a_result_is_no_argument():
+    """Whoever writes into it does not write into the argument, as in eager mode."""
+    def copies(x):
+        return torch.stack([x, x])[0], x + torch.zeros_like(x), torch.cat([x, x])[:3]
+    x = torch.randn(3, 4)
+    plan = gspmd.plan(copies, x, mesh=gspmd.Mesh(m=3), in_specs="m _")
+    assert {value.op for value in plan.sharded.output_node().args[0]} == {"call_function"}
+    assert_same(plan.simulate(x), copies(x))

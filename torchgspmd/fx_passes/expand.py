@@ -42,8 +42,8 @@ class _Expander:
             if isinstance(new.get(node), fx.Node) and "captured" in node.meta:
                 new[node].meta.setdefault("captured", node.meta["captured"])
         for node in list(self.graph.nodes):
-            if (same := simplified(node)) is not None:
-                node.replace_all_uses_with(same)
+            if (same := simplified(node)) is not None:                      # a result of its own stays one
+                node.replace_all_uses_with(same, lambda user, same=same: user.op != "output" or same.op == "call_function")
         self.graph.eliminate_dead_code()
         return self.graph
 
