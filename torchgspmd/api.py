@@ -162,12 +162,13 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
     return Annotated(captured, graph, layouts, given, results, parted)
 
 
-def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = None) -> fx.Graph:
-    """Partition: what every device holds of every value, with the collectives between. plain: as in compile_plan."""
+def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = None, keep_marks: bool = False) -> fx.Graph:
+    """Partition: what every device holds of every value, with the collectives between. plain: as in compile_plan; keep_marks: as
+    in partition, for a partitioner that has no way past a mark that is as cheap as ours."""
     placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
     wanted = _outputs(made.captured, placeholders, made.results, plain)
     mesh = made.layouts.mesh
-    return merge_parts(verify(partition(made.graph, mesh, made.given, wanted, rules), mesh), mesh)
+    return merge_parts(verify(partition(made.graph, mesh, made.given, wanted, rules, keep_marks), mesh), mesh)
 
 
 def _sent(graph: fx.Graph) -> float:

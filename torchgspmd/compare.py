@@ -53,7 +53,7 @@ class Comparison:
         annotated = lay_out(plan.captured, plan.mesh, [spec for i, spec in inputs if i.kind == ARGUMENT],
                             stored={i.name: spec for i, spec in inputs if i.kind in (PARAMETER, BUFFER)},
                             parts=pin == "all", expand=unpartitioned)
-        self.graph = decide(annotated) if pin == "all" else annotated.graph
+        self.graph = decide(annotated, keep_marks=True) if pin == "all" else annotated.graph
         self.ours: tuple[Collective, ...] = plan.collectives
         self.text = program_text(self._run(self._graph()))
         self.xla: tuple[Collective, ...] = collectives(self.text, plan.mesh)

@@ -115,7 +115,7 @@ class _Program:
         self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in outputs if o.kind == MUTATION]
         self.outputs = sum(o.kind == OUTPUT for o in outputs)
-        graph = decide(made) if pin == "all" else made.graph
+        graph = decide(made, keep_marks=True) if pin == "all" else made.graph
         placed = [n.meta["spec"].closed() for n in graph.nodes if n.op == "placeholder"]
         self.arguments = [check(spec, mesh, f"argument '{i.name}'") for i, spec in zip(inputs, placed) if i.kind == ARGUMENT]
         pinned = {i: spec.closed() for i, spec in enumerate(made.results) if spec is not None}

@@ -58,11 +58,13 @@ class Available:
 
 
 def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outputs: dict[int, ShardSpec | fx.Node],
-              rules: Rules | None = None) -> fx.Graph:
+              rules: Rules | None = None, keep_marks: bool = False) -> fx.Graph:
     """given: layouts of inputs that are settled (others may be chosen). outputs: layouts of outputs by position; a node
-    stands for the layout of that input."""
+    stands for the layout of that input. keep_marks: those too in whose layout nobody uses the value."""
     solver = Solver(graph, mesh, given, outputs, rules or Rules())
     solver.solve()
+    if not keep_marks:
+        solver.leave_out_marks()
     return insert(solver)
 
 class Solver:
@@ -112,16 +114,14 @@ class Solver:
         for node, strategy in chosen.items():
             self.take(self.ops[node], strategy)
         self._settle_outputs()
-        for op in self.ops.values():
-            if _marked(op) is not None:
-                self._pass_by(op)
 
-    def _pass_by(self, op: Op) -> None:
-        """Leaves a mark out if nobody uses the value as marked, and all that use it can have it for less as it is made."""
-        (value,), (made,), strategy = op.operands, op.results, self.chosen[op.node]
-        if self.held[made] not in self._wanted(made, False):
-            cost = self.together.exact([op])
-            self.take(op, Strategy((), (self.held[value],), (self.held[value],), 0.0))
+    def leave_out_marks(self) -> None:
+        """Those where nobody uses the value as marked, and all that use it can have it for less as it is made."""
+        for op in self.ops.values():
+            if _marked(op) is None or self.held[op.results[0]] in self._wanted(op.results[0], False):
+                continue
+            strategy, cost, made = self.chosen[op.node], self.together.exact([op]), self.held[op.operands[0]]
+            self.take(op, Strategy((), (made,), (made,), 0.0))
             if self.together.exact([op]) < cost:
                 self.left_out.add(op.node)
             else:
