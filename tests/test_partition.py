@@ -158,6 +158,7 @@ def test_a_marked_result_is_as_marked():
     assert [c.kind for c in plan.collectives] == ["all_reduce"]
     assert str(plan.out_specs[0]) == "_ _"
 
+
 class TestGolden(TestCase):
     maxDiff = None
 

@@ -127,6 +127,9 @@ def check_sharded_updates(mesh):
             optimizer.zero_grad()
         close(*losses)
     assert any("step" in n.meta and n.meta["step"].kind == "all_gather" and n.meta["backward"] for n in model.plan.sharded.nodes)
+    called = {n.target for p in model._programs.values() for f in (p.forward, p.backward) for n in f.__self__.graph.nodes}
+    unsafe = {torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
+    assert called & STARTS and not called & unsafe                          # over gloo: see fx_passes/gloo.py
 
 
 def check_fused_steps(mesh):
@@ -429,6 +432,40 @@ def check_parts_of_axes(mesh):
     assert mesh.size != 4 or any(a.startswith("model:") for c in model.plan.collectives for a in c.axes), model.plan.collectives
 
 
+class Kinds(nn.Module):
+    """Every way that values go: from part to part, from parts to the whole, sums and other reductions of parts to both."""
+
+    def __init__(self, mesh, computes):
+        super().__init__()
+        self.mesh, self.computes = mesh, computes
+
+    def forward(self, x):                                                   # [6, 9]
+        axis = self.mesh.names[-1]
+        x = gspmd.mark_sharding(x.clone(), self.mesh, f"{axis} _")
+        results = [gspmd.mark_sharding(x.clone(), self.mesh, f"_ {axis}").clone(), gspmd.mark_sharding(x.clone(), self.mesh, "_ _")]
+        for reduced in (op(x) for op in self.computes):
+            results += [gspmd.mark_sharding(reduced.clone(), self.mesh, spec) for spec in ("_", axis)]
+        return results
+
+
+def check_types(mesh):
+    """Numbers of all types, gloo's and others."""
+    reductions = [lambda x: x.sum(0, dtype=x.dtype), lambda x: x.prod(0, dtype=x.dtype)]
+    ordered = [lambda x: x.amax(0), lambda x: x.amin(0)]
+    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+                  torch.complex64, torch.complex128, torch.bool, torch.float8_e4m3fn):
+        torch.manual_seed(0)
+        x = torch.randint(-3, 4, (6, 9)).to(dtype)
+        x = x * (1 + 1j) if dtype.is_complex else x
+        computes = {torch.bool: ordered, torch.float8_e4m3fn: []}.get(dtype, reductions if dtype.is_complex else reductions + ordered)
+        for many in (1, 60000):                                             # a small all_reduce takes another way than a large one
+            given = x if many == 1 else x.repeat(1, many)
+            want = Kinds(gspmd.Mesh(**dict.fromkeys(mesh.names, 1)), computes)(given)
+            got = gspmd.parallelize(Kinds(mesh, computes), mesh, strict="warn")(given)
+            for mine, theirs in zip(got, want):
+                assert mine.dtype == dtype and torch.equal(*(t.float() if dtype.itemsize == 1 else t for t in (whole(mine), theirs))), many
+
+
 def check_same_text(mesh):
     """The program's text is the same on all ranks."""
     model, _ = pair(mesh)
@@ -518,7 +555,7 @@ def load(mesh, path):
 CHECKS = (check_training, check_sharded_updates, check_fused_steps, check_modes, check_ways_to_a_gradient, check_scaler,
           check_layouts_of_results, check_errors, check_a_sum_that_travels_with_the_comparison,
           check_nothing_is_sent_before_the_comparison_ends, check_uneven_weights, check_sizes_that_depend_on_values,
-          check_native_random_numbers, check_exchanges, check_parts_of_axes, check_passes, check_same_text)
+          check_native_random_numbers, check_exchanges, check_parts_of_axes, check_passes, check_types, check_same_text)
 
 
 def main():

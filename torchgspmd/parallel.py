@@ -36,7 +36,9 @@ from .comm.storage import (
 from .errors import ShardingError, user_line
 from .fx_passes.bindings import bindings
 from .fx_passes.boxed import BoxedCodeGen
+from .fx_passes.carriers import carriers
 from .fx_passes.copies import copies
+from .fx_passes.gloo import gloo
 from .fx_passes.in_flight import STARTS, WAIT, in_flight
 from .fx_passes.in_place import in_place
 from .fx_passes.into_buckets import into_buckets
@@ -196,8 +198,8 @@ class _Program:
         self.carries = self.settles = False
         if backend == "torch":
             self._before_sending(forward)
-        self.forward = _compiled(owner, forward, backend)
-        self.backward = _compiled(owner, backward, backend, boxed=True)
+        self.forward = _compiled(owner, forward, groups, backend)
+        self.backward = _compiled(owner, backward, groups, backend, boxed=True)
 
     def _inputs(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
         """Behind every input the way from what the caller has to what the program takes."""
@@ -344,16 +346,17 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def _compiled(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = False) -> Any:
+def _compiled(owner: nn.Module, graph: fx.Graph, groups: Groups, backend: str, boxed: bool = False) -> Any:
     """A function that runs the graph; boxed: it takes its inputs in a list, which it empties."""
     in_flight(graph)
     if backend == "inductor":
         for node in graph.nodes:
             if node.target is _IN_PLACE:                                    # its functionalization does not take that one
                 node.target = torch.ops._c10d_functional.all_reduce.default
-        compiled = torch.compile(fx.GraphModule(owner, graph))
+        compiled = torch.compile(fx.GraphModule(owner, carriers(gloo(graph, groups))))
         return (lambda inputs: compiled(*inputs)) if boxed else compiled
-    bindings(into_buckets(in_place(graph))).lint()
+    graph = carriers(gloo(into_buckets(in_place(graph)), groups))
+    bindings(graph).lint()
     if boxed:
         graph.set_codegen(BoxedCodeGen())
     return fx.GraphModule(owner, graph).forward

@@ -36,7 +36,14 @@ class Groups:
 
     def size(self, name: str) -> int:
         """How many ranks are in a group."""
-        return next(len(ranks) for known, ranks in self.known.values() if known == name)
+        return len(self._ranks(name))
+
+    def position(self, name: str) -> int:
+        """Which of them this rank is."""
+        return self._ranks(name).index(self.rank)
+
+    def _ranks(self, name: str) -> list[int]:
+        return next(list(ranks) for known, ranks in self.known.values() if known == name)
 
     def _make(self, axes: tuple[str, ...]) -> str:
         if len(axes) == 1 and axes[0] in self.mesh.names:

@@ -113,10 +113,15 @@ class _Lowering:
             return x
         return self.call(torch.stack, [self.call(aten.select.int, x, 0, p) for p in positions])
 
-    def reduce(self, op: Any, x: Any, shape: list[int], reduction: str, name: str) -> fx.Node:
-        made = self.call(op, x, _reduction(reduction), name)
+    def begin(self, op: Any, shape: list[int], *args: Any) -> fx.Node:
+        """A collective; shape: of its result."""
+        made = self.call(op, *args)
         made.meta |= {"shape": shape, "dtype": self.node.args[1][0].meta["dtype"]}
         return made
+
+    def exchange(self, x: Any, receives: list[int], sends: list[int], name: str) -> fx.Node:
+        """all_to_all of vectors: so many elements from and to every member of the group."""
+        return self.begin(c10d.all_to_all_single.default, [sum(receives)], x, receives, sends, name)
 
     def contiguous(self, x: Any) -> Any:
         return self.call(aten.contiguous.default, x)
@@ -155,13 +160,13 @@ def _alone(lowering: Generator) -> _Lowered:
 def _all_reduce(to: _Lowering, x: Any, shape: list[int], reduction: str, axes: str) -> Generator:
     name, _ = to.groups.group(split_axes(axes))
     op = c10d.all_reduce_.default if _owned(to.node.args[1][0]) else c10d.all_reduce.default
-    return (yield to.reduce(op, to.contiguous(x), shape, reduction, name))
+    return (yield to.begin(op, shape, to.contiguous(x), _reduction(reduction), name))
 
 
 def _all_gather(to: _Lowering, x: Any, shape: list[int], dim: int, axes: str) -> Generator:
     name, positions = to.groups.group(split_axes(axes))
     n = len(positions)
-    gathered = yield to.call(c10d.all_gather_into_tensor.default, to.contiguous(x), n, name)
+    gathered = yield to.begin(c10d.all_gather_into_tensor.default, [n * shape[0], *shape[1:]], to.contiguous(x), n, name)
     stacked = to.reorder(to.call(aten.reshape.default, gathered, [n, *shape]), positions)
     return to.contiguous(to.from_front(stacked, shape, dim, n))
 
@@ -171,7 +176,7 @@ def _reduce_scatter(to: _Lowering, x: Any, shape: list[int], reduction: str, dim
     n = len(positions)
     stacked, part = to.to_front(x, shape, dim, n)
     stacked = to.contiguous(to.reorder(stacked, [positions.index(i) for i in range(n)]))
-    mine = yield to.call(c10d.reduce_scatter_tensor.default, stacked, _reduction(reduction), n, name)
+    mine = yield to.begin(c10d.reduce_scatter_tensor.default, [1, *part], stacked, _reduction(reduction), n, name)
     return to.call(aten.reshape.default, mine, part)
 
 
@@ -180,7 +185,7 @@ def _all_to_all(to: _Lowering, x: Any, shape: list[int], gather_dim: int, scatte
     n = len(positions)
     stacked, part = to.to_front(x, shape, scatter_dim, n)
     stacked = to.contiguous(to.reorder(stacked, [positions.index(i) for i in range(n)]))
-    moved = yield to.call(c10d.all_to_all_single.default, stacked, [1] * n, [1] * n, name)
+    moved = yield to.begin(c10d.all_to_all_single.default, [n, *part], stacked, [1] * n, [1] * n, name)
     return to.contiguous(to.from_front(to.reorder(moved, positions), part, gather_dim, n))
 
 
@@ -191,7 +196,7 @@ def _permute(to: _Lowering, x: Any, shape: list[int], before: str, after: str, s
     mine = plan.transfer(to.groups.coordinates)
     sends, receives = ([0 if box is None else elements(box) for box in boxes] for boxes in (mine.sends, mine.receives))
     flat = to.call(pack, to.contiguous(x), tuple(box for box in mine.sends if box is not None))
-    moved = yield to.call(c10d.all_to_all_single.default, flat, receives, sends, name)
+    moved = yield to.exchange(flat, receives, sends, name)
     return to.call(unpack, x, moved, tuple(box for box in mine.receives if box is not None), mine.keep, mine.shape)
 
 
@@ -214,8 +219,7 @@ def _exchange(to: _Lowering, x: Any, shape: list[int], dim: int, name: str, send
     row = math.prod(shape) // shape[dim]
     flat = [to.call(aten.reshape.default, to.call(aten.narrow.default, x, dim, place, n), [-1]) for peer in sends for place, n in peer]
     packed = to.call(aten.cat.default, flat) if flat else to.call(aten.new_empty.default, x, [0])
-    moved = yield to.call(c10d.all_to_all_single.default, packed, *[[sum(rows for _, rows in peer) * row for peer in side]
-                                                                    for side in (receives, sends)], name)
+    moved = yield to.exchange(packed, *[[sum(rows for _, rows in peer) * row for peer in side] for side in (receives, sends)], name)
     places = [piece for peer in receives for piece in peer] or [(0, 0)]     # who receives nothing must use it all the same
     parts = to.call(aten.split_with_sizes.default, moved, [rows * row for _, rows in places])
     return [(place, rows, to.call(aten.reshape.default, to.call(operator.getitem, parts, i), [*shape[:dim], rows, *shape[dim + 1:]]))
@@ -248,7 +252,7 @@ def _merged_all_reduce(to: _Lowering, xs: list[Any], shapes: list[list[int]], ar
     reduction, axes = arguments[0]
     name, _ = to.groups.group(split_axes(axes))
     flat = to.call(aten.cat.default, [to.call(aten.reshape.default, x, [-1]) for x in xs])
-    total = yield to.reduce(c10d.all_reduce_.default, flat, [sum(map(math.prod, shapes))], reduction, name)
+    total = yield to.begin(c10d.all_reduce_.default, [sum(map(math.prod, shapes))], flat, _reduction(reduction), name)
     return to.unpack(total, shapes)
 
 
@@ -256,7 +260,7 @@ def _merged_all_gather(to: _Lowering, xs: list[Any], shapes: list[list[int]], ar
     name, positions = to.groups.group(split_axes(arguments[0][1]))
     n = len(positions)
     flat = to.call(aten.cat.default, [to.call(aten.reshape.default, x, [-1]) for x in xs])
-    gathered = yield to.call(c10d.all_gather_into_tensor.default, flat, n, name)
+    gathered = yield to.begin(c10d.all_gather_into_tensor.default, [n * sum(map(math.prod, shapes))], flat, n, name)
     rows = to.call(aten.reshape.default, gathered, [n, sum(map(math.prod, shapes))])
     parts = to.call(aten.split_with_sizes.default, to.reorder(rows, positions), [math.prod(shape) for shape in shapes], 1)
     made = []
@@ -276,7 +280,8 @@ def _merged_reduce_scatter(to: _Lowering, xs: list[Any], shapes: list[list[int]]
         rows.append(to.call(aten.reshape.default, stacked, [n, -1]))
         parts.append(part)
     flat = to.reorder(to.call(aten.cat.default, rows, 1), [positions.index(i) for i in range(n)])
-    total = yield to.call(c10d.reduce_scatter_tensor.default, to.contiguous(flat), _reduction(reduction), n, name)
+    shape = [1, sum(map(math.prod, parts))]
+    total = yield to.begin(c10d.reduce_scatter_tensor.default, shape, to.contiguous(flat), _reduction(reduction), n, name)
     return to.unpack(to.call(aten.reshape.default, total, [-1]), parts)
 
 
