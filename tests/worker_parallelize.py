@@ -213,7 +213,8 @@ def check_layouts_of_results(mesh):
     (grad,) = torch.autograd.grad(whole(y).square().sum(), x)
     close(grad, torch.autograd.grad(reference(x).square().sum(), x)[0])
     index = mesh.coordinates(dist.get_rank())[axis]
-    part = gspmd.shard_batch(x.detach()[4 * index:4 * index + 4], mesh, f"{axis} _")
+    part, again = (gspmd.shard_batch(x.detach()[4 * index:4 * index + 4], mesh, f"{axis} _") for _ in range(2))
+    assert part.device_mesh is again.device_mesh                            # no process groups a step
     close(part, x)
     close(model(part), reference(x))
 

@@ -17,7 +17,7 @@ from .api import compile_plan
 from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
 from .comm.agreement import Agreement, agree, is_room
 from .comm.fused import step_on_local_tensors
-from .comm.groups import Groups
+from .comm.groups import Groups, groups_of
 from .comm.ring import ring_einsum_scatter, ring_gather_einsum
 from .comm.storage import (
     cut_padding,
@@ -105,7 +105,7 @@ def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
     """
     if is_started():
         return place_batch(local, mesh, spec)
-    groups = Groups(mesh, local.device.type)
+    groups = groups_of(mesh, local.device.type)
     parsed = ShardSpec.parse(spec).check(mesh, local.shape, "the batch")
     shape = tuple(n * mesh.count(axes) for n, axes in zip(local.shape, parsed.dims))
     if storable(parsed, shape, mesh) != parsed.closed():
@@ -125,7 +125,7 @@ class ShardedModule(Wrapped):
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
         self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _options=options,
-                             _groups=Groups(mesh, device), _programs={}, plan=None, planning_seconds=0.0)
+                             _groups=groups_of(mesh, device), _programs={}, plan=None, planning_seconds=0.0)
         shard_module(model, {name: _stored_spec_of(mark_on(t, mesh), tuple(t.shape), mesh)
                              for name, t in named_tensors(model)}, mesh, self._groups.device_mesh)
 

@@ -11,11 +11,10 @@ from ..mesh import Coordinates, Mesh
 
 class Groups:
     """The process groups of this rank. Groups are made when first asked for: by all ranks in the same order, since all
-    ranks have the same program."""
+    ranks have the same program. See groups_of."""
 
     def __init__(self, mesh: Mesh, device_type: str):
-        check_world(mesh)
-        self.mesh, self.device_type = mesh, device_type
+        self.mesh, self.device_type, self.world = mesh, device_type, dist.group.WORLD
         names = mesh.names or ("device",)
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, mesh.shape or (1,), mesh_dim_names=names)
         self.rank = dist.get_rank()
@@ -54,6 +53,18 @@ class Groups:
             mine = made if self.rank in ranks else mine
         assert mine is not None
         return mine.group_name
+
+
+_MADE: dict[tuple[Mesh, str], Groups] = {}
+
+
+def groups_of(mesh: Mesh, device_type: str) -> Groups:
+    """The groups of a mesh, the same ones for as long as the process group is: each has threads and connections."""
+    check_world(mesh)
+    made = _MADE.get((mesh, device_type))
+    if made is None or made.world is not dist.group.WORLD:
+        made = _MADE[mesh, device_type] = Groups(mesh, device_type)
+    return made
 
 
 def check_world(mesh: Mesh) -> None:
