@@ -9,7 +9,7 @@ A proposal sets the strategies of a region; it stays if it costs less, else the 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -43,7 +43,7 @@ class Together:
         """Tries all regions once; says of each whether it changed."""
         return [*map(self._pend, self.sums), *map(self._move, self.chains), *map(self._make, self.sources)]
 
-    def _try(self, region: Region, way: str, propose: Callable[[], bool]) -> bool:
+    def _try(self, region: Region, way: Hashable, propose: Callable[[], bool]) -> bool:
         """Takes the strategies that `propose` gives to a region, all at once, if they cost less; says whether.
 
         way: tells apart the proposals for a region, whose outcome is remembered for regions in the same situation.
@@ -83,31 +83,20 @@ class Together:
         solver = self.solver
         axes = [a for a, size in solver.mesh.axes if size > 1 and a not in solver.held[total.value].pending]
         inside = {a for value in total.values for a in solver.held[value].pending}
-        changed = [self._try(total, axis, lambda axis=axis: self._propose_pending(total, axis)) for axis in axes]
-        changed += [self._try(total, f"no {axis}", lambda axis=axis: self._propose_reduced(total, axis)) for axis in axes if axis in inside]
-        return any(changed)
+        ways = [(axis, True) for axis in axes] + [(axis, False) for axis in axes if axis in inside]
+        return any([self._try(total, way, lambda way=way: self._propose_sum(total, *way)) for way in ways])
 
-    def _propose_pending(self, total: Region, axis: str) -> bool:
+    def _propose_sum(self, total: Region, axis: str, pending: bool) -> bool:
+        """pending: all of it over one more axis, up to the last addition. Else each part in the layout that costs least to make."""
         for op in total.ops:
             available, wanted = self.solver.around(op)
             if op is not total.ops[-1]:
-                wanted = tuple(tuple(_pending_too(w, axis, self.solver.mesh) for w in uses) for uses in wanted)
+                wanted = tuple(tuple(_pending_too(w, axis, self.solver.mesh) for w in uses) if pending else () for uses in wanted)
             candidates = [s for s in self.solver.candidates(op, available, wanted)
-                          if all(axis in made.pending for v, made in zip(op.results, s.results) if v in total.values)]
+                          if all((axis in made.pending) == pending for v, made in zip(op.results, s.results) if v in total.values)]
             if not candidates:
                 return False
             self._cheapest(op, candidates, available, wanted)
-        return True
-
-    def _propose_reduced(self, total: Region, axis: str) -> bool:
-        """Each in the layout that costs least to make, the last one in one that is wanted."""
-        for op in total.ops:
-            available, wanted = self.solver.around(op)
-            candidates = [s for s in self.solver.candidates(op, available, wanted)
-                          if not any(axis in made.pending for v, made in zip(op.results, s.results) if v in total.values)]
-            if not candidates:
-                return False
-            self._cheapest(op, candidates, available, wanted if op is total.ops[-1] else ((),) * len(wanted))
         return True
 
     def resolve(self) -> bool:

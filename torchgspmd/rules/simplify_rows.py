@@ -33,8 +33,8 @@ def _moved_number(node: fx.Node) -> fx.Node | None:
     return _full(node, number)
 
 
-for target in MOVING + PUTTING:
-    simplification(target)(_moved_number)
+for _op in MOVING + PUTTING:
+    simplification(_op)(_moved_number)
 
 
 def _full(node: fx.Node, number: float) -> fx.Node:
