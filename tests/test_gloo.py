@@ -115,9 +115,11 @@ def test_the_same_numbers(op: str, dtype: torch.dtype, ranks: int, few: int, mon
         assert sent <= KNOWN or natively
 
 
-def test_other_devices_keep_their_collectives() -> None:
-    graph = gloo(program("reduce_scatter_tensor", torch.float32, 4), Ranks(4, 0, "cuda"))
-    assert [n.target for n in graph.nodes if n.target is c10d.reduce_scatter_tensor.default]
+@pytest.mark.parametrize("dtype, keeps", [(torch.float32, True), (torch.complex64, True), (torch.int16, False)], ids=str)
+def test_other_devices_keep_their_collectives(dtype: torch.dtype, keeps: bool) -> None:
+    for op in ("reduce_scatter_tensor", "all_reduce", "all_reduce_"):
+        graph = gloo(program(op, dtype, 4), Ranks(4, 0, "cuda"))
+        assert bool(graph.find_nodes(op="call_function", target=getattr(c10d, op).default)) == keeps
 
 
 class TestGolden(TestCase):

@@ -37,12 +37,17 @@ _IN_PLACE = _OF_TWO | {"sum": aten.add_.Tensor, "product": aten.mul_.Tensor}
 
 
 def gloo(graph: fx.Graph, groups: Groups) -> fx.Graph:
-    """Rewrites the graph in place and returns it; programs for other devices stay as they are."""
-    if groups.device_type == "cpu":
-        for node in graph.nodes:
-            if node.target in _WAYS:
-                _WAYS[node.target](_Call(graph, node, groups))
+    """Rewrites the graph in place and returns it. For other devices only reductions of numbers that no library computes with."""
+    for node in graph.nodes:
+        if node.target in _WAYS and (groups.device_type == "cpu" or _is_foreign(node)):
+            _WAYS[node.target](_Call(graph, node, groups))
     return graph
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """Whether neither gloo nor NCCL reduces numbers of this type so."""
+    dtype = node.meta["dtype"]
+    return node.target is not c10d.all_gather_into_tensor.default and (dtype in CARRIERS or dtype.is_complex and node.args[1] != "sum")
 
 
 class _Call:
@@ -101,7 +106,7 @@ def _all_reduce(call: _Call) -> None:
         of_two = _IN_PLACE if call.node.target is c10d.all_reduce_.default else _OF_TWO
         arrived = call.swap(call.shape)
         call.result(arrived, of_two[reduction], call.x, arrived)
-    elif call.dtype in CARRIERS or call.dtype.is_complex and reduction != "sum":        # gloo cannot compute with them
+    elif _is_foreign(call.node):
         call.send_all(call.shape)
         call.reduce(reduction, False)
 
