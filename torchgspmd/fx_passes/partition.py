@@ -40,6 +40,7 @@ DEPTH = 4                       # operations through which it is looked for whet
 SWEEPS = 6                      # at most, in each round
 PHASES = ((LATE, 0), (TIE, 3), (LATE, 3), (TIE, 3))     # that favour, and how often, at most, bodies are laid out anew
 
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """What an operation needs of its operands and makes of its results."""
@@ -47,6 +48,7 @@ class Strategy:
     operands: tuple[ShardSpec, ...]
     results: tuple[ShardSpec, ...]
     work: float                         # of one device, in bytes on the wire
+
 
 @dataclass(frozen=True, slots=True)
 class Available:
@@ -66,6 +68,7 @@ def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outp
     if not keep_marks:
         solver.leave_out_marks()
     return insert(solver)
+
 
 class Solver:
     def __init__(self, graph, mesh, given, outputs, rules):
