@@ -170,14 +170,17 @@ class Solver:
     def _available(self, value: fx.Node, op: Op, first: bool) -> Available:
         """The layouts in which a value exists anyhow; at first, before they are known, how many operations share it."""
         if first:
-            alike = sum(user in self.ops and self.ops[user].key == op.key for user in value.users)
-            return Available((self.held[value],), max(alike, 1))
+            return Available((self.held[value],), self.alike(value, op))
         others = (spec for (user, _), spec in self.needs.get(value, {}).items() if user is not op.node)
         if not any(len(group) > 1 for group in op.rule.linear):
             return Available(tuple(dict.fromkeys((self.held[value], *others))), 1)
         near = {axis for spec in (*map(self.held.get, op.operands), *self._wanted(op.results[0], False)) for axis in spec.pending}
         deferrable = tuple(a for a in self.mesh.names if a in near and self._deferrable(value, a))
         return Available(tuple(dict.fromkeys((self.held[value], *others))), 1, deferrable)
+
+    def alike(self, value: fx.Node, op: Op) -> int:
+        """How many operations like this one share a value."""
+        return max(1, sum(user in self.ops and self.ops[user].key == op.key for user in value.users))
 
     def _deferrable(self, value: fx.Node, axis: str, depth: int = DEPTH) -> bool:
         """Whether a value is a sum over an axis that its operation, or one before, need not have asked for; or one number."""

@@ -18,6 +18,8 @@ from torch import fx
 from .graph import Op
 
 LAYER = 24                      # contractions that the heads of one layer run through, forward and backward, and some more
+LOOP = 96                       # contractions of a loop, with the same ones in every round
+ROUNDS = 4                      # of a loop, at least
 
 
 @dataclass(frozen=True)
@@ -145,30 +147,42 @@ def bodies(ops: Mapping[fx.Node, Op]) -> list[Body]:
 
 
 def threads(ops: Mapping[fx.Node, Op]) -> list[Body]:
-    """What one factor runs through, of operations that have a choice; at least two contractions, and no more than in a layer.
+    """What one factor runs through, of operations that have a choice; at least two contractions, and no more than in a layer, or
+    those of a loop: of rounds that compute the same with the same weights.
 
     Not through convolutions: between them images stay divided in space, and neighbours exchange rows."""
     free = {node: op for node, op in _free(ops).items() if not op.rule.halo}
-    classes = (dict(found) for found in _joined(free)[1].all())
-    return [Body(tuple(op for node, op in free.items() if node in factors), (factors,)) for factors in classes
-            if 1 < sum(free[node].rule.contraction for node in factors) <= LAYER]
+    found: dict[frozenset, Body] = {}
+    for through_weights in (False, True):
+        for factors in map(dict, _joined(free, through_weights)[1].all()):
+            contractions = [free[node].key for node in factors if free[node].rule.contraction]
+            different = len(set(contractions))
+            if 1 < len(contractions) <= LOOP and different <= LAYER and (not through_weights or len(contractions) >= ROUNDS * different):
+                found.setdefault(frozenset(factors.items()), Body(tuple(op for node, op in free.items() if node in factors), (factors,)))
+    return list(found.values())
 
 
 def _free(ops: Mapping[fx.Node, Op]) -> dict[fx.Node, Op]:
     return {node: op for node, op in ops.items() if op.rule.known and op.node.meta.get("mark") is None}
 
 
-def _joined(ops: Mapping[fx.Node, Op]) -> tuple[_Classes, _Classes]:
-    """Operations that are connected by values, and factors by dimensions."""
+def _joined(ops: Mapping[fx.Node, Op], through_weights: bool = False) -> tuple[_Classes, _Classes]:
+    """Operations that are connected by values, and factors by dimensions. through_weights: by inputs that like operations share, too."""
     makers = {value: (op, i) for op in ops.values() for i, value in enumerate(op.results) if value is not None}
     together, factors = _Classes(), _Classes()
+    sharers: dict[tuple, Op] = {}
     for op in ops.values():
         together.find(op.node)
-        for value, dims in zip(op.operands, op.rule.operands):
+        for at, (value, dims) in enumerate(zip(op.operands, op.rule.operands)):
             if value in makers:
                 maker, i = makers[value]
                 together.join(maker.node, op.node)
                 for made, used in zip(maker.rule.results[i], dims):
                     if made and used:                                       # the major ones: an axis shards both or none
                         factors.join((maker.node, made[0]), (op.node, used[0]))
+            elif through_weights:
+                other = sharers.setdefault((value, at, op.key), op)
+                together.join(other.node, op.node)
+                for used in filter(None, dims):
+                    factors.join((other.node, used[0]), (op.node, used[0]))
     return together, factors

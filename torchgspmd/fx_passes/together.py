@@ -10,6 +10,7 @@ A proposal sets the strategies of a region; it stays if it costs less, else the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -228,7 +229,7 @@ class Together:
         for op in body.ops:
             if factors.get(op.node) in op.rule.whole:
                 continue
-            available, _ = self.solver.around(op)
+            available = tuple(replace(have, sharers=self.solver.alike(v, op)) for v, have in zip(op.operands, self.solver.around(op)[0]))
             wanted = tuple(tuple(dict.fromkeys(spec for (user, _), spec in self.solver.needs.get(v, {}).items() if user not in inside))
                            for v in op.results)
             candidates = self.solver.candidates(op, available, wanted, {axis: (factors.get(op.node),)})
