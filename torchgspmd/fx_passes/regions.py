@@ -17,8 +17,8 @@ from torch import fx
 
 from .graph import Op
 
-LAYER = 24                      # contractions that the heads of one layer run through, forward and backward, and some more
-LOOP = 96                       # contractions of a loop, with the same ones in every round
+LAYER = 24                      # different contractions that the heads of one layer run through, forward and backward, and some more
+LOOP = 96                       # contractions in all, of a few layers or of a loop
 ROUNDS = 4                      # of a loop, at least
 
 
@@ -147,8 +147,8 @@ def bodies(ops: Mapping[fx.Node, Op]) -> list[Body]:
 
 
 def threads(ops: Mapping[fx.Node, Op]) -> list[Body]:
-    """What one factor runs through, of operations that have a choice; at least two contractions, and no more than in a layer, or
-    those of a loop: of rounds that compute the same with the same weights.
+    """What one factor runs through, of operations that have a choice; at least two contractions, no more different ones
+    than in a layer, and no more in all than in a short loop. Also through weights that the rounds of a loop share.
 
     Not through convolutions: between them images stay divided in space, and neighbours exchange rows."""
     free = {node: op for node, op in _free(ops).items() if not op.rule.halo}
