@@ -92,10 +92,11 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     dump("capture", captured.graph)
     options = {"whole": stored is not None, "parts": True, "rules": rules, "clock": clock, "dump": dump}
     made = lay_out(captured, mesh, arguments, out_specs, stored, pieces=True, **options)
-    sharded = decide(made, plain, rules)
+    memories: Memories = {}
+    sharded = decide(made, plain, rules, memories=memories)
     if made.parted:
         other = lay_out(captured, mesh, arguments, out_specs, stored, **options)
-        made, sharded = min((made, sharded), (other, decide(other, plain, rules)), key=lambda way: _sent(way[1]))
+        made, sharded = min((made, sharded), (other, decide(other, plain, rules, memories=memories)), key=lambda way: _sent(way[1]))
     dump("partition", sharded)
     clock("partition")
     if rng == "native":
@@ -162,13 +163,14 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
     return Annotated(captured, graph, layouts, given, results, parted)
 
 
-def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = None, keep_marks: bool = False) -> fx.Graph:
-    """Partition: what every device holds of every value, with the collectives between. plain: as in compile_plan; keep_marks: as
-    in partition, for a partitioner that has no way past a mark that is as cheap as ours."""
+def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = None, keep_marks: bool = False,
+           memories: Memories | None = None) -> fx.Graph:
+    """Partition: what every device holds of every value, with the collectives between. plain: as in compile_plan; memories: as in
+    partition; keep_marks too, for a partitioner that has no way past a mark that is as cheap as ours."""
     placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
     wanted = _outputs(made.captured, placeholders, made.results, plain)
     mesh = made.layouts.mesh
-    return merge_parts(verify(partition(made.graph, mesh, made.given, wanted, rules, keep_marks), mesh), mesh)
+    return merge_parts(verify(partition(made.graph, mesh, made.given, wanted, rules, keep_marks, memories), mesh), mesh)
 
 
 def _sent(graph: fx.Graph) -> float:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -27,7 +27,7 @@ from ..rules import Rule
 from ..shard_spec import Axes, ShardSpec
 from .graph import Op, Rules, values
 from .insert import insert
-from .layout import assemble, crowded, is_far, is_roomy, layouts_behind, operand_layout, project, result_pending
+from .layout import Crowded, assemble, crowded, is_far, is_roomy, layouts_behind, operand_layout, project, result_pending
 from .reshard import Resharder
 from .together import Together
 
@@ -41,9 +41,9 @@ SWEEPS = 6                      # at most, in each round
 PHASES = ((LATE, 0), (TIE, 3), (LATE, 3), (TIE, 3))     # that favour, and how often, at most, bodies are laid out anew
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Strategy:
-    """What an operation needs of its operands and makes of its results."""
+    """What an operation needs of its operands and makes of its results. One object for equal ones of like operations."""
     assignment: tuple[tuple[str, Axes], ...]
     operands: tuple[ShardSpec, ...]
     results: tuple[ShardSpec, ...]
@@ -59,11 +59,25 @@ class Available:
     deferrable: Axes = ()
 
 
+class Memory:
+    """What was found out about operations and values on one mesh: of those that are alike, in the same situation."""
+
+    def __init__(self, mesh: Mesh):
+        self.resharder = Resharder(mesh)
+        self.strategies: dict[tuple, Strategy | None] = {}                  # by operation and assignment
+        self.candidates: dict[tuple, list[Strategy]] = {}                   # by operation and what each axis may shard
+        self.choices: dict[tuple, Strategy] = {}                            # by operation and its neighbourhood
+
+
+Memories = dict[tuple[Mesh, Crowded], Memory]
+
+
 def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outputs: dict[int, ShardSpec | fx.Node],
-              rules: Rules | None = None, keep_marks: bool = False) -> fx.Graph:
+              rules: Rules | None = None, keep_marks: bool = False, memories: Memories | None = None) -> fx.Graph:
     """given: layouts of inputs that are settled (others may be chosen). outputs: layouts of outputs by position; a node
-    stands for the layout of that input. keep_marks: those too in whose layout nobody uses the value."""
-    solver = Solver(graph, mesh, given, outputs, rules or Rules())
+    stands for the layout of that input. keep_marks: those too in whose layout nobody uses the value. memories: of graphs like
+    this one, whose operations have the same rules."""
+    solver = Solver(graph, mesh, given, outputs, rules or Rules(), {} if memories is None else memories)
     solver.solve()
     if not keep_marks:
         solver.leave_out_marks()
@@ -71,9 +85,8 @@ def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outp
 
 
 class Solver:
-    def __init__(self, graph, mesh, given, outputs, rules):
+    def __init__(self, graph, mesh, given, outputs, rules, memories):
         self.graph, self.mesh, self.given, self.outputs, self.rules = graph, mesh, given, outputs, rules
-        self.resharder = Resharder(mesh)
         self.ops: dict[fx.Node, Op] = {op.node: op for op in rules.ops(graph)}
         self.held = {n: n.meta["spec"] for n in graph.nodes if n.op in ("placeholder", "get_attr")}     # layout of each value
         for node in graph.nodes:
@@ -81,15 +94,22 @@ class Solver:
                 self.held[node] = ShardSpec.replicated(node.meta["val"].dim())
         self.held.update(given)
         self.crowded = crowded(((v.meta["val"].shape, v.meta["spec"]) for v in values(graph)), mesh)
+        self.memory = memories.setdefault((mesh, self.crowded), Memory(mesh))
+        self.resharder = self.memory.resharder
         self.open_inputs = [n for n in graph.nodes if n.op == "placeholder" and n not in given]
         for node in self.open_inputs:                                       # parts of axes do not leave the program unasked
             self.held[node] = self.held[node].map_axes(mesh.whole)
         self.chosen: dict[fx.Node, Strategy] = {}
         self.needs: dict[fx.Node, dict] = {}                                # value -> {(user, operand index): layout}
+        self.views: dict[fx.Node, dict] = {}                                # value -> what _available and _wanted say, until that changes
         self.left_out: set[fx.Node] = set()                                 # marks
-        self.memo: dict = {}
+        self.sizes = {v: (tuple(v.meta["val"].shape), v.meta["val"].element_size()) for v in values(graph)}     # shape, bytes of an element
         self.late, self.first = LATE, True
-        self.strategies: dict = {}
+        self.stale = set(self.ops)                                          # operations around which something changed
+        self.near: dict[fx.Node, set[fx.Node]] = {}                         # value -> operations that make or use it
+        for op in self.ops.values():
+            for value in filter(None, (*op.operands, *op.results)):
+                self.near.setdefault(value, set()).add(op.node)
         self.together = Together(self)
         self.made_of: dict = {}
         self.costs_behind: dict[tuple[fx.Node, ShardSpec], float] = {}      # while no value is held otherwise
@@ -104,6 +124,7 @@ class Solver:
         self._settle_outputs()
         found = []
         for self.late, rounds in PHASES:
+            self.stale.update(self.ops)
             self._settle()
             for _ in range(rounds):
                 if not any([self.together.lay_out(), self.together.resolve()]):
@@ -141,14 +162,17 @@ class Solver:
                 break
 
     def choose(self, op: Op, first: bool = False) -> bool:
+        if op.node not in self.stale:
+            return False
+        self.stale.discard(op.node)
         available = tuple(self._available(v, op, first) for v in op.operands)
         wanted = tuple(self._wanted(v, first) for v in op.results)
         current = self.chosen.get(op.node)
         moved = tuple(self.ops[v].key for v in op.operands if v in self.ops and self.ops[v].rule.moves is not None) if op.rule.halo else ()
         key = (op.key, available, wanted, current, self.late, moved)
-        best = self.memo.get(key)
+        best = self.memory.choices.get(key)
         if best is None:
-            best = self.memo[key] = self._best(op, available, wanted, current)
+            best = self.memory.choices[key] = self._best(op, available, wanted, current)
         if best is current:
             return False
         self.take(op, best)
@@ -160,23 +184,46 @@ class Solver:
             if value is not None:
                 self._hold(value, spec)
         for i, (value, spec) in enumerate(zip(op.operands, strategy.operands)):
-            self.needs.setdefault(value, {})[op.node, i] = spec
+            self._need(value, op.node, i, spec)
 
     def _hold(self, value: fx.Node, spec: ShardSpec) -> None:
         if self.held.get(value) != spec:
             self.held[value] = spec
             self.costs_behind.clear()
+            self.views.pop(value, None)
+            self._touch_users(value)
+
+    def _need(self, value: fx.Node, user: fx.Node, operand: int, spec: ShardSpec) -> None:
+        needs = self.needs.setdefault(value, {})
+        if needs.get((user, operand)) != spec:
+            needs[user, operand] = spec
+            self.views.pop(value, None)
+            self.stale.update(self.near[value] - {user})
+
+    def _touch_users(self, value: fx.Node, depth: int = DEPTH) -> None:
+        """All that decide by the layout of a value: its users, and those behind, through sums and moves of rows."""
+        for user in value.users:
+            op = self.ops.get(user)
+            if op is not None:
+                self.stale.add(user)
+                if depth and (op.rule.linear or op.rule.moves is not None):
+                    for result in op.results:
+                        if result is not None:
+                            self._touch_users(result, depth - 1)
 
     def _available(self, value: fx.Node, op: Op, first: bool) -> Available:
         """The layouts in which a value exists anyhow; at first, before they are known, how many operations share it."""
         if first:
             return Available((self.held[value],), self.alike(value, op))
-        others = (spec for (user, _), spec in self.needs.get(value, {}).items() if user is not op.node)
-        if not any(len(group) > 1 for group in op.rule.linear):
-            return Available(tuple(dict.fromkeys((self.held[value], *others))), 1)
-        near = {axis for spec in (*map(self.held.get, op.operands), *self._wanted(op.results[0], False)) for axis in spec.pending}
-        deferrable = tuple(a for a in self.mesh.names if a in near and self._deferrable(value, a))
-        return Available(tuple(dict.fromkeys((self.held[value], *others))), 1, deferrable)
+        views = self.views.setdefault(value, {})
+        if (view := views.get(op.node)) is None:
+            others = (spec for (user, _), spec in self.needs.get(value, {}).items() if user is not op.node)
+            view = views[op.node] = Available(tuple(dict.fromkeys((self.held[value], *others))), 1)
+        if op.rule.joins:
+            near = {axis for spec in (*map(self.held.get, op.operands), *self._wanted(op.results[0], False)) for axis in spec.pending}
+            if near and (deferrable := tuple(a for a in self.mesh.names if a in near and self._deferrable(value, a))):
+                return replace(view, deferrable=deferrable)
+        return view
 
     def alike(self, value: fx.Node, op: Op) -> int:
         """How many operations like this one share a value."""
@@ -197,7 +244,10 @@ class Solver:
             return ()
         if first:
             return (value.meta["spec"].closed(),)
-        return tuple(dict.fromkeys(self.needs.get(value, {}).values()))
+        views = self.views.setdefault(value, {})
+        if None not in views:
+            views[None] = tuple(dict.fromkeys(self.needs.get(value, {}).values()))
+        return views[None]
 
     def _best(self, op: Op, available, wanted, current: Strategy | None) -> Strategy:
         strategies = self.candidates(op, available, wanted)
@@ -223,7 +273,7 @@ class Solver:
         cost = strategy.work
         for value, made in zip(op.results, strategy.results):
             if made.pending and value is not None:
-                cost -= self.late * math.prod(made.local_shape(value.meta["val"].shape, self.mesh)) * value.meta["val"].element_size()
+                cost -= self.late * self._bytes(value, made)
         for value, made, uses in zip(op.results, strategy.results, wanted):
             if cost >= limit:
                 return cost
@@ -250,13 +300,12 @@ class Solver:
 
     def _nearest(self, value: fx.Node, layouts: Sequence[ShardSpec], need: ShardSpec, limit: float) -> float:
         """What the cheapest move from one of these layouts costs. limit: as in `cost`."""
-        val = value.meta["val"]
-        least = math.inf
-        bounds = [self.resharder.at_least(tuple(val.shape), val.element_size(), layout, need) for layout in layouts]
-        if min(bounds) >= limit:
-            return math.inf
+        least, size = math.inf, self.sizes[value]
+        if len(layouts) == 1:
+            return self._move(value, layouts[0], need) if self.resharder.at_least(*size, layouts[0], need) < limit else math.inf
+        bounds = [self.resharder.at_least(*size, layout, need) for layout in layouts]
         for bound, layout in sorted(zip(bounds, layouts), key=lambda pair: pair[0]):
-            if bound < least:
+            if bound < min(least, limit):
                 least = min(least, self._move(value, layout, need))
         return least
 
@@ -266,8 +315,7 @@ class Solver:
         return layout.with_pending(tuple(a for a in self.mesh.names if a in layout.pending or a in more)) if more else layout
 
     def _move(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
-        val = value.meta["val"]
-        cost = self.resharder.cost(tuple(val.shape), val.element_size(), have, need)
+        cost = self.resharder.cost(*self.sizes[value], have, need)
         return min(cost, self.cost_behind(value, need)) if need.windows else cost
 
     def behind(self, value: fx.Node, need: ShardSpec) -> tuple[ShardSpec, ...] | None:
@@ -295,11 +343,11 @@ class Solver:
 
     def _enumerate(self, op: Op, available, wanted, forced: dict[str, tuple]) -> list[Strategy]:
         options = {**self.options(op, available, wanted), **forced}
-        key = (op.key, tuple(options.items()), tuple(a.layouts[0].pending + a.deferrable for a in available))
-        if key not in self.strategies:
-            made = (self._strategy(op, available, choice) for choice in self._choices(op.rule, options))
-            self.strategies[key] = list(dict.fromkeys(s for s in made if s is not None))
-        return self.strategies[key]
+        key = (op.key, tuple(options.items()))
+        if key not in self.memory.candidates:
+            made = (self._known_strategy(op, *choice) for choice in self._choices(op.rule, options))
+            self.memory.candidates[key] = list(dict.fromkeys(s for s in made if s is not None))
+        return [s for s in self.memory.candidates[key] if _has_terms(s, available)]
 
     def options(self, op: Op, available, wanted) -> dict[str, tuple]:
         """For each axis the factors it may shard, the operand groups it may pass through (integers), and None."""
@@ -346,15 +394,20 @@ class Solver:
             for ordered in itertools.product(*orders):
                 yield dict(zip(factors, ordered)), through
 
-    def _strategy(self, op: Op, available, choice) -> Strategy | None:
-        assignment, through = choice
+    def _known_strategy(self, op: Op, assignment: dict[str, Axes], through: dict[str, int]) -> Strategy | None:
+        key = (op.key, *assignment.items(), *through.items())
+        if key not in self.memory.strategies:
+            self.memory.strategies[key] = self._strategy(op, assignment, through)
+        return self.memory.strategies[key]
+
+    def _strategy(self, op: Op, assignment: dict[str, Axes], through: dict[str, int]) -> Strategy | None:
+        """None if no layouts express it. through: for axes the group of operands whose pending sum passes on."""
         rule = op.rule
         operands, results = [], []
         for i in range(len(rule.operands)):
             spec = operand_layout(rule, i, tuple(op.operands[i].meta["val"].shape), assignment, self.mesh)
             pending = tuple(a for a in self.mesh.names if a in through and i in rule.linear[through[a]])
-            if spec is None or any(a not in available[i].layouts[0].pending + available[i].deferrable for a in pending) or pending and (
-                    available[i].layouts[0].reduction != "sum"):
+            if spec is None:
                 return None
             operands.append(spec.with_pending(pending))
         for dims in rule.results:
@@ -375,9 +428,13 @@ class Solver:
             work = even / FLOPS_PER_BYTE + (padded - even) / WASTE_PER_BYTE
         for value, spec in itertools.chain(zip(op.operands, operands), zip(op.results, results)):
             if value is not None:
-                val = value.meta["val"]
-                work += math.prod(spec.local_shape(val.shape, self.mesh)) * val.element_size() / TRAFFIC_PER_BYTE
+                work += self._bytes(value, spec) / TRAFFIC_PER_BYTE
         return work
+
+    def _bytes(self, value: fx.Node, spec: ShardSpec) -> float:
+        """Of one device's part."""
+        shape, itemsize = self.sizes[value]
+        return math.prod(spec.local_shape(shape, self.mesh)) * itemsize
 
     def _choose_input(self, node: fx.Node) -> bool:
         """An input whose layout is open is stored as it is used most cheaply."""
@@ -393,7 +450,7 @@ class Solver:
         """Outputs with a layout need it; one that is open is used as it comes, but for a pending sum."""
         for i, value in enumerate(self.output.args[0]):
             if isinstance(value, fx.Node):
-                self.needs.setdefault(value, {})[self.output, i] = self.output_spec(i, value)
+                self._need(value, self.output, i, self.output_spec(i, value))
 
     def output_spec(self, i: int, value: fx.Node) -> ShardSpec:
         """The layout in which output i leaves the program."""
@@ -409,6 +466,12 @@ class Solver:
         fixed = {a for axes, is_open in zip(wish.dims, wish.open) if not is_open for a in axes}
         return ShardSpec(tuple(tuple(a for a in t if a not in fixed) if is_open else w
                                for w, is_open, t in zip(wish.dims, wish.open, target.dims)))
+
+
+def _has_terms(strategy: Strategy, available: Sequence[Available]) -> bool:
+    """Whether the sums that operands are to be terms of are pending, or can be."""
+    return all(have.layouts[0].reduction == "sum" and all(a in have.layouts[0].pending or a in have.deferrable for a in need.pending)
+               for need, have in zip(strategy.operands, available) if need.pending)
 
 
 def _marked(op: Op) -> ShardSpec | None:

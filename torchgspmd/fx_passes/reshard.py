@@ -31,11 +31,17 @@ class Resharder:
     """Finds and remembers the steps between layouts on one mesh."""
 
     def __init__(self, mesh: Mesh):
-        self.mesh, self.known = mesh, {}
+        self.mesh, self.known, self.costs, self.bounds = mesh, {}, {}, {}
 
     def cost(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
         """Bytes sent, plus a little for every collective; infinite where there is no way: from windows, or to terms of a
         reduction other than a sum or the one at hand."""
+        key = (shape, itemsize, before, after)
+        if (cost := self.costs.get(key)) is None:
+            cost = self.costs[key] = self._cost(*key)
+        return cost
+
+    def _cost(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
         if before == after:
             return 0.0
         if before.windows or not set(after.pending) <= set(before.pending) and after.reduction != "sum":
@@ -46,10 +52,12 @@ class Resharder:
 
     def at_least(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
         """No more than the cost, without a search. 0 of blocks of unequal sizes: a gather is charged what a device lacks on average."""
-        uneven = any(n % self.mesh.count(axes) for n, b, a in zip(shape, before.dims, after.dims) if b != a for axes in (b, a))
-        if before == after or uneven or before.windows or after.windows or not set(after.pending) <= set(before.pending):
-            return 0.0
-        return at_least(self.mesh, shape, itemsize, before, after)
+        key = (shape, itemsize, before, after)
+        if (bound := self.bounds.get(key)) is None:
+            uneven = any(n % self.mesh.count(axes) for n, b, a in zip(shape, before.dims, after.dims) if b != a for axes in (b, a))
+            unknown = before == after or uneven or before.windows or after.windows or not set(after.pending) <= set(before.pending)
+            bound = self.bounds[key] = 0.0 if unknown else at_least(self.mesh, shape, itemsize, before, after)
+        return bound
 
     def steps(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> tuple[Step, ...]:
         return () if before == after else self._solve(shape, itemsize, before, after)[1]

@@ -64,6 +64,11 @@ class Rule:
         return IDENTITY[self.reduce[factor]] if factor in self.reduce and factor not in self.special else None
 
     @cached_property
+    def joins(self) -> bool:
+        """Whether a pending sum passes through several operands together only, as through an addition."""
+        return any(len(group) > 1 for group in self.linear)
+
+    @cached_property
     def windowed(self) -> frozenset[str]:
         """Factors of which some operand has a window."""
         return frozenset(f for operand, dim in self.halo for f in self.operands[operand][dim])
