@@ -66,7 +66,8 @@ class Memory:
         self.resharder = Resharder(mesh)
         self.strategies: dict[tuple, Strategy | None] = {}                  # by operation and assignment
         self.candidates: dict[tuple, list[Strategy]] = {}                   # by operation and what each axis may shard
-        self.choices: dict[tuple, Strategy] = {}                            # by operation and its neighbourhood
+        self.options: dict[tuple, dict[str, tuple]] = {}                    # by operation and its neighbourhood
+        self.choices: dict[tuple, Strategy | None] = {}                     # the same
 
 
 Memories = dict[tuple[Mesh, Crowded], Memory]
@@ -101,6 +102,8 @@ class Solver:
             self.held[node] = self.held[node].map_axes(mesh.whole)
         self.chosen: dict[fx.Node, Strategy] = {}
         self.needs: dict[fx.Node, dict] = {}                                # value -> {(user, operand index): layout}
+        self.versions = itertools.count()
+        self.version = next(self.versions)                                  # of all that decisions depend on
         self.views: dict[fx.Node, dict] = {}                                # value -> what _available and _wanted say, until that changes
         self.left_out: set[fx.Node] = set()                                 # marks
         self.sizes = {v: (tuple(v.meta["val"].shape), v.meta["val"].element_size()) for v in values(graph)}     # shape, bytes of an element
@@ -125,6 +128,7 @@ class Solver:
         found = []
         for self.late, rounds in PHASES:
             self.stale.update(self.ops)
+            self.version = next(self.versions)
             self._settle()
             for _ in range(rounds):
                 if not any([self.together.lay_out(), self.together.resolve()]):
@@ -168,15 +172,22 @@ class Solver:
         available = tuple(self._available(v, op, first) for v in op.operands)
         wanted = tuple(self._wanted(v, first) for v in op.results)
         current = self.chosen.get(op.node)
-        moved = tuple(self.ops[v].key for v in op.operands if v in self.ops and self.ops[v].rule.moves is not None) if op.rule.halo else ()
-        key = (op.key, available, wanted, current, self.late, moved)
-        best = self.memory.choices.get(key)
-        if best is None:
-            best = self.memory.choices[key] = self._best(op, available, wanted, current)
+        best = self.best(op, available, wanted, current)
         if best is current:
             return False
         self.take(op, best)
         return True
+
+    def best(self, op: Op, available, wanted, current: Strategy | None, forced: tuple[str, str | None] | None = None) -> Strategy | None:
+        """What costs least; of equals the current strategy stays. forced: an axis, and what alone it may shard. None if there is no such."""
+        moved = tuple(self.ops[v].key for v in op.operands if v in self.ops and self.ops[v].rule.moves is not None) if op.rule.halo else ()
+        key = (op.key, available, wanted, current, forced, self.late, moved)
+        if key not in self.memory.choices:
+            candidates = self.candidates(op, available, wanted, {forced[0]: forced[1:]} if forced else None)
+            if current is not None:
+                candidates = [current, *candidates]
+            self.memory.choices[key] = self.cheapest(op, candidates, available, wanted)
+        return self.memory.choices[key]
 
     def take(self, op: Op, strategy: Strategy) -> None:
         self.chosen[op.node] = strategy
@@ -187,29 +198,32 @@ class Solver:
             self._need(value, op.node, i, spec)
 
     def _hold(self, value: fx.Node, spec: ShardSpec) -> None:
-        if self.held.get(value) != spec:
+        before = self.held.get(value)
+        if before != spec:
             self.held[value] = spec
+            self.version = next(self.versions)
             self.costs_behind.clear()
             self.views.pop(value, None)
-            self._touch_users(value)
+            self._touch_users(value, before is None or before.pending != spec.pending)
 
     def _need(self, value: fx.Node, user: fx.Node, operand: int, spec: ShardSpec) -> None:
         needs = self.needs.setdefault(value, {})
         if needs.get((user, operand)) != spec:
             needs[user, operand] = spec
+            self.version = next(self.versions)
             self.views.pop(value, None)
             self.stale.update(self.near[value] - {user})
 
-    def _touch_users(self, value: fx.Node, depth: int = DEPTH) -> None:
-        """All that decide by the layout of a value: its users, and those behind, through sums and moves of rows."""
+    def _touch_users(self, value: fx.Node, pending: bool, depth: int = DEPTH) -> None:
+        """All that decide by the layout of a value: its users, and those behind, through moves of rows, and through sums if it
+        changed over what the value is pending."""
         for user in value.users:
             op = self.ops.get(user)
             if op is not None:
                 self.stale.add(user)
-                if depth and (op.rule.linear or op.rule.moves is not None):
-                    for result in op.results:
-                        if result is not None:
-                            self._touch_users(result, depth - 1)
+                if depth and (pending and op.rule.linear or op.rule.moves is not None):
+                    for result in filter(None, op.results):
+                        self._touch_users(result, pending, depth - 1)
 
     def _available(self, value: fx.Node, op: Op, first: bool) -> Available:
         """The layouts in which a value exists anyhow; at first, before they are known, how many operations share it."""
@@ -249,14 +263,8 @@ class Solver:
             views[None] = tuple(dict.fromkeys(self.needs.get(value, {}).values()))
         return views[None]
 
-    def _best(self, op: Op, available, wanted, current: Strategy | None) -> Strategy:
-        strategies = self.candidates(op, available, wanted)
-        if current is not None:
-            strategies = [current, *strategies]                             # of equals the current one stays
-        return self.cheapest(op, strategies, available, wanted)
-
-    def cheapest(self, op: Op, strategies: Iterable[Strategy], available, wanted) -> Strategy:
-        """The first of those that cost least."""
+    def cheapest(self, op: Op, strategies: Iterable[Strategy], available, wanted) -> Strategy | None:
+        """The first of those that cost least; None of none."""
         least, best = math.inf, None
         for strategy in strategies:
             cost = self.cost(op, strategy, available, wanted, least)
@@ -342,7 +350,7 @@ class Solver:
         return self._enumerate(op, available, wanted, forced or {})
 
     def _enumerate(self, op: Op, available, wanted, forced: dict[str, tuple]) -> list[Strategy]:
-        options = {**self.options(op, available, wanted), **forced}
+        options = self.options(op, available, wanted) | forced
         key = (op.key, tuple(options.items()))
         if key not in self.memory.candidates:
             made = (self._known_strategy(op, *choice) for choice in self._choices(op.rule, options))
@@ -351,6 +359,12 @@ class Solver:
 
     def options(self, op: Op, available, wanted) -> dict[str, tuple]:
         """For each axis the factors it may shard, the operand groups it may pass through (integers), and None."""
+        key = (op.key, available, wanted, self.first)
+        if key not in self.memory.options:
+            self.memory.options[key] = self._options(op, available, wanted)
+        return self.memory.options[key]
+
+    def _options(self, op: Op, available, wanted) -> dict[str, tuple]:
         rule = op.rule
         options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
         tensors = [*zip(rule.operands, (a.layouts for a in available)), *zip(rule.results, wanted)]

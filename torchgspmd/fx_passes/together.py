@@ -34,6 +34,8 @@ class Together:
     def __init__(self, solver: Solver):
         self.solver, self.memo = solver, {}
         self.vain: set[tuple] = set()                                       # situations of bodies in which a way was no better
+        self.numbers: dict[tuple, int] = {}                                 # of situations
+        self.situations: dict[Body, tuple[int, int]] = {}                   # the solver's version, and the situation then
         self.sums, self.chains, self.sources, self.bodies, self.threads = (
             find(solver.ops) for find in (sums, chains, sources, bodies, threads))
         self.makers = {value: op for op in solver.ops.values() for value in op.results if value is not None}
@@ -207,12 +209,11 @@ class Together:
 
     def _lay_out(self, body: Body, axis: str, factors: Mapping[fx.Node, str], saved: float = 0.0) -> bool:
         """saved: which part of what is sent it has to save."""
-        around = self.around[body]
-        before = [self.solver.chosen[op.node] for op in around]
-        situation = (axis, saved, *map(factors.get, (op.node for op in body.ops)), self.solver.late,
-                     *((op.key, self.solver.around(op), strategy) for op, strategy in zip(around, before)))
+        situation = (self._situation(body), axis, saved, *map(factors.get, (op.node for op in body.ops)))
         if situation in self.vain:
             return False
+        around, version = self.around[body], self.solver.version
+        before = [self.solver.chosen[op.node] for op in around]
         cost = self.exact(around) - saved * self._sent(around)
         self._force(body, axis, factors)
         for op in (*reversed(around), *around):
@@ -221,20 +222,31 @@ class Together:
             return True
         for op, strategy in zip(around, before):
             self.solver.take(op, strategy)
+        self.solver.version = version                                       # all is as it was
         self.vain.add(situation)
         return False
+
+    def _situation(self, body: Body) -> int:
+        """Equal for like bodies in like neighbourhoods."""
+        version, situation = self.situations.get(body, (None, 0))
+        if version != self.solver.version:
+            found = (self.solver.late, *((op.key, self.solver.around(op), self.solver.chosen[op.node]) for op in self.around[body]))
+            situation = self.numbers.setdefault(found, len(self.numbers))
+            self.situations[body] = (self.solver.version, situation)
+        return situation
 
     def _force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
         inside = {op.node for op in body.ops}
         for op in body.ops:
             if factors.get(op.node) in op.rule.whole:
                 continue
-            available = tuple(replace(have, sharers=self.solver.alike(v, op)) for v, have in zip(op.operands, self.solver.around(op)[0]))
+            available = tuple(have if n == 1 else replace(have, sharers=n) for n, have in zip(
+                (self.solver.alike(v, op) for v in op.operands), self.solver.around(op)[0]))
             wanted = tuple(tuple(dict.fromkeys(spec for (user, _), spec in self.solver.needs.get(v, {}).items() if user not in inside))
                            for v in op.results)
-            candidates = self.solver.candidates(op, available, wanted, {axis: (factors.get(op.node),)})
-            if candidates:
-                self._cheapest(op, candidates, available, wanted)
+            best = self.solver.best(op, available, wanted, None, (axis, factors.get(op.node)))
+            if best is not None:
+                self.solver.take(op, best)
 
     def _neighbours(self, body: Body) -> tuple[Op, ...]:
         """The operations of a body, and those that make or use its values."""
