@@ -109,10 +109,10 @@ class Solver:
         self.sizes = {v: (tuple(v.meta["val"].shape), v.meta["val"].element_size()) for v in values(graph)}     # shape, bytes of an element
         self.late, self.first = LATE, True
         self.stale = set(self.ops)                                          # operations around which something changed
-        self.near: dict[fx.Node, set[fx.Node]] = {}                         # value -> operations that make or use it
+        self.near: dict[fx.Node, set[fx.Node]] = {v: set() for v in self.sizes}     # value -> operations that make or use it
         for op in self.ops.values():
             for value in filter(None, (*op.operands, *op.results)):
-                self.near.setdefault(value, set()).add(op.node)
+                self.near[value].add(op.node)
         self.together = Together(self)
         self.made_of: dict = {}
         self.costs_behind: dict[tuple[fx.Node, ShardSpec], float] = {}      # while no value is held otherwise

@@ -96,7 +96,8 @@ def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale)
         return tuple(g.contiguous() for g in grads)
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if q.dtype != torch.float64 else SDPBackend.MATH):
+    fused = q.device.type == "cuda" and q.dtype != torch.float64
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if fused else SDPBackend.MATH):
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         again = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=scale)
         return tuple(g.contiguous() for g in torch.autograd.grad(again, leaves, grad))
