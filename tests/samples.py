@@ -6,6 +6,7 @@ but padding in the small ones. A new rule needs a line here: sample(op, argument
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,14 +135,18 @@ sample(ours.attention.default, real(2, 4, 5, 8), real(2, 4, 5, 8), real(2, 4, 5,
 sample(ours.attention.default, real(3, 2, 5, 8), real(3, 2, 7, 8), real(3, 2, 7, 8), False, 0.3)
 
 
-def _attention_backward() -> tuple[tuple, dict]:
+sample(ours.attention.default, real(3, 2, 5, 8), real(3, 2, 7, 8), real(3, 2, 7, 6), True, 0.3)
+
+
+def _attention_backward(width: int) -> tuple[tuple, dict]:
+    """width: of the values."""
     torch.manual_seed(0)
-    q, k, v, grad = (torch.randn(3, 4, 5, 8) for _ in range(4))
+    (q, k), (v, grad) = ([torch.randn(3, 4, 5, n) for _ in range(2)] for n in (8, width))
     out, lse = ours.attention.default(q, k, v, True, 0.3)
     return (grad, q, k, v, out, lse, True, 0.3), {}
 
 
-SAMPLES[ours.attention_backward.default] = [_attention_backward]
+SAMPLES[ours.attention_backward.default] = [partial(_attention_backward, width) for width in (8, 6)]
 
 sample(aten._cdist_forward.default, real(2, 4, 3), real(2, 5, 3), 2.0, None)
 sample(aten._cdist_forward.default, real(4, 3), real(5, 3), 1.0, None)

@@ -1,12 +1,15 @@
 """Products of the program of one rank: the operations that compute them, and the same numbers."""
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
 
 from torchgspmd.fx_passes.in_place import in_place
 from torchgspmd.fx_passes.products import EINSUM, products
+from torchgspmd.ops.nd import attention, attention_backward
 
 aten = torch.ops.aten
 SIZES = dict(b=2, s=3, m=4, h=5, q=4)
@@ -77,3 +80,40 @@ def test_the_sum_of_a_product_and_itself() -> None:
     p = Program()
     x = p.product("bsq,qm->bsm")
     assert p.lowered(p(aten.add.Tensor, x, x, letters="bsm")) == [aten.matmul.default, aten.add.Tensor]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("width", [4, 6])
+@pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_attention_is_pytorchs(dtype: torch.dtype, error: float, width: int, causal: bool) -> None:
+    """width: of the values. Queries and keys have 4 numbers; for other widths there is no kernel on CPUs."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, s, n, dtype=dtype) for s, n in ((5, 4), (7, 4), (7, width), (5, width)))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    want = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=0.3)
+    want.backward(grad)
+    out, lse = attention(q, k, v, causal, 0.3)
+    found = out, *attention_backward(grad, q, k, v, out, lse, causal, 0.3)
+    assert lse.dtype == torch.promote_types(dtype, torch.float32)
+    for g, w in zip(found, (want, *(leaf.grad for leaf in leaves)), strict=True):
+        assert g.dtype == dtype
+        torch.testing.assert_close(g, w, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("width, kernels", [(4, 2), (6, 0)])
+def test_attention_of_cpu_processes_is_the_kernel_where_there_is_one(width: int, kernels: int) -> None:
+    shapes = {"q": (2, 3, 5, 4), "k": (2, 3, 7, 4), "v": (2, 3, 7, width), "grad": (2, 3, 5, width)}
+    torch.manual_seed(0)
+    graph, inputs = fx.Graph(), {name: torch.randn(shape) for name, shape in shapes.items()}
+    q, k, v, grad = map(graph.placeholder, shapes)
+    for node, shape in zip((q, k, v, grad), shapes.values()):
+        node.meta = {"shape": shape, "dtype": torch.float32}
+    both = graph.call_function(attention._opoverload, (q, k, v, True, 0.3))
+    out, lse = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+    back = graph.call_function(attention_backward._opoverload, (grad, q, k, v, out, lse, True, 0.3))
+    graph.output((out, *(graph.call_function(operator.getitem, (back, i)) for i in range(3))))
+    want = fx.GraphModule({}, graph)(*inputs.values())
+    graph = products(graph, "cpu")
+    assert sum("flash_attention" in str(node.target) for node in graph.nodes) == kernels
+    for g, w in zip(fx.GraphModule({}, graph)(*inputs.values()), want, strict=True):
+        torch.testing.assert_close(g, w)

@@ -42,9 +42,10 @@ def products(graph: fx.Graph, device: str) -> fx.Graph:
 def _use_cpu_kernel(graph: fx.Graph, node: fx.Node) -> None:
     """The operation that ops.nd.attention calls, called by the program: spares the way through Python."""
     *tensors, causal, scale = node.args
-    if tensors[-1].meta.get("shape", [None])[-1] != tensors[0].meta.get("shape", [0])[-1] and node.target is ATTENTION:
-        return                                                              # a kernel for heads of one width
     backward = node.target is ATTENTION_BACKWARD
+    q, _, v = tensors[1:4] if backward else tensors
+    if q.meta["shape"][-1] != v.meta["shape"][-1]:
+        return                                                              # a kernel for heads of one width
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward if backward else aten._scaled_dot_product_flash_attention_for_cpu
     with graph.inserting_before(node):
         made = graph.call_function(op.default, (*tensors, 0.0, causal), {"scale": scale})

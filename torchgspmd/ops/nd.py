@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+
+LSE_ROWS = 32                   # of which the GPU kernel wants a multiple in its logsumexp
 
 # ------------------------------------------------------------------------------------------ einsum of two tensors
 
@@ -63,20 +64,50 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
     """softmax(q k^T * scale) v of q[b, h, s, d], k[b, h, t, d], v[b, h, t, e], and the logsumexp of the scores [b, h, s]."""
     if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-        return out.contiguous(), lse.contiguous()
-    if q.device.type == "cuda" and q.dtype != torch.float64:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-        return out.contiguous(), lse[..., :q.shape[2]].contiguous()
+    elif _has_gpu_kernel(q, v):
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*_rows(q, k, v), None, True, 0.0, causal, scale=scale)
+        lse = lse[..., :q.shape[2]]
+    else:
+        out, lse = attention_by_products(q, k, v, causal, scale)
+    return out.contiguous(), lse.contiguous()
+
+
+def attention_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """`attention` without a kernel of its own; statistics in float32 at least."""
     scores = _scores(q, k, causal, scale)
-    return (scores.softmax(-1) @ v).contiguous(), scores.logsumexp(-1)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp()
+    return einsum("bhst,bhte->bhse", weights.to(v.dtype), v), lse
+
+
+def attention_backward_by_products(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+                                   scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` without a kernel of its own; the weights are computed again from the logsumexp of the scores."""
+    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()                              # [b, h, s, t]
+    of_v = einsum("bhst,bhse->bhte", weights.to(grad.dtype), grad)
+    of_weights = einsum("bhse,bhte->bhst", grad, v).to(weights.dtype)
+    mean = (grad * out).to(weights.dtype).sum(-1, True)                                             # [b, h, s, 1]
+    of_scores = (weights * (of_weights - mean) * scale).to(q.dtype)
+    return einsum("bhst,bhtd->bhsd", of_scores, k), einsum("bhst,bhsd->bhtd", of_scores, q), of_v
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = (q @ k.transpose(-1, -2)) * scale                                               # [b, h, s, t]
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    return scores
+    scores = einsum("bhsd,bhtd->bhst", q, k)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    if not causal:
+        return scores
+    s, t = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+    return torch.where(t <= s.unsqueeze(1), scores, float("-inf"))
+
+
+def _has_gpu_kernel(q: Tensor, v: Tensor) -> bool:
+    """Whether PyTorch's memory-efficient kernel takes these: of rows in units of 16 bytes."""
+    return q.device.type == "cuda" and q.dtype != torch.float64 and all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
+
+
+def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As the kernel wants them: each row in one piece."""
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -95,12 +126,14 @@ def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale)
-        return tuple(g.contiguous() for g in grads)
-    fused = q.device.type == "cuda" and q.dtype != torch.float64
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION if fused else SDPBackend.MATH):
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        again = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=scale)
-        return tuple(g.contiguous() for g in torch.autograd.grad(again, leaves, grad))
+    elif _has_gpu_kernel(q, v):
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
+        seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))      # of dropout, which there is none of
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            *_rows(grad, q, k, v), None, out, padded, seed, offset, 0.0, [True, True, True, False], causal, scale=scale)[:3]
+    else:
+        grads = attention_backward_by_products(grad, q, k, v, out, lse, causal, scale)
+    return tuple(g.contiguous() for g in grads)
 
 
 @attention_backward.register_fake

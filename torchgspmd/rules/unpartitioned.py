@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.nd import einsum
+from ..ops.nd import attention_backward_by_products, attention_by_products
 from . import rows  # noqa: F401 (registers its operations)
 from .decompose import decomposition_of
 
@@ -27,34 +27,6 @@ def unpartitioned_of(op: Any, *, splitting: int = 0) -> Callable | None:
     return _FUNCTIONS.get(op) or decomposition_of(op, splitting=splitting or int(op in NORMS))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v of q[b, h, s, d], k[b, h, t, d], v[b, h, t, e]; statistics in float32."""
-    scores = _scores(q, k, causal, scale)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.unsqueeze(-1)).exp()
-    return einsum("bhst,bhte->bhse", weights.to(v.dtype), v), lse
-
-
-def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-                        scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v; the weights are computed again from the logsumexp of the scores."""
-    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()                              # [b, h, s, t]
-    of_v = einsum("bhst,bhse->bhte", weights.to(grad.dtype), grad)
-    of_weights = einsum("bhse,bhte->bhst", grad, v).to(weights.dtype)
-    mean = (grad * out).to(weights.dtype).sum(-1, True)                                             # [b, h, s, 1]
-    of_scores = (weights * (of_weights - mean) * scale).to(q.dtype)
-    return einsum("bhst,bhtd->bhsd", of_scores, k), einsum("bhst,bhsd->bhtd", of_scores, q), of_v
-
-
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = einsum("bhsd,bhtd->bhst", q, k)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    if not causal:
-        return scores
-    s, t = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
-    return torch.where(t <= s.unsqueeze(1), scores, float("-inf"))
-
-
 def _roll(x: Tensor, shifts: list[int], dims: list[int] = ()) -> Tensor:
     """By two slices and a cat, which XLA knows to be a shift between neighbours."""
     if not dims:
@@ -67,7 +39,7 @@ def _roll(x: Tensor, shifts: list[int], dims: list[int] = ()) -> Tensor:
     return x
 
 
-_FUNCTIONS: dict[Any, Callable] = {ours.attention.default: _attention, ours.attention_backward.default: _attention_backward,
+_FUNCTIONS: dict[Any, Callable] = {ours.attention.default: attention_by_products, ours.attention_backward.default: attention_backward_by_products,
                                    aten.roll.default: _roll, ours.join_rows.default: lambda x, dim: x.flatten(dim, dim + 1),
                                    ours.split_rows.default: lambda x, dim, width: x.unflatten(dim, (-1, width))}
 
