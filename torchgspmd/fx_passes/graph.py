@@ -29,7 +29,7 @@ class Op:
     rule: Rule
     operands: tuple[fx.Node, ...]
     results: tuple[fx.Node | None, ...]
-    key: Any                            # equal keys: same operation on same shapes, so the same rule object
+    key: int                            # equal keys: same operation on same shapes, so the same rule object
 
 
 def is_operation(node: fx.Node) -> bool:
@@ -89,13 +89,13 @@ class Rules:
     """The rule of every node, computed once for equal signatures."""
 
     def __init__(self, lookup: Callable[[Call], Rule] = rule_of):
-        self.lookup, self.known = lookup, {}
+        self.lookup, self.known = lookup, {}                                # signature -> rule, number
 
     def op(self, node: fx.Node) -> Op:
-        key = signature(node)
-        rule = self.known.get(key)
-        if rule is None:
-            rule = self.known[key] = self.lookup(call_of(node))
+        same = signature(node)
+        if same not in self.known:
+            self.known[same] = (self.lookup(call_of(node)), len(self.known))
+        rule, key = self.known[same]
         return Op(node, rule, operands_of(node), results_of(node), key)
 
     def ops(self, graph: fx.Graph) -> Iterator[Op]:

@@ -59,11 +59,19 @@ class Available:
     deferrable: Axes = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Around:
+    """Where the operands of an operation are, and the layouts in which its results are used. One object for equal ones."""
+    available: tuple[Available, ...]
+    wanted: tuple[tuple[ShardSpec, ...], ...]
+
+
 class Memory:
     """What was found out about operations and values on one mesh: of those that are alike, in the same situation."""
 
     def __init__(self, mesh: Mesh):
         self.resharder = Resharder(mesh)
+        self.around: dict[tuple, Around] = {}
         self.strategies: dict[tuple, Strategy | None] = {}                  # by operation and assignment
         self.candidates: dict[tuple, list[Strategy]] = {}                   # by operation and what each axis may shard
         self.options: dict[tuple, dict[str, tuple]] = {}                    # by operation and its neighbourhood
@@ -105,6 +113,7 @@ class Solver:
         self.versions = itertools.count()
         self.version = next(self.versions)                                  # of all that decisions depend on
         self.views: dict[fx.Node, dict] = {}                                # value -> what _available and _wanted say, until that changes
+        self.surroundings: dict[fx.Node, Around] = {}                       # of operations, until they change
         self.left_out: set[fx.Node] = set()                                 # marks
         self.sizes = {v: (tuple(v.meta["val"].shape), v.meta["val"].element_size()) for v in values(graph)}     # shape, bytes of an element
         self.late, self.first = LATE, True
@@ -169,24 +178,22 @@ class Solver:
         if op.node not in self.stale:
             return False
         self.stale.discard(op.node)
-        available = tuple(self._available(v, op, first) for v in op.operands)
-        wanted = tuple(self._wanted(v, first) for v in op.results)
         current = self.chosen.get(op.node)
-        best = self.best(op, available, wanted, current)
+        best = self.best(op, self.around(op, first), current)
         if best is current:
             return False
         self.take(op, best)
         return True
 
-    def best(self, op: Op, available, wanted, current: Strategy | None, forced: tuple[str, str | None] | None = None) -> Strategy | None:
+    def best(self, op: Op, around: Around, current: Strategy | None, forced: tuple[str, str | None] | None = None) -> Strategy | None:
         """What costs least; of equals the current strategy stays. forced: an axis, and what alone it may shard. None if there is no such."""
         moved = tuple(self.ops[v].key for v in op.operands if v in self.ops and self.ops[v].rule.moves is not None) if op.rule.halo else ()
-        key = (op.key, available, wanted, current, forced, self.late, moved)
+        key = (op.key, around, current, forced, self.late, moved)
         if key not in self.memory.choices:
-            candidates = self.candidates(op, available, wanted, {forced[0]: forced[1:]} if forced else None)
+            candidates = self.candidates(op, around, {forced[0]: forced[1:]} if forced else None)
             if current is not None:
                 candidates = [current, *candidates]
-            self.memory.choices[key] = self.cheapest(op, candidates, available, wanted)
+            self.memory.choices[key] = self.cheapest(op, candidates, around)
         return self.memory.choices[key]
 
     def take(self, op: Op, strategy: Strategy) -> None:
@@ -212,7 +219,13 @@ class Solver:
             needs[user, operand] = spec
             self.version = next(self.versions)
             self.views.pop(value, None)
-            self.stale.update(self.near[value] - {user})
+            for node in self.near[value]:
+                if node is not user:
+                    self._touch(node)
+
+    def _touch(self, node: fx.Node) -> None:
+        self.stale.add(node)
+        self.surroundings.pop(node, None)
 
     def _touch_users(self, value: fx.Node, pending: bool, depth: int = DEPTH) -> None:
         """All that decide by the layout of a value: its users, and those behind, through moves of rows, and through sums if it
@@ -220,7 +233,7 @@ class Solver:
         for user in value.users:
             op = self.ops.get(user)
             if op is not None:
-                self.stale.add(user)
+                self._touch(user)
                 if depth and (pending and op.rule.linear or op.rule.moves is not None):
                     for result in filter(None, op.results):
                         self._touch_users(result, pending, depth - 1)
@@ -263,30 +276,42 @@ class Solver:
             views[None] = tuple(dict.fromkeys(self.needs.get(value, {}).values()))
         return views[None]
 
-    def cheapest(self, op: Op, strategies: Iterable[Strategy], available, wanted) -> Strategy | None:
+    def cheapest(self, op: Op, strategies: Iterable[Strategy], around: Around) -> Strategy | None:
         """The first of those that cost least; None of none."""
         least, best = math.inf, None
         for strategy in strategies:
-            cost = self.cost(op, strategy, available, wanted, least)
+            cost = self.cost(op, strategy, around, least)
             if best is None or cost < least:
                 least, best = cost, strategy
         return best
 
-    def around(self, op: Op) -> tuple[tuple[Available, ...], tuple[tuple[ShardSpec, ...], ...]]:
-        """Where its operands are, and where its results are used."""
-        return tuple(self._available(v, op, False) for v in op.operands), tuple(self._wanted(v, False) for v in op.results)
+    def around(self, op: Op, first: bool = False) -> Around:
+        """first: as the layouts are propagated, not chosen."""
+        found = self.surroundings.get(op.node)
+        if found is None or first:
+            found = self.surrounded(tuple(self._available(v, op, first) for v in op.operands),
+                                    tuple(self._wanted(v, first) for v in op.results))
+            if not first:
+                self.surroundings[op.node] = found
+        return found
 
-    def cost(self, op: Op, strategy: Strategy, available, wanted, limit: float = math.inf) -> float:
+    def surrounded(self, available: tuple[Available, ...], wanted: tuple[tuple[ShardSpec, ...], ...]) -> Around:
+        key = (available, wanted)
+        if (found := self.memory.around.get(key)) is None:
+            found = self.memory.around[key] = Around(*key)
+        return found
+
+    def cost(self, op: Op, strategy: Strategy, around: Around, limit: float = math.inf) -> float:
         """Of one operation. limit: from there on it does not matter how much."""
         cost = strategy.work
         for value, made in zip(op.results, strategy.results):
             if made.pending and value is not None:
                 cost -= self.late * self._bytes(value, made)
-        for value, made, uses in zip(op.results, strategy.results, wanted):
+        for value, made, uses in zip(op.results, strategy.results, around.wanted):
             if cost >= limit:
                 return cost
             cost += self._distribute(value, made, uses, limit - cost)
-        for value, have, need in zip(op.operands, available, strategy.operands):
+        for value, have, need in zip(op.operands, around.available, strategy.operands):
             if cost >= limit:
                 return cost
             if need not in have.layouts:
@@ -342,30 +367,27 @@ class Solver:
             self.costs_behind[value, need] = sum(self._move(v, self.held[v], spec) for v, spec in zip(operands, specs))
         return self.costs_behind[value, need]
 
-    def candidates(self, op: Op, available, wanted, forced: dict[str, tuple] | None = None) -> list[Strategy]:
+    def candidates(self, op: Op, around: Around, forced: dict[str, tuple] | None = None) -> list[Strategy]:
         """Strategies worth a look. forced: for some axes what alone they may shard."""
         mark = _marked(op)
         if mark is not None:
             return [Strategy((), (mark,), (mark,), 0.0)]
-        return self._enumerate(op, available, wanted, forced or {})
-
-    def _enumerate(self, op: Op, available, wanted, forced: dict[str, tuple]) -> list[Strategy]:
-        options = self.options(op, available, wanted) | forced
+        options = self.options(op, around) | (forced or {})
         key = (op.key, tuple(options.items()))
         if key not in self.memory.candidates:
             made = (self._known_strategy(op, *choice) for choice in self._choices(op.rule, options))
             self.memory.candidates[key] = list(dict.fromkeys(s for s in made if s is not None))
-        return [s for s in self.memory.candidates[key] if _has_terms(s, available)]
+        return [s for s in self.memory.candidates[key] if _has_terms(s, around.available)]
 
-    def options(self, op: Op, available, wanted) -> dict[str, tuple]:
+    def options(self, op: Op, around: Around) -> dict[str, tuple]:
         """For each axis the factors it may shard, the operand groups it may pass through (integers), and None."""
-        key = (op.key, available, wanted, self.first)
+        key = (op.key, around, self.first)
         if key not in self.memory.options:
-            self.memory.options[key] = self._options(op, available, wanted)
+            self.memory.options[key] = self._options(op, around)
         return self.memory.options[key]
 
-    def _options(self, op: Op, available, wanted) -> dict[str, tuple]:
-        rule = op.rule
+    def _options(self, op: Op, around: Around) -> dict[str, tuple]:
+        rule, available, wanted = op.rule, around.available, around.wanted
         options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
         tensors = [*zip(rule.operands, (a.layouts for a in available)), *zip(rule.results, wanted)]
         for dims, specs in tensors:

@@ -21,7 +21,7 @@ from .graph import Op
 from .regions import Body, Region, bodies, chains, sources, sums, threads
 
 if TYPE_CHECKING:
-    from .partition import Solver, Strategy
+    from .partition import Around, Solver, Strategy
 
 
 PART = 1 / 8                    # of a body's operations has to have a factor that all of the body is laid out by
@@ -70,9 +70,9 @@ class Together:
         """Of a region: its work, what brings the operands to it and its result to where that is used."""
         cost = 0.0
         for op in region.ops:
-            available, wanted = self.solver.around(op)
-            uses = [() if v in region.values and v is not region.value else w for v, w in zip(op.results, wanted)]
-            cost += self.solver.cost(op, self.solver.chosen[op.node], available, uses)
+            around = self.solver.around(op)
+            uses = tuple(() if v in region.values and v is not region.value else w for v, w in zip(op.results, around.wanted))
+            cost += self.solver.cost(op, self.solver.chosen[op.node], replace(around, wanted=uses))
         return cost
 
     # -------------------------------------------------------------------------------------- sums
@@ -92,14 +92,15 @@ class Together:
     def _propose_sum(self, total: Region, axis: str, pending: bool) -> bool:
         """pending: all of it over one more axis, up to the last addition. Else each part in the layout that costs least to make."""
         for op in total.ops:
-            available, wanted = self.solver.around(op)
+            around = self.solver.around(op)
             if op is not total.ops[-1]:
-                wanted = tuple(tuple(_pending_too(w, axis, self.solver.mesh) for w in uses) if pending else () for uses in wanted)
-            candidates = [s for s in self.solver.candidates(op, available, wanted)
+                around = self.solver.surrounded(around.available, tuple(
+                    tuple(_pending_too(w, axis, self.solver.mesh) for w in uses) if pending else () for uses in around.wanted))
+            candidates = [s for s in self.solver.candidates(op, around)
                           if all((axis in made.pending) == pending for v, made in zip(op.results, s.results) if v in total.values)]
             if not candidates:
                 return False
-            self._cheapest(op, candidates, available, wanted)
+            self._cheapest(op, candidates, around)
         return True
 
     def resolve(self) -> bool:
@@ -120,12 +121,12 @@ class Together:
             return False
         before, cost = [solver.chosen[op.node] for op in ops], self.exact(ops)
         for op in ops:
-            available, wanted = solver.around(op)
-            targets = tuple(t for t in solver.options(op, available, wanted).get(axis, ()) if not isinstance(t, int))
-            candidates = solver.candidates(op, available, wanted, {axis: targets or (None,)})
+            around = solver.around(op)
+            targets = tuple(t for t in solver.options(op, around).get(axis, ()) if not isinstance(t, int))
+            candidates = solver.candidates(op, around, {axis: targets or (None,)})
             if not candidates:
                 break
-            self._cheapest(op, candidates, available, wanted)
+            self._cheapest(op, candidates, around)
         if self.exact(ops) < cost:
             return True
         for op, strategy in zip(ops, before):
@@ -158,15 +159,16 @@ class Together:
 
     def _propose_flow(self, chain: Region) -> bool:
         for op in chain.ops:
-            available, wanted = self.solver.around(op)
-            wanted = wanted if op is chain.ops[-1] else ((),)               # of what is made on the way nothing is wanted
-            self._cheapest(op, self.solver.candidates(op, available, wanted), available, wanted)
+            around = self.solver.around(op)
+            if op is not chain.ops[-1]:
+                around = self.solver.surrounded(around.available, ((),))    # of what is made on the way nothing is wanted
+            self._cheapest(op, self.solver.candidates(op, around), around)
         return True
 
     def _propose_ebb(self, chain: Region) -> bool:
         for op in reversed(chain.ops):
-            available, wanted = self.solver.around(op)
-            self._cheapest(op, self.solver.candidates(op, available, wanted), (), wanted)
+            around = self.solver.around(op)
+            self._cheapest(op, self.solver.candidates(op, around), replace(around, available=()))
         return True
 
     # -------------------------------------------------------------------------------------- bodies
@@ -186,7 +188,7 @@ class Together:
                  for node, factor in factors.items()}
         for op in body.ops:
             have = {axis: factor for factor, axes in self.solver.chosen[op.node].assignment for axis in axes}
-            for axis, targets in self.solver.options(op, *self.solver.around(op)).items():
+            for axis, targets in self.solver.options(op, self.solver.around(op)).items():
                 for target in targets:
                     if target != have.get(axis) and (target is None or (op.node, target) in place):
                         found[axis, place.get((op.node, target))] = None
@@ -241,10 +243,10 @@ class Together:
             if factors.get(op.node) in op.rule.whole:
                 continue
             available = tuple(have if n == 1 else replace(have, sharers=n) for n, have in zip(
-                (self.solver.alike(v, op) for v in op.operands), self.solver.around(op)[0]))
+                (self.solver.alike(v, op) for v in op.operands), self.solver.around(op).available))
             wanted = tuple(tuple(dict.fromkeys(spec for (user, _), spec in self.solver.needs.get(v, {}).items() if user not in inside))
                            for v in op.results)
-            best = self.solver.best(op, available, wanted, None, (axis, factors.get(op.node)))
+            best = self.solver.best(op, self.solver.surrounded(available, wanted), None, (axis, factors.get(op.node)))
             if best is not None:
                 self.solver.take(op, best)
 
@@ -264,8 +266,8 @@ class Together:
         values = dict.fromkeys(v for op in ops for v in (*op.operands, *op.results) if v is not None)
         return sum(map(self.solver.transport, values))
 
-    def _cheapest(self, op: Op, candidates: list[Strategy], available, wanted) -> None:
-        self.solver.take(op, self.solver.cheapest(op, candidates, available, wanted))
+    def _cheapest(self, op: Op, candidates: list[Strategy], around: Around) -> None:
+        self.solver.take(op, self.solver.cheapest(op, candidates, around))
 
 
 def _leaving(held: ShardSpec, spec: ShardSpec) -> set[str]:
