@@ -285,6 +285,7 @@ def check(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpe
     x = torch.randint(-99, 99, shape).float()
     steps = resharder.steps(shape, ITEMSIZE, before, after)
     assert (steps[-1].spec if steps else before) == after
+    assert resharder.at_least(shape, ITEMSIZE, before, after) <= resharder.cost(shape, ITEMSIZE, before, after)
     got = run(steps, x, before, mesh)
     want, inside = (split_global(t, after, mesh) for t in (x, torch.ones_like(x)))
     for group in mesh.groups(after.pending):

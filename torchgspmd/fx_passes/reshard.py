@@ -51,12 +51,14 @@ class Resharder:
         return self._solve(shape, itemsize, before, after)[0]
 
     def at_least(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
-        """No more than the cost, without a search. 0 of blocks of unequal sizes: a gather is charged what a device lacks on average."""
+        """No more than the cost, without a search."""
         key = (shape, itemsize, before, after)
         if (bound := self.bounds.get(key)) is None:
-            uneven = any(n % self.mesh.count(axes) for n, b, a in zip(shape, before.dims, after.dims) if b != a for axes in (b, a))
-            unknown = before == after or uneven or before.windows or after.windows or not set(after.pending) <= set(before.pending)
-            bound = self.bounds[key] = 0.0 if unknown else at_least(self.mesh, shape, itemsize, before, after)
+            unknown = before == after or before.windows or after.windows or not set(after.pending) <= set(before.pending)
+            uneven = before.pending == after.pending and any(
+                n % self.mesh.count(axes) for n, b, a in zip(shape, before.dims, after.dims) if b != a for axes in (b, a))
+            bound = self.bounds[key] = 0.0 if unknown else on_average(self.mesh, shape, itemsize, before, after) if uneven else (
+                at_least(self.mesh, shape, itemsize, before, after))
         return bound
 
     def steps(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> tuple[Step, ...]:
@@ -229,6 +231,15 @@ def at_least(mesh: Mesh, shape: tuple[int, ...], itemsize: int, before: ShardSpe
         return missing * itemsize + ALPHA if missing else 0.0
     terms = mesh.count(tuple(a for a in before.pending if a not in after.pending))
     return (terms - 1) * math.prod(shape) * itemsize / mesh.size + ALPHA
+
+
+def on_average(mesh: Mesh, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
+    """The same for blocks of unequal sizes, as which a gather is charged what the devices lack on average."""
+    wanted = kept = float(itemsize)
+    for n, b, a in zip(shape, before.dims, after.dims):
+        wanted *= n / mesh.count(a)
+        kept *= n / max(mesh.count(a), mesh.count(b))
+    return wanted - kept
 
 
 def _cost(step: Step) -> float:
