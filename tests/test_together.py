@@ -200,19 +200,19 @@ def test_a_product_and_what_reshapes_it_change_together():
 
 def test_the_weights_of_a_loop_are_moved_once_for_all_its_rounds():
     """A pipeline whose stages are on y, and its weights not: any one round would rather have the stages gathered and summed up."""
-    mesh, (micro, l, b, m, f) = Mesh(x=2, y=2), (16, 4, 8, 16, 64)
+    mesh, (micro, n, b, m, f) = Mesh(x=2, y=2), (16, 4, 8, 16, 64)
 
     def pipeline(inputs, up, down):
-        state, outputs = inputs.new_zeros(l, b, m), []
-        for rows in torch.cat([inputs, inputs.new_zeros(l - 1, b, m)]):
-            state = torch.where((torch.arange(l) == 0)[:, None, None], rows, state.roll(1, 0))
+        state, outputs = inputs.new_zeros(n, b, m), []
+        for rows in torch.cat([inputs, inputs.new_zeros(n - 1, b, m)]):
+            state = torch.where((torch.arange(n) == 0)[:, None, None], rows, state.roll(1, 0))
             state = gspmd.mark_sharding(state, mesh, "y x _")
             state = torch.einsum("lbf,lfm->lbm", torch.einsum("lbm,lmf->lbf", state, up).tanh(), down)
             outputs.append(state[-1])
-        return torch.stack(outputs)[l - 1:]
-    inputs = r(micro, b, m), r(l, m, f, seed=1), r(l, f, m, seed=2)
+        return torch.stack(outputs)[n - 1:]
+    inputs = r(micro, b, m), r(n, m, f, seed=1), r(n, f, m, seed=2)
     plan = gspmd.plan(pipeline, *inputs, mesh=mesh, in_specs=("_ x _", "_ x y", "_ y x"), out_specs="_ x _")
-    weights = 2 * (l * m * f / 2 - l * m * f / 8) * 4                       # half of the stages whole, of which a quarter was there
-    stages, results = (micro + l - 2) * b / 2 * m * 4, micro * b / 2 * m * 4
+    weights = 2 * (n * m * f / 2 - n * m * f / 8) * 4                       # half of the stages whole, of which a quarter was there
+    stages, results = (micro + n - 2) * b / 2 * m * 4, micro * b / 2 * m * 4
     assert plan.sent_bytes == weights + stages + results
     assert_same(plan.simulate(*inputs), pipeline(*inputs))

@@ -21,6 +21,7 @@ from .fx_passes import regather as gather_again
 from .fx_passes.communicate import OPTIONAL, communicate
 from .fx_passes.fused import to_split
 from .fx_passes.insert import inserted
+from .fx_passes.partition import Memories
 from .fx_passes.parts import use_parts
 from .fx_passes.subaxes import merge_parts, wanted_parts
 from .fx_passes.verify import verify

@@ -17,23 +17,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from ..mesh import Mesh
-from ..rules import Rule
-from ..shard_spec import Axes, ShardSpec
+from ..shard_spec import ShardSpec
 from .graph import Op, Rules, values
 from .insert import insert
-from .layout import Crowded, assemble, crowded, is_far, is_roomy, layouts_behind, operand_layout, project, result_pending
+from .layout import Crowded, crowded, layouts_behind
 from .reshard import Resharder
+from .strategies import Around, Available, Strategies, Strategy, local_bytes, marked
 from .together import Together
 
-FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
-WASTE_PER_BYTE = 500.0          # of what uneven parts compute on padding, as fast devices do: not worth another layout
-TRAFFIC_PER_BYTE = 128.0        # bytes of memory traffic worth one byte on the wire
 LATE = 1 / 8                    # of its bytes is what a sum is favoured by that stays pending: it may meet another one
 TIE = 1e-9                      # the same, where it decides between equals only
 DEPTH = 4                       # operations through which it is looked for whether a sum might have been left pending
@@ -41,41 +38,13 @@ SWEEPS = 6                      # at most, in each round
 PHASES = ((LATE, 0), (TIE, 3), (LATE, 3), (TIE, 3))     # that favour, and how often, at most, bodies are laid out anew
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Strategy:
-    """What an operation needs of its operands and makes of its results. One object for equal ones of like operations."""
-    assignment: tuple[tuple[str, Axes], ...]
-    operands: tuple[ShardSpec, ...]
-    results: tuple[ShardSpec, ...]
-    work: float                         # of one device, in bytes on the wire
-
-
-@dataclass(frozen=True, slots=True)
-class Available:
-    """The layouts of an operand that exist (the first: as it is made), how many operations share a new one, and the axes
-    over which it might be left pending as well."""
-    layouts: tuple[ShardSpec, ...]
-    sharers: int
-    deferrable: Axes = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Around:
-    """Where the operands of an operation are, and the layouts in which its results are used. One object for equal ones."""
-    available: tuple[Available, ...]
-    wanted: tuple[tuple[ShardSpec, ...], ...]
-
-
 class Memory:
     """What was found out about operations and values on one mesh: of those that are alike, in the same situation."""
 
-    def __init__(self, mesh: Mesh):
-        self.resharder = Resharder(mesh)
+    def __init__(self, mesh: Mesh, crowded: Crowded):
+        self.resharder, self.strategies = Resharder(mesh), Strategies(mesh, crowded)
         self.around: dict[tuple, Around] = {}
-        self.strategies: dict[tuple, Strategy | None] = {}                  # by operation and assignment
-        self.candidates: dict[tuple, list[Strategy]] = {}                   # by operation and what each axis may shard
-        self.options: dict[tuple, dict[str, tuple]] = {}                    # by operation and its neighbourhood
-        self.choices: dict[tuple, Strategy | None] = {}                     # the same
+        self.choices: dict[tuple, Strategy | None] = {}                     # by operation and what is around it
 
 
 Memories = dict[tuple[Mesh, Crowded], Memory]
@@ -102,9 +71,9 @@ class Solver:
             if node.op == "get_attr":
                 self.held[node] = ShardSpec.replicated(node.meta["val"].dim())
         self.held.update(given)
-        self.crowded = crowded(((v.meta["val"].shape, v.meta["spec"]) for v in values(graph)), mesh)
-        self.memory = memories.setdefault((mesh, self.crowded), Memory(mesh))
-        self.resharder = self.memory.resharder
+        situation = mesh, crowded(((v.meta["val"].shape, v.meta["spec"]) for v in values(graph)), mesh)
+        self.memory = memories.setdefault(situation, Memory(*situation))
+        self.resharder, self.strategies = self.memory.resharder, self.memory.strategies
         self.open_inputs = [n for n in graph.nodes if n.op == "placeholder" and n not in given]
         for node in self.open_inputs:                                       # parts of axes do not leave the program unasked
             self.held[node] = self.held[node].map_axes(mesh.whole)
@@ -116,7 +85,7 @@ class Solver:
         self.surroundings: dict[fx.Node, Around] = {}                       # of operations, until they change
         self.left_out: set[fx.Node] = set()                                 # marks
         self.sizes = {v: (tuple(v.meta["val"].shape), v.meta["val"].element_size()) for v in values(graph)}     # shape, bytes of an element
-        self.late, self.first = LATE, True
+        self.late = LATE
         self.stale = set(self.ops)                                          # operations around which something changed
         self.near: dict[fx.Node, set[fx.Node]] = {v: set() for v in self.sizes}     # value -> operations that make or use it
         for op in self.ops.values():
@@ -132,7 +101,6 @@ class Solver:
     def solve(self) -> None:
         for op in self.ops.values():
             self.choose(op, first=True)
-        self.first = False
         self._settle_outputs()
         found = []
         for self.late, rounds in PHASES:
@@ -155,7 +123,7 @@ class Solver:
     def leave_out_marks(self) -> None:
         """Those where nobody uses the value as marked, and all that use it can have it for less as it is made."""
         for op in self.ops.values():
-            if _marked(op) is None or self.held[op.results[0]] in self._wanted(op.results[0], False):
+            if marked(op) is None or self.held[op.results[0]] in self._wanted(op.results[0], False):
                 continue
             strategy, cost, made = self.chosen[op.node], self.together.exact([op]), self.held[op.operands[0]]
             self.take(op, Strategy((), (made,), (made,), 0.0))
@@ -186,11 +154,11 @@ class Solver:
         return True
 
     def best(self, op: Op, around: Around, current: Strategy | None, forced: tuple[str, str | None] | None = None) -> Strategy | None:
-        """What costs least; of equals the current strategy stays. forced: an axis, and what alone it may shard. None if there is no such."""
+        """What costs least; of equals the current strategy. forced: an axis, and what alone it may shard. None if there is no such."""
         moved = tuple(self.ops[v].key for v in op.operands if v in self.ops and self.ops[v].rule.moves is not None) if op.rule.halo else ()
         key = (op.key, around, current, forced, self.late, moved)
         if key not in self.memory.choices:
-            candidates = self.candidates(op, around, {forced[0]: forced[1:]} if forced else None)
+            candidates = self.strategies.candidates(op, around, {forced[0]: forced[1:]} if forced else None)
             if current is not None:
                 candidates = [current, *candidates]
             self.memory.choices[key] = self.cheapest(op, candidates, around)
@@ -289,14 +257,16 @@ class Solver:
         """first: as the layouts are propagated, not chosen."""
         found = self.surroundings.get(op.node)
         if found is None or first:
-            found = self.surrounded(tuple(self._available(v, op, first) for v in op.operands),
-                                    tuple(self._wanted(v, first) for v in op.results))
+            found = self.surrounded(op, tuple(self._available(v, op, first) for v in op.operands),
+                                    tuple(self._wanted(v, first) for v in op.results), first)
             if not first:
                 self.surroundings[op.node] = found
         return found
 
-    def surrounded(self, available: tuple[Available, ...], wanted: tuple[tuple[ShardSpec, ...], ...]) -> Around:
-        key = (available, wanted)
+    def surrounded(self, op: Op, available: tuple[Available, ...], wanted: tuple[tuple[ShardSpec, ...], ...],
+                   first: bool = False) -> Around:
+        """The object for this."""
+        key = (available, wanted, first, all(value.op == "placeholder" for value in op.operands))
         if (found := self.memory.around.get(key)) is None:
             found = self.memory.around[key] = Around(*key)
         return found
@@ -306,7 +276,7 @@ class Solver:
         cost = strategy.work
         for value, made in zip(op.results, strategy.results):
             if made.pending and value is not None:
-                cost -= self.late * self._bytes(value, made)
+                cost -= self.late * local_bytes(value.meta["val"], made, self.mesh)
         for value, made, uses in zip(op.results, strategy.results, around.wanted):
             if cost >= limit:
                 return cost
@@ -367,111 +337,6 @@ class Solver:
             self.costs_behind[value, need] = sum(self._move(v, self.held[v], spec) for v, spec in zip(operands, specs))
         return self.costs_behind[value, need]
 
-    def candidates(self, op: Op, around: Around, forced: dict[str, tuple] | None = None) -> list[Strategy]:
-        """Strategies worth a look. forced: for some axes what alone they may shard."""
-        mark = _marked(op)
-        if mark is not None:
-            return [Strategy((), (mark,), (mark,), 0.0)]
-        options = self.options(op, around) | (forced or {})
-        key = (op.key, tuple(options.items()))
-        if key not in self.memory.candidates:
-            made = (self._known_strategy(op, *choice) for choice in self._choices(op.rule, options))
-            self.memory.candidates[key] = list(dict.fromkeys(s for s in made if s is not None))
-        return [s for s in self.memory.candidates[key] if _has_terms(s, around.available)]
-
-    def options(self, op: Op, around: Around) -> dict[str, tuple]:
-        """For each axis the factors it may shard, the operand groups it may pass through (integers), and None."""
-        key = (op.key, around, self.first)
-        if key not in self.memory.options:
-            self.memory.options[key] = self._options(op, around)
-        return self.memory.options[key]
-
-    def _options(self, op: Op, around: Around) -> dict[str, tuple]:
-        rule, available, wanted = op.rule, around.available, around.wanted
-        options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
-        tensors = [*zip(rule.operands, (a.layouts for a in available)), *zip(rule.results, wanted)]
-        for dims, specs in tensors:
-            for spec in specs:
-                for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
-                    for axis in axes:
-                        if factor not in rule.whole and not (self.first and is_far(op, factor, axes, self.mesh)):
-                            options[axis][factor] = None
-                        if factor in rule.whole | rule.windowed and rule.known:             # it has to leave, or had better:
-                            options[axis].update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole | rule.special | {factor}))
-                for axis in spec.pending:
-                    for g in range(len(rule.linear)):
-                        options[axis][g] = None
-        if rule.contraction:                                # where tensors disagree, or of inputs a sum is made, a third way may be best
-            inputs = all(value.op == "placeholder" for value in op.operands)
-            disputed = set() if self.first else self._disputed(rule, available)
-            for axis, found in options.items():
-                if axis in disputed or sum(isinstance(target, str) for target in found) > 1 or inputs and rule.reduce.keys() & found.keys():
-                    found.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
-        return {axis: tuple(found) for axis, found in options.items() if len(found) > 1}
-
-    def _disputed(self, rule: Rule, available) -> set[str]:
-        """Whole axes that divide what is summed over in one operand, as it is made, and in another one do not."""
-        sides = [{axis for factor, axes in project(dims, have.layouts[0], rule.sizes, self.mesh).items() if factor in rule.reduce
-                  for axis in axes} for dims, have in zip(rule.operands, available)]
-        return {axis for axis in set.union(*sides) - set.intersection(*sides) if self.mesh.whole((axis,))}
-
-    def _choices(self, rule: Rule, options: dict[str, tuple]) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
-        """All assignments; where several axes shard one factor, every order of them."""
-        names = list(options)
-        for targets in itertools.product(*options.values()):
-            factors: dict[str, Axes] = {}
-            through = {a: t for a, t in zip(names, targets) if isinstance(t, int)}
-            for axis, target in zip(names, targets):
-                if isinstance(target, str):
-                    factors[target] = factors.get(target, ()) + (axis,)
-            if not all(is_roomy(rule.sizes[f], axes, self.mesh, self.crowded) for f, axes in factors.items()):
-                continue
-            orders = [itertools.permutations(axes) for axes in factors.values()]
-            for ordered in itertools.product(*orders):
-                yield dict(zip(factors, ordered)), through
-
-    def _known_strategy(self, op: Op, assignment: dict[str, Axes], through: dict[str, int]) -> Strategy | None:
-        key = (op.key, *assignment.items(), *through.items())
-        if key not in self.memory.strategies:
-            self.memory.strategies[key] = self._strategy(op, assignment, through)
-        return self.memory.strategies[key]
-
-    def _strategy(self, op: Op, assignment: dict[str, Axes], through: dict[str, int]) -> Strategy | None:
-        """None if no layouts express it. through: for axes the group of operands whose pending sum passes on."""
-        rule = op.rule
-        operands, results = [], []
-        for i in range(len(rule.operands)):
-            spec = operand_layout(rule, i, tuple(op.operands[i].meta["val"].shape), assignment, self.mesh)
-            pending = tuple(a for a in self.mesh.names if a in through and i in rule.linear[through[a]])
-            if spec is None:
-                return None
-            operands.append(spec.with_pending(pending))
-        for dims in rule.results:
-            axes = assemble(dims, assignment, rule.sizes, self.mesh)
-            reduced, kind = result_pending(rule, dims, assignment)
-            if axes is None or through and reduced and kind != "sum":
-                return None
-            pending = tuple(a for a in self.mesh.names if a in reduced or a in through)
-            results.append(ShardSpec(axes, (), pending, kind if reduced else "sum"))
-        return Strategy(tuple(assignment.items()), tuple(operands), tuple(results), self._work(op, assignment, operands, results))
-
-    def _work(self, op: Op, assignment, operands, results) -> float:
-        rule, work = op.rule, 0.0
-        if rule.contraction:
-            counts = {f: self.mesh.count(assignment.get(f, ())) for f in rule.sizes}
-            even = 2 * math.prod(rule.sizes.values()) / math.prod(counts.values())
-            padded = 2 * math.prod(-(-n // counts[f]) for f, n in rule.sizes.items())
-            work = even / FLOPS_PER_BYTE + (padded - even) / WASTE_PER_BYTE
-        for value, spec in itertools.chain(zip(op.operands, operands), zip(op.results, results)):
-            if value is not None:
-                work += self._bytes(value, spec) / TRAFFIC_PER_BYTE
-        return work
-
-    def _bytes(self, value: fx.Node, spec: ShardSpec) -> float:
-        """Of one device's part."""
-        shape, itemsize = self.sizes[value]
-        return math.prod(spec.local_shape(shape, self.mesh)) * itemsize
-
     def _choose_input(self, node: fx.Node) -> bool:
         """An input whose layout is open is stored as it is used most cheaply."""
         wanted = self._wanted(node, first=False)
@@ -502,15 +367,3 @@ class Solver:
         fixed = {a for axes, is_open in zip(wish.dims, wish.open) if not is_open for a in axes}
         return ShardSpec(tuple(tuple(a for a in t if a not in fixed) if is_open else w
                                for w, is_open, t in zip(wish.dims, wish.open, target.dims)))
-
-
-def _has_terms(strategy: Strategy, available: Sequence[Available]) -> bool:
-    """Whether the sums that operands are to be terms of are pending, or can be."""
-    return all(have.layouts[0].reduction == "sum" and all(a in have.layouts[0].pending or a in have.deferrable for a in need.pending)
-               for need, have in zip(strategy.operands, available) if need.pending)
-
-
-def _marked(op: Op) -> ShardSpec | None:
-    """The layout that a mark node asks for, its open dimensions as propagated."""
-    spec = op.node.meta.get("mark")
-    return spec.closed() if spec is not None else None

@@ -21,7 +21,8 @@ from .graph import Op
 from .regions import Body, Region, bodies, chains, sources, sums, threads
 
 if TYPE_CHECKING:
-    from .partition import Around, Solver, Strategy
+    from .partition import Solver
+    from .strategies import Around, Strategy
 
 
 PART = 1 / 8                    # of a body's operations has to have a factor that all of the body is laid out by
@@ -94,9 +95,9 @@ class Together:
         for op in total.ops:
             around = self.solver.around(op)
             if op is not total.ops[-1]:
-                around = self.solver.surrounded(around.available, tuple(
+                around = self.solver.surrounded(op, around.available, tuple(
                     tuple(_pending_too(w, axis, self.solver.mesh) for w in uses) if pending else () for uses in around.wanted))
-            candidates = [s for s in self.solver.candidates(op, around)
+            candidates = [s for s in self.solver.strategies.candidates(op, around)
                           if all((axis in made.pending) == pending for v, made in zip(op.results, s.results) if v in total.values)]
             if not candidates:
                 return False
@@ -122,8 +123,8 @@ class Together:
         before, cost = [solver.chosen[op.node] for op in ops], self.exact(ops)
         for op in ops:
             around = solver.around(op)
-            targets = tuple(t for t in solver.options(op, around).get(axis, ()) if not isinstance(t, int))
-            candidates = solver.candidates(op, around, {axis: targets or (None,)})
+            targets = tuple(t for t in solver.strategies.options(op, around).get(axis, ()) if not isinstance(t, int))
+            candidates = solver.strategies.candidates(op, around, {axis: targets or (None,)})
             if not candidates:
                 break
             self._cheapest(op, candidates, around)
@@ -161,14 +162,14 @@ class Together:
         for op in chain.ops:
             around = self.solver.around(op)
             if op is not chain.ops[-1]:
-                around = self.solver.surrounded(around.available, ((),))    # of what is made on the way nothing is wanted
-            self._cheapest(op, self.solver.candidates(op, around), around)
+                around = self.solver.surrounded(op, around.available, ((),))    # of what is made on the way nothing is wanted
+            self._cheapest(op, self.solver.strategies.candidates(op, around), around)
         return True
 
     def _propose_ebb(self, chain: Region) -> bool:
         for op in reversed(chain.ops):
             around = self.solver.around(op)
-            self._cheapest(op, self.solver.candidates(op, around), replace(around, available=()))
+            self._cheapest(op, self.solver.strategies.candidates(op, around), replace(around, available=()))
         return True
 
     # -------------------------------------------------------------------------------------- bodies
@@ -188,7 +189,7 @@ class Together:
                  for node, factor in factors.items()}
         for op in body.ops:
             have = {axis: factor for factor, axes in self.solver.chosen[op.node].assignment for axis in axes}
-            for axis, targets in self.solver.options(op, self.solver.around(op)).items():
+            for axis, targets in self.solver.strategies.options(op, self.solver.around(op)).items():
                 for target in targets:
                     if target != have.get(axis) and (target is None or (op.node, target) in place):
                         found[axis, place.get((op.node, target))] = None
@@ -246,7 +247,7 @@ class Together:
                 (self.solver.alike(v, op) for v in op.operands), self.solver.around(op).available))
             wanted = tuple(tuple(dict.fromkeys(spec for (user, _), spec in self.solver.needs.get(v, {}).items() if user not in inside))
                            for v in op.results)
-            best = self.solver.best(op, self.solver.surrounded(available, wanted), None, (axis, factors.get(op.node)))
+            best = self.solver.best(op, self.solver.surrounded(op, available, wanted), None, (axis, factors.get(op.node)))
             if best is not None:
                 self.solver.take(op, best)
 

@@ -39,9 +39,10 @@ def _roll(x: Tensor, shifts: list[int], dims: list[int] = ()) -> Tensor:
     return x
 
 
-_FUNCTIONS: dict[Any, Callable] = {ours.attention.default: attention_by_products, ours.attention_backward.default: attention_backward_by_products,
-                                   aten.roll.default: _roll, ours.join_rows.default: lambda x, dim: x.flatten(dim, dim + 1),
-                                   ours.split_rows.default: lambda x, dim, width: x.unflatten(dim, (-1, width))}
+_FUNCTIONS: dict[Any, Callable] = {
+    ours.attention.default: attention_by_products, ours.attention_backward.default: attention_backward_by_products,
+    aten.roll.default: _roll, ours.join_rows.default: lambda x, dim: x.flatten(dim, dim + 1),
+    ours.split_rows.default: lambda x, dim, width: x.unflatten(dim, (-1, width))}
 
 
 def _native_dropout(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
