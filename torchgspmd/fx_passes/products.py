@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.nd import attention, attention_backward, einsum, split_equation
+from ..ops.nd import attention, attention_backward, attention_backward_on_cpu, attention_on_cpu, einsum, split_equation
 
 aten = torch.ops.aten
 EINSUM = einsum._opoverload
@@ -40,18 +40,13 @@ def products(graph: fx.Graph, device: str) -> fx.Graph:
 
 
 def _use_cpu_kernel(graph: fx.Graph, node: fx.Node) -> None:
-    """The operation that ops.nd.attention calls, called by the program: spares the way through Python."""
-    *tensors, causal, scale = node.args
+    """What ops.nd.attention calls, called by the program: spares the way through PyTorch's registry of operations in Python."""
+    tensors = node.args[:-2]
     backward = node.target is ATTENTION_BACKWARD
     q, _, v = tensors[1:4] if backward else tensors
     if q.meta["shape"][-1] != v.meta["shape"][-1]:
         return                                                              # a kernel for heads of one width
-    op = aten._scaled_dot_product_flash_attention_for_cpu_backward if backward else aten._scaled_dot_product_flash_attention_for_cpu
-    with graph.inserting_before(node):
-        made = graph.call_function(op.default, (*tensors, 0.0, causal), {"scale": scale})
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
+    node.target = attention_backward_on_cpu if backward else attention_on_cpu
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -63,13 +63,24 @@ einsum.register_autograd(_einsum_backward, setup_context=_einsum_context)
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v of q[b, h, s, d], k[b, h, t, d], v[b, h, t, e], and the logsumexp of the scores [b, h, s]."""
     if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse = attention_on_cpu(q, k, v, causal, scale)
     elif _has_gpu_kernel(q, v):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*_rows(q, k, v), None, True, 0.0, causal, scale=scale)
         lse = lse[..., :q.shape[2]]
     else:
         out, lse = attention_by_products(q, k, v, causal, scale)
     return out.contiguous(), lse.contiguous()
+
+
+def attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """`attention` of heads of one width by PyTorch's kernel."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_rows(q, k, v), 0.0, causal, scale=scale)
+
+
+def attention_backward_on_cpu(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+                              scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` of heads of one width by PyTorch's kernel."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*_rows(grad, q, k, v, out), lse, 0.0, causal, scale=scale)
 
 
 def attention_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -106,7 +117,7 @@ def _has_gpu_kernel(q: Tensor, v: Tensor) -> bool:
 
 
 def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As the kernel wants them: each row in one piece."""
+    """As kernels want them, and do not check: each row in one piece."""
     return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
 
 
@@ -124,13 +135,12 @@ def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
                        scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+        grads = attention_backward_on_cpu(grad, q, k, v, out, lse, causal, scale)
     elif _has_gpu_kernel(q, v):
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
         seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))      # of dropout, which there is none of
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            *_rows(grad, q, k, v), None, out, padded, seed, offset, 0.0, [True, True, True, False], causal, scale=scale)[:3]
+            *_rows(grad, q, k, v), None, *_rows(out), padded, seed, offset, 0.0, [True, True, True, False], causal, scale=scale)[:3]
     else:
         grads = attention_backward_by_products(grad, q, k, v, out, lse, causal, scale)
     return tuple(g.contiguous() for g in grads)
