@@ -429,7 +429,11 @@ class Attention(nn.Module):
     def forward(self, q, k, v):
         options = {"plain": {}, "causal": {"is_causal": True}, "scale": {"scale": 0.2}, "gqa": {"enable_gqa": True},
                    "bool": {"attn_mask": torch.ones(5, 7, dtype=torch.bool).tril(1)},
-                   "float": {"attn_mask": torch.linspace(-1, 1, 35).view(5, 7)}}[self.kind]
+                   "float": {"attn_mask": torch.linspace(-1, 1, 35).view(5, 7)}, "strided": {}, "narrow": {}}[self.kind]
+        if self.kind == "strided":                                          # rows that are not in one piece: such as attention over channels
+            q, k, v = (t.mT.clone(memory_format=torch.contiguous_format).mT for t in (q, k, v))
+        if self.kind == "narrow":
+            v = v[..., :6]
         if self.kind == "gqa":
             k, v = k[:, :2], v[:, :2]
         if self.kind == "causal":
@@ -438,8 +442,20 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("spec", ["a m _ _", "_ _ m _", "m _ _ a"])
-@pytest.mark.parametrize("kind", ["plain", "causal", "scale", "gqa", "bool", "float"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "scale", "gqa", "bool", "float", "strided", "narrow"])
 def test_attention(kind, spec):
     q, k, v = rand(3, 4, 5, 8), rand(3, 4, 7, 8, seed=1), rand(3, 4, 7, 8, seed=2)
     gspmd.mark_sharding(q, BIG, spec)
     check(Attention(kind), q, k, v, terms=1024)
+
+
+def test_one_value_taken_apart_at_several_places():
+    """As the rotation of rotary embeddings is in every layer."""
+    def layers(x, table):
+        for _ in range(3):
+            sin, cos = table.chunk(2, -1)
+            x = x * cos + x.flip(-1) * sin
+        return x
+    x, table = rand(4, 6, 8), rand(6, 16, seed=1)
+    plan = gspmd.plan(layers, x, table, mesh=BIG, in_specs=("a _ _", "m _"))
+    assert_same(plan.simulate(x, table, _poison=True), layers(x, table))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import keyword
+import operator
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -117,10 +118,10 @@ def _share_random(graph: fx.Graph) -> None:
 
 
 def _share_views(graph: fx.Graph) -> None:
-    """Equal views of one value become one, so that what a loop takes of a weight every time is brought to where it is used once."""
+    """Equal views of one value become one, and equal results of one operation, so that what a loop takes of a weight every time is brought to where it is used once."""
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if not _is_view(node.target) or node.meta.get("dynamic"):
+        if not (node.target is operator.getitem or _is_view(node.target)) or node.meta.get("dynamic"):
             continue
         same = first.setdefault((node.target, repr((node.args, node.kwargs))), node)
         if same is not node:
