@@ -135,6 +135,29 @@ def test_assigned_buffers_are_updated_and_other_attributes_are_not_kept(mesh):
         assert_same(net.mean, reference.mean)
 
 
+class Remembers(nn.Module):
+    """What it computed once, in a table and a list of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.known, self.seen = nn.Parameter(torch.ones(8)), {"inner": {}}, []
+
+    def forward(self, x):
+        self.seen.append(x)
+        if "bias" not in self.known["inner"]:
+            self.known["inner"]["bias"] = self.scale * 2
+        return x + self.known["inner"]["bias"]
+
+
+def test_what_a_module_remembers_is_not_of_the_trace():
+    model, x = Remembers(), rand(4, 8)
+    plan = gspmd.plan(model, x, mesh=BIG, grad=True)
+    assert model.known == {"inner": {}} and model.seen == []
+    got, gradients = plan.simulate(x)
+    assert_same(got, model(x).detach())
+    assert gradients["scale"].eq(8).all()
+
+
 def test_a_buffer_that_changes_its_shape_is_an_error():
     net = nn.Linear(6, 4)
     net.register_buffer("cache", torch.zeros(1, 6))
@@ -430,7 +453,7 @@ class Attention(nn.Module):
         options = {"plain": {}, "causal": {"is_causal": True}, "scale": {"scale": 0.2}, "gqa": {"enable_gqa": True},
                    "bool": {"attn_mask": torch.ones(5, 7, dtype=torch.bool).tril(1)},
                    "float": {"attn_mask": torch.linspace(-1, 1, 35).view(5, 7)}, "strided": {}, "narrow": {}}[self.kind]
-        if self.kind == "strided":                                          # rows that are not in one piece: such as attention over channels
+        if self.kind == "strided":                                          # rows that are not in one piece
             q, k, v = (t.mT.clone(memory_format=torch.contiguous_format).mT for t in (q, k, v))
         if self.kind == "narrow":
             v = v[..., :6]

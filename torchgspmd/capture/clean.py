@@ -118,7 +118,8 @@ def _share_random(graph: fx.Graph) -> None:
 
 
 def _share_views(graph: fx.Graph) -> None:
-    """Equal views of one value become one, and equal results of one operation, so that what a loop takes of a weight every time is brought to where it is used once."""
+    """Equal views of one value become one, and equal results of one operation, so that what a loop takes of a weight every time
+    is brought to where it is used once."""
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if not (node.target is operator.getitem or _is_view(node.target)) or node.meta.get("dynamic"):

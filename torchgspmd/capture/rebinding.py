@@ -26,16 +26,33 @@ def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Te
 @contextmanager
 def kept_attributes(module: nn.Module, traced: type[Tensor]) -> Iterator[None]:
     """Afterwards attributes that were assigned tensors of the trace, which have no values, are again what they were."""
-    before = [(holder, dict(holder)) for m in module.modules() for holder in (m.__dict__, m._buffers)]
+    before = [(holder, _entries(holder)) for m in module.modules() for holder in _holders(m.__dict__, {id(m.__dict__)})]
     try:
         yield
     finally:
         for holder, old in before:
-            for name in [name for name, value in holder.items() if value is not old.get(name) and _holds(value, traced)]:
-                if name in old:
-                    holder[name] = old[name]
-                else:
-                    del holder[name]
+            changed = [name for name, value in _entries(holder).items() if value is not old.get(name) and _holds(value, traced)]
+            if isinstance(holder, list) and changed:
+                holder[:] = old.values()
+            elif isinstance(holder, dict):
+                for name in changed:
+                    if name in old:
+                        holder[name] = old[name]
+                    else:
+                        del holder[name]
+
+
+def _holders(holder: dict | list, seen: set[int]) -> Iterator[dict | list]:
+    """A table of attributes, and the tables and lists in it: models keep what they computed once in such."""
+    yield holder
+    for value in _entries(holder).values():
+        if isinstance(value, (dict, list)) and id(value) not in seen:
+            seen.add(id(value))
+            yield from _holders(value, seen)
+
+
+def _entries(holder: dict | list) -> dict:
+    return dict(enumerate(holder)) if isinstance(holder, list) else dict(holder)
 
 
 def _holds(value: Any, kind: type[Tensor]) -> bool:
