@@ -158,6 +158,26 @@ def test_what_a_module_remembers_is_not_of_the_trace():
     assert gradients["scale"].eq(8).all()
 
 
+@pytest.mark.parametrize("use", [lambda t: t, lambda t: t * 2])
+def test_a_gradient_that_would_be_lost_is_an_error(use):
+    """Of a tensor that the module holds and does not own."""
+    other, x = torch.ones(8, requires_grad=True), rand(4, 8)
+
+    class Holds(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.scale, self.tensors, self.how = nn.Parameter(torch.ones(8)), [use(other)], how
+
+        def forward(self, x):
+            return x * self.scale + self.how(self.tensors[0])
+    with pytest.raises(gspmd.ShardingError, match=r"tensor \[8\] that requires a gradient, and is no parameter or argument"):
+        gspmd.plan(Holds(torch.tanh), x, mesh=BIG, grad=True)
+    for how in (torch.detach, torch.no_grad()(torch.tanh)):
+        gspmd.plan(Holds(how), x, mesh=BIG, grad=True)
+    with torch.no_grad():
+        gspmd.plan(Holds(torch.tanh), x, mesh=BIG)
+
+
 def test_a_buffer_that_changes_its_shape_is_an_error():
     net = nn.Linear(6, 4)
     net.register_buffer("cache", torch.zeros(1, 6))

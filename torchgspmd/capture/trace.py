@@ -123,6 +123,7 @@ class _Program:
 
     def _backward(self, outs: list[Tensor], inputs: list[Tensor], tracker: _SourceTracker) -> dict[int, Tensor | None]:
         differentiable = [i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
+        _check_leaves([outs[i].grad_fn for i in differentiable])
         wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
         if not differentiable or not wanted:
             return {}
@@ -134,6 +135,23 @@ class _Program:
             seeds.append(FunctionalTensor.to_functional(seed))
         grads = _grad([outs[i] for i in differentiable], [inputs[i] for i in wanted], seeds, allow_unused=True)
         return {i: g for i, g in zip(wanted, grads) if g is not None}
+
+
+def _check_leaves(ends: list[Any]) -> None:
+    """ShardingError if a gradient would flow to a tensor that is no input: it would be lost without a word."""
+    stack, seen = [node for node in ends if node is not None], set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        stack += [before for before, _ in node.next_functions if before is not None]
+        leaf = node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
+        if leaf is not None and not isinstance(leaf, FunctionalTensor):
+            raise ShardingError(f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is no parameter or argument",
+                                where=user_line(), why="a gradient is computed for what the program is given: it would be missing, silently",
+                                fix="make it a parameter of the module or an argument, or detach() it; if the module keeps what an earlier "
+                                    "call computed, empty that, or call under torch.no_grad()")
 
 
 class _Wrapper(nn.Module):
