@@ -149,7 +149,7 @@ def _check_leaves(ends: list[Any]) -> None:
         leaf = node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
         if leaf is not None and not isinstance(leaf, FunctionalTensor):
             raise ShardingError(f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is no parameter or argument",
-                                where=user_line(), why="a gradient is computed for what the program is given: it would be missing, silently",
+                                where=user_line(), why="a gradient is computed for what the program is given: it would be lost silently",
                                 fix="make it a parameter of the module or an argument, or detach() it; if the module keeps what an "
                                     "earlier call computed, empty that, or call under torch.no_grad()")
 
