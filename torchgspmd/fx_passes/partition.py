@@ -7,11 +7,10 @@ after    meta["spec"] is what the devices really hold; every operand is laid out
 needs    rules; layouts of inputs and outputs that are given
 source   the idea of pending sums is Shardy's `unreduced`; choosing by cost over the neighbourhood is ours
 
-An operation's strategy is an assignment of axes to its factors, and of axes to operands whose pending sum it passes
-on. Its cost: what it takes to bring the operands there from where they are, the device's arithmetic and memory
-traffic, and what it takes to bring the results to where they are used. The first sweep goes by the propagated
-layouts, the following ones by the neighbours' choices, until nothing gets cheaper. Then regions change at once (see
-together.py). Of the states at which that ends the cheapest one is taken.
+What a strategy (see strategies.py) costs: what it takes to bring the operands there from where they are, the device's arithmetic
+and memory traffic, and what it takes to bring the results to where they are used. The first sweep goes by the propagated layouts,
+the following ones by the neighbours' choices, until nothing gets cheaper: an operation is looked at again when something around it
+changed. Then regions change at once (see together.py). Of the states at which that ends the cheapest one is taken.
 """
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class Memory:
 
     def __init__(self, mesh: Mesh, crowded: Crowded):
         self.resharder, self.strategies = Resharder(mesh), Strategies(mesh, crowded)
-        self.around: dict[tuple, Around] = {}
+        self.around: dict[tuple, Around] = {}                               # by its content
         self.choices: dict[tuple, Strategy | None] = {}                     # by operation and what is around it
 
 
@@ -145,13 +144,12 @@ class Solver:
     def choose(self, op: Op, first: bool = False) -> bool:
         if op.node not in self.stale:
             return False
-        self.stale.discard(op.node)
         current = self.chosen.get(op.node)
         best = self.best(op, self.around(op, first), current)
-        if best is current:
-            return False
-        self.take(op, best)
-        return True
+        if best is not current:
+            self.take(op, best)
+        self.stale.discard(op.node)
+        return best is not current
 
     def best(self, op: Op, around: Around, current: Strategy | None, forced: tuple[str, str | None] | None = None) -> Strategy | None:
         """What costs least; of equals the current strategy. forced: an axis, and what alone it may shard. None if there is no such."""
@@ -165,7 +163,10 @@ class Solver:
         return self.memory.choices[key]
 
     def take(self, op: Op, strategy: Strategy) -> None:
-        self.chosen[op.node] = strategy
+        if self.chosen.get(op.node) is not strategy:
+            self.chosen[op.node] = strategy
+            self.version = next(self.versions)
+            self.stale.add(op.node)                                         # it may have been forced on it
         for value, spec in zip(op.results, strategy.results):
             if value is not None:
                 self._hold(value, spec)

@@ -38,10 +38,10 @@ class Resharder:
         reduction other than a sum or the one at hand."""
         key = (shape, itemsize, before, after)
         if (cost := self.costs.get(key)) is None:
-            cost = self.costs[key] = self._cost(*key)
+            cost = self.costs[key] = self._find_cost(*key)
         return cost
 
-    def _cost(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
+    def _find_cost(self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> float:
         if before == after:
             return 0.0
         if before.windows or not set(after.pending) <= set(before.pending) and after.reduction != "sum":
