@@ -35,6 +35,16 @@ def sent(plan: gspmd.Plan, kind: str, backward: bool) -> float:
                if "step" in n.meta and n.meta["step"].kind == kind and n.meta["backward"] == backward)
 
 
+@pytest.mark.parametrize("function", [lambda x: x.cumsum(0), lambda x: x.cummax(0), lambda x: x.softmax(0), lambda x: x.sort(0)])
+def test_what_changes_places_anyway_passes_its_operation_whole(function):
+    """Nothing is computed by blocks of the dimension, whose sums would be sent too."""
+    x = torch.randn(16, 8, 12)
+    plan = gspmd.plan(function, x, mesh=Mesh(a=4, b=2), in_specs="a b _", out_specs="_ a b")
+    assert [(c.kind, c.sent_bytes) for c in plan.collectives] == [("permute", 16 * 8 * 12 / 8 * 4)] * len(plan.collectives)
+    assert plan.collectives
+    assert_same(tuple(plan.simulate(x, _poison=True)), tuple(function(x)))
+
+
 def text_of(plan: gspmd.Plan) -> str:
     """The graph without the empty columns that wide types make."""
     return re.sub(r" +(?=[:=] )", " ", str(plan))

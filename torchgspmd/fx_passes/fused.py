@@ -7,7 +7,7 @@ needs    a propagated graph, rules
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
@@ -41,25 +41,36 @@ def _is_alone(op: Op, ops: Mapping[fx.Node, Op], found: Collection[fx.Node]) -> 
 
 def _whole_shards(op: Op, layouts: Layouts) -> int:
     """Into how many shards propagation cuts a factor that the fused operation needs whole, in one of its largest tensors."""
-    tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)) if v is not None]
-    largest = max(v.meta["val"].numel() for v, _ in tensors)
-    return max((layouts.mesh.count(axes) for value, dims in tensors if value.meta["val"].numel() == largest
-                for factors, axes in zip(dims, layouts.spec[value].dims) if set(factors) & op.rule.whole), default=1)
+    largest = max(value.meta["val"].numel() for value, _ in _tensors(op))
+    tensors = [(value, *_axes(value, dims, op, layouts)) for value, dims in _tensors(op) if value.meta["val"].numel() == largest]
+    taken, made = ([(along, across) for value, along, across in tensors if value in of] for of in (op.operands, op.results))
+    if len(taken) == 1 and made and all(taken[0][0] & across or along & taken[0][1] for along, across in made):
+        return 1                                                            # the one has to become the others, and can be whole then
+    return max(layouts.mesh.count(tuple(along)) for _, along, _ in tensors)
+
+
+def _axes(value: fx.Node, dims: Sequence[tuple[str, ...]], op: Op, layouts: Layouts) -> tuple[set[str], set[str]]:
+    """Those that shard a value along factors that are needed whole, and the others."""
+    along = {a for axes, factors in zip(layouts.spec[value].dims, dims) if not op.rule.whole.isdisjoint(factors) for a in axes}
+    return along, set(layouts.spec[value].sharding_axes) - along
+
+
+def _tensors(op: Op) -> list[tuple[fx.Node, Sequence[tuple[str, ...]]]]:
+    """Operands and results, with the factors of their dimensions."""
+    return [(v, dims) for v, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)) if v is not None]
 
 
 def _uneven_shards(op: Op, layouts: Layouts) -> int:
     """Into how many shards propagation cuts a factor that they do not divide, and that shares a dimension of another tensor."""
-    tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)) if v is not None]
-    shared = {factors[0] for _, dims in tensors for factors in dims if len(factors) > 1}
-    counts = (layouts.mesh.count(axes) for value, dims in tensors for factors, axes in zip(dims, layouts.spec[value].dims)
+    shared = {factors[0] for _, dims in _tensors(op) for factors in dims if len(factors) > 1}
+    counts = (layouts.mesh.count(axes) for value, dims in _tensors(op) for factors, axes in zip(dims, layouts.spec[value].dims)
               if len(factors) == 1 and factors[0] in shared and op.rule.sizes[factors[0]] % layouts.mesh.count(axes))
     return max(counts, default=1)
 
 
 def _parted_shards(op: Op, layouts: Layouts) -> int:
     """Into how many shards propagation cuts a dimension of several factors, of which they divide only the others than the major one."""
-    tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)) if v is not None]
-    dims = ((factors, layouts.mesh.count(axes)) for value, dims in tensors for factors, axes in zip(dims, layouts.spec[value].dims)
+    dims = ((factors, layouts.mesh.count(axes)) for value, dims in _tensors(op) for factors, axes in zip(dims, layouts.spec[value].dims)
             if len(factors) > 1 and axes)
     sizes = ((op.rule.sizes[major], math.prod(op.rule.sizes[f] for f in others), count) for (major, *others), count in dims)
     return max((count for rows, others, count in sizes if goes_by_parts(rows, others, count)), default=1)
