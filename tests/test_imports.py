@@ -21,7 +21,7 @@ LAYERS = (                              # a file imports only from the lines bel
     ("xla_backend",),
     ("fx_passes",),
     ("comm",),
-    ("rules", "specs", "module_state"),
+    ("rules", "specs", "module_state", "once"),
     ("ops",),
     ("annotate",),
     ("shard_spec",),

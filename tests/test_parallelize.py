@@ -12,10 +12,10 @@ import torchgspmd as gspmd
 WORKER = Path(__file__).with_name("worker_parallelize.py")
 
 
-def launch(mesh: str, *arguments: str) -> str:
+def launch(mesh: str, *arguments: str, worker: Path = WORKER) -> str:
     """What rank 0 printed; fails with all output if a process failed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gspmd.Mesh.parse(mesh).size),
-               str(WORKER), mesh, *arguments]
+               str(worker), mesh, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -127,7 +127,7 @@ def check_sharded_updates(mesh):
             optimizer.zero_grad()
         close(*losses)
     assert any("step" in n.meta and n.meta["step"].kind == "all_gather" and n.meta["backward"] for n in model.plan.sharded.nodes)
-    called = {n.target for p in model._programs.values() for f in (p.forward, p.backward) for n in f.__self__.graph.nodes}
+    called = {n.target for p in model._all_programs() for f in (p.forward, p.backward) for n in f.__self__.graph.nodes}
     unsafe = {torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
     assert called & STARTS and not called & unsafe                          # over gloo: see fx_passes/gloo.py
 
@@ -234,7 +234,7 @@ def check_errors(mesh):
         else:
             raise AssertionError("no error")
         model(*batch(0)).backward()
-    for program in model._programs.values():
+    for program in model._all_programs():
         compared = program.carry if program.carries else program.settle
         sent = [n.target for n in program.forward.__self__.graph.nodes if n.target in STARTS or n.target == compared]
         assert sent[0] == compared and sent.count(compared) == 1, sent
@@ -286,10 +286,10 @@ def check_a_sum_that_travels_with_the_comparison(mesh):
     else:
         raise AssertionError("no error")
     close(model(x), reference(x))
-    assert all(program.carries for program in model._programs.values())
+    assert all(program.carries for program in model._all_programs())
     half = model.to(torch.bfloat16)
     close(half(x.bfloat16()), reference.to(torch.bfloat16)(x.bfloat16()), 2 ** -7)     # two roundings
-    for forward in (p.forward.__self__.graph for p in model._programs.values()):
+    for forward in (p.forward.__self__.graph for p in model._all_programs()):
         assert not [n for n in forward.nodes if n.target in STARTS]
 
 
@@ -311,7 +311,7 @@ def check_nothing_is_sent_before_the_comparison_ends(mesh):
     for _ in range(2):
         for got, want in zip(model(x), reference(x), strict=True):
             close(got, want)
-    (program,) = model._programs.values()
+    (program,) = model._all_programs()
     ends = {program.settle, Agreement.total}
     order = [n.target for n in program.forward.__self__.graph.nodes if n.target in STARTS | ends]
     assert order[0] in ends and len(order) > 1, order

@@ -169,7 +169,7 @@ def test_parameters_elsewhere():
     assert message(lambda: model(torch.zeros(8, 4))) == """\
 'weight' is on cpu, not on xla:0
   where test_guards.py:N
-  fix   model.to_empty(device='xla') after a model on meta, then initialize it"""
+  fix   model.to_empty(device='xla') after a model on meta, then initialize it; other changes before it is wrapped"""
 
 
 def test_a_dtensor(tmp_path):

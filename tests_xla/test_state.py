@@ -109,6 +109,58 @@ def test_a_model_on_meta_is_initialized_in_shards():
     assert 0.05 < float(model.up.weight.detach().std()) < 0.5        # uniform in +-1/4
 
 
+class Warm(Net):
+    """What it reads and writes besides tensors."""
+    temperature, calls = 1.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.temperature
+
+    def twice(self, x):
+        return self(x) + self(2 * x)
+
+
+def test_attributes_and_modules_may_change():
+    model, reference = on_both(Warm())
+    x, programs = torch.randn(8, 16), []
+
+    def compare():
+        torch.testing.assert_close(model(x).detach().cpu(), reference(x).detach(), rtol=1e-5, atol=1e-6)
+        programs.append(len(model._all_programs()))
+    for _ in range(2):
+        compare()
+    for value in (2.0, 1.0):
+        model.temperature = reference.temperature = value
+        compare()
+    assert programs == [1, 1, 2, 3]                                         # at last an attribute of the object, not of its class
+    for m in (model, reference):
+        m.down = nn.Sequential(m.down, nn.GELU())
+    compare()
+    torch.testing.assert_close(model.twice(x).detach().cpu(), reference.twice(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_deep_copy_is_a_module_of_its_own():
+    model, _ = on_both(Net("model data", "data model"))
+    x = torch.randn(8, 16)
+    before = model(x).detach().cpu()
+    other = copy.deepcopy(model)
+    optimizer = adam(other)
+    for _ in range(2):
+        other(x).square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(model(x).detach().cpu(), before)
+    assert not torch.allclose(other(x).detach().cpu(), before)
+    assert layout_text(other.up.weight) == layout("model data")
+
+
+def test_a_gradient_is_not_differentiated_again():
+    model, _ = on_both(Net())
+    gradients = torch.autograd.grad(model(torch.randn(8, 16)).sum(), list(model.parameters()), create_graph=True)
+    with pytest.raises(gspmd.ShardingError, match="a gradient of a sharded module is differentiated again"):
+        sum(g.square().sum() for g in gradients).backward()
+
+
 def test_what_is_assigned_or_copied_is_laid_out_again():
     model, reference = on_both(Net("model data", "data model"))
     x, new = torch.randn(8, 16), torch.randn(32, 16)

@@ -1,7 +1,13 @@
 """A module's parameters and buffers, by name and place; and what a call of it depends on."""
 from __future__ import annotations
 
-from operator import attrgetter
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from itertools import chain
+from operator import attrgetter, is_
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,20 +66,113 @@ def leaf_key(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
 
 
+def _assign(table: dict[str, Any], name: str, value: Any) -> None:
+    """None: nothing."""
+    table.pop(name, None)
+    if value is not None:
+        table[name] = value
+
+
 class Wrapped(nn.Module):
     """Stands for a model: names of parameters, buffers and submodules are the model's."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.__dict__.update(_model=model, _parameters=model._parameters, _buffers=model._buffers, _modules=model._modules,
-                             training=model.training, _everything=list(model.modules()))
-        self.__dict__["_slots"] = [(m._parameters, name) for m in self._everything for name, p in m._parameters.items() if p is not None]
+        self.__dict__.update(training=model.training, _programs={}, _known={})
+        self._stand_for(model)
+
+    def _stand_for(self, model: nn.Module) -> None:
+        self.__dict__.update(_model=model, _parameters=model._parameters, _buffers=model._buffers, _modules=model._modules)
+        self._look()
+
+    def _look(self) -> None:
+        """Takes in what the model consists of."""
+        everything = list(self._model.modules())
+        tables = [table for m in everything for table in (m._modules, m._parameters, m._buffers)]
+        kinds = tuple((name, self._kind(name, held)) for table in tables for name, held in table.items())
+        self.__dict__.update(
+            _everything=everything, _tables=tables, _seen=[*chain.from_iterable(map(dict.values, tables))],
+            _slots=[(m._parameters, name) for m in everything for name, p in m._parameters.items() if p is not None],
+            _version=self._known.setdefault(kinds, len(self._known)))
+
+    def _kind(self, name: str, held: Any) -> Any:
+        """What a program depends on of a parameter, a buffer or a submodule, or of None in the place of one."""
+        return (tuple(held.shape), held.dtype) if isinstance(held, Tensor) else held
+
+    def _current(self) -> int:
+        """A number for what the model consists of: modules, and the kinds of their parameters and buffers."""
+        held = [*chain.from_iterable(map(dict.values, self._tables))]
+        if len(held) != len(self._seen) or not all(map(is_, held, self._seen)):
+            self._look()
+        return self._version
+
+    def _program(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The program for calls of this key: made where there is none, or only such as read other attributes than those of now."""
+        programs = self._programs.setdefault(key, [])
+        for program in programs:
+            if all(read.holds() for read in program.captured.reads):
+                return program
+        with self._forward_of_the_model(self._own_forward) if self._is_forwarding() else nullcontext():
+            programs.append(make())
+        return programs[-1]
+
+    def _all_programs(self) -> list:
+        return [*chain.from_iterable(self._programs.values())]
+
+    def _is_forwarding(self) -> bool:
+        """Whether a method of the model is under way, in which calls of the model come here."""
+        return self._model.__dict__.get("forward") == self.forward
+
+    @contextmanager
+    def _forward_of_the_model(self, forward: Callable | None) -> Iterator[None]:
+        """Meanwhile that is this one; None: that of its class."""
+        before = self._model.__dict__.get("forward")
+        _assign(self._model.__dict__, "forward", forward)
+        try:
+            yield
+        finally:
+            _assign(self._model.__dict__, "forward", before)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_model"], name)
+            found = getattr(self.__dict__["_model"], name)
+        if not isinstance(found, MethodType) or found.__self__ is not self._model:
+            return found
+
+        @wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:                       # such as generate, that calls the model
+            if not self._is_forwarding():
+                self.__dict__["_own_forward"] = self._model.__dict__.get("forward")
+            with self._forward_of_the_model(self.forward):
+                return found(*args, **kwargs)
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or "_model" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+    def __deepcopy__(self, memo: dict) -> Wrapped:
+        """A module of its own on the same devices."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update({name: copy.copy(value) if isinstance(value, dict) else value for name, value in self.__dict__.items()},
+                             _programs={})
+        made._stand_for(copy.deepcopy(self._model, memo))
+        return made
+
+    def __getstate__(self) -> Any:
+        raise ShardingError("a module on a mesh cannot be pickled", where=user_line(),
+                            why="its processes would have to be there when it is read",
+                            fix="save its state_dict(), with torch.distributed.checkpoint for one that can be read on every mesh")
 
     def __getitem__(self, key: Any) -> Any:                                 # those of nn.Sequential, ModuleList and ModuleDict
         return self._model[key]
@@ -87,11 +186,11 @@ class Wrapped(nn.Module):
     def __iter__(self) -> Any:
         return iter(self._model)
 
-    def trainable(self) -> tuple[bool, ...]:
+    def _trainable(self) -> tuple[bool, ...]:
         """Whether each parameter requires a gradient."""
         return tuple(map(_REQUIRES_GRAD, [table[name] for table, name in self._slots]))
 
-    def modes(self) -> tuple[bool, ...]:
+    def _modes(self) -> tuple[bool, ...]:
         """Whether each module is training, this one as the model itself."""
         self._model.training = self.training
         return tuple(map(_TRAINING, self._everything))

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from .api import compile_plan
@@ -49,6 +49,7 @@ from .fx_passes.tidy import tidy
 from .mesh import Mesh
 from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
 from .module_state import shard_updates as mark_updates
+from .once import once
 from .parallel_xla import XlaModule
 from .plan import Plan
 from .shard_spec import ShardSpec, SpecLike
@@ -120,36 +121,49 @@ class ShardedModule(Wrapped):
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any, **options: Any):
-        super().__init__(model)
         step_on_local_tensors()
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
-        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _options=options,
-                             _groups=groups_of(mesh, device), _programs={}, plan=None, planning_seconds=0.0)
+        groups = groups_of(mesh, device)
         shard_module(model, {name: _stored_spec_of(mark_on(t, mesh), tuple(t.shape), mesh)
-                             for name, t in named_tensors(model)}, mesh, self._groups.device_mesh)
+                             for name, t in named_tensors(model)}, mesh, groups.device_mesh)
+        super().__init__(model)
+        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _options=options, _groups=groups,
+                             plan=None, planning_seconds=0.0)
+        self.register_load_state_dict_pre_hook(_distribute_state)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or not all(isinstance(a, Tensor) for a in args):
             leaves, tree = pytree.tree_flatten((args, kwargs))
         else:
             leaves, tree = list(args), len(args)
-        key = (tree, tuple(map(_leaf_key, leaves)), self.modes(), torch.is_grad_enabled(),
-               self.trainable(), torch.is_autocast_enabled(self._groups.device_type),
+        key = (tree, tuple(map(_leaf_key, leaves)), self._current(), self._modes(), torch.is_grad_enabled(),
+               self._trainable(), torch.is_autocast_enabled(self._groups.device_type),
                torch.get_autocast_dtype(self._groups.device_type))
-        program = self._programs.get(key)
-        if program is None:
-            signature = _hash(str(key))
-            agree(self._groups, signature, lambda: self._differ(key))
-            program = self._programs[key] = self._compile(args, kwargs, signature)
+        program = self._program(key, lambda: self._compile(args, kwargs, key))
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
         return program(leaves, Agreement(self._groups, signature, lambda: self._differ(key, program.draws)))
 
+    def _kind(self, name: str, held: Any) -> Any:
+        if isinstance(held, DTensor):
+            return tuple(held.shape), held.dtype, held.placements
+        if isinstance(held, nn.Parameter):
+            raise ShardingError(f"parameter '{name}' is a plain tensor", where=user_line(),
+                                why="it was put into the model after parallelize",
+                                fix="change the model before it is wrapped, or put in a DTensor (torch's distribute_tensor)")
+        return super()._kind(name, held)
+
     def _differ(self, key: Any, draws: bool = False) -> NoReturn:
-        """What every rank raises when calls differ; draws: if it is not by their arguments, it is by their random numbers."""
-        shapes = [None] * self._mesh.size
+        """What every rank raises when calls differ; draws: if it is not by anything else, it is by their random numbers."""
+        read = [read.now() for program in self._programs.get(key, ()) for read in program.captured.reads]
+        shapes, models = [None] * self._mesh.size, [None] * self._mesh.size
         dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple)])
+        dist.all_gather_object(models, str((key[0], key[2:], read)))
+        if all(s == shapes[0] for s in shapes) and any(m != models[0] for m in models):
+            raise ShardingError("the models differ between ranks", where=user_line(),
+                                why="a mode (train or eval, grad or no_grad), an attribute, a frozen parameter or a submodule is another",
+                                fix="change the model on every rank alike")
         if draws and all(s == shapes[0] for s in shapes):
             raise ShardingError("the ranks would draw different random numbers", where=user_line(),
                                 why="the state of torch's generator differs between them",
@@ -158,19 +172,20 @@ class ShardedModule(Wrapped):
                             why="; ".join(f"rank {r}: {s}" for r, s in enumerate(shapes) if s != shapes[0] or r == 0),
                             fix="give every rank the same global batch, or its own part as a DTensor made by shard_batch")
 
-    def _compile(self, args: tuple, kwargs: dict, signature: int) -> _Program:
+    def _compile(self, args: tuple, kwargs: dict, key: Any) -> _Program:
         start = time.perf_counter()
+        agree(self._groups, _hash(f"a program for {key}"), lambda: self._differ(key))
         grad = torch.is_grad_enabled()
         captured = capture(self._model, args, kwargs, self._mesh, grad=grad)
         wanted = spread_inputs(self._in_specs, args, kwargs, self._mesh)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         wanted = [spec_of(t, self._mesh) if isinstance(t, DTensor) else spec for t, spec in zip(tensors, wanted)]
         made = compile_plan(captured, self._mesh, wanted, self._out_specs,
-                            stored={i.name: _stored_spec_of(i.mark, i.shape, self._mesh) for i in captured.inputs
-                                    if i.kind in (PARAMETER, BUFFER)},
+                            stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
                             plain=[not isinstance(t, DTensor) for t in tensors], device=self._groups.device_type, **self._options)
         agree(self._groups, _hash(made.program.code), _programs_differ)
-        program = _Program(made, self._groups, self._model, tensors, self._backend, signature)
+        reads = [(read.name, read.value) for read in captured.reads]
+        program = _Program(made, self._groups, self._model, tensors, self._backend, _hash(str((key, reads))))
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         return program
 
@@ -332,7 +347,7 @@ class _Run(torch.autograd.Function):
                     like.grad = value
                     continue
             flat[index] = value
-        return None, *flat
+        return None, *(flat if first_order else once(flat))
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -360,6 +375,19 @@ def _compiled(owner: nn.Module, graph: fx.Graph, groups: Groups, backend: str, b
     if boxed:
         graph.set_codegen(BoxedCodeGen())
     return fx.GraphModule(owner, graph).forward
+
+
+def _stored_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec:
+    """How a parameter or buffer is stored; what was put into the model as a plain tensor is the same on every rank."""
+    return spec_of(tensor, mesh) if isinstance(tensor, DTensor) else ShardSpec.replicated(tensor.dim())
+
+
+def _distribute_state(module: ShardedModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Takes from whole tensors, the same on every rank, what this rank stores of them; nothing is sent."""
+    for name, tensor in named_tensors(module._model):
+        given = state.get(prefix + name)
+        if isinstance(tensor, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor) and given.shape == tensor.shape:
+            state[prefix + name] = distribute_tensor(given.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def _stored_spec_of(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:

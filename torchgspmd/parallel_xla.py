@@ -19,6 +19,7 @@ from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.split import split
 from .mesh import Mesh
 from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
+from .once import once
 from .shard_spec import ShardSpec
 from .specs import spread_inputs
 from .xla_backend.host import report_host_operations
@@ -40,23 +41,36 @@ class XlaModule(Wrapped):
     def __init__(self, model: nn.Module, mesh: Mesh, in_specs: Any, out_specs: Any, pin: str):
         if pin not in PINS:
             raise ShardingError(f"there is no pin '{pin}'; there are {', '.join(map(repr, PINS))}", where=user_line())
-        super().__init__(model)
         specs = {name: _stored_spec(name, t, mesh) for name, t in named_tensors(model)}
-        self.__dict__.update(_mesh=mesh, _device=start(mesh), _in_specs=in_specs, _out_specs=out_specs, _pin=pin, _specs=specs,
-                             _programs={}, _versions=None, plan=None, planning_seconds=0.0)
-        self.__dict__["_placed"] = place(model, specs, mesh, self._device)
+        device = start(mesh)
+        placed = place(model, specs, mesh, device)
+        self.__dict__.update(_mesh=mesh, _device=device, _in_specs=in_specs, _out_specs=out_specs, _pin=pin, _specs=specs,
+                             _placed=placed, _versions=None, plan=None, planning_seconds=0.0)
+        super().__init__(model)
+        self._follow_optimizers()
+
+    def _follow_optimizers(self) -> None:
         hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
+    def __deepcopy__(self, memo: dict) -> XlaModule:
+        made = super().__deepcopy__(memo)
+        made.__dict__.update(_placed=place(made._model, self._specs, self._mesh, self._device), _versions=None)
+        made._follow_optimizers()
+        return made
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        key = (tree, tuple(map(leaf_key, leaves)), self.modes(), torch.is_grad_enabled(),
-               self.trainable(), _autocast())
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = self._compile(args, kwargs)
+        key = (tree, tuple(map(leaf_key, leaves)), self._current(), self._modes(), torch.is_grad_enabled(),
+               self._trainable(), _autocast())
+        program = self._program(key, lambda: self._compile(args, kwargs))
         self._settle()
         return program(leaves)
+
+    def _kind(self, name: str, held: Any) -> Any:
+        if isinstance(held, nn.Parameter) and held.device not in (self._device, torch.device("meta")):
+            raise self._elsewhere(name, held)
+        return super()._kind(name, held)
 
     def _compile(self, args: tuple, kwargs: dict) -> _Program:
         begin = time.perf_counter()
@@ -64,7 +78,8 @@ class XlaModule(Wrapped):
         with torch.autocast("cpu", dtype, enabled=enabled):
             captured = capture(self._model, args, kwargs, mesh, grad=torch.is_grad_enabled())
         made = lay_out(captured, mesh, spread_inputs(self._in_specs, args, kwargs, mesh), self._out_specs,
-                       stored={i.name: self._specs[i.name] for i in captured.inputs if i.kind in (PARAMETER, BUFFER)},
+                       stored={i.name: self._specs.get(i.name, ShardSpec.replicated(len(i.shape))) for i in captured.inputs
+                               if i.kind in (PARAMETER, BUFFER)},
                        parts=self._pin == "all", expand=unpartitioned)
         program = _Program(made, self._model, mesh, self._device, self._pin)
         self.__dict__["planning_seconds"] = time.perf_counter() - begin
@@ -77,11 +92,14 @@ class XlaModule(Wrapped):
             return
         for tensor, (_, key, spec) in zip(tensors, self._placed):
             if tensor.device != self._device:
-                raise ShardingError(f"'{key}' is on {tensor.device}, not on {self._device}", where=user_line(),
-                                    fix="model.to_empty(device='xla') after a model on meta, then initialize it")
+                raise self._elsewhere(key, tensor)
             pin(tensor, self._mesh, spec)
         sync()
         self.__dict__["_versions"] = [(id(t), t._version) for t in tensors]
+
+    def _elsewhere(self, name: str, tensor: Tensor) -> ShardingError:
+        return ShardingError(f"'{name}' is on {tensor.device}, not on {self._device}", where=user_line(),
+                             fix="model.to_empty(device='xla') after a model on meta, then initialize it; other changes before it is wrapped")
 
     def _finish_step(self, optimizer: Optimizer) -> None:
         """After an optimizer's step: what it keeps of a parameter is laid out as the parameter; the step is run."""
@@ -187,7 +205,7 @@ class _Run(torch.autograd.Function):
         flat: list[Tensor | None] = [None] * ctx.count
         for index, value in zip(program.gradient_inputs, results):
             flat[index] = value
-        return None, *flat
+        return None, *(once(flat) if torch.is_grad_enabled() else flat)
 
 
 def _stored_spec(name: str, tensor: Tensor, mesh: Mesh) -> ShardSpec:

@@ -109,9 +109,10 @@ class capturing:
     """Library code that asks whether it is being compiled (transformers' masks do) is told that it is; checkpointing is of the
     kind that can be captured: use_reentrant=True runs a backward of its own; and nn.Transformer takes a mask for what it is,
     without looking whether its values are those of a causal one, which only chooses the kernel. Distributions do not look whether
-    their parameters are in range. BatchNorm does not turn its count of batches into a number."""
+    their parameters are in range. BatchNorm does not turn its count of batches into a number. Nobody looks for nan."""
 
     def __enter__(self) -> None:
+        self.anomaly = torch.autograd.set_detect_anomaly(False)
         self.before = [(owner, name, getattr(owner, name)) for owner, name, _ in _REPLACED]
         for owner, name, value in _REPLACED:
             setattr(owner, name, value)
@@ -119,3 +120,4 @@ class capturing:
     def __exit__(self, *_: Any) -> None:
         for owner, name, value in self.before:
             setattr(owner, name, value)
+        self.anomaly.__exit__()

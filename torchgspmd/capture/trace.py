@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from .clean import NUMBERS, clean
 from .guards import capturing, check_module, one_error
 from .objects import Opened, opened
 from .products import REPLACEMENTS
+from .reads import recorded_reads
 from .rebinding import kept_attributes, rebound_buffers
 from .values import VALUE_REPLACEMENTS
 
@@ -49,7 +50,8 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
     real = [*state.values(), *(leaves[i] for i in slots)]
     program = _Program(fn, list(state), _without(leaves, slots), slots, tree, grad)
-    with one_error(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as fake_mode:
+    watched = recorded_reads(fn) if isinstance(fn, nn.Module) else nullcontext([])
+    with one_error(), watched as reads, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as fake_mode:
         fakes = [_fake(t) for t in real]
         requires = [t.requires_grad for t in real]
         with fx_traceback.preserve_node_meta(), torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -58,7 +60,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     graph, inputs = clean(traced.graph, inputs, program.tangents)
     return Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree, _without(leaves, slots), program.results,
                     _without(program.result_leaves, program.result_slots), tuple(program.result_slots), bool(program.tangents),
-                    program.opened, real[:len(state)])
+                    program.opened, real[:len(state)], reads)
 
 
 def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:

@@ -1,0 +1,275 @@
+"""Run under torchrun by test_module.py: what users do with a wrapped module, against one process, on every rank."""
+import copy
+import os
+import sys
+from collections import namedtuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import torchgspmd as gspmd
+
+WORDS = 11                                                                  # which no mesh divides
+Result = namedtuple("Result", "logits norm")
+
+
+class Model(nn.Module):
+    sign = 1
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(WORDS, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head, self.dropout = nn.Linear(16, WORDS), nn.Dropout(0.0)
+        self.register_buffer("shift", torch.zeros(WORDS))
+        self.temperature, self.scales, self.calls = 1.0, [1.0, 2.0], 0
+
+    def forward(self, tokens):                                              # [b, s]
+        self.calls += 1
+        x = self.embedding(tokens)
+        x = x + self.down(F.gelu(self.up(x)))
+        return self.sign * self.dropout(self.head(x)) / self.temperature * self.scales[1] + self.shift
+
+    @torch.no_grad()
+    def generate(self, tokens, count):
+        for _ in range(count):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], 1)
+        return tokens
+
+
+class WithPenalty(Model):
+    def forward(self, tokens):
+        loss = F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
+        return loss + sum(g.square().sum() for g in torch.autograd.grad(loss, [self.up.weight, self.down.weight], create_graph=True))
+
+
+class WithKinds(Model):
+    def forward(self, tokens, *, scale=1.0, more=None):
+        logits = super().forward(tokens) * scale + more["bias"]
+        return {"result": Result(logits, logits.norm()), "none": None, "text": "hi", "list": [3, (logits.mean(),)]}
+
+
+def tokens(step=0, rows=6):
+    return torch.randint(WORDS, (rows, 5), generator=torch.Generator().manual_seed(step))
+
+
+def pair(mesh, kind=Model):
+    """A wrapped module, and the same on one process."""
+    torch.manual_seed(0)
+    reference = kind()
+    model, axis = copy.deepcopy(reference), mesh.names[-1]
+    gspmd.annotate(model, mesh, {"embedding.weight": f"{axis} _", "up.weight": f"{axis} _", "up.bias": axis, "down.weight": f"_ {axis}"})
+    return gspmd.parallelize(model, mesh), reference
+
+
+def loss_of(model, step=0, rows=6):
+    return F.cross_entropy(model(tokens(step, rows)).flatten(0, 1), tokens(step, rows).flatten())
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def close(a, b, tolerance=1e-5):
+    torch.testing.assert_close(whole(a).detach(), whole(b).detach(), rtol=tolerance, atol=tolerance)
+
+
+def same_gradients(model, reference):
+    for (name, p), (_, q) in zip(model.named_parameters(), reference.named_parameters()):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            close(p.grad, q.grad)
+
+
+def same_parameters(model, reference, tolerance=1e-5):
+    for p, q in zip(model.parameters(), reference.parameters()):
+        close(p, q, tolerance)
+
+
+def error_of(call):
+    try:
+        call()
+    except gspmd.ShardingError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def check_several_forwards_before_a_backward(mesh):
+    model, reference = pair(mesh)
+    for m in (model, reference):
+        (loss_of(m, 0) + 2 * loss_of(m, 1, rows=3)).backward()
+        kept = loss_of(m, 2)
+        kept.backward(retain_graph=True)
+        kept.backward()
+    same_gradients(model, reference)
+
+
+def stepping(optimizer):
+    def hook(_):
+        optimizer.step()
+        optimizer.zero_grad()
+    return hook
+
+
+def check_hooks_of_gradients(mesh):
+    """On parameters, also for an optimizer inside of the backward."""
+    model, reference = pair(mesh)
+    for m in (model, reference):
+        m.up.weight.register_hook(lambda g: 2 * g)
+        for p in m.parameters():
+            p.register_post_accumulate_grad_hook(stepping(torch.optim.SGD([p], 0.1)))
+        for step in range(3):
+            loss_of(m, step).backward()
+    same_parameters(model, reference)
+
+
+def check_copies(mesh):
+    """A running mean of the weights (EMA) is kept in a deep copy, which computes by itself."""
+    model, reference = pair(mesh)
+    means = []
+    for m in (model, reference):
+        loss_of(m).backward()                                               # there is a program when it is copied
+        mean, optimizer = AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9)), torch.optim.SGD(m.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(m, step).backward()
+            optimizer.step()
+            mean.update_parameters(m)
+        means.append(mean)
+    close(*(mean(tokens()) for mean in means))
+    same_parameters(*means)
+    same_parameters(model, reference)
+    assert "cannot be pickled" in error_of(lambda: torch.save(model, os.devnull))
+
+
+def check_states(mesh):
+    """Whole tensors can be loaded, by load_state_dict and by torch's checkpoint functions; what is trained on goes on."""
+    model, reference = pair(mesh)
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(1.5)
+    model.load_state_dict(reference.state_dict())
+    same_parameters(model, reference)
+    options = StateDictOptions(full_state_dict=True)
+    for name, tensor in get_model_state_dict(model, options=options).items():
+        assert torch.equal(tensor, reference.state_dict()[name]), name
+    other, _ = pair(mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-3) for m in (model, reference, other)]
+    for m, optimizer in zip((model, reference), optimizers):
+        loss_of(m).backward()
+        optimizer.step()
+    weights, moments = get_state_dict(model, optimizers[0], options=options)
+    set_state_dict(other, optimizers[2], model_state_dict=weights, optim_state_dict=moments, options=options)
+    for m, optimizer in zip((other, reference), optimizers[2:0:-1]):
+        optimizer.zero_grad()
+        loss_of(m, 1).backward()
+        optimizer.step()
+    same_parameters(other, reference, 1e-4)                                 # AdamW divides by small second moments
+
+
+def check_other_types(mesh):
+    """After .double() parameters are new ones, without a mark."""
+    model, reference = pair(mesh)
+    loss_of(model)
+    for m in (model.double(), reference.double()):
+        loss_of(m).backward()
+    assert model.up.weight.grad.dtype == torch.float64
+    same_gradients(model, reference)
+
+
+def check_attributes(mesh):
+    """What forward reads may change between calls; what it writes does not make a program for every call."""
+    model, reference = pair(mesh)
+    programs = []
+
+    def compare():
+        close(model(tokens()), reference(tokens()))
+        programs.append(len(model._all_programs()))
+    compare()
+    compare()
+    for name, value in (("temperature", 2.0), ("sign", -1), ("unused", 3), ("temperature", 1.0), ("sign", 1)):
+        for m in (model, reference):
+            setattr(m, name, value)
+        compare()
+    for m in (model, reference):
+        m.scales[1] = 5.0
+    compare()
+    assert programs == [1, 1, 2, 3, 3, 4, 5, 6], programs
+    for m in (model, reference):
+        m.dropout.p = 1.0
+    compare()
+    model, _ = pair(mesh)
+    model(tokens())
+    if dist.get_rank() == 0:
+        model.temperature = 3.0
+    assert error_of(lambda: model(tokens())).startswith("the models differ between ranks")
+
+
+def check_other_modules(mesh):
+    model, reference = pair(mesh)
+    model(tokens())
+    for m in (model, reference):
+        m.head = nn.Sequential(m.head, nn.GELU())
+        m.shift = torch.arange(float(WORDS))
+    close(model(tokens()), reference(tokens()))
+    for m in (model, reference):
+        m.shift = torch.ones(1)
+    close(model(tokens()), reference(tokens()))
+    model.head = nn.Linear(16, WORDS)
+    assert error_of(lambda: model(tokens())).startswith("parameter 'weight' is a plain tensor")
+
+
+def check_methods(mesh):
+    """A method of the model that calls it runs on the mesh."""
+    model, reference = pair(mesh)
+    assert torch.equal(model.generate(tokens(), 3), reference.generate(tokens(), 3))
+    assert model.plan is not None
+    loss_of(model)
+
+
+def check_second_order(mesh):
+    """A penalty on gradients is computed in forward; one outside would lose its gradient, and is an error."""
+    model, reference = pair(mesh, WithPenalty)
+    for m in (model, reference):
+        m(tokens()).backward()
+    same_gradients(model, reference)
+    model, _ = pair(mesh)
+    gradients = torch.autograd.grad(loss_of(model), list(model.parameters()), create_graph=True)
+    penalty = sum(whole(g).square().sum() for g in gradients)
+    assert error_of((loss_of(model) + penalty).backward).startswith("a gradient of a sharded module is differentiated again")
+
+
+def check_results_of_all_kinds(mesh):
+    model, reference = pair(mesh, WithKinds)
+    got, want = (m(tokens(), scale=3.0, more={"bias": torch.ones(WORDS)}) for m in (model, reference))
+    assert type(got["result"]) is Result and got["none"] is None and got["text"] == "hi" and got["list"][0] == 3
+    close(got["result"].logits, want["result"].logits)
+    close(got["list"][1][0], want["list"][1][0])
+    with torch.inference_mode():
+        close(model(tokens(), more={"bias": 0.0})["result"].norm, reference(tokens(), more={"bias": 0.0})["result"].norm)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        model(tokens(), more={"bias": 1.0})["result"].norm.backward()
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = gspmd.Mesh.parse(sys.argv[1])
+    for check in CHECKS:
+        check(mesh)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"{check.__name__} holds on {mesh}", flush=True)
+    sys.stdout.flush()
+    os._exit(0)                                                             # gloo may abort at exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Gradients that cannot be differentiated again, and say so."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .errors import ShardingError, user_line
+
+
+def once(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients that a backward with create_graph=True found. Its program is not differentiable: what used them as if it was
+    would lose a term."""
+    found = iter(_Once.apply(torch.zeros((), requires_grad=True), *(g for g in gradients if g is not None)))
+    return [None if g is None else next(found) for g in gradients]
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(g.detach() for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise ShardingError("a gradient of a sharded module is differentiated again", where=user_line(),
+                            why="its backward is a program, of which there is no backward",
+                            fix="compute in the module's forward what needs both, with torch.autograd.grad(..., create_graph=True)")
