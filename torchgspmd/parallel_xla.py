@@ -99,7 +99,8 @@ class XlaModule(Wrapped):
 
     def _elsewhere(self, name: str, tensor: Tensor) -> ShardingError:
         return ShardingError(f"'{name}' is on {tensor.device}, not on {self._device}", where=user_line(),
-                             fix="model.to_empty(device='xla') after a model on meta, then initialize it; other changes before it is wrapped")
+                             fix="model.to_empty(device='xla') after a model on meta, then initialize it; "
+                                 "other changes before it is wrapped")
 
     def _finish_step(self, optimizer: Optimizer) -> None:
         """After an optimizer's step: what it keeps of a parameter is laid out as the parameter; the step is run."""
