@@ -43,11 +43,11 @@ def assert_same(got, want, what: str = "", terms: int = 64) -> None:
 
 
 def eager(module: nn.Module, *args, **kwargs):
-    """The outputs of a module, and the gradients of the sum of its differentiable floating outputs by name."""
+    """The outputs of a module, and the gradients of its differentiable outputs by name, for cotangents of ones."""
     out = module(*args, **kwargs)
-    found = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad and t.is_floating_point()]
+    found = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     named = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    grads = torch.autograd.grad(sum(t.sum() for t in found), list(named.values()), allow_unused=True)
+    grads = torch.autograd.grad(found, list(named.values()), [torch.ones_like(t) for t in found], allow_unused=True)
     return out, {name: g for name, g in zip(named, grads) if g is not None}
 
 

@@ -407,6 +407,21 @@ def test_types(dtype):
     assert_same(gspmd.plan(f, x, y, mesh=BIG, in_specs=("a m", "m _")).simulate(x, y, _poison=True), f(x, y))
 
 
+def test_gradients_of_complex_results():
+    class Spectrum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.complex(rand(5, 7, seed=1), rand(5, 7, seed=2)))
+
+        def forward(self, x):
+            y = torch.fft.fft(x) @ self.weight
+            return y, y.abs()
+
+    net, x = Spectrum(), rand(6, 5)
+    gspmd.mark_sharding(net.weight, BIG, "_ m")
+    assert_same(gspmd.plan(net, x, mesh=BIG, in_specs="a _", grad=True).simulate(x, _poison=True), eager(net, x))
+
+
 @pytest.mark.parametrize("batches", [0, 3])
 def test_batch_norm_with_means_over_all_batches(batches):
     net = seeded(lambda: nn.BatchNorm1d(5, momentum=None))

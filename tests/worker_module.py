@@ -219,6 +219,13 @@ def check_other_modules(mesh):
     for m in (model, reference):
         m.shift = torch.ones(1)
     close(model(tokens()), reference(tokens()))
+    handles = [m.up.register_forward_hook(lambda module, inputs, output: 2 * output) for m in (model, reference)]
+    close(model(tokens()), reference(tokens()))
+    for m, handle in zip((model, reference), handles):
+        handle.remove()
+        m.down.forward = lambda x, m=m: 3 * F.linear(x, m.down.weight)
+    close(model(tokens()), reference(tokens()))
+    assert error_of(lambda: gspmd.parallelize(nn.Sequential(model), mesh)).startswith("a module is on a mesh already")
     model.head = nn.Linear(16, WORDS)
     assert error_of(lambda: model(tokens())).startswith("parameter 'weight' is a plain tensor")
 

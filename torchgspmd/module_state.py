@@ -88,7 +88,7 @@ class Wrapped(nn.Module):
     def _look(self) -> None:
         """Takes in what the model consists of."""
         everything = list(self._model.modules())
-        tables = [table for m in everything for table in (m._modules, m._parameters, m._buffers)]
+        tables = [t for m in everything for t in (m._modules, m._parameters, m._buffers, m._forward_pre_hooks, m._forward_hooks)]
         kinds = tuple((name, self._kind(name, held)) for table in tables for name, held in table.items())
         self.__dict__.update(
             _everything=everything, _tables=tables, _seen=[*chain.from_iterable(map(dict.values, tables))],
@@ -96,7 +96,7 @@ class Wrapped(nn.Module):
             _version=self._known.setdefault(kinds, len(self._known)))
 
     def _kind(self, name: str, held: Any) -> Any:
-        """What a program depends on of a parameter, a buffer or a submodule, or of None in the place of one."""
+        """What a program depends on of a parameter, buffer, submodule or hook, or of None in the place of one."""
         return (tuple(held.shape), held.dtype) if isinstance(held, Tensor) else held
 
     def _current(self) -> int:
@@ -110,7 +110,7 @@ class Wrapped(nn.Module):
         """The program for calls of this key: made where there is none, or only such as read other attributes than those of now."""
         programs = self._programs.setdefault(key, [])
         for program in programs:
-            if all(read.holds() for read in program.captured.reads):
+            if program.captured.reads.hold():
                 return program
         with self._forward_of_the_model(self._own_forward) if self._is_forwarding() else nullcontext():
             programs.append(make())

@@ -90,6 +90,8 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     others = ours if backend == "xla" else {"pin": pin != "user"}
     for name in (name for name, is_set in others.items() if is_set):
         raise ShardingError(f"backend '{backend}' has no option {name}", where=user_line())
+    if any(isinstance(m, Wrapped) for m in model.modules()):
+        raise ShardingError("a module is on a mesh already", where=user_line(), fix="wrap the outermost module, once")
     if shard_updates is not None:
         mark_updates(model, mesh, shard_updates)
     if backend == "xla":
@@ -156,10 +158,10 @@ class ShardedModule(Wrapped):
 
     def _differ(self, key: Any, draws: bool = False) -> NoReturn:
         """What every rank raises when calls differ; draws: if it is not by anything else, it is by their random numbers."""
-        read = [read.now() for program in self._programs.get(key, ()) for read in program.captured.reads]
+        read = [program.captured.reads.now() for program in self._programs.get(key, ())]
         shapes, models = [None] * self._mesh.size, [None] * self._mesh.size
         dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple)])
-        dist.all_gather_object(models, str((key[0], key[2:], read)))
+        dist.all_gather_object(models, str((key[0], key[2:], [_plain(values) for values in read])))
         if all(s == shapes[0] for s in shapes) and any(m != models[0] for m in models):
             raise ShardingError("the models differ between ranks", where=user_line(),
                                 why="a mode (train or eval, grad or no_grad), an attribute, a frozen parameter or a submodule is another",
@@ -184,8 +186,7 @@ class ShardedModule(Wrapped):
                             stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
                             plain=[not isinstance(t, DTensor) for t in tensors], device=self._groups.device_type, **self._options)
         agree(self._groups, _hash(made.program.code), _programs_differ)
-        reads = [(read.name, read.value) for read in captured.reads]
-        program = _Program(made, self._groups, self._model, tensors, self._backend, _hash(str((key, reads))))
+        program = _Program(made, self._groups, self._model, tensors, self._backend, _hash(f"{key} {_plain(captured.reads.values)}"))
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         return program
 
@@ -405,6 +406,11 @@ def _leaf_key(leaf: Any) -> Any:
 
 def _generator_state() -> int:
     return zlib.crc32(torch.get_rng_state().numpy())
+
+
+def _plain(values: list) -> list:
+    """Without functions, which print differently on every rank."""
+    return [v for v in values if not callable(v)]
 
 
 def _programs_differ() -> NoReturn:

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from ..shard_spec import ShardSpec
 from .objects import closed
-from .reads import Read
+from .reads import Reads
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
 OUTPUT, MUTATION, GRADIENT = "output", "mutation", "gradient"
@@ -50,7 +50,7 @@ class Captured:
     has_backward: bool = False
     opened: bool = False                # whether the result has objects that hold tensors
     tensors: list[Tensor] = field(default_factory=list)    # the module's own parameters and buffers, in input order
-    reads: list[Read] = field(default_factory=list)        # the module's attributes that it was made from
+    reads: Reads = field(default_factory=Reads)             # of a module's attributes that became part of it
 
     def result(self, leaves: list) -> Any:
         """The function's result, of these leaves."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -30,36 +31,42 @@ class _Absent:
 _ABSENT = _Absent()
 
 
-@dataclass(frozen=True)
-class Read:
-    """What a table of attributes held under a name; _ABSENT: nothing, the class did."""
-    table: dict[str, Any]
-    name: str
-    value: Any
+class Reads:
+    """What tables of attributes held under names; `absent`: nothing, a class did."""
 
-    def now(self) -> Any:
-        """What it holds at present."""
-        return self.table.get(self.name, _ABSENT)
+    def __init__(self) -> None:
+        self.tables: list[dict[str, Any]] = []
+        self.names: list[str] = []
+        self.values: list[Any] = []
 
-    def holds(self) -> bool:
-        """Whether it still does."""
+    def add(self, table: dict[str, Any], name: str, value: Any) -> None:
+        self.tables.append(table)
+        self.names.append(name)
+        self.values.append(value)
+
+    def now(self) -> list[Any]:
+        """What they hold at present."""
+        return [*map(dict.get, self.tables, self.names, repeat(_ABSENT))]
+
+    def hold(self) -> bool:
+        """Whether all is as it was."""
         now = self.now()
-        return now is self.value or type(now) is type(self.value) and now == self.value
+        return all(map(is_, now, self.values)) or all(map(_same, now, self.values))
 
 
 @contextmanager
-def recorded_reads(module: nn.Module) -> Iterator[list[Read]]:
-    """Of the module and those inside of it, in the list at the end; none of what is assigned meanwhile: a counter that forward
+def recorded_reads(module: nn.Module) -> Iterator[Reads]:
+    """Of the module and those inside of it, there at the end; none of what is assigned meanwhile: a counter that forward
     increments would need a program for each number."""
-    reads: list[Read] = []
-    seen: dict[tuple[int, str], Read] = {}
+    reads = Reads()
+    seen: dict[tuple[int, str], tuple[dict, str, Any]] = {}
     own = {id(m) for m in module.modules()}
 
     def record(self: nn.Module, name: str) -> Any:
         value = object.__getattribute__(self, name)
-        if name not in _KEPT_BY_TORCH and id(self) in own and (id(self), name) not in seen and _is_plain(value):
+        if name not in _KEPT_BY_TORCH and id(self) in own and (id(self), name) not in seen and (name == "forward" or _is_plain(value)):
             table = object.__getattribute__(self, "__dict__")
-            seen[id(self), name] = Read(table, name, copy.deepcopy(value) if name in table else _ABSENT)
+            seen[id(self), name] = table, name, _frozen(table.get(name, _ABSENT))
         return value
 
     nn.Module.__getattribute__ = record                 # type: ignore[method-assign]
@@ -67,10 +74,21 @@ def recorded_reads(module: nn.Module) -> Iterator[list[Read]]:
         yield reads
     finally:
         del nn.Module.__getattribute__
-    reads += [read for read in seen.values() if read.holds()]
+    for table, name, value in seen.values():
+        if _same(table.get(name, _ABSENT), value):
+            reads.add(table, name, value)
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, _CONTAINERS):
         return all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value))
     return isinstance(value, _PLAIN)
+
+
+def _frozen(value: Any) -> Any:
+    """The value as it is now."""
+    return copy.deepcopy(value) if isinstance(value, _CONTAINERS) else value
+
+
+def _same(now: Any, value: Any) -> bool:
+    return now is value or type(now) is type(value) and now == value

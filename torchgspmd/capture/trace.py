@@ -33,7 +33,7 @@ from .clean import NUMBERS, clean
 from .guards import capturing, check_module, one_error
 from .objects import Opened, opened
 from .products import REPLACEMENTS
-from .reads import recorded_reads
+from .reads import Reads, recorded_reads
 from .rebinding import kept_attributes, rebound_buffers
 from .values import VALUE_REPLACEMENTS
 
@@ -50,7 +50,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
     real = [*state.values(), *(leaves[i] for i in slots)]
     program = _Program(fn, list(state), _without(leaves, slots), slots, tree, grad)
-    watched = recorded_reads(fn) if isinstance(fn, nn.Module) else nullcontext([])
+    watched = recorded_reads(fn) if isinstance(fn, nn.Module) else nullcontext(Reads())
     with one_error(), watched as reads, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as fake_mode:
         fakes = [_fake(t) for t in real]
         requires = [t.requires_grad for t in real]
@@ -124,7 +124,7 @@ class _Program:
         return outs, self._backward([t if id(t) in visible else t.detach() for t in outs], inputs, tracker) if self.grad else {}
 
     def _backward(self, outs: list[Tensor], inputs: list[Tensor], tracker: _SourceTracker) -> dict[int, Tensor | None]:
-        differentiable = [i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
+        differentiable = [i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad]
         _check_leaves([outs[i].grad_fn for i in differentiable])
         wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
         if not differentiable or not wanted:

@@ -50,8 +50,8 @@ def _einsum_backward(ctx: Any, grad: Tensor) -> tuple:
     x, y = ctx.saved_tensors
     a, b, out = split_equation(ctx.equation)
     return (None,
-            einsum(f"{out},{b}->{a}", grad, y) if ctx.needs_input_grad[1] else None,
-            einsum(f"{out},{a}->{b}", grad, x) if ctx.needs_input_grad[2] else None)
+            einsum(f"{out},{b}->{a}", grad, y.conj_physical()) if ctx.needs_input_grad[1] else None,
+            einsum(f"{out},{a}->{b}", grad, x.conj_physical()) if ctx.needs_input_grad[2] else None)
 
 
 einsum.register_autograd(_einsum_backward, setup_context=_einsum_context)
