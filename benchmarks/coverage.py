@@ -139,7 +139,8 @@ class Pool:
                 "failures": [{"raises": why}]}
 
 
-def options(what: str, of: str) -> argparse.Namespace:
+def options(what: str, of: str, **more: str) -> argparse.Namespace:
+    """more: options of a benchmark's own, with their defaults."""
     parser = argparse.ArgumentParser(description=what.split("\n")[0])
     parser.add_argument("--only", action="append", help=f"name of {of}; may be repeated")
     parser.add_argument("--samples", type=int, default=8)
@@ -147,6 +148,8 @@ def options(what: str, of: str) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120, help=f"limit for {of}")
     parser.add_argument("--json", help="file to write all rows to")
+    for name, default in more.items():
+        parser.add_argument(f"--{name}", default=default)
     return parser.parse_args()
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/op_coverage.py                        all float32 operations that are deterministic, 8 samples each
     python benchmarks/op_coverage.py --only cumsum --only nn.functional.conv2d --json rows.json
+    python benchmarks/op_coverage.py --dtype complex64      those that take complex numbers
 
 Every sample runs forward and backward through plan(...).simulate on a random mesh (one and two axes) with random layouts,
 even and uneven, padding poisoned with NaN; results and gradients are compared with PyTorch's. Prints what is not right.
@@ -88,12 +89,12 @@ def is_random(case: Case) -> bool:
     return differs(second, first) is not None
 
 
-def run_op(samples: int, seed: int, name: str) -> dict:
+def run_op(samples: int, seed: int, dtype: torch.dtype, name: str) -> dict:
     """The row of one operation."""
     op, found = OPS[name], Found(name)
     torch.manual_seed(seed)
-    differentiable = op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
-    for index, sample in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=differentiable)):
+    differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    for index, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=differentiable)):
         if found.row["samples"] == samples:
             break
         rng = random.Random(zlib.crc32(f"{name} {index} {seed}".encode()))
@@ -111,9 +112,11 @@ def run_op(samples: int, seed: int, name: str) -> dict:
     return found.row
 
 
-OPS = {full_name(op): op for op in op_db if torch.float32 in op.supported_dtypes("cpu") and op.name not in UNINITIALIZED}
+OPS = {full_name(op): op for op in op_db if op.name not in UNINITIALIZED}
 
 
 if __name__ == "__main__":
-    given = options(__doc__, "an operation")
-    measure("operations", list(OPS), partial(run_op, given.samples, given.seed), given)
+    given = options(__doc__, "an operation", dtype="float32")
+    dtype = getattr(torch, given.dtype)
+    names = [name for name, op in OPS.items() if dtype in op.supported_dtypes("cpu")]
+    measure("operations", names, partial(run_op, given.samples, given.seed, dtype), given)

@@ -422,6 +422,40 @@ def test_gradients_of_complex_results():
     assert_same(gspmd.plan(net, x, mesh=BIG, in_specs="a _", grad=True).simulate(x, _poison=True), eager(net, x))
 
 
+def complex_gradients(function):
+    """The function's results, and gradients of all that it takes, of complex tensors."""
+    def joint(*tensors):
+        inputs = [t.detach().clone().requires_grad_() for t in tensors]
+        outs = function(*inputs)
+        return (*outs, *torch.autograd.grad(outs, inputs, [torch.ones_like(t) for t in outs]))
+    return joint
+
+
+COMPLEX = {
+    "products": lambda x, w: (x @ w, torch.einsum("bk,kn->n", x, w), nn.functional.linear(x, w.mT), torch.vdot(x[:, 0], x[:, 1])),
+    "sums": lambda x, w: (x.logsumexp(1), torch.linalg.vecdot(x, x.sin()), x.norm(), w.prod(1)),
+    "moves": lambda x, w: (nn.functional.pad(x, (1, 2)), x.diagonal(), torch.cat([x, w.mT]), x.real, torch.view_as_real(w)),
+    "spectra": lambda x, w: (torch.fft.fft(x), torch.fft.ifft2(w), torch.linalg.eigh(x[:4, :4] + x[:4, :4].mH)[0]),
+}
+
+
+@pytest.mark.parametrize("specs", [("a m", "m _"), ("m _", "_ a"), ("_ a+m", "_ _")], ids=str)
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_numbers_and_their_gradients(name, specs):
+    x, w = (torch.complex(rand(*shape), rand(*shape, seed=1)) for shape in ((6, 5), (5, 7)))
+    joint = complex_gradients(COMPLEX[name])
+    assert_same(gspmd.plan(joint, x, w, mesh=BIG, in_specs=specs).simulate(x, w, _poison=True), joint(x, w))
+
+
+@pytest.mark.parametrize("options", [{}, {"center": False}, {"normalized": True, "length": 90}, {"onesided": False, "hop_length": 5},
+                                     {"win_length": 12, "length": 40}], ids=str)
+def test_istft(options):
+    window = torch.hann_window(options.get("win_length", 16)) + 0.1
+    spectrum = torch.stft(rand(4, 60), 16, window=window, return_complex=True, **{k: v for k, v in options.items() if k != "length"})
+    joint = complex_gradients(lambda x: (torch.istft(x, 16, window=window, **options),))
+    assert_same(gspmd.plan(joint, spectrum, mesh=BIG, in_specs="a m _").simulate(spectrum, _poison=True), joint(spectrum))
+
+
 @pytest.mark.parametrize("batches", [0, 3])
 def test_batch_norm_with_means_over_all_batches(batches):
     net = seeded(lambda: nn.BatchNorm1d(5, momentum=None))

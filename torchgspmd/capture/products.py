@@ -1,5 +1,5 @@
 """While a model is captured, its linear, matmul, einsum and attention calls, and losses of volumes, become operations that
-keep their dimensions.
+keep their dimensions; and istft one that does not look at values.
 
 REPLACEMENTS: functions of PyTorch's Python interface, and what the trace calls in their place. What cannot be
 expressed (repeated letters, broadcast batch dimensions of size 1, ...) returns NotImplemented and is left to PyTorch:
@@ -182,6 +182,28 @@ def _nll_loss(input: Tensor, target: Tensor, weight: Tensor | None = None, size_
     return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / scale.sum()
 
 
+def _istft(input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None, window: Tensor | None = None,
+           center: bool = True, normalized: bool = False, onesided: bool | None = None, length: int | None = None,
+           return_complex: bool = False):
+    """Without a look at whether the windows cover everything, which needs values: what they leave out is NaN."""
+    hop, width = hop_length or n_fft // 4, win_length or n_fft
+    onesided = input.shape[-2] != n_fft if onesided is None else onesided
+    if not input.is_complex() or return_complex and onesided or input.shape[-2] != (n_fft // 2 + 1 if onesided else n_fft):
+        return NotImplemented
+    of = input.mT * math.sqrt(n_fft) if normalized else input.mT            # [.., t, frequency]
+    frames = torch.fft.ifft(of, n_fft) if return_complex else torch.fft.irfft(of[..., :n_fft // 2 + 1], n_fft)
+    if window is None:
+        window = torch.ones(width, dtype=frames.real.dtype, device=input.device)
+    window = F.pad(window, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
+    total = n_fft + hop * (frames.shape[-2] - 1)
+    sums, weights = (torch.ops.aten.unfold_backward(t, [*t.shape[:-2], total], t.dim() - 2, n_fft, hop)
+                     for t in (frames * window, window.square().expand(frames.shape[-2], n_fft)))
+    start = n_fft // 2 if center else 0
+    end = total - start if length is None else min(start + length, total)
+    found = sums[..., start:end] / weights[start:end]
+    return found if length is None else F.pad(found, (0, length - (end - start)))
+
+
 REPLACEMENTS: dict[Callable, Callable] = {
     mark_sharding: _mark,
     F.cross_entropy: _cross_entropy,
@@ -190,6 +212,7 @@ REPLACEMENTS: dict[Callable, Callable] = {
     F.pad: _pad,
     F.scaled_dot_product_attention: _attention,
     torch.einsum: _torch_einsum,
+    torch.istft: _istft, Tensor.istft: _istft,
     torch.bmm: _matrix_product(3), Tensor.bmm: _matrix_product(3),
     torch.mm: _matrix_product(2), Tensor.mm: _matrix_product(2),
     torch.matmul: _matmul, Tensor.matmul: _matmul, Tensor.__matmul__: _matmul, Tensor.__rmatmul__: _reflected_matmul,

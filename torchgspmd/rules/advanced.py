@@ -131,7 +131,7 @@ def _diagonal_backward(grad, shape, offset, dim1, dim2):
 @decomposition(aten.diagonal_scatter.default)
 def _diagonal_scatter(x, source, offset=0, dim1=0, dim2=1):
     index, order = _diagonal_index(x.shape, offset, dim1, dim2, x.device)
-    written = aten.index_put.default(x.permute(order), [None] * (x.dim() - 2) + index, source)
+    written = aten.index_put.default(x.permute(order), [None] * (x.dim() - 2) + index, source.to(x.dtype))
     return written.permute([order.index(d) for d in range(x.dim())])
 
 

@@ -41,9 +41,14 @@ def _mv(a, b):
     return einsum("mk,k->m", a, b)
 
 
-@decomposition(aten.dot.default, aten.vdot.default)
+@decomposition(aten.dot.default)
 def _dot(a, b):
     return einsum("k,k->", a, b)
+
+
+@decomposition(aten.vdot.default)
+def _vdot(a, b):
+    return einsum("k,k->", a.conj_physical(), b)
 
 
 @decomposition(aten.addmm.default, aten.baddbmm.default)

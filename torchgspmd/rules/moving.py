@@ -172,9 +172,12 @@ def _emit_slice_backward(local, args: tuple, kwargs: dict) -> list:
 
 
 @computed(aten.constant_pad_nd.default)
-def _pad(call: Call) -> Rule:
+def _pad(call: Call) -> Rule | None:
     rank, pads, value = call.tensors[0].dim(), call.args[1], call.argument(2, "value", 0)
-    reaches = {rank - 1 - i // 2: Reach(-pads[i], -pads[i], fill=float(value)) for i in range(0, len(pads), 2) if pads[i] or pads[i + 1]}
+    if isinstance(value, complex) and value.imag:
+        return None                                                         # windows are filled with real numbers
+    fill = float(value.real)
+    reaches = {rank - 1 - i // 2: Reach(-pads[i], -pads[i], fill=fill) for i in range(0, len(pads), 2) if pads[i] or pads[i + 1]}
     return moved(call, [reaches], linear=[[0]] if value == 0 else (), emit=_emit_pad)
 
 

@@ -105,7 +105,7 @@ def _aminmax(x, *, dim=None, keepdim=False):
 
 @decomposition(aten.logsumexp.default)
 def _logsumexp(x, dim, keepdim=False):
-    top = x.amax(dim, True)
+    top = (x.real if x.is_complex() else x).amax(dim, True)
     top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
     total = (x - top).exp().sum(dim, True).log() + top
     dims = [dim] if isinstance(dim, int) else dim
