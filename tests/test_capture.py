@@ -447,6 +447,29 @@ def test_complex_numbers_and_their_gradients(name, specs):
     assert_same(gspmd.plan(joint, x, w, mesh=BIG, in_specs=specs).simulate(x, w, _poison=True), joint(x, w))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_statistics_of_half_precision_are_computed_in_more(dtype):
+    """As PyTorch's kernels do: within two roundings of the result, where sums alone are out of the range of float16."""
+    def statistics(x, dy):
+        x = x.detach().clone().requires_grad_()
+        found = x.mean(), x.mean(1), x.var(1), x.logsumexp(1), x.softmax(1), x.log_softmax(1)
+        return (*found, *torch.autograd.grad(found[-2:], x, (dy, dy)))
+
+    x, dy = (100 + rand(6, 4000)).to(dtype), rand(6, 4000, seed=1).to(dtype)
+    assert x.sum().isinf() or dtype != torch.float16
+    assert_same(gspmd.plan(statistics, x, dy, mesh=BIG, in_specs=("a m", "a m")).simulate(x, dy, _poison=True), statistics(x, dy), terms=2)
+
+
+@pytest.mark.parametrize("specs", [("a _", "a _"), ("_ a", "a m"), ("a m", "_ a")], ids=str)
+def test_integers_are_not_divided_by_padding(specs):
+    def divided(x, y):
+        return (x // y, x % y, torch.fmod(x, y), 7 % y, x // y[:, :1], torch.div(x, y, rounding_mode="trunc"), x ** (y - 1), 2 ** (y - 1),
+                x // (y - y + 2))
+
+    x, y = (torch.randint(*span, (5, 7), generator=torch.Generator().manual_seed(0)) for span in ((-9, 9), (1, 5)))
+    assert_same(gspmd.plan(divided, x, y, mesh=BIG, in_specs=specs).simulate(x, y, _poison=True), divided(x, y))
+
+
 @pytest.mark.parametrize("options", [{}, {"center": False}, {"normalized": True, "length": 90}, {"onesided": False, "hop_length": 5},
                                      {"win_length": 12, "length": 40}], ids=str)
 def test_istft(options):

@@ -7,6 +7,7 @@ import math
 import torch
 
 from .notation import Call, Rule, make_rule
+from .reduction import wide
 from .registry import SPLITS, computed, decomposition
 
 aten = torch.ops.aten
@@ -22,31 +23,36 @@ def _softmax(call: Call) -> Rule:
 
 
 def _split_softmax(x, dim, half_to_float):
-    x = x.float() if half_to_float else x
+    dtype = torch.float32 if half_to_float else x.dtype
+    x = x.to(wide(dtype))
     e = (x - x.amax(dim, True)).exp()
-    return e / e.sum(dim, True)
+    return (e / e.sum(dim, True)).to(dtype)
 
 
 def _split_log_softmax(x, dim, half_to_float):
-    x = x.float() if half_to_float else x
+    dtype = torch.float32 if half_to_float else x.dtype
+    x = x.to(wide(dtype))
     shifted = x - x.amax(dim, True)
-    return shifted - shifted.exp().sum(dim, True).log()
+    return (shifted - shifted.exp().sum(dim, True).log()).to(dtype)
 
 
 def _split_safe_softmax(x, dim, dtype=None):
-    x = x if dtype is None else x.to(dtype)
+    dtype = dtype or x.dtype
+    x = x.to(wide(dtype))
     top = x.amax(dim, True)
     empty = top == float("-inf")                                             # rows without any finite number are 0
     e = (x - torch.where(empty, 0.0, top)).exp()
-    return torch.where(empty, 0.0, e / e.sum(dim, True))
+    return torch.where(empty, 0.0, e / e.sum(dim, True)).to(dtype)
 
 
 def _split_softmax_backward(grad, y, dim, dtype):
+    y = y.to(wide(y.dtype))
     gy = grad * y
     return (gy - y * gy.sum(dim, True)).to(dtype)
 
 
 def _split_log_softmax_backward(grad, y, dim, dtype):
+    grad, y = (t.to(wide(t.dtype)) for t in (grad, y))
     return (grad - y.exp() * grad.sum(dim, True)).to(dtype)
 
 
@@ -73,10 +79,9 @@ def _layer_norm(call: Call) -> Rule:
 
 def _split_layer_norm(x, normalized_shape, weight, bias, eps):
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
-    kind = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-    wide, count = x.to(kind), math.prod(normalized_shape)
-    mean = wide.sum(dims, True) / count
-    centered = wide - mean
+    full, count = x.to(wide(x.dtype)), math.prod(normalized_shape)
+    mean = full.sum(dims, True) / count
+    centered = full - mean
     rstd = ((centered * centered).sum(dims, True) / count + eps).rsqrt()
     out = centered * rstd
     out = out if weight is None else out * weight

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -45,10 +46,10 @@ pointwise(
     aten.bitwise_and.Scalar, aten.bitwise_and.Tensor, aten.bitwise_not.default, aten.bitwise_or.Scalar, aten.bitwise_or.Tensor,
     aten.bitwise_xor.Scalar, aten.bitwise_xor.Tensor, aten.ceil.default, aten.celu.default, aten.clamp.default, aten.clamp.Tensor,
     aten.clamp_max.default, aten.clamp_min.default, aten.copysign.Tensor, aten.cos.default, aten.cosh.default,
-    aten.deg2rad.default, aten.digamma.default, aten.div.Scalar_mode, aten.div.Tensor_mode, aten.elu.default,
+    aten.deg2rad.default, aten.digamma.default, aten.div.Scalar_mode, aten.elu.default,
     aten.elu_backward.default, aten.eq.Scalar, aten.eq.Tensor, aten.erf.default, aten.erfc.default, aten.erfinv.default,
-    aten.exp.default, aten.exp2.default, aten.expm1.default, aten.floor.default, aten.floor_divide.default, aten.fmax.default,
-    aten.fmin.default, aten.fmod.Scalar, aten.fmod.Tensor, aten.frac.default, aten.ge.Scalar, aten.ge.Tensor, aten.gelu.default,
+    aten.exp.default, aten.exp2.default, aten.expm1.default, aten.floor.default, aten.fmax.default,
+    aten.fmin.default, aten.fmod.Scalar, aten.frac.default, aten.ge.Scalar, aten.ge.Tensor, aten.gelu.default,
     aten.gelu_backward.default, aten.gt.Scalar, aten.gt.Tensor, aten.hardsigmoid.default, aten.hardsigmoid_backward.default,
     aten.hardswish.default, aten.hardswish_backward.default, aten.hardtanh.default, aten.hardtanh_backward.default,
     aten.hypot.default, aten.isfinite.default, aten.isinf.default, aten.isnan.default, aten.le.Scalar, aten.le.Tensor,
@@ -57,8 +58,8 @@ pointwise(
     aten.log_sigmoid_backward.default, aten.logaddexp.default, aten.logical_and.default, aten.logical_not.default,
     aten.logical_or.default, aten.logical_xor.default, aten.logit.default, aten.lt.Scalar, aten.lt.Tensor, aten.masked_fill.Scalar,
     aten.masked_fill.Tensor, aten.maximum.default, aten.minimum.default, aten.mish.default, aten.nan_to_num.default,
-    aten.ne.Scalar, aten.ne.Tensor, aten.nextafter.default, aten.polygamma.default, aten.pow.Scalar, aten.pow.Tensor_Scalar,
-    aten.pow.Tensor_Tensor, aten.reciprocal.default, aten.relu.default, aten.remainder.Scalar, aten.remainder.Tensor,
+    aten.ne.Scalar, aten.ne.Tensor, aten.nextafter.default, aten.polygamma.default, aten.pow.Tensor_Scalar,
+    aten.reciprocal.default, aten.relu.default, aten.remainder.Scalar,
     aten.round.default, aten.rsqrt.default, aten.rsub.Scalar, aten.sgn.default, aten.sigmoid.default, aten.sigmoid_backward.default,
     aten.sign.default, aten.signbit.default, aten.silu.default, aten.silu_backward.default, aten.sin.default, aten.sinc.default,
     aten.sinh.default, aten.softplus.default, aten.softplus_backward.default, aten.sqrt.default, aten.tan.default,
@@ -89,6 +90,14 @@ pointwise(aten.mul.Tensor, linear=[[0], [1]])
 pointwise(aten.div.Tensor, linear=[[0]])
 pointwise(aten.where.self, linear=[[1, 2]])
 pointwise(mark_sharding_op._opoverload)
+
+
+@computed(aten.div.Tensor_mode, aten.floor_divide.default, aten.fmod.Tensor, aten.remainder.Tensor, aten.remainder.Scalar_Tensor,
+          aten.pow.Scalar, aten.pow.Tensor_Tensor)
+def _by_nonzero(call: Call) -> Rule:
+    """A process dies of an integer division by zero, and of a negative exponent, also where it divides what nobody reads."""
+    integers = not (call.results[0].dtype.is_floating_point or call.results[0].dtype.is_complex)
+    return replace(pointwise_rule(call), padding={len(call.tensors) - 1: 1.0} if integers else {})
 
 
 def keeps_sums(call: Call) -> bool:

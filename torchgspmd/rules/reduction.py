@@ -45,14 +45,21 @@ def _count(x: torch.Tensor, dims) -> int:
     return math.prod(x.shape[d] for d in dims) if dims and x.dim() else x.numel()
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that PyTorch's kernels compute in: sums of many numbers leave the range of float16, and lose digits in bfloat16."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 @decomposition(aten.mean.dim)
 def _mean_dim(x, dim, keepdim=False, *, dtype=None):
-    return x.sum(dim if dim else list(range(x.dim())), keepdim, dtype=dtype) / _count(x, dim)
+    dtype = dtype or x.dtype
+    total = x.sum(dim if dim else list(range(x.dim())), keepdim, dtype=None if wide(dtype) == x.dtype else wide(dtype))
+    return (total / _count(x, dim)).to(dtype)
 
 
 @decomposition(aten.mean.default)
 def _mean(x, *, dtype=None):
-    return x.sum(dtype=dtype) / x.numel()
+    return _mean_dim(x, None, dtype=dtype)
 
 
 @decomposition(aten.any.dim, aten.any.dims, aten.any.default)
@@ -73,10 +80,10 @@ def _all(x, dim=None, keepdim=False):
 
 @decomposition(aten.var_mean.correction)
 def _var_mean(x, dim=None, *, correction=1, keepdim=False):
-    dims = list(range(x.dim())) if dim is None else dim
+    dims, dtype, x = list(range(x.dim())) if dim is None else dim, x.dtype, x.to(wide(x.dtype))
     mean = x.sum(dims, True) / _count(x, dims)
     var = (x - mean).square().sum(dims, keepdim) / max(0, _count(x, dims) - (1 if correction is None else correction))
-    return var, mean if keepdim else x.sum(dims) / _count(x, dims)
+    return var.to(var.dtype if dtype.is_complex else dtype), (mean if keepdim else x.sum(dims) / _count(x, dims)).to(dtype)
 
 
 @decomposition(aten.var.correction)
@@ -105,8 +112,11 @@ def _aminmax(x, *, dim=None, keepdim=False):
 
 @decomposition(aten.logsumexp.default)
 def _logsumexp(x, dim, keepdim=False):
+    if not x.is_floating_point() and not x.is_complex():
+        x = x.to(torch.get_default_dtype())
+    dtype, x = x.dtype, x.to(wide(x.dtype))
     top = (x.real if x.is_complex() else x).amax(dim, True)
     top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
-    total = (x - top).exp().sum(dim, True).log() + top
+    total = ((x - top).exp().sum(dim, True).log() + top).to(dtype)
     dims = [dim] if isinstance(dim, int) else dim
     return total if keepdim else total.squeeze(tuple(dims) if dims else tuple(range(x.dim())))
