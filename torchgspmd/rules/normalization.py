@@ -23,25 +23,21 @@ def _softmax(call: Call) -> Rule:
 
 
 def _split_softmax(x, dim, half_to_float):
-    dtype = torch.float32 if half_to_float else x.dtype
-    x = x.to(wide(dtype))
-    e = (x - x.amax(dim, True)).exp()
-    return (e / e.sum(dim, True)).to(dtype)
+    e = (x.to(wide(x.dtype)) - x.amax(dim, True)).exp()
+    return (e / e.sum(dim, True)).to(torch.float32 if half_to_float else x.dtype)
 
 
 def _split_log_softmax(x, dim, half_to_float):
-    dtype = torch.float32 if half_to_float else x.dtype
-    x = x.to(wide(dtype))
-    shifted = x - x.amax(dim, True)
-    return (shifted - shifted.exp().sum(dim, True).log()).to(dtype)
+    shifted = x.to(wide(x.dtype)) - x.amax(dim, True)
+    return (shifted - shifted.exp().sum(dim, True).log()).to(torch.float32 if half_to_float else x.dtype)
 
 
 def _split_safe_softmax(x, dim, dtype=None):
     dtype = dtype or x.dtype
-    x = x.to(wide(dtype))
+    x = x.to(dtype)
     top = x.amax(dim, True)
     empty = top == float("-inf")                                             # rows without any finite number are 0
-    e = (x - torch.where(empty, 0.0, top)).exp()
+    e = (x.to(wide(dtype)) - torch.where(empty, 0.0, top)).exp()
     return torch.where(empty, 0.0, e / e.sum(dim, True)).to(dtype)
 
 

@@ -114,9 +114,8 @@ def _aminmax(x, *, dim=None, keepdim=False):
 def _logsumexp(x, dim, keepdim=False):
     if not x.is_floating_point() and not x.is_complex():
         x = x.to(torch.get_default_dtype())
-    dtype, x = x.dtype, x.to(wide(x.dtype))
     top = (x.real if x.is_complex() else x).amax(dim, True)
     top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
-    total = ((x - top).exp().sum(dim, True).log() + top).to(dtype)
+    total = ((x.to(wide(x.dtype)) - top).exp().sum(dim, True).log() + top).to(x.dtype)
     dims = [dim] if isinstance(dim, int) else dim
     return total if keepdim else total.squeeze(tuple(dims) if dims else tuple(range(x.dim())))
