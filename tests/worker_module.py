@@ -209,6 +209,10 @@ def check_attributes(mesh):
     assert error_of(lambda: model(tokens())).startswith("the models differ between ranks")
 
 
+def doubled(module, inputs, output):
+    return 2 * output
+
+
 def check_other_modules(mesh):
     model, reference = pair(mesh)
     model(tokens())
@@ -219,10 +223,15 @@ def check_other_modules(mesh):
     for m in (model, reference):
         m.shift = torch.ones(1)
     close(model(tokens()), reference(tokens()))
-    handles = [m.up.register_forward_hook(lambda module, inputs, output: 2 * output) for m in (model, reference)]
-    close(model(tokens()), reference(tokens()))
-    for m, handle in zip((model, reference), handles):
-        handle.remove()
+    made = []
+    for _ in range(2):
+        handles = [m.up.register_forward_hook(doubled) for m in (model, reference)]
+        close(model(tokens()), reference(tokens()))
+        made.append(len(model._all_programs()))
+        for handle in handles:
+            handle.remove()
+    assert made[0] == made[1], made
+    for m in (model, reference):
         m.down.forward = lambda x, m=m: 3 * F.linear(x, m.down.weight)
     close(model(tokens()), reference(tokens()))
     assert error_of(lambda: gspmd.parallelize(nn.Sequential(model), mesh)).startswith("a module is on a mesh already")
@@ -233,8 +242,9 @@ def check_other_modules(mesh):
 def check_methods(mesh):
     """A method of the model that calls it runs on the mesh."""
     model, reference = pair(mesh)
-    assert torch.equal(model.generate(tokens(), 3), reference.generate(tokens(), 3))
-    assert model.plan is not None
+    for _ in range(2):
+        assert torch.equal(model.generate(tokens(), 3), reference.generate(tokens(), 3))
+    assert len(model._all_programs()) == 3                                  # one for each length
     loss_of(model)
 
 

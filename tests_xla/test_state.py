@@ -57,6 +57,8 @@ def test_pin_changes_no_number(pin, program):
 def test_results_are_plain_tensors_and_evaluation_is_without_gradients():
     model, reference = on_both(Net())
     x = torch.randn(7, 16)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x).cpu(), reference(x), rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         y = model(x)
     assert type(y) is torch.Tensor and y.device.type == "xla" and not y.requires_grad

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
 from operator import attrgetter, is_
@@ -66,15 +66,12 @@ def leaf_key(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
 
 
-def _assign(table: dict[str, Any], name: str, value: Any) -> None:
-    """None: nothing."""
-    table.pop(name, None)
-    if value is not None:
-        table[name] = value
-
-
 class Wrapped(nn.Module):
-    """Stands for a model: names of parameters, buffers and submodules are the model's."""
+    """Stands for a model: names of parameters, buffers and submodules are the model's, and so are attributes and methods.
+
+    Keeps the programs that were made of it, and notices when the model is not any more what they were made from: submodules,
+    hooks, shapes and types (`_current`), attributes that forward read (capture/reads.py), modes and frozen parameters.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -88,19 +85,21 @@ class Wrapped(nn.Module):
     def _look(self) -> None:
         """Takes in what the model consists of."""
         everything = list(self._model.modules())
-        tables = [t for m in everything for t in (m._modules, m._parameters, m._buffers, m._forward_pre_hooks, m._forward_hooks)]
-        kinds = tuple((name, self._kind(name, held)) for table in tables for name, held in table.items())
+        tables = [table for m in everything for table in (m._modules, m._parameters, m._buffers)]
+        hooks = [table for m in everything for table in (m._forward_pre_hooks, m._forward_hooks)]
+        kinds = (*((name, self._kind(name, held)) for table in tables for name, held in table.items()),
+                 *(tuple(table.values()) for table in hooks))
         self.__dict__.update(
-            _everything=everything, _tables=tables, _seen=[*chain.from_iterable(map(dict.values, tables))],
+            _everything=everything, _tables=tables + hooks, _seen=[*chain.from_iterable(map(dict.values, tables + hooks))],
             _slots=[(m._parameters, name) for m in everything for name, p in m._parameters.items() if p is not None],
             _version=self._known.setdefault(kinds, len(self._known)))
 
     def _kind(self, name: str, held: Any) -> Any:
-        """What a program depends on of a parameter, buffer, submodule or hook, or of None in the place of one."""
+        """What a program depends on of a parameter, buffer or submodule, or of None in the place of one."""
         return (tuple(held.shape), held.dtype) if isinstance(held, Tensor) else held
 
     def _current(self) -> int:
-        """A number for what the model consists of: modules, and the kinds of their parameters and buffers."""
+        """A number for what the model consists of: modules, their hooks, and the kinds of their parameters and buffers."""
         held = [*chain.from_iterable(map(dict.values, self._tables))]
         if len(held) != len(self._seen) or not all(map(is_, held, self._seen)):
             self._look()
@@ -108,12 +107,14 @@ class Wrapped(nn.Module):
 
     def _program(self, key: Any, make: Callable[[], Any]) -> Any:
         """The program for calls of this key: made where there is none, or only such as read other attributes than those of now."""
+        if self._is_forwarding():
+            with self._forward_of_the_model(self._own_forward):
+                return self._program(key, make)
         programs = self._programs.setdefault(key, [])
         for program in programs:
             if program.captured.reads.hold():
                 return program
-        with self._forward_of_the_model(self._own_forward) if self._is_forwarding() else nullcontext():
-            programs.append(make())
+        programs.append(make())
         return programs[-1]
 
     def _all_programs(self) -> list:
@@ -126,12 +127,18 @@ class Wrapped(nn.Module):
     @contextmanager
     def _forward_of_the_model(self, forward: Callable | None) -> Iterator[None]:
         """Meanwhile that is this one; None: that of its class."""
-        before = self._model.__dict__.get("forward")
-        _assign(self._model.__dict__, "forward", forward)
+        before = self._set_forward(forward)
         try:
             yield
         finally:
-            _assign(self._model.__dict__, "forward", before)
+            self._set_forward(before)
+
+    def _set_forward(self, forward: Callable | None) -> Callable | None:
+        """What it was before."""
+        before = self._model.__dict__.pop("forward", None)
+        if forward is not None:
+            self._model.__dict__["forward"] = forward
+        return before
 
     def __getattr__(self, name: str) -> Any:
         try:

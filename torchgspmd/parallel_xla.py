@@ -60,6 +60,9 @@ class XlaModule(Wrapped):
         return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():                               # of whose tensors torch_xla can make none
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(*args, **kwargs)
         leaves, tree = pytree.tree_flatten((args, kwargs))
         key = (tree, tuple(map(leaf_key, leaves)), self._current(), self._modes(), torch.is_grad_enabled(),
                self._trainable(), _autocast())
