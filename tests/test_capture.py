@@ -407,6 +407,42 @@ def test_types(dtype):
     assert_same(gspmd.plan(f, x, y, mesh=BIG, in_specs=("a m", "m _")).simulate(x, y, _poison=True), f(x, y))
 
 
+class Box:
+    """An object that pytree does not know."""
+
+    def __init__(self, tensor, scale=1):
+        self.tensor, self.scale = tensor, scale
+
+
+def test_objects_that_hold_tensors_are_taken_and_returned():
+    def doubled(x, box):
+        return x + box.scale * box.tensor, Box(2 * box.tensor)
+
+    x, first, second = rand(6, 4), Box(rand(6, 4, seed=1), 3), Box(rand(6, 4, seed=2), 3)
+    plan = gspmd.plan(doubled, x, first, mesh=BIG, in_specs=("a m", None))
+    for box in (first, second):
+        (y, other), (want, _) = plan.simulate(x, box, _poison=True), doubled(x, box)
+        assert_same((y, other.tensor), (want, 2 * box.tensor))
+
+
+@pytest.mark.parametrize("put, holder", [(lambda box, y: setattr(box, "tensor", y), Box(None)), (lambda box, y: box.append(y), []),
+                                         (lambda box, y: box.update(y=y), {})], ids=["object", "list", "table"])
+def test_a_tensor_put_into_an_argument_is_returned_too_or_an_error(put, holder):
+    def lost(x, holder):
+        put(holder, x.sin())
+        return x.cos()
+
+    def returned(x, holder):
+        y = x.sin()
+        put(holder, y)
+        return y
+
+    with pytest.raises(gspmd.ShardingError, match="forward puts a tensor into one of its arguments"):
+        gspmd.plan(lost, rand(6, 4), holder, mesh=BIG)
+    assert_same(gspmd.plan(returned, rand(6, 4), holder, mesh=BIG).simulate(rand(6, 4), holder), rand(6, 4).sin())
+    assert not holder if isinstance(holder, (list, dict)) else holder.tensor is None        # no tensor of the trace is left
+
+
 def test_gradients_of_complex_results():
     class Spectrum(nn.Module):
         def __init__(self):

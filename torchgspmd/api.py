@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .annotate import mark_sharding_op
-from .capture import ARGUMENT, GRADIENT, MUTATION, OUTPUT, TANGENT, Captured, capture
+from .capture import ARGUMENT, GRADIENT, MUTATION, OUTPUT, TANGENT, Captured, capture, opened
 from .cures import replicates
 from .dump import Dump
 from .errors import ShardingError, user_line
@@ -53,6 +53,7 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
                             fix="Mesh(data=2, model=4), or Mesh.from_device_mesh(device_mesh)")
     if grad and not isinstance(fn, nn.Module):
         raise ShardingError("plan(grad=True) takes a module", where=user_line(), fix="call torch.autograd.grad inside of the function")
+    args, kwargs = opened((args, kwargs))
     wanted = spread_inputs(in_specs, args, kwargs, mesh)
     start = time.perf_counter()
     captured = capture(fn, args, kwargs, mesh, grad=grad)

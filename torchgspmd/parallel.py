@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from .api import compile_plan
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture, opened
 from .comm.agreement import Agreement, agree, is_room
 from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups, groups_of
@@ -136,6 +136,7 @@ class ShardedModule(Wrapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or not all(isinstance(a, Tensor) for a in args):
+            args, kwargs = opened((args, kwargs))
             leaves, tree = pytree.tree_flatten((args, kwargs))
         else:
             leaves, tree = list(args), len(args)

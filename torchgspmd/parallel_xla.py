@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from .api import Annotated, decide, lay_out
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture, opened
 from .errors import ShardingError, user_line
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.split import split
@@ -63,6 +63,7 @@ class XlaModule(Wrapped):
         if torch.is_inference_mode_enabled():                               # of whose tensors torch_xla can make none
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
+        args, kwargs = opened((args, kwargs))
         leaves, tree = pytree.tree_flatten((args, kwargs))
         key = (tree, tuple(map(leaf_key, leaves)), self._current(), self._modes(), torch.is_grad_enabled(),
                self._trainable(), _autocast())

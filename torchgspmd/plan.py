@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured, opened
 from .comm.collective import Collective
 from .comm.simulate import Lockstep, join_global, split_global
 from .errors import ShardingError, did_you_mean, user_line
@@ -128,7 +128,7 @@ class Plan:
 
     def flat_inputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
         """Every input as a tensor: the module's own state, the arguments, ones as cotangents."""
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         wanted = [i for i in self.captured.inputs if i.kind == ARGUMENT]
         if tree != self.captured.arguments or len(given) != len(wanted):

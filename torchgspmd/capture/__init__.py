@@ -1,5 +1,7 @@
 """A module or function as one graph: `capture` runs it on fake tensors, the other files say what is called in place of what."""
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured, Input, Output
+from .objects import opened
 from .trace import capture
 
-__all__ = ["ARGUMENT", "BUFFER", "GRADIENT", "MUTATION", "OUTPUT", "PARAMETER", "TANGENT", "Captured", "Input", "Output", "capture"]
+__all__ = ["ARGUMENT", "BUFFER", "GRADIENT", "MUTATION", "OUTPUT", "PARAMETER", "TANGENT", "Captured", "Input", "Output", "capture",
+           "opened"]

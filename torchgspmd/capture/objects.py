@@ -1,4 +1,4 @@
-"""Tensors inside of objects that pytree does not know, such as the key-value caches that transformers' models return."""
+"""Tensors inside of objects that pytree does not know, such as the key-value caches that transformers' models take and return."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,8 +15,10 @@ class Opened:
     attributes: dict[str, Any]
 
 
-pytree.register_pytree_node(Opened, lambda o: (list(o.attributes.values()), (o.cls, tuple(o.attributes))),
-                            lambda values, context: Opened(context[0], dict(zip(context[1], values))))
+pytree.register_pytree_node(
+    Opened, lambda o: (list(o.attributes.values()), (o.cls, tuple(o.attributes))),
+    lambda values, context: Opened(context[0], dict(zip(context[1], values))),
+    flatten_with_keys_fn=lambda o: ([(pytree.MappingKey(k), v) for k, v in o.attributes.items()], (o.cls, tuple(o.attributes))))
 
 
 def opened(tree: Any, around: tuple[int, ...] = ()) -> Any:
@@ -24,11 +26,15 @@ def opened(tree: Any, around: tuple[int, ...] = ()) -> Any:
     return pytree.tree_map(lambda leaf: _opened(leaf, around), tree)
 
 
+def has_attributes(leaf: Any) -> bool:
+    """Whether it is an object that may hold tensors: no tensor itself, no class and no function."""
+    return bool(getattr(leaf, "__dict__", None)) and not isinstance(leaf, (Tensor, type)) and not callable(leaf)
+
+
 def _opened(leaf: Any, around: tuple[int, ...]) -> Any:
-    attributes = getattr(leaf, "__dict__", None)
-    if not attributes or isinstance(leaf, (Tensor, type)) or callable(leaf) or id(leaf) in around:
+    if not has_attributes(leaf) or id(leaf) in around:
         return leaf
-    inside = {name: opened(value, (*around, id(leaf))) for name, value in attributes.items()}
+    inside = {name: opened(value, (*around, id(leaf))) for name, value in vars(leaf).items()}
     return Opened(type(leaf), inside) if any(isinstance(x, Tensor) for x in pytree.tree_leaves(inside)) else leaf
 
 

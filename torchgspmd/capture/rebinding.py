@@ -1,7 +1,7 @@
 """What a module's forward assigns to its attributes: buffers are results of the program, everything else is of the trace alone."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ShardingError, user_line
+from .objects import opened
 
 
 def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -24,9 +25,9 @@ def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Te
 
 
 @contextmanager
-def kept_attributes(module: nn.Module, traced: type[Tensor]) -> Iterator[None]:
+def kept_attributes(objects: Iterable[Any], traced: type[Tensor]) -> Iterator[None]:
     """Afterwards attributes that were assigned tensors of the trace, which have no values, are again what they were."""
-    before = [(holder, _entries(holder)) for m in module.modules() for holder in _holders(m.__dict__, {id(m.__dict__)})]
+    before = [(holder, _entries(holder)) for o in objects for holder in _holders(o.__dict__, {id(o.__dict__)})]
     try:
         yield
     finally:
@@ -56,4 +57,4 @@ def _entries(holder: dict | list) -> dict:
 
 
 def _holds(value: Any, kind: type[Tensor]) -> bool:
-    return any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(value))
+    return any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(opened(value)))

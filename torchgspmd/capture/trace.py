@@ -31,7 +31,7 @@ from .bodies import bodies
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, Captured, Input, Output
 from .clean import NUMBERS, clean
 from .guards import capturing, check_module, one_error
-from .objects import Opened, opened
+from .objects import Opened, closed, has_attributes, opened
 from .products import REPLACEMENTS
 from .reads import Reads, recorded_reads
 from .rebinding import kept_attributes, rebound_buffers
@@ -43,6 +43,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     if isinstance(fn, nn.Module):
         check_module(fn)
     state = _module_state(fn) if isinstance(fn, nn.Module) else {}
+    args, kwargs = opened((args, kwargs))
     leaves, tree = pytree.tree_flatten((args, kwargs))
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     names = _leaf_names(fn, args, kwargs)
@@ -96,24 +97,27 @@ class _Program:
 
     def _with_state(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Forward and backward, for a module with the traced tensors in place of its own for the whole time."""
+        objects = [leaf for leaf in self.leaves if has_attributes(leaf)]
         if not isinstance(self.fn, nn.Module):
-            return self._forward_backward(inputs, tracker)
+            with kept_attributes(objects, FunctionalTensor):
+                return self._forward_backward(inputs, tracker)
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
             found = self._forward_backward(inputs, tracker)
             self.rebound = rebound_buffers(self.fn, self.names, inputs)
             return found
         state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
-        with kept_attributes(self.fn, FunctionalTensor):
+        with kept_attributes([*self.fn.modules(), *objects], FunctionalTensor):
             return torch.func.functional_call(_Wrapper(self.fn, forward_backward), state, (), tie_weights=True)
 
     def _forward_backward(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
         leaves = list(self.leaves)
         for slot, tensor in zip(self.slots, inputs[len(self.names):]):
             leaves[slot] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
         result = opened(self.fn(*args, **kwargs))
         self.result_leaves, self.results = pytree.tree_flatten(result)
+        _check_arguments(opened((args, kwargs)), [*leaves, *self.result_leaves])
         self.result_slots = [i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)]
         if any(isinstance(leaf, NUMBERS) for leaf in self.result_leaves):
             raise ShardingError("the program returns a number that is known only when it runs", where=user_line(),
@@ -137,6 +141,14 @@ class _Program:
             seeds.append(FunctionalTensor.to_functional(seed))
         grads = _grad([outs[i] for i in differentiable], [inputs[i] for i in wanted], seeds, allow_unused=True)
         return {i: g for i, g in zip(wanted, grads) if g is not None}
+
+
+def _check_arguments(after: Any, known: list) -> None:
+    """ShardingError if the program put a tensor into an argument (a list, an object) that it does not return: it would be lost."""
+    ids = set(map(id, known))
+    if any(isinstance(leaf, Tensor) and id(leaf) not in ids for leaf in pytree.tree_leaves(after)):
+        raise ShardingError("forward puts a tensor into one of its arguments, a list, table or object", where=user_line(),
+                            why="arguments are taken apart into tensors, and results are what forward returns", fix="return it")
 
 
 def _check_leaves(ends: list[Any]) -> None:
