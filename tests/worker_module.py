@@ -3,6 +3,7 @@ import copy
 import os
 import sys
 from collections import namedtuple
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,9 @@ class WithPenalty(Model):
 
 
 class WithKinds(Model):
-    def forward(self, tokens, *, scale=1.0, more=None):
+    def forward(self, tokens, *, scale=1.0, more=None, change=None, by=None):
         logits = super().forward(tokens) * scale + more["bias"]
+        logits = logits if change is None else change(logits) * by.scale + by.tensor
         return {"result": Result(logits, logits.norm()), "none": None, "text": "hi", "list": [3, (logits.mean(),)]}
 
 
@@ -266,6 +268,11 @@ def check_results_of_all_kinds(mesh):
     assert type(got["result"]) is Result and got["none"] is None and got["text"] == "hi" and got["list"][0] == 3
     close(got["result"].logits, want["result"].logits)
     close(got["list"][1][0], want["list"][1][0])
+    more = {"bias": 0.0}
+    for scale, tensor in ((2.0, 1.0), (2.0, 3.0), (4.0, 3.0)):
+        by = SimpleNamespace(scale=scale, tensor=torch.tensor(tensor))
+        got, want = (m(tokens(), more=more, change=lambda x: x.tanh(), by=by) for m in (model, reference))
+        close(got["result"].logits, want["result"].logits)
     with torch.inference_mode():
         close(model(tokens(), more={"bias": 0.0})["result"].norm, reference(tokens(), more={"bias": 0.0})["result"].norm)
     with torch.autograd.detect_anomaly(check_nan=True):

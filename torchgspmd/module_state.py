@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -63,7 +64,15 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
 
 def leaf_key(leaf: Any) -> Any:
     """What of an argument the compiled program depends on."""
-    return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    attributes = None if callable(leaf) else getattr(leaf, "__dict__", None)
+    return repr(leaf) if attributes is None else (repr(leaf), repr(attributes))
+
+
+def as_text(key: Any) -> str:
+    """A key, or part of one, as every process writes it: without addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(key))
 
 
 class Wrapped(nn.Module):

@@ -47,7 +47,7 @@ from .fx_passes.products import products
 from .fx_passes.split import split
 from .fx_passes.tidy import tidy
 from .mesh import Mesh
-from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
+from .module_state import Wrapped, as_text, leaf_key, mark_on, named_tensors, slot_of
 from .module_state import shard_updates as mark_updates
 from .once import once
 from .parallel_xla import XlaModule
@@ -161,8 +161,8 @@ class ShardedModule(Wrapped):
         """What every rank raises when calls differ; draws: if it is not by anything else, it is by their random numbers."""
         read = [program.captured.reads.now() for program in self._programs.get(key, ())]
         shapes, models = [None] * self._mesh.size, [None] * self._mesh.size
-        dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple)])
-        dist.all_gather_object(models, str((key[0], key[2:], [_plain(values) for values in read])))
+        dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k[0], tuple)])
+        dist.all_gather_object(models, as_text((key[2:], read)))
         if all(s == shapes[0] for s in shapes) and any(m != models[0] for m in models):
             raise ShardingError("the models differ between ranks", where=user_line(),
                                 why="a mode (train or eval, grad or no_grad), an attribute, a frozen parameter or a submodule is another",
@@ -177,7 +177,7 @@ class ShardedModule(Wrapped):
 
     def _compile(self, args: tuple, kwargs: dict, key: Any) -> _Program:
         start = time.perf_counter()
-        agree(self._groups, _hash(f"a program for {key}"), lambda: self._differ(key))
+        agree(self._groups, _hash(f"a program for {as_text(key)}"), lambda: self._differ(key))
         grad = torch.is_grad_enabled()
         captured = capture(self._model, args, kwargs, self._mesh, grad=grad)
         wanted = spread_inputs(self._in_specs, args, kwargs, self._mesh)
@@ -187,7 +187,7 @@ class ShardedModule(Wrapped):
                             stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
                             plain=[not isinstance(t, DTensor) for t in tensors], device=self._groups.device_type, **self._options)
         agree(self._groups, _hash(made.program.code), _programs_differ)
-        program = _Program(made, self._groups, self._model, tensors, self._backend, _hash(f"{key} {_plain(captured.reads.values)}"))
+        program = _Program(made, self._groups, self._model, tensors, self._backend, _hash(as_text((key, captured.reads.values))))
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         return program
 
@@ -407,11 +407,6 @@ def _leaf_key(leaf: Any) -> Any:
 
 def _generator_state() -> int:
     return zlib.crc32(torch.get_rng_state().numpy())
-
-
-def _plain(values: list) -> list:
-    """Without functions, which print differently on every rank."""
-    return [v for v in values if not callable(v)]
 
 
 def _programs_differ() -> NoReturn:

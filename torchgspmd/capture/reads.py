@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
 _CONTAINERS = (list, tuple, dict)
+LONG = 1000                     # entries of a list that is not looked at in every step
 _KEPT_BY_TORCH = frozenset(nn.Module().__dict__)    # hooks, tables, `training`: others look after them
 
 
@@ -69,11 +70,14 @@ def recorded_reads(module: nn.Module) -> Iterator[Reads]:
             seen[id(self), name] = table, name, _frozen(table.get(name, _ABSENT))
         return value
 
+    before = nn.Module.__getattribute__
     nn.Module.__getattribute__ = record                 # type: ignore[method-assign]
     try:
         yield reads
     finally:
-        del nn.Module.__getattribute__
+        nn.Module.__getattribute__ = before             # type: ignore[method-assign]
+        if before is object.__getattribute__:
+            del nn.Module.__getattribute__              # found without a look at nn.Module again
     for table, name, value in seen.values():
         if _same(table.get(name, _ABSENT), value):
             reads.add(table, name, value)
@@ -81,7 +85,7 @@ def recorded_reads(module: nn.Module) -> Iterator[Reads]:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, _CONTAINERS):
-        return all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value))
+        return len(value) <= LONG and all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value))
     return isinstance(value, _PLAIN)
 
 
