@@ -79,7 +79,7 @@ sample([aten.__lshift__.Scalar, aten.__rshift__.Scalar, aten.bitwise_left_shift.
        ints(9, 4, 5), 2)
 sample(aten._conj_physical.default, lambda: torch.randn(4, 5, dtype=torch.complex64))
 sample(aten.pow.Tensor_Scalar, unit(4, 5), 2.5)
-sample(aten.pow.Scalar, 2, unit(4, 5))
+sample([aten.pow.Scalar, aten.remainder.Scalar_Tensor], 2, unit(4, 5))
 sample(aten.lerp.Scalar, real(4, 5), real(4, 5), 0.3)
 sample(aten.lerp.Tensor, real(4, 5), real(4, 5), unit(5))
 sample(aten.div.Tensor_mode, real(4, 5), unit(5), rounding_mode="floor")
