@@ -250,6 +250,54 @@ def check_methods(mesh):
     loss_of(model)
 
 
+class WithCache(Model):
+    """Keeps keys of earlier tokens in an object that its caller passes, and a loss of its own in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask, self.losses = torch.ones(WORDS), None
+
+    def forward(self, tokens, cache=None):
+        keys = self.up(self.embedding(tokens))
+        if cache is not None:
+            cache.keys = keys = torch.cat([cache.keys, keys], 1) if cache.keys is not None else keys
+            cache.rows.append(tokens.shape[1])
+        self.losses = keys.square().mean(), keys.mean(-1)                   # [], [b, s]
+        return self.head(self.down(F.gelu(keys)).mean(1)) * self.mask
+
+
+def check_what_forward_leaves(mesh):
+    """In objects that are passed, and in attributes; with their gradients."""
+    model, reference = pair(mesh, WithCache)
+    left = []
+    for m in (model, reference):
+        cache, kept = SimpleNamespace(keys=None, rows=[]), []
+        for step in range(3):
+            with torch.no_grad():
+                kept.append(m(tokens(step), cache))
+        assert cache.rows == [5, 5, 5]
+        loss = m(tokens(3)).square().mean() + 2 * m.losses[0] + whole(m.losses[1]).sum()
+        loss.backward()
+        m.mask = torch.arange(float(WORDS))                                 # another tensor, not a parameter and not a buffer
+        prefix = SimpleNamespace(keys=None, rows=[])
+        m(tokens(4), prefix)
+        m(tokens(5), prefix).square().mean().backward()                     # through what is in the cache
+        left.append((*kept, cache.keys, loss, m(tokens(6)), m.losses[0], m.losses[1]))
+    for mine, theirs in zip(*left):
+        close(mine, theirs)
+    same_gradients(model, reference)
+
+
+def check_layouts_of_results(mesh):
+    """Also such as DTensors do not express: the nearest one that they do."""
+    one, other = mesh.names[0], mesh.names[-1]
+    for rows in (8, 5):
+        x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
+        for spec in (f"{one} _", f"_ {other}", "? ?", *((f"{one}+{other} _", f"{other}+{one} _") if one != other else ())):
+            for given in (None, spec.replace("?", "_")):
+                close(gspmd.parallelize(nn.Tanh(), mesh, in_specs=given, out_specs=spec)(x), x.tanh())
+
+
 def check_second_order(mesh):
     """A penalty on gradients is computed in forward; one outside would lose its gradient, and is an error."""
     model, reference = pair(mesh, WithPenalty)

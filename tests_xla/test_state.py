@@ -1,5 +1,6 @@
 """Parameters, batches, random numbers, precision and recomputation on XLA."""
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,26 @@ def test_pin_changes_no_number(pin, program):
     module, batches = PROGRAMS[program]()
     model, reference = on_both(module, pin=pin)
     assert furthest(train(model, batches(), primed(adam(model))), train(reference, batches(), primed(adam(reference)))) <= 1e-8
+
+
+class Remembering(Net):
+    def forward(self, x, cache):
+        y = super().forward(x)
+        cache.rows, self.norm = y if cache.rows is None else torch.cat([cache.rows, y]), y.square().mean()
+        return y
+
+
+def test_what_forward_leaves_in_objects_and_attributes():
+    model, reference = on_both(Remembering())
+    left = []
+    for m in (model, reference):
+        cache = SimpleNamespace(rows=None)
+        for seed in (1, 2):
+            m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)), cache)
+        (cache.rows.sum() + m.norm).backward()
+        left.append([cache.rows, m.norm, m.up.weight.grad])
+    for mine, theirs in zip(*left):
+        torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_results_are_plain_tensors_and_evaluation_is_without_gradients():

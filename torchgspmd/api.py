@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .annotate import mark_sharding_op
-from .capture import ARGUMENT, GRADIENT, MUTATION, OUTPUT, TANGENT, Captured, capture, opened
+from .capture import ARGUMENT, GRADIENT, MUTATION, OUTPUT, TANGENT, Captured, Output, capture, opened
+from .comm.storage import storable
 from .cures import replicates
 from .dump import Dump
 from .errors import ShardingError, user_line
@@ -74,6 +75,7 @@ class Annotated:
     given: dict[fx.Node, ShardSpec]         # layouts of inputs that are settled
     results: list[ShardSpec | None]         # those asked for, of the outputs
     parted: bool = False                    # whether products are computed by parts, since they are cut (see fx_passes/parts.py)
+    stored: bool = False                    # whether what has a layout leaves the program as DTensors
 
 
 def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
@@ -162,7 +164,7 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
     for node, inp in zip(placeholders, captured.inputs):
         if inp.kind == TANGENT and results[inp.output] is not None and not any(results[inp.output].open):
             given[node] = results[inp.output]
-    return Annotated(captured, graph, layouts, given, results, parted)
+    return Annotated(captured, graph, layouts, given, results, parted, whole)
 
 
 def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = None, keep_marks: bool = False,
@@ -172,7 +174,8 @@ def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = No
     placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
     wanted = _outputs(made.captured, placeholders, made.results, plain)
     mesh = made.layouts.mesh
-    return merge_parts(verify(partition(made.graph, mesh, made.given, wanted, rules, keep_marks, memories), mesh), mesh)
+    leaving = (lambda spec, shape: storable(spec, shape, mesh).map_axes(mesh.whole)) if made.stored else None
+    return merge_parts(verify(partition(made.graph, mesh, made.given, wanted, rules, keep_marks, memories, leaving), mesh), mesh)
 
 
 def _sent(graph: fx.Graph) -> float:
@@ -212,13 +215,22 @@ def _input_specs(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
 
 def _result_specs(captured: Captured, graph: fx.Graph, out_specs: Any, mesh: Mesh, whole: bool) -> list[ShardSpec | None]:
     """The specs asked for, for every flat output of the function; whole: others are replicated."""
-    values = [v for v, out in zip(graph.output_node().args[0], captured.outputs) if out.kind == OUTPUT]
+    outs = [out for out in captured.outputs if out.kind == OUTPUT]
+    values = graph.output_node().args[0][:len(outs)]
     leaves = list(captured.result_leaves)
     for slot, value in zip(captured.result_slots, values):
         leaves[slot] = value.meta["val"]
     tree = pytree.tree_unflatten(leaves, captured.results)
     specs = [None if spec is None else _drop_trivial(spec, mesh) for spec in spread(out_specs, tree, mesh, "the result")]
-    return [ShardSpec.replicated(v.meta["val"].dim()) if spec is None and whole else spec for spec, v in zip(specs, values)]
+    specs += [None] * (len(values) - len(specs))                            # what is put into arguments and attributes
+    return [_returned(spec, out, tuple(v.meta["val"].shape), mesh) for spec, out, v in zip(specs, outs, values)] if whole else specs
+
+
+def _returned(spec: ShardSpec | None, out: Output, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
+    """The layout of a result on real processes: a whole tensor, unless another is asked for."""
+    if spec is None:
+        return ShardSpec.parse(" ".join("?" * len(shape))) if out.open else ShardSpec.replicated(len(shape))
+    return spec if any(spec.open) else storable(spec, shape, mesh)
 
 
 def _propagate(captured: Captured, graph: fx.Graph, mesh: Mesh, inputs, results, rules: Rules) -> Layouts:

@@ -70,7 +70,8 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
 
     Parameters and buffers become DTensors laid out as marked (replicated without a mark) with rank 0's values; give the
     returned module's parameters to the optimizer. Plain tensor arguments are the global batch, the same on every
-    rank; DTensors are taken as laid out. Results come back whole, but for those whose layout out_specs gives: DTensors.
+    rank; DTensors are taken as laid out. Results come back whole, but for those whose layout out_specs gives: DTensors, of the
+    nearest layout that such express (several axes on one dimension only in mesh order, and if they divide it).
     backend "torch" runs the program operation by operation, "inductor" compiles it. Raises ShardingError if there is
     no process group with one process a device, or if ranks differ in their programs or in the shapes of arguments.
     strict=True: what would be listed as replicated_ops is an error. rng="global": random numbers are those of one device,
@@ -135,6 +136,7 @@ class ShardedModule(Wrapped):
         self.register_load_state_dict_pre_hook(_distribute_state)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = args, kwargs
         if kwargs or not all(isinstance(a, Tensor) for a in args):
             args, kwargs = opened((args, kwargs))
             leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -146,7 +148,7 @@ class ShardedModule(Wrapped):
         program = self._program(key, lambda: self._compile(args, kwargs, key))
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
-        return program(leaves, Agreement(self._groups, signature, lambda: self._differ(key, program.draws)))
+        return program(leaves, given, Agreement(self._groups, signature, lambda: self._differ(key, program.draws)))
 
     def _kind(self, name: str, held: Any) -> Any:
         if isinstance(held, DTensor):
@@ -159,7 +161,7 @@ class ShardedModule(Wrapped):
 
     def _differ(self, key: Any, draws: bool = False) -> NoReturn:
         """What every rank raises when calls differ; draws: if it is not by anything else, it is by their random numbers."""
-        read = [program.captured.reads.now() for program in self._programs.get(key, ())]
+        read = [program.captured.reads.described(now=True) for program in self._programs.get(key, ())]
         shapes, models = [None] * self._mesh.size, [None] * self._mesh.size
         dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k[0], tuple)])
         dist.all_gather_object(models, as_text((key[2:], read)))
@@ -187,7 +189,7 @@ class ShardedModule(Wrapped):
                             stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
                             plain=[not isinstance(t, DTensor) for t in tensors], device=self._groups.device_type, **self._options)
         agree(self._groups, _hash(made.program.code), _programs_differ)
-        program = _Program(made, self._groups, self._model, tensors, self._backend, _hash(as_text((key, captured.reads.values))))
+        program = _Program(made, self._groups, self._model, tensors, self._backend, _hash(as_text((key, captured.reads.described()))))
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         return program
 
@@ -272,8 +274,9 @@ class _Program:
         spec = self.plan.out_specs[output]
         return spec if spec is not None and spec.sharding_axes else None
 
-    def __call__(self, leaves: list, agreement: Agreement) -> Any:
-        """agreement: whether ranks pass the same; it ends before anything else is sent, as late as that."""
+    def __call__(self, leaves: list, given: tuple[tuple, dict], agreement: Agreement) -> Any:
+        """leaves: those of what is given, (args, kwargs). agreement: whether ranks pass the same; it ends before anything else is
+        sent, as late as that."""
         self.agreement = agreement if self.carries else agreement.begin()
         state = [table[name] for table, name in self.slots]
         flat = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
@@ -281,14 +284,14 @@ class _Program:
             outs = _Run.apply(self, *flat)
         else:
             outs = self.run_forward(flat)[0]
-        results = list(self.captured.result_leaves)
-        for i, (slot, value) in enumerate(zip(self.captured.result_slots, outs)):
-            spec = self.wrapped(i)
-            if spec is not None:
-                shape = tuple(self.plan.sharded.output_node().args[0][i].meta["val"].shape)
-                value = wrap_local(value, spec, shape, self.groups.mesh, self.groups.device_mesh)
-            results[slot] = value
-        return self.captured.result(results)
+        return self.captured.result([self._wrap(i, value) for i, value in enumerate(outs)], given)
+
+    def _wrap(self, output: int, value: Tensor) -> Tensor:
+        spec = self.wrapped(output)
+        if spec is None:
+            return value
+        shape = tuple(self.plan.sharded.output_node().args[0][output].meta["val"].shape)
+        return wrap_local(value, spec, shape, self.groups.mesh, self.groups.device_mesh)
 
     def settle(self) -> None:
         """The comparison between ranks has ended well."""

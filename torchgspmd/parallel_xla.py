@@ -63,13 +63,14 @@ class XlaModule(Wrapped):
         if torch.is_inference_mode_enabled():                               # of whose tensors torch_xla can make none
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
-        args, kwargs = opened((args, kwargs))
+        given = args, kwargs
+        args, kwargs = opened(given)
         leaves, tree = pytree.tree_flatten((args, kwargs))
         key = (tree, tuple(map(leaf_key, leaves)), self._current(), self._modes(), torch.is_grad_enabled(),
                self._trainable(), _autocast())
         program = self._program(key, lambda: self._compile(args, kwargs))
         self._settle()
-        return program(leaves)
+        return program(leaves, given)
 
     def _kind(self, name: str, held: Any) -> Any:
         if isinstance(held, nn.Parameter) and held.device not in (self._device, torch.device("meta")):
@@ -150,21 +151,19 @@ class _Program:
         constants = on_device(self.captured.constants, device)
         self.forward, self.backward = (_Watched(fx.GraphModule(constants, g)) for g in (forward, backward))
 
-    def __call__(self, leaves: list) -> Any:
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        arguments = [place_tensor(t, spec, self.mesh, self.device) for t, spec in zip(given, self.arguments)]
+    def __call__(self, leaves: list, given: tuple[tuple, dict]) -> Any:
+        """leaves: those of what is given, (args, kwargs)."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        arguments = [place_tensor(t, spec, self.mesh, self.device) for t, spec in zip(tensors, self.arguments)]
         flat = [*(table[key] for table, key in self.slots), *arguments]
         with torch.autocast("xla", enabled=False):
             outs = _Run.apply(self, *flat) if self.captured.has_backward else self.run_forward(flat)[0]
-        originals = [*flat[:len(self.slots)], *given]
+        originals = [*flat[:len(self.slots)], *tensors]
         with torch.no_grad():
             for index in self.mutated:
                 if originals[index] is not flat[index]:
                     originals[index].copy_(flat[index])
-        results = list(self.captured.result_leaves)
-        for slot, value in zip(self.captured.result_slots, outs):
-            results[slot] = value
-        return self.captured.result(results)
+        return self.captured.result(outs, given)
 
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """(outputs, saved values); writes what the program changes in place."""

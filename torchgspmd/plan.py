@@ -115,7 +115,8 @@ class Plan:
         """Runs the program of every device of the mesh in this process; takes and returns global tensors.
 
         Inputs that the function changes in place are changed. A plan with grad=True returns (outputs, gradients): the
-        gradients of the sum of the floating outputs that require one, by parameter name.
+        gradients of the sum of the floating outputs that require one, by parameter name. (Tensors in objects that pytree does
+        not know count only if there are no others; those that are put into arguments or attributes do not.)
         """
         tensors = self.flat_inputs(args, kwargs)
         inputs = [split_global(t, spec, self.mesh, _poison) for t, spec in zip(tensors, self.input_layouts)]
@@ -124,10 +125,10 @@ class Plan:
         nodes = self.sharded.output_node().args[0]
         joined = [None if spec is None else join_global(parts, spec, _shape(node, parts), self.mesh)
                   for parts, spec, node in zip(results, self.out_specs, nodes)]
-        return self.rebuild(joined, tensors)
+        return self.rebuild(joined, tensors, (args, kwargs))
 
     def flat_inputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
-        """Every input as a tensor: the module's own state, the arguments, ones as cotangents."""
+        """Every input as a tensor: the module's own state, the arguments, cotangents."""
         leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         wanted = [i for i in self.captured.inputs if i.kind == ARGUMENT]
@@ -138,11 +139,13 @@ class Plan:
             if tuple(tensor.shape) != want.shape or tensor.dtype != want.dtype:
                 raise ShardingError(f"argument '{want.name}' is {dtype_name(tensor.dtype)}{list(tensor.shape)}, the plan was made for "
                                     f"{dtype_name(want.dtype)}{list(want.shape)}", where=user_line(), fix="make a plan for these shapes")
-        ones = [torch.ones(i.shape, dtype=i.dtype) for i in self.captured.inputs if i.kind == TANGENT]
-        return [*self.captured.tensors, *given, *ones]
+        summed = self.captured.visible()
+        cotangents = [(torch.ones if i.output in summed else torch.zeros)(i.shape, dtype=i.dtype)
+                      for i in self.captured.inputs if i.kind == TANGENT]
+        return [*self.captured.tensors, *given, *cotangents]
 
-    def rebuild(self, flat: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
-        """The function's own structure of flat results; writes what it changes in place."""
+    def rebuild(self, flat: Sequence[Any], tensors: Sequence[Tensor], given: tuple[tuple, dict]) -> Any:
+        """The function's own structure of flat results; writes what it changes in place, of tensors and of containers in `given`."""
         outputs, gradients = [], {}
         for value, out in zip(flat, self.captured.outputs):
             if out.kind == OUTPUT:
@@ -152,10 +155,7 @@ class Plan:
             elif out.kind == MUTATION:
                 with torch.no_grad():
                     tensors[out.input].copy_(value)
-        leaves = list(self.captured.result_leaves)
-        for slot, value in zip(self.captured.result_slots, outputs):
-            leaves[slot] = value
-        result = self.captured.result(leaves)
+        result = self.captured.result(outputs, given)
         return (result, gradients) if self.captured.has_backward else result
 
 

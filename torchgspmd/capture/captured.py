@@ -1,6 +1,7 @@
 """What a capture gives: a graph, and how values go in and out of it."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..shard_spec import ShardSpec
-from .objects import closed
+from .effects import Effect, apply
+from .objects import Opened, closed
 from .reads import Reads
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
@@ -33,6 +35,7 @@ class Output:
     """A result of the captured graph."""
     kind: str                           # output, mutation (new value of an input) or gradient (of an input)
     input: int = -1                     # which input is mutated or differentiated
+    open: bool = False                  # of an output: it leaves the program as it is laid out, if nobody asks for a layout
 
 
 @dataclass
@@ -49,10 +52,28 @@ class Captured:
     result_slots: tuple[int, ...]       # which leaves are tensors
     has_backward: bool = False
     opened: bool = False                # whether the result has objects that hold tensors
+    effects: tuple[Effect, ...] = ()    # on the containers among the arguments, and on the module
+    module: nn.Module | None = None     # the one that was traced
     tensors: list[Tensor] = field(default_factory=list)    # the module's own parameters and buffers, in input order
     reads: Reads = field(default_factory=Reads)             # of a module's attributes that became part of it
 
-    def result(self, leaves: list) -> Any:
-        """The function's result, of these leaves."""
+    def result(self, outputs: Sequence[Any], given: tuple[tuple, dict]) -> Any:
+        """The function's result, of what the graph computes; containers among the given (args, kwargs) and the module are changed.
+
+        outputs: a value for every output of kind OUTPUT. Those behind the result's own are for these.
+        """
+        leaves = list(self.result_leaves)
+        for slot, value in zip(self.result_slots, outputs):
+            leaves[slot] = value
         tree = pytree.tree_unflatten(leaves, self.results)
-        return closed(tree) if self.opened else tree
+        if self.effects:
+            apply(self.effects, outputs, (*given, self.module))
+        return closed(tree, given) if self.opened else tree
+
+    def visible(self) -> set[int]:
+        """The outputs that pytree finds in the result; if all of its tensors are in objects, those in objects."""
+        tree = pytree.tree_unflatten([*range(len(self.result_leaves))], self.results)
+        places = {slot: output for output, slot in enumerate(self.result_slots)}
+        seen = [leaf for leaf in pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Opened)) if isinstance(leaf, int)]
+        found = {places[leaf] for leaf in seen if leaf in places}
+        return found or set(places.values())

@@ -3,7 +3,8 @@
     def forward(self, x):
         return self.head(x) / self.temperature      # read: temperature = 0.7
 
-A program whose reads do not hold any more (`model.temperature = 1.0`, `model.dropout.p = 0`) is made anew.
+A program whose reads do not hold any more (`model.temperature = 1.0`, `model.dropout.p = 0`) is made anew; of a tensor, if it is
+not the same one.
 """
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from contextlib import contextmanager
 from itertools import repeat
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
@@ -29,7 +31,8 @@ class _Absent:
         return "absent"
 
 
-_ABSENT = _Absent()
+ABSENT = _Absent()
+overwritten: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()     # by runs of programs: what attributes held before
 
 
 class Reads:
@@ -47,7 +50,11 @@ class Reads:
 
     def now(self) -> list[Any]:
         """What they hold at present."""
-        return [*map(dict.get, self.tables, self.names, repeat(_ABSENT))]
+        return [*map(dict.get, self.tables, self.names, repeat(ABSENT))]
+
+    def described(self, now: bool = False) -> list[Any]:
+        """What they held, or hold now, as every process writes it."""
+        return [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in (self.now() if now else self.values)]
 
     def hold(self) -> bool:
         """Whether all is as it was."""
@@ -60,14 +67,15 @@ def recorded_reads(module: nn.Module) -> Iterator[Reads]:
     """Of the module and those inside of it, there at the end; none of what is assigned meanwhile: a counter that forward
     increments would need a program for each number."""
     reads = Reads()
-    seen: dict[tuple[int, str], tuple[dict, str, Any]] = {}
+    seen: dict[tuple[int, str], tuple[nn.Module, dict, Any]] = {}
     own = {id(m) for m in module.modules()}
 
     def record(self: nn.Module, name: str) -> Any:
         value = object.__getattribute__(self, name)
-        if name not in _KEPT_BY_TORCH and id(self) in own and (id(self), name) not in seen and (name == "forward" or _is_plain(value)):
+        if name not in _KEPT_BY_TORCH and id(self) in own and (id(self), name) not in seen:
             table = object.__getattribute__(self, "__dict__")
-            seen[id(self), name] = table, name, _frozen(table.get(name, _ABSENT))
+            if name == "forward" or _is_plain(value) or isinstance(value, Tensor) and name in table:
+                seen[id(self), name] = self, table, _frozen(table.get(name, ABSENT))
         return value
 
     before = nn.Module.__getattribute__
@@ -78,8 +86,8 @@ def recorded_reads(module: nn.Module) -> Iterator[Reads]:
         nn.Module.__getattribute__ = before             # type: ignore[method-assign]
         if before is object.__getattribute__:
             del nn.Module.__getattribute__              # found without a look at nn.Module again
-    for table, name, value in seen.values():
-        if _same(table.get(name, _ABSENT), value):
+    for (_, name), (owner, table, value) in seen.items():
+        if name not in overwritten.get(owner, ()) and _same(table.get(name, ABSENT), value):
             reads.add(table, name, value)
 
 
@@ -95,4 +103,4 @@ def _frozen(value: Any) -> Any:
 
 
 def _same(now: Any, value: Any) -> bool:
-    return now is value or type(now) is type(value) and now == value
+    return now is value or type(now) is type(value) and not isinstance(now, Tensor) and now == value

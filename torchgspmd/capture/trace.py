@@ -30,11 +30,12 @@ from ..mesh import Mesh
 from .bodies import bodies
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, Captured, Input, Output
 from .clean import NUMBERS, clean
+from .effects import Effect, Watched
 from .guards import capturing, check_module, one_error
-from .objects import Opened, closed, has_attributes, opened
+from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
 from .reads import Reads, recorded_reads
-from .rebinding import kept_attributes, rebound_buffers
+from .rebinding import Attributes, rebound_buffers
 from .values import VALUE_REPLACEMENTS
 
 
@@ -61,7 +62,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     graph, inputs = clean(traced.graph, inputs, program.tangents)
     return Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree, _without(leaves, slots), program.results,
                     _without(program.result_leaves, program.result_slots), tuple(program.result_slots), bool(program.tangents),
-                    program.opened, real[:len(state)], reads)
+                    program.opened, tuple(program.effects), fn if isinstance(fn, nn.Module) else None, real[:len(state)], reads)
 
 
 def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:
@@ -77,6 +78,8 @@ class _Program:
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
         self.rebound: dict[int, Tensor] = {}
+        self.effects: list[Effect] = []
+        self.attributes = Attributes(fn, FunctionalTensor) if isinstance(fn, nn.Module) else None
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
         with _Functional():
@@ -90,24 +93,22 @@ class _Program:
                 outs, grads = self._with_state(inputs, tracker)
             tracker.clear()
             mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if i in self.rebound or _was_mutated(t, old)]
-            self.outputs = ([Output(OUTPUT)] * len(outs) + [Output(MUTATION, i) for i in mutated]
-                            + [Output(GRADIENT, i) for i in grads])
+            self.outputs = [*(Output(OUTPUT, open=i >= self.asked) for i in range(len(outs))), *(Output(MUTATION, i) for i in mutated),
+                            *(Output(GRADIENT, i) for i in grads)]
             return [_unwrap(t) if isinstance(t, FunctionalTensor) else t
                     for t in (*outs, *(self.rebound.get(i, inputs[i]) for i in mutated), *grads.values())]
 
     def _with_state(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Forward and backward, for a module with the traced tensors in place of its own for the whole time."""
-        objects = [leaf for leaf in self.leaves if has_attributes(leaf)]
-        if not isinstance(self.fn, nn.Module):
-            with kept_attributes(objects, FunctionalTensor):
-                return self._forward_backward(inputs, tracker)
+        if self.attributes is None:
+            return self._forward_backward(inputs, tracker)
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
             found = self._forward_backward(inputs, tracker)
             self.rebound = rebound_buffers(self.fn, self.names, inputs)
             return found
         state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
-        with kept_attributes([*self.fn.modules(), *objects], FunctionalTensor):
+        with self.attributes.kept():
             return torch.func.functional_call(_Wrapper(self.fn, forward_backward), state, (), tie_weights=True)
 
     def _forward_backward(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
@@ -115,17 +116,22 @@ class _Program:
         for slot, tensor in zip(self.slots, inputs[len(self.names):]):
             leaves[slot] = tensor
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
-        result = opened(self.fn(*args, **kwargs))
-        self.result_leaves, self.results = pytree.tree_flatten(result)
-        _check_arguments(opened((args, kwargs)), [*leaves, *self.result_leaves])
-        self.result_slots = [i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)]
-        if any(isinstance(leaf, NUMBERS) for leaf in self.result_leaves):
+        watched = Watched((args, kwargs))
+        try:
+            result = opened(self.fn(*args, **kwargs), watched.origins)
+            self.result_leaves, self.results = pytree.tree_flatten(result)
+            self.result_slots = [i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)]
+            outs = [self.result_leaves[i] for i in self.result_slots]
+            self.effects = watched.effects(outs)
+            self.asked = len(outs)
+            self.effects += self.attributes.assigned(outs) if self.attributes is not None else []
+        finally:
+            watched.restore()
+        if any(isinstance(leaf, NUMBERS) for leaf in (*self.result_leaves, *pytree.tree_leaves([e.changed for e in self.effects]))):
             raise ShardingError("the program returns a number that is known only when it runs", where=user_line(),
                                 fix="return the tensor, and call item() on the result")
-        outs = [self.result_leaves[i] for i in self.result_slots]
         self.opened = any(isinstance(x, Opened) for x in pytree.tree_leaves(result, is_leaf=lambda x: isinstance(x, Opened)))
-        visible = {id(t) for t in pytree.tree_leaves(result, is_leaf=lambda x: isinstance(x, Opened))}
-        return outs, self._backward([t if id(t) in visible else t.detach() for t in outs], inputs, tracker) if self.grad else {}
+        return outs, self._backward(outs, inputs, tracker) if self.grad else {}
 
     def _backward(self, outs: list[Tensor], inputs: list[Tensor], tracker: _SourceTracker) -> dict[int, Tensor | None]:
         differentiable = [i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad]
@@ -141,14 +147,6 @@ class _Program:
             seeds.append(FunctionalTensor.to_functional(seed))
         grads = _grad([outs[i] for i in differentiable], [inputs[i] for i in wanted], seeds, allow_unused=True)
         return {i: g for i, g in zip(wanted, grads) if g is not None}
-
-
-def _check_arguments(after: Any, known: list) -> None:
-    """ShardingError if the program put a tensor into an argument (a list, an object) that it does not return: it would be lost."""
-    ids = set(map(id, known))
-    if any(isinstance(leaf, Tensor) and id(leaf) not in ids for leaf in pytree.tree_leaves(after)):
-        raise ShardingError("forward puts a tensor into one of its arguments, a list, table or object", where=user_line(),
-                            why="arguments are taken apart into tensors, and results are what forward returns", fix="return it")
 
 
 def _check_leaves(ends: list[Any]) -> None:

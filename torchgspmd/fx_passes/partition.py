@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -47,14 +47,16 @@ class Memory:
 
 
 Memories = dict[tuple[Mesh, Crowded], Memory]
+Leaving = Callable[[ShardSpec, tuple[int, ...]], ShardSpec]
 
 
 def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outputs: dict[int, ShardSpec | fx.Node],
-              rules: Rules | None = None, keep_marks: bool = False, memories: Memories | None = None) -> fx.Graph:
+              rules: Rules | None = None, keep_marks: bool = False, memories: Memories | None = None,
+              leaving: Leaving | None = None) -> fx.Graph:
     """given: layouts of inputs that are settled (others may be chosen). outputs: layouts of outputs by position; a node
     stands for the layout of that input. keep_marks: those too in whose layout nobody uses the value. memories: of graphs like
-    this one, whose operations have the same rules."""
-    solver = Solver(graph, mesh, given, outputs, rules or Rules(), {} if memories is None else memories)
+    this one, whose operations have the same rules. leaving: of the layout that an open output would have, the one it is to have."""
+    solver = Solver(graph, mesh, given, outputs, rules or Rules(), {} if memories is None else memories, leaving)
     solver.solve()
     if not keep_marks:
         solver.leave_out_marks()
@@ -62,8 +64,8 @@ def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outp
 
 
 class Solver:
-    def __init__(self, graph, mesh, given, outputs, rules, memories):
-        self.graph, self.mesh, self.given, self.outputs, self.rules = graph, mesh, given, outputs, rules
+    def __init__(self, graph, mesh, given, outputs, rules, memories, leaving=None):
+        self.graph, self.mesh, self.given, self.outputs, self.rules, self.leaving = graph, mesh, given, outputs, rules, leaving
         self.ops: dict[fx.Node, Op] = {op.node: op for op in rules.ops(graph)}
         self.held = {n: n.meta["spec"] for n in graph.nodes if n.op in ("placeholder", "get_attr")}     # layout of each value
         for node in graph.nodes:
@@ -366,5 +368,6 @@ class Solver:
         if wish is None:
             return target
         fixed = {a for axes, is_open in zip(wish.dims, wish.open) if not is_open for a in axes}
-        return ShardSpec(tuple(tuple(a for a in t if a not in fixed) if is_open else w
+        spec = ShardSpec(tuple(tuple(a for a in t if a not in fixed) if is_open else w
                                for w, is_open, t in zip(wish.dims, wish.open, target.dims)))
+        return self.leaving(spec, self.sizes[value][0]) if self.leaving is not None else spec
