@@ -14,7 +14,7 @@ LAYERS = (                              # a file imports only from the lines bel
     ("__init__",),
     ("parallel",),
     ("parallel_xla", "compare", "custom"),
-    ("api",),
+    ("api", "standalone"),
     ("dump", "cures"),
     ("plan",),
     ("capture",),

@@ -288,6 +288,46 @@ def check_what_forward_leaves(mesh):
     same_gradients(model, reference)
 
 
+class WithParts(Model):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16)) for _ in range(2)])
+
+    def encode(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def embed(self, tokens):
+        return self.encode(self.embedding(tokens).mean(1))
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def check_submodules(mesh):
+    """Called by themselves, by their caller or in a method of the model."""
+    model, reference = pair(mesh, WithParts)
+    seen, found = [], []
+    for m in (model, reference):
+        m.layers[1].register_forward_hook(lambda *_: seen.append(1))
+        for copied in (m, copy.deepcopy(m)):
+            calls = len(seen)
+            copied.embed(tokens()).square().sum().backward()
+            x = copied.layers[0](torch.ones(3, 16))
+            assert len(seen) == calls + 1                                   # once each time, as it is no part of a program
+            copied.eval()
+            found.append((x, copied.layers[0](x), copied.layers[0][1].running_mean, copied.embed(tokens(1)), copied(tokens(2))))
+            copied.train()
+            x.sum().backward()
+            found[-1] += tuple(p.grad for p in copied.parameters() if p.grad is not None)
+    for mine, theirs in zip(found[:2], found[2:]):
+        assert len(mine) == len(theirs)
+        for a, b in zip(mine, theirs):
+            scale = max(1.0, float(whole(b).abs().max()))                   # gradients are sums of many squares
+            close(whole(a) / scale, whole(b) / scale)
+
+
 def check_layouts_of_results(mesh):
     """Also such as DTensors do not express: the nearest one that they do."""
     one, other = mesh.names[0], mesh.names[-1]

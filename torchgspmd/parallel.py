@@ -54,6 +54,7 @@ from .parallel_xla import XlaModule
 from .plan import Plan
 from .shard_spec import ShardSpec, SpecLike
 from .specs import spread_inputs
+from .standalone import stand_alone
 from .xla_backend.batch import place_batch
 from .xla_backend.runtime import is_started
 
@@ -123,7 +124,9 @@ class ShardedModule(Wrapped):
     plan: the Plan of the latest call (None before the first). planning_seconds: how long making it took.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any, out_specs: Any, **options: Any):
+    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any = None, out_specs: Any = None, hooks: bool = True,
+                 **options: Any):
+        """hooks: whether those of the model are part of its programs; the hooks of those inside of it are."""
         step_on_local_tensors()
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
@@ -131,8 +134,10 @@ class ShardedModule(Wrapped):
         shard_module(model, {name: _stored_spec_of(mark_on(t, mesh), tuple(t.shape), mesh)
                              for name, t in named_tensors(model)}, mesh, groups.device_mesh)
         super().__init__(model)
-        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _options=options, _groups=groups,
-                             plan=None, planning_seconds=0.0)
+        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _hooks=hooks, _options=options,
+                             _groups=groups, plan=None, planning_seconds=0.0)
+        if hooks:
+            stand_alone(model, lambda submodule: ShardedModule(submodule, mesh, backend, hooks=False, **options))
         self.register_load_state_dict_pre_hook(_distribute_state)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +186,7 @@ class ShardedModule(Wrapped):
         start = time.perf_counter()
         agree(self._groups, _hash(f"a program for {as_text(key)}"), lambda: self._differ(key))
         grad = torch.is_grad_enabled()
-        captured = capture(self._model, args, kwargs, self._mesh, grad=grad)
+        captured = capture(self._model, args, kwargs, self._mesh, grad=grad, hooks=self._hooks)
         wanted = spread_inputs(self._in_specs, args, kwargs, self._mesh)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         wanted = [spec_of(t, self._mesh) if isinstance(t, DTensor) else spec for t, spec in zip(tensors, wanted)]

@@ -111,7 +111,10 @@ class capturing:
     without looking whether its values are those of a causal one, which only chooses the kernel. Distributions do not look whether
     their parameters are in range. BatchNorm does not turn its count of batches into a number. Nobody looks for nan."""
 
+    active = 0                              # how many are under way
+
     def __enter__(self) -> None:
+        capturing.active += 1
         self.anomaly = torch.autograd.set_detect_anomaly(False)
         self.before = [(owner, name, getattr(owner, name)) for owner, name, _ in _REPLACED]
         for owner, name, value in _REPLACED:
@@ -121,3 +124,9 @@ class capturing:
         for owner, name, value in self.before:
             setattr(owner, name, value)
         self.anomaly.__exit__()
+        capturing.active -= 1
+
+
+def is_capturing() -> bool:
+    """Whether a program is being traced."""
+    return capturing.active > 0

@@ -39,8 +39,8 @@ from .rebinding import Attributes, rebound_buffers
 from .values import VALUE_REPLACEMENTS
 
 
-def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, grad: bool = False) -> Captured:
-    """Traces fn; with grad also its backward, whose cotangents become inputs (kind tangent)."""
+def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, grad: bool = False, hooks: bool = True) -> Captured:
+    """Traces fn; with grad also its backward, whose cotangents become inputs (kind tangent). hooks: those of a module too."""
     if isinstance(fn, nn.Module):
         check_module(fn)
     state = _module_state(fn) if isinstance(fn, nn.Module) else {}
@@ -51,7 +51,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     inputs = [_input(PARAMETER if isinstance(t, nn.Parameter) else BUFFER, name, t, mesh) for name, t in state.items()]
     inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
     real = [*state.values(), *(leaves[i] for i in slots)]
-    program = _Program(fn, list(state), _without(leaves, slots), slots, tree, grad)
+    program = _Program(fn, fn if hooks else fn.forward, list(state), _without(leaves, slots), slots, tree, grad)
     watched = recorded_reads(fn) if isinstance(fn, nn.Module) else nullcontext(Reads())
     with one_error(), watched as reads, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as fake_mode:
         fakes = [_fake(t) for t in real]
@@ -73,8 +73,8 @@ def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:
 class _Program:
     """The user's program as a function of flat tensors that returns flat tensors."""
 
-    def __init__(self, fn, names, leaves, slots, tree, grad):
-        self.fn, self.names, self.leaves, self.slots, self.tree, self.grad = fn, names, leaves, slots, tree, grad
+    def __init__(self, fn, call, names, leaves, slots, tree, grad):
+        self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = fn, call, names, leaves, slots, tree, grad
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
         self.rebound: dict[int, Tensor] = {}
@@ -118,7 +118,7 @@ class _Program:
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
         watched = Watched((args, kwargs))
         try:
-            result = opened(self.fn(*args, **kwargs), watched.origins)
+            result = opened(self.call(*args, **kwargs), watched.origins)
             self.result_leaves, self.results = pytree.tree_flatten(result)
             self.result_slots = [i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)]
             outs = [self.result_leaves[i] for i in self.result_slots]
