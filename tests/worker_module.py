@@ -291,7 +291,7 @@ def check_what_forward_leaves(mesh):
 class WithParts(Model):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16)) for _ in range(2)])
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.Linear(32, 16)) for _ in range(2)])
 
     def encode(self, x):
         for layer in self.layers:
