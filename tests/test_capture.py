@@ -4,6 +4,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -155,8 +156,11 @@ def test_what_a_module_remembers_is_not_of_the_trace():
     plan = gspmd.plan(model, x, mesh=BIG, grad=True)
     assert model.known == {"inner": {}} and model.seen == []
     got, gradients = plan.simulate(x)
-    assert_same(got, model(x).detach())
+    assert_same((got, model.known, model.seen), (x + 2, {"inner": {"bias": torch.full((8,), 2.0)}}, [x]))
     assert gradients["scale"].eq(8).all()
+    other = rand(3, 8)                                                      # traced without what the first run has left
+    assert_same(gspmd.plan(model, other, mesh=BIG, grad=True).simulate(other)[1]["scale"], torch.full((8,), 6.0))
+    assert len(model.seen) == 2
 
 
 @pytest.mark.parametrize("use", [lambda t: t, lambda t: t * 2])
@@ -549,6 +553,40 @@ def test_tensors_that_forward_assigns_to_attributes():
         assert_same(plan.simulate(x, _poison=True), eager(want, x))
         assert_same((net[0].loss, net[0].kept), (want[0].loss, want[0].kept))
         assert_same(net[0].table, want[0].table[:rows])
+
+
+class Extractor:
+    def __init__(self):
+        self.rows, self.table, self.last = [], {}, None
+
+    def method(self, module, args, result):
+        self.rows.append(result)
+
+    def __call__(self, module, args, result):
+        self.last = result.detach()
+
+
+FOUND: dict = {}
+
+
+def test_hooks_that_keep_what_they_see():
+    net, extractor, closure = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), Extractor(), {"rows": []}
+    gspmd.mark_sharding(net[0].weight, BIG, "m _")
+    net[0].register_forward_hook(lambda module, args, result: FOUND.update(first=result))
+    net[0].register_forward_hook(extractor.method)
+    net[1].register_forward_hook(extractor)
+    net[1].register_forward_pre_hook(lambda module, args: closure["rows"].extend(args))
+    net[2].register_forward_hook(functools.partial(lambda table, *args: table.update(out=args[-1]), extractor.table))
+    found = lambda: copy.copy((FOUND["first"], extractor.rows[-1], extractor.table["out"], extractor.last, closure["rows"][-1]))   # noqa: E731
+    x = rand(5, 6)
+    plan = gspmd.plan(net, x, mesh=BIG, in_specs="a _", grad=True)
+    assert not FOUND and not extractor.rows and not extractor.table and extractor.last is None and closure == {"rows": []}
+    for runs in (1, 2):
+        plan.simulate(x, _poison=True)
+        assert len(extractor.rows) == len(closure["rows"]) == runs
+    got = found()
+    net(x)
+    assert_same(got, found())
 
 
 def test_gradients_of_complex_results():

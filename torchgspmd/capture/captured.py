@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..shard_spec import ShardSpec
-from .effects import Effect, apply
+from .effects import Effect, Left, apply
 from .objects import Opened, closed
 from .reads import Reads
 
@@ -52,13 +52,13 @@ class Captured:
     result_slots: tuple[int, ...]       # which leaves are tensors
     has_backward: bool = False
     opened: bool = False                # whether the result has objects that hold tensors
-    effects: tuple[Effect, ...] = ()    # on the containers among the arguments, and on the module
-    module: nn.Module | None = None     # the one that was traced
+    effects: tuple[Effect, ...] = ()    # on the containers among the arguments
+    left: tuple[Left, ...] = ()         # in attributes of the module, and in tables that it names
     tensors: list[Tensor] = field(default_factory=list)    # the module's own parameters and buffers, in input order
     reads: Reads = field(default_factory=Reads)             # of a module's attributes that became part of it
 
     def result(self, outputs: Sequence[Any], given: tuple[tuple, dict]) -> Any:
-        """The function's result, of what the graph computes; containers among the given (args, kwargs) and the module are changed.
+        """The function's result, of what the graph computes; containers among the given (args, kwargs), and others, are changed.
 
         outputs: a value for every output of kind OUTPUT. Those behind the result's own are for these.
         """
@@ -67,7 +67,9 @@ class Captured:
             leaves[slot] = value
         tree = pytree.tree_unflatten(leaves, self.results)
         if self.effects:
-            apply(self.effects, outputs, (*given, self.module))
+            apply(self.effects, outputs, given)
+        for left in self.left:
+            left.write(outputs)
         return closed(tree, given) if self.opened else tree
 
     def visible(self) -> set[int]:

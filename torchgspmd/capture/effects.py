@@ -5,7 +5,7 @@
         self.loss = cache.keys.square().mean()                              # another: attribute loss of the module
 
 It is traced on containers that stand for the caller's (objects.py). What it does to them is written down, and every run does it to
-those that are passed then. Of modules that are the tensors it assigns to attributes, as the next program finds them not to be there.
+those that are passed then. Of attributes and whatever else is no argument it is the tensors only (rebinding.py).
 """
 from __future__ import annotations
 
@@ -36,9 +36,24 @@ class Made:
 @dataclass(frozen=True)
 class Effect:
     """What becomes of a container: its new parts, each Kept or a pytree with Made in the place of tensors; and those it has no more."""
-    path: Path                              # in (args, kwargs, module)
+    path: Path                              # in (args, kwargs)
     changed: dict[Key, Any]                 # of a list all, if one of them changes
     gone: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a program leaves in a table or list that is no argument of it: pytrees with Made in the place of tensors."""
+    container: dict | list
+    entries: dict
+    appended: list
+
+    def write(self, outputs: Sequence[Any]) -> None:
+        for name, value in self.entries.items():
+            if isinstance(self.container, dict) or name < len(self.container):      # a list may have been emptied meanwhile
+                self.container[name] = _filled(value, outputs, None)
+        if self.appended:
+            self.container.extend(_filled(self.appended, outputs, None))
 
 
 class Watched:
@@ -67,8 +82,8 @@ class Watched:
                 _write(container, changed, gone)
 
 
-def apply(effects: Sequence[Effect], outputs: Sequence[Any], given: tuple[tuple, dict, Any]) -> None:
-    """Does to the containers in what is given, (args, kwargs, module), what the program did to those that it was traced with."""
+def apply(effects: Sequence[Effect], outputs: Sequence[Any], given: tuple[tuple, dict]) -> None:
+    """Does to the containers in what is given, (args, kwargs), what the program did to those that it was traced with."""
     writes = []
     for effect in effects:
         container = follow(effect.path, given)

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
 _CONTAINERS = (list, tuple, dict)
 LONG = 1000                     # entries of a list that is not looked at in every step
-_KEPT_BY_TORCH = frozenset(nn.Module().__dict__)    # hooks, tables, `training`: others look after them
+KEPT_BY_TORCH = frozenset(nn.Module().__dict__)    # hooks, tables, `training`: others look after them
 
 
 class _Absent:
@@ -32,7 +32,7 @@ class _Absent:
 
 
 ABSENT = _Absent()
-overwritten: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()     # by runs of programs: what attributes held before
+overwritten: WeakKeyDictionary[nn.Module, dict[tuple, Any]] = WeakKeyDictionary()   # by runs: an attribute, or an entry of a table in one
 
 
 class Reads:
@@ -72,7 +72,7 @@ def recorded_reads(module: nn.Module) -> Iterator[Reads]:
 
     def record(self: nn.Module, name: str) -> Any:
         value = object.__getattribute__(self, name)
-        if name not in _KEPT_BY_TORCH and id(self) in own and (id(self), name) not in seen:
+        if name not in KEPT_BY_TORCH and id(self) in own and (id(self), name) not in seen:
             table = object.__getattribute__(self, "__dict__")
             if name == "forward" or _is_plain(value) or isinstance(value, Tensor) and name in table:
                 seen[id(self), name] = self, table, _frozen(table.get(name, ABSENT))
@@ -87,7 +87,7 @@ def recorded_reads(module: nn.Module) -> Iterator[Reads]:
         if before is object.__getattribute__:
             del nn.Module.__getattribute__              # found without a look at nn.Module again
     for (_, name), (owner, table, value) in seen.items():
-        if name not in overwritten.get(owner, ()) and _same(table.get(name, ABSENT), value):
+        if (name,) not in overwritten.get(owner, ()) and _same(table.get(name, ABSENT), value):
             reads.add(table, name, value)
 
 

@@ -1,17 +1,22 @@
-"""What a module's forward assigns to its attributes: buffers and other tensors are results of the program, the rest is of the trace."""
+"""What a module's forward assigns: buffers and other tensors are results of the program, the rest is of the trace alone."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ShardingError, user_line
-from .effects import Effect, made
-from .objects import ATTRIBUTE, ITEM, opened
-from .reads import ABSENT, overwritten
+from .effects import Left, made
+from .objects import opened
+from .reads import ABSENT, KEPT_BY_TORCH, LONG, overwritten
+
+_EMPTY = CellType()
 
 
 def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -26,75 +31,121 @@ def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Te
     return found
 
 
-class Attributes:
-    """Those of a module and the ones inside of it, while its forward is traced."""
+@dataclass
+class _Table:
+    """A dict or list, and what was in it before."""
+    container: dict | list
+    before: dict
+    owner: nn.Module | None = None          # in whose attributes it is,
+    path: tuple = ()                        # and where; () for the attributes themselves
+
+
+class Tables:
+    """The attributes of a module and of those inside of it, and all tables and lists in which its forward and its hooks may leave
+    tensors: those in attributes, and those that a function names, as in `module.register_forward_hook(lambda m, x, y: found.append(y))`."""
 
     def __init__(self, module: nn.Module, traced: type[Tensor]):
-        self.traced, self.modules = traced, dict(module.named_modules())
-        self.before: dict[str, dict[str, Any]] = {}
+        self.traced, self.modules = traced, list(module.modules())
+        self.tables: list[_Table] = []
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Meanwhile tensors that earlier runs have assigned are not there, whatever a program does with them; afterwards attributes,
-        and entries of tables and lists in them, that were assigned tensors of the trace, which have no values, are what they were."""
-        hidden = [(m, name, m.__dict__[name]) for m in self.modules.values() for name in overwritten.get(m, ())
-                  if _holds(m.__dict__.get(name), Tensor)]
-        for module, name, _ in hidden:
-            _put(module, name, overwritten[module][name])
-        self.before = {path: dict(m.__dict__) for path, m in self.modules.items()}
-        holders = [(holder, _entries(holder)) for m in self.modules.values() for holder in _holders(m.__dict__, {id(m.__dict__)})]
+        """Meanwhile tensors that earlier runs have left in attributes are not there, whatever a program does with them; afterwards
+        entries that were assigned tensors of the trace, which have no values, are what they were."""
+        hidden = [*self._hidden()]
+        self.tables = [*self._all()]
         try:
             yield
         finally:
-            for holder, old in holders:
-                self._restore(holder, old)
-            for module, name, value in hidden:
-                _put(module, name, value)
-
-    def assigned(self, outputs: list[Tensor]) -> list[Effect]:
-        """The tensors that forward has assigned, which are added to the outputs of the program."""
-        found = []
-        for path, module in self.modules.items():
-            changed = {name: value for name, value in module.__dict__.items()
-                       if value is not self.before[path].get(name) and _holds(value, self.traced)}
-            if changed:
-                before = overwritten.setdefault(module, {})
+            for table in self.tables:
+                changed, appended = self._left(table)
+                if appended:
+                    del table.container[len(table.before):]
                 for name in changed:
-                    before.setdefault(name, self.before[path].get(name, ABSENT))
-                found.append(Effect(((ITEM, 2), *((ATTRIBUTE, name) for name in path.split(".") if name)),
-                                    {(ATTRIBUTE, name): made(value, outputs) for name, value in changed.items()}))
+                    _put(table.container, name, table.before.get(name, ABSENT))
+            for container, name, value in hidden:
+                _put(container, name, value)
+
+    def left(self, outputs: list[Tensor]) -> list[Left]:
+        """The tensors that are to be found in tables afterwards; they are added to the outputs of the program."""
+        found = []
+        for table in self.tables:
+            changed, appended = self._left(table)
+            if changed or appended:
+                entries = {name: made(value, outputs) for name, value in changed.items()}
+                found.append(Left(table.container, entries, made(appended, outputs)))
+            if table.owner is not None and isinstance(table.container, dict):
+                before = overwritten.setdefault(table.owner, {})
+                for name in changed:
+                    before.setdefault((*table.path, name), table.before.get(name, ABSENT))
         return found
 
-    def _restore(self, holder: dict | list, old: dict) -> None:
-        changed = [name for name, value in _entries(holder).items() if value is not old.get(name) and _holds(value, self.traced)]
-        if isinstance(holder, list) and changed:
-            holder[:] = old.values()
-        elif isinstance(holder, dict):
-            for name in changed:
-                if name in old:
-                    holder[name] = old[name]
-                else:
-                    del holder[name]
+    def _left(self, table: _Table) -> tuple[dict, list]:
+        """Entries that hold tensors of the trace: those that were assigned, and what was appended to a list."""
+        now, old = _entries(table.container), table.before
+        changed = {name: value for name, value in now.items() if value is not old.get(name) and _holds(value, self.traced)}
+        if not isinstance(table.container, list) or not any(name >= len(old) for name in changed):
+            return changed, []
+        return {name: value for name, value in changed.items() if name < len(old)}, table.container[len(old):]
+
+    def _hidden(self) -> Iterator[tuple[dict, Any, Any]]:
+        """Takes away what runs have left; yields where and what."""
+        for module in self.modules:
+            for path, before in overwritten.get(module, {}).items():
+                container: Any = module.__dict__
+                for name in path[:-1]:
+                    container = container.get(name) if isinstance(container, dict) else None
+                if isinstance(container, dict) and _holds(container.get(path[-1]), Tensor):
+                    yield container, path[-1], container[path[-1]]
+                    _put(container, path[-1], before)
+
+    def _all(self) -> Iterator[_Table]:
+        seen: set[int] = set()
+        for module in self.modules:
+            yield from _tables(module.__dict__, seen, module)
+        mine = {id(module) for module in self.modules}
+        for module in self.modules:
+            for function in (module.forward, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                for value in _named(function):
+                    attributes = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
+                    if isinstance(attributes, (dict, list)) and id(value) not in mine and not isinstance(value, (Tensor, ModuleType)):
+                        yield from _tables(attributes, seen)
 
 
-def _put(module: nn.Module, name: str, value: Any) -> None:
-    if value is ABSENT:
-        del module.__dict__[name]
+def _tables(container: dict | list, seen: set[int], owner: nn.Module | None = None, path: tuple = ()) -> Iterator[_Table]:
+    """A table, and the tables and lists in it, unless it is a long one."""
+    if id(container) in seen:
+        return
+    seen.add(id(container))
+    entries = _entries(container)
+    yield _Table(container, entries, owner, path)
+    for name, value in entries.items() if len(entries) <= LONG else ():
+        if isinstance(value, (dict, list)) and name not in KEPT_BY_TORCH:
+            yield from _tables(value, seen, owner, (*path, name))
+
+
+def _named(function: Any) -> Iterator[Any]:
+    """What a function can reach by name: variables around it and global ones, the object it is a method of, arguments it was given."""
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values(), *_named(function.func))
+    elif isinstance(function, MethodType):
+        yield from (function.__self__, *_named(function.__func__))
+    elif isinstance(function, FunctionType):
+        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+        yield from (*cells, *(function.__defaults__ or ()), *(function.__globals__.get(name) for name in function.__code__.co_names))
     else:
-        module.__dict__[name] = value
+        yield function
 
 
-def _holders(holder: dict | list, seen: set[int]) -> Iterator[dict | list]:
-    """A table of attributes, and the tables and lists in it: models keep what they computed once in such."""
-    yield holder
-    for value in _entries(holder).values():
-        if isinstance(value, (dict, list)) and id(value) not in seen:
-            seen.add(id(value))
-            yield from _holders(value, seen)
+def _put(container: dict | list, name: Any, value: Any) -> None:
+    if value is ABSENT:
+        del container[name]
+    else:
+        container[name] = value
 
 
-def _entries(holder: dict | list) -> dict:
-    return dict(enumerate(holder)) if isinstance(holder, list) else dict(holder)
+def _entries(container: dict | list) -> dict:
+    return dict(enumerate(container)) if isinstance(container, list) else dict(container)
 
 
 def _holds(value: Any, kind: type[Tensor]) -> bool:

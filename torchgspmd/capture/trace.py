@@ -30,12 +30,12 @@ from ..mesh import Mesh
 from .bodies import bodies
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, Captured, Input, Output
 from .clean import NUMBERS, clean
-from .effects import Effect, Watched
+from .effects import Effect, Left, Watched
 from .guards import capturing, check_module, one_error
 from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
 from .reads import Reads, recorded_reads
-from .rebinding import Attributes, rebound_buffers
+from .rebinding import Tables, rebound_buffers
 from .values import VALUE_REPLACEMENTS
 
 
@@ -62,7 +62,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     graph, inputs = clean(traced.graph, inputs, program.tangents)
     return Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree, _without(leaves, slots), program.results,
                     _without(program.result_leaves, program.result_slots), tuple(program.result_slots), bool(program.tangents),
-                    program.opened, tuple(program.effects), fn if isinstance(fn, nn.Module) else None, real[:len(state)], reads)
+                    program.opened, tuple(program.effects), tuple(program.left), real[:len(state)], reads)
 
 
 def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:
@@ -79,7 +79,8 @@ class _Program:
         self.tangents: list[tuple[int, Any]] = []
         self.rebound: dict[int, Tensor] = {}
         self.effects: list[Effect] = []
-        self.attributes = Attributes(fn, FunctionalTensor) if isinstance(fn, nn.Module) else None
+        self.left: list[Left] = []
+        self.tables = Tables(fn, FunctionalTensor) if isinstance(fn, nn.Module) else None
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
         with _Functional():
@@ -100,7 +101,7 @@ class _Program:
 
     def _with_state(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Forward and backward, for a module with the traced tensors in place of its own for the whole time."""
-        if self.attributes is None:
+        if self.tables is None:
             return self._forward_backward(inputs, tracker)
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
@@ -108,7 +109,7 @@ class _Program:
             self.rebound = rebound_buffers(self.fn, self.names, inputs)
             return found
         state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
-        with self.attributes.kept():
+        with self.tables.kept():
             return torch.func.functional_call(_Wrapper(self.fn, forward_backward), state, (), tie_weights=True)
 
     def _forward_backward(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
@@ -124,7 +125,7 @@ class _Program:
             outs = [self.result_leaves[i] for i in self.result_slots]
             self.effects = watched.effects(outs)
             self.asked = len(outs)
-            self.effects += self.attributes.assigned(outs) if self.attributes is not None else []
+            self.left = self.tables.left(outs) if self.tables is not None else []
         finally:
             watched.restore()
         if any(isinstance(leaf, NUMBERS) for leaf in (*self.result_leaves, *pytree.tree_leaves([e.changed for e in self.effects]))):
