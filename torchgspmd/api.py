@@ -98,6 +98,7 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     made = lay_out(captured, mesh, arguments, out_specs, stored, pieces=True, **options)
     memories: Memories = {}
     sharded = decide(made, plain, rules, memories=memories)
+    clock("partition")
     if made.parted:
         other = lay_out(captured, mesh, arguments, out_specs, stored, **options)
         made, sharded = min((made, sharded), (other, decide(other, plain, rules, memories=memories)), key=lambda way: _sent(way[1]))
@@ -184,7 +185,7 @@ def _sent(graph: fx.Graph) -> float:
 
 
 class _Clock:
-    """Seconds between calls, by name."""
+    """Seconds between calls, by name; in all, if several calls have one."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -192,7 +193,7 @@ class _Clock:
 
     def __call__(self, name: str) -> None:
         now = time.perf_counter()
-        self.seconds[name], self.last = now - self.last, now
+        self.seconds[name], self.last = self.seconds.get(name, 0.0) + now - self.last, now
 
 
 def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:
