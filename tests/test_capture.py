@@ -589,6 +589,29 @@ def test_hooks_that_keep_what_they_see():
     assert_same(got, found())
 
 
+def test_hooks_of_gradients_that_keep_what_they_see():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down, self.last, self.inside = nn.Linear(6, 8), nn.Linear(8, 4), None, {}
+
+        def forward(self, x):
+            y = self.up(x).sin()
+            y.register_hook(lambda grad: self.inside.update(y=grad))
+            return self.down(y)
+
+        def keep(self, module, grad_input, grad_output):
+            self.last = grad_input[0], grad_output[0]
+
+    net, x = Net(), rand(5, 6)
+    net.down.register_full_backward_hook(net.keep)
+    gspmd.mark_sharding(net.up.weight, BIG, "m _")
+    plan = gspmd.plan(net, x, mesh=BIG, in_specs="a _", grad=True)
+    assert net.last is None and not net.inside
+    got = plan.simulate(x, _poison=True), net.last, dict(net.inside)
+    assert_same(got, (eager(net, x), net.last, dict(net.inside)))
+
+
 def test_gradients_of_complex_results():
     class Spectrum(nn.Module):
         def __init__(self):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
 
@@ -108,6 +109,20 @@ def check_several_forwards_before_a_backward(mesh):
         kept.backward(retain_graph=True)
         kept.backward()
     same_gradients(model, reference)
+
+
+def check_recomputation(mesh):
+    """A checkpoint around the calls, the first of which is inside of one."""
+    for reentrant in (False, True):
+        model, reference = pair(mesh, WithParts)
+        for m in (model, reference):
+            hidden = torch.ones(3, 16, requires_grad=True)
+            for layer in m.layers:
+                hidden = checkpoint(layer, hidden, use_reentrant=reentrant)
+            hidden.square().mean().backward()
+            if not reentrant:
+                checkpoint(m, tokens(), use_reentrant=False).square().mean().backward()
+        same_gradients(model, reference)
 
 
 def stepping(optimizer):
@@ -255,10 +270,12 @@ class WithCache(Model):
 
     def __init__(self):
         super().__init__()
-        self.mask, self.losses = torch.ones(WORDS), None
+        self.mask, self.losses, self.seen = torch.ones(WORDS), None, []
 
     def forward(self, tokens, cache=None):
         keys = self.up(self.embedding(tokens))
+        if keys.requires_grad:
+            keys.register_hook(lambda grad: self.seen.append(grad))
         if cache is not None:
             cache.keys = keys = torch.cat([cache.keys, keys], 1) if cache.keys is not None else keys
             cache.rows.append(tokens.shape[1])
@@ -282,7 +299,8 @@ def check_what_forward_leaves(mesh):
         prefix = SimpleNamespace(keys=None, rows=[])
         m(tokens(4), prefix)
         m(tokens(5), prefix).square().mean().backward()                     # through what is in the cache
-        left.append((*kept, cache.keys, loss, m(tokens(6)), m.losses[0], m.losses[1]))
+        left.append((*kept, cache.keys, loss, m(tokens(6)), m.losses[0], m.losses[1], *m.seen))
+        assert len(m.seen) == 3
     for mine, theirs in zip(*left):
         close(mine, theirs)
     same_gradients(model, reference)

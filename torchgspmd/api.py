@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .annotate import mark_sharding_op
-from .capture import ARGUMENT, GRADIENT, MUTATION, OUTPUT, TANGENT, Captured, Output, capture, opened
+from .capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, OUTPUT, TANGENT, Captured, Output, capture, opened
 from .comm.storage import storable
 from .cures import replicates
 from .dump import Dump
@@ -29,7 +29,7 @@ from .fx_passes.verify import verify
 from .mesh import Mesh
 from .plan import Plan
 from .rules import natively
-from .shard_spec import ShardSpec
+from .shard_spec import UNCONSTRAINED, ShardSpec
 from .specs import spread, spread_inputs
 
 _MARK = mark_sharding_op._opoverload
@@ -173,7 +173,7 @@ def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = No
     """Partition: what every device holds of every value, with the collectives between. plain: as in compile_plan; memories: as in
     partition; keep_marks too, for a partitioner that has no way past a mark that is as cheap as ours."""
     placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
-    wanted = _outputs(made.captured, placeholders, made.results, plain)
+    wanted = _outputs(made, placeholders, plain)
     mesh = made.layouts.mesh
     leaving = (lambda spec, shape: storable(spec, shape, mesh).map_axes(mesh.whole)) if made.stored else None
     return merge_parts(verify(partition(made.graph, mesh, made.given, wanted, rules, keep_marks, memories, leaving), mesh), mesh)
@@ -230,8 +230,12 @@ def _result_specs(captured: Captured, graph: fx.Graph, out_specs: Any, mesh: Mes
 def _returned(spec: ShardSpec | None, out: Output, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
     """The layout of a result on real processes: a whole tensor, unless another is asked for."""
     if spec is None:
-        return ShardSpec.parse(" ".join("?" * len(shape))) if out.open else ShardSpec.replicated(len(shape))
+        return _as_laid_out(len(shape)) if out.open else ShardSpec.replicated(len(shape))
     return spec if any(spec.open) else storable(spec, shape, mesh)
+
+
+def _as_laid_out(rank: int) -> ShardSpec:
+    return ShardSpec.parse((UNCONSTRAINED,) * rank)
 
 
 def _propagate(captured: Captured, graph: fx.Graph, mesh: Mesh, inputs, results, rules: Rules) -> Layouts:
@@ -261,11 +265,10 @@ def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
     return _drop_trivial(ShardSpec.parse(node.args[2]), marked).map_axes(mesh.refine)
 
 
-def _outputs(captured: Captured, placeholders: list[fx.Node], results: list[ShardSpec | None],
-             plain: Sequence[bool]) -> dict[int, ShardSpec | fx.Node]:
+def _outputs(made: Annotated, placeholders: list[fx.Node], plain: Sequence[bool]) -> dict[int, ShardSpec | fx.Node]:
     """What partition is to know of the outputs: a layout, or the input whose layout they have."""
     found: dict[int, ShardSpec | fx.Node] = {}
-    wanted = iter(results)
+    captured, wanted = made.captured, iter(made.results)
     arguments = [i for i, given in enumerate(captured.inputs) if given.kind == ARGUMENT]
     whole = {i for i, is_plain in zip(arguments, plain) if is_plain}
     for i, out in enumerate(captured.outputs):
@@ -274,6 +277,8 @@ def _outputs(captured: Captured, placeholders: list[fx.Node], results: list[Shar
             found[i] = ShardSpec.replicated(len(captured.inputs[out.input].shape))
         elif out.kind in (GRADIENT, MUTATION):
             found[i] = placeholders[out.input]
+        elif out.kind == OBSERVED and made.stored:
+            found[i] = _as_laid_out(len(made.graph.output_node().args[0][i].meta["val"].shape))
         elif spec is not None:
             found[i] = spec
     return found

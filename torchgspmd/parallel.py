@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from .api import compile_plan
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture, opened
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, capture, opened
 from .comm.agreement import Agreement, agree, is_room
 from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups, groups_of
@@ -216,7 +216,7 @@ class _Program:
         graph = tidy(products(lower(copies(_copy(plan.program.graph)), groups), groups.device_type))
         self._inputs(graph, tensors)
         self._outputs(graph)
-        forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
+        forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs) + self.out_kinds.count(OBSERVED))
         owner = self.captured.constants
         self.agreement: Agreement
         self.carries = self.settles = False
@@ -298,6 +298,11 @@ class _Program:
         shape = tuple(self.plan.sharded.output_node().args[0][output].meta["val"].shape)
         return wrap_local(value, spec, shape, self.groups.mesh, self.groups.device_mesh)
 
+    def observe(self, values: Sequence[Tensor]) -> None:
+        """Takes what hooks of gradients keep of them: the last outputs."""
+        first = len(self.out_kinds) - len(values)
+        self.captured.observe([self._wrap(first + i, value) for i, value in enumerate(values)])
+
     def settle(self) -> None:
         """The comparison between ranks has ended well."""
         self.agreement.check()
@@ -357,6 +362,8 @@ class _Run(torch.autograd.Function):
                     like.grad = value
                     continue
             flat[index] = value
+        if program.captured.observed:
+            program.observe(results[len(program.gradient_inputs):])
         return None, *(flat if first_order else once(flat))
 
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from .api import Annotated, decide, lay_out
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, capture, opened
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, capture, opened
 from .errors import ShardingError, user_line
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.split import split
@@ -146,7 +146,7 @@ class _Program:
         pinned |= {i: placed[o.input] for i, o in enumerate(outputs) if o.kind in (GRADIENT, MUTATION)}
         mark_repeated(graph)
         graph = lower(graph, mesh, device, pin, pinned)
-        forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs))
+        forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs) + sum(o.kind == OBSERVED for o in outputs))
         separate(backward).set_codegen(BoxedCodeGen())
         constants = on_device(self.captured.constants, device)
         self.forward, self.backward = (_Watched(fx.GraphModule(constants, g)) for g in (forward, backward))
@@ -209,6 +209,7 @@ class _Run(torch.autograd.Function):
         flat: list[Tensor | None] = [None] * ctx.count
         for index, value in zip(program.gradient_inputs, results):
             flat[index] = value
+        program.captured.observe(results[len(program.gradient_inputs):])
         return None, *(once(flat) if torch.is_grad_enabled() else flat)
 
 

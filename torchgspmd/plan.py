@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured, opened
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Captured, opened
 from .comm.collective import Collective
 from .comm.simulate import Lockstep, join_global, split_global
 from .errors import ShardingError, did_you_mean, user_line
@@ -146,16 +146,19 @@ class Plan:
 
     def rebuild(self, flat: Sequence[Any], tensors: Sequence[Tensor], given: tuple[tuple, dict]) -> Any:
         """The function's own structure of flat results; writes what it changes in place, of tensors and of containers in `given`."""
-        outputs, gradients = [], {}
+        outputs, observed, gradients = [], [], {}
         for value, out in zip(flat, self.captured.outputs):
             if out.kind == OUTPUT:
                 outputs.append(value)
             elif out.kind == GRADIENT:
                 gradients[self.captured.inputs[out.input].name] = value
+            elif out.kind == OBSERVED:
+                observed.append(value)
             elif out.kind == MUTATION:
                 with torch.no_grad():
                     tensors[out.input].copy_(value)
         result = self.captured.result(outputs, given)
+        self.captured.observe(observed)
         return (result, gradients) if self.captured.has_backward else result
 
 

@@ -1,8 +1,8 @@
 """A module or function as one graph: `capture` runs it on fake tensors, the other files say what is called in place of what."""
-from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured, Input, Output
+from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Captured, Input, Output
 from .guards import is_capturing
 from .objects import opened
 from .trace import capture
 
-__all__ = ["ARGUMENT", "BUFFER", "GRADIENT", "MUTATION", "OUTPUT", "PARAMETER", "TANGENT", "Captured", "Input", "Output", "capture",
-           "is_capturing", "opened"]
+__all__ = ["ARGUMENT", "BUFFER", "GRADIENT", "MUTATION", "OBSERVED", "OUTPUT", "PARAMETER", "TANGENT", "Captured", "Input", "Output",
+           "capture", "is_capturing", "opened"]

@@ -15,7 +15,7 @@ from .objects import Opened, closed
 from .reads import Reads
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
-OUTPUT, MUTATION, GRADIENT = "output", "mutation", "gradient"
+OUTPUT, MUTATION, GRADIENT, OBSERVED = "output", "mutation", "gradient", "observed"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Input:
 @dataclass(frozen=True)
 class Output:
     """A result of the captured graph."""
-    kind: str                           # output, mutation (new value of an input) or gradient (of an input)
+    kind: str                           # output, mutation (new value of an input), gradient (of an input), or observed: what hooks of
+                                        # gradients keep of them
     input: int = -1                     # which input is mutated or differentiated
     open: bool = False                  # of an output: it leaves the program as it is laid out, if nobody asks for a layout
 
@@ -54,6 +55,7 @@ class Captured:
     opened: bool = False                # whether the result has objects that hold tensors
     effects: tuple[Effect, ...] = ()    # on the containers among the arguments
     left: tuple[Left, ...] = ()         # in attributes of the module, and in tables that it names
+    observed: tuple[Left, ...] = ()     # the same, by the backward
     tensors: list[Tensor] = field(default_factory=list)    # the module's own parameters and buffers, in input order
     reads: Reads = field(default_factory=Reads)             # of a module's attributes that became part of it
 
@@ -71,6 +73,11 @@ class Captured:
         for left in self.left:
             left.write(outputs)
         return closed(tree, given) if self.opened else tree
+
+    def observe(self, values: Sequence[Any]) -> None:
+        """Puts the outputs of kind OBSERVED where the program's hooks of gradients put them."""
+        for left in self.observed:
+            left.write(values)
 
     def visible(self) -> set[int]:
         """The outputs that pytree finds in the result; if all of its tensors are in objects, those in objects."""

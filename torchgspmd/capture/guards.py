@@ -19,6 +19,7 @@ from torch.utils import checkpoint as checkpointing
 
 from ..errors import ShardingError, user_line, user_line_of
 
+_autograd = torch._C._autograd
 _OLD = torch.__version__ < "2.10"           # which cannot trace slices by numbers that depend on values, nor compute with truth values
 
 
@@ -109,13 +110,18 @@ class capturing:
     """Library code that asks whether it is being compiled (transformers' masks do) is told that it is; checkpointing is of the
     kind that can be captured: use_reentrant=True runs a backward of its own; and nn.Transformer takes a mask for what it is,
     without looking whether its values are those of a causal one, which only chooses the kernel. Distributions do not look whether
-    their parameters are in range. BatchNorm does not turn its count of batches into a number. Nobody looks for nan."""
+    their parameters are in range. BatchNorm does not turn its count of batches into a number. Nobody looks for nan. Hooks for saved
+    tensors, such as those of a checkpoint around the call, are for what runs."""
 
     active = 0                              # how many are under way
 
     def __enter__(self) -> None:
         capturing.active += 1
         self.anomaly = torch.autograd.set_detect_anomaly(False)
+        self.hooks = []
+        while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+            self.hooks.append(hooks)
+            _autograd._pop_saved_tensors_default_hooks()
         self.before = [(owner, name, getattr(owner, name)) for owner, name, _ in _REPLACED]
         for owner, name, value in _REPLACED:
             setattr(owner, name, value)
@@ -123,6 +129,8 @@ class capturing:
     def __exit__(self, *_: Any) -> None:
         for owner, name, value in self.before:
             setattr(owner, name, value)
+        for hooks in reversed(self.hooks):
+            _autograd._push_saved_tensors_default_hooks(*hooks)
         self.anomaly.__exit__()
         capturing.active -= 1
 

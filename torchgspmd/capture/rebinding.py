@@ -5,6 +5,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -36,6 +37,7 @@ class _Table:
     """A dict or list, and what was in it before."""
     container: dict | list
     before: dict
+    known: dict                             # and when it was looked at last
     owner: nn.Module | None = None          # in whose attributes it is,
     path: tuple = ()                        # and where; () for the attributes themselves
 
@@ -58,7 +60,7 @@ class Tables:
             yield
         finally:
             for table in self.tables:
-                changed, appended = self._left(table)
+                changed, appended = self._left(table, table.before)
                 if appended:
                     del table.container[len(table.before):]
                 for name in changed:
@@ -67,10 +69,11 @@ class Tables:
                 _put(container, name, value)
 
     def left(self, outputs: list[Tensor]) -> list[Left]:
-        """The tensors that are to be found in tables afterwards; they are added to the outputs of the program."""
+        """The tensors that have been put into tables since the last look; they are added to the outputs of the program."""
         found = []
         for table in self.tables:
-            changed, appended = self._left(table)
+            changed, appended = self._left(table, table.known)
+            table.known = _entries(table.container)
             if changed or appended:
                 entries = {name: made(value, outputs) for name, value in changed.items()}
                 found.append(Left(table.container, entries, made(appended, outputs)))
@@ -80,9 +83,9 @@ class Tables:
                     before.setdefault((*table.path, name), table.before.get(name, ABSENT))
         return found
 
-    def _left(self, table: _Table) -> tuple[dict, list]:
+    def _left(self, table: _Table, old: dict) -> tuple[dict, list]:
         """Entries that hold tensors of the trace: those that were assigned, and what was appended to a list."""
-        now, old = _entries(table.container), table.before
+        now = _entries(table.container)
         changed = {name: value for name, value in now.items() if value is not old.get(name) and _holds(value, self.traced)}
         if not isinstance(table.container, list) or not any(name >= len(old) for name in changed):
             return changed, []
@@ -105,7 +108,8 @@ class Tables:
             yield from _tables(module.__dict__, seen, module)
         mine = {id(module) for module in self.modules}
         for module in self.modules:
-            for function in (module.forward, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+            for function in (module.forward, *chain.from_iterable(map(dict.values, hooks))):
                 for value in _named(function):
                     attributes = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
                     if isinstance(attributes, (dict, list)) and id(value) not in mine and not isinstance(value, (Tensor, ModuleType)):
@@ -118,7 +122,7 @@ def _tables(container: dict | list, seen: set[int], owner: nn.Module | None = No
         return
     seen.add(id(container))
     entries = _entries(container)
-    yield _Table(container, entries, owner, path)
+    yield _Table(container, entries, entries, owner, path)
     for name, value in entries.items() if len(entries) <= LONG else ():
         if isinstance(value, (dict, list)) and name not in KEPT_BY_TORCH:
             yield from _tables(value, seen, owner, (*path, name))

@@ -28,7 +28,7 @@ from ..annotate import mark_sharding, recorded_mark
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
 from .bodies import bodies
-from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, Captured, Input, Output
+from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, Captured, Input, Output
 from .clean import NUMBERS, clean
 from .effects import Effect, Left, Watched
 from .guards import capturing, check_module, one_error
@@ -62,7 +62,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     graph, inputs = clean(traced.graph, inputs, program.tangents)
     return Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree, _without(leaves, slots), program.results,
                     _without(program.result_leaves, program.result_slots), tuple(program.result_slots), bool(program.tangents),
-                    program.opened, tuple(program.effects), tuple(program.left), real[:len(state)], reads)
+                    program.opened, tuple(program.effects), tuple(program.left), tuple(program.observed), real[:len(state)], reads)
 
 
 def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:
@@ -80,6 +80,8 @@ class _Program:
         self.rebound: dict[int, Tensor] = {}
         self.effects: list[Effect] = []
         self.left: list[Left] = []
+        self.observed: list[Left] = []
+        self.seen: list[Tensor] = []                                        # by hooks of gradients
         self.tables = Tables(fn, FunctionalTensor) if isinstance(fn, nn.Module) else None
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
@@ -95,9 +97,9 @@ class _Program:
             tracker.clear()
             mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if i in self.rebound or _was_mutated(t, old)]
             self.outputs = [*(Output(OUTPUT, open=i >= self.asked) for i in range(len(outs))), *(Output(MUTATION, i) for i in mutated),
-                            *(Output(GRADIENT, i) for i in grads)]
+                            *(Output(GRADIENT, i) for i in grads), *(Output(OBSERVED, open=True) for _ in self.seen)]
             return [_unwrap(t) if isinstance(t, FunctionalTensor) else t
-                    for t in (*outs, *(self.rebound.get(i, inputs[i]) for i in mutated), *grads.values())]
+                    for t in (*outs, *(self.rebound.get(i, inputs[i]) for i in mutated), *grads.values(), *self.seen)]
 
     def _with_state(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Forward and backward, for a module with the traced tensors in place of its own for the whole time."""
@@ -132,7 +134,9 @@ class _Program:
             raise ShardingError("the program returns a number that is known only when it runs", where=user_line(),
                                 fix="return the tensor, and call item() on the result")
         self.opened = any(isinstance(x, Opened) for x in pytree.tree_leaves(result, is_leaf=lambda x: isinstance(x, Opened)))
-        return outs, self._backward(outs, inputs, tracker) if self.grad else {}
+        grads = self._backward(outs, inputs, tracker) if self.grad else {}
+        self.observed = self.tables.left(self.seen) if self.tables is not None else []
+        return outs, grads
 
     def _backward(self, outs: list[Tensor], inputs: list[Tensor], tracker: _SourceTracker) -> dict[int, Tensor | None]:
         differentiable = [i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad]
