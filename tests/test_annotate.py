@@ -146,6 +146,12 @@ ERRORS = [
      "  fix   Mesh.from_device_mesh(device_mesh) makes one from torch's DeviceMesh"),
     (lambda: gspmd.annotate(Net(), MESH, {"blocks.*.up.weigth": "model _"}),
      f"'blocks.*.up.weigth' matches no parameter, buffer or module{WHERE}\n  fix   did you mean 'blocks.1.up.weight'?"),
+    (lambda: gspmd.annotate(Net(), MESH, {"*.up.weight": "model _"}),
+     f"'*.up.weight' matches no parameter, buffer or module{WHERE}\n"
+     "  fix   '**.up.weight' does: * matches within one part of a name, ** across parts"),
+    (lambda: gspmd.annotate(nn.ModuleList(nn.Linear(1, 1) for _ in range(20)), MESH, {"embedding": "model _"}),
+     f"'embedding' matches no parameter, buffer or module{WHERE}\n"
+     "  fix   known are " + ", ".join(f"'{i}.{n}'" for i in range(10) for n in ("weight", "bias")) + " and 40 more"),
     (lambda: gspmd.annotate(Net(), MESH, {"head.weight": "model"}),
      f"spec 'model' has 1 entries, but the tensor has 2 dimensions [3, 4]{WHERE}\n  fix   one entry per dimension, such as '_ _'"),
 ]

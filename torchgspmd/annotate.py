@@ -93,8 +93,11 @@ def annotate(module: nn.Module, mesh: Mesh, layouts: Mapping[str, SpecLike]) -> 
         matches = _glob(pattern).fullmatch
         names = [name for name in (*tensors, *modules) if matches(name)]
         if not names:
+            wider, known = re.sub(r"\*+", "**", pattern), [*tensors, *filter(None, modules)]
+            crosses = any(map(_glob(wider).fullmatch, known))
             raise ShardingError(f"'{pattern}' matches no parameter, buffer or module", where=user_line(),
-                                fix=did_you_mean(pattern, [*tensors, *filter(None, modules)]))
+                                fix=f"'{wider}' does: * matches within one part of a name, ** across parts" if crosses
+                                else did_you_mean(pattern, known))
         for name in names:
             if name in tensors:
                 mark_sharding(tensors[name], mesh, spec)

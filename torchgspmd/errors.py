@@ -9,6 +9,7 @@ from collections.abc import Iterable
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = (os.sep + "torch" + os.sep, os.sep + "torch_xla" + os.sep, "<frozen", "<string>", "<eval_with_key>",
               os.sep + "lib" + os.sep + "python3")
+_SHOWN = 20                     # known words in a message, if none is close
 
 
 class ShardingError(ValueError):
@@ -57,10 +58,11 @@ def user_line_of(error: BaseException) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A sentence naming the closest known word, or all of them."""
+    """A sentence naming the closest known word, or all of them, if they are few."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"known are {', '.join(map(repr, known)) or 'none'}"
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return f"did you mean '{close[0]}'?" if close else f"known are {', '.join(map(repr, known[:_SHOWN])) or 'none'}{more}"
 
 
 def _shorten(path: str) -> str:
