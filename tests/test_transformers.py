@@ -3,11 +3,13 @@ both axes of a 2x2 mesh, forward and gradients compared with one device. `make t
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from architectures import MODELS
 from helpers import assert_same, eager
+from test_parallelize import launch
 
 import torchgspmd as gspmd
 from torchgspmd.capture.objects import opened
@@ -54,3 +56,8 @@ def test_numbers_are_those_of_one_device(name, marks):
     assert_same(tensors(got), tensors(want), name, terms=1024)
     assert_same(found, gradients, name, terms=4096)
     assert [r.op for r in plan.replicated_ops if r.why.startswith("no rule")] == []
+
+
+@pytest.mark.parametrize("mesh", ["model=2", "data=2,model=2"])
+def test_generation_caches_and_methods_on_processes(mesh):
+    assert launch(mesh, worker=Path(__file__).with_name("worker_transformers.py")).count(f"holds on {mesh}") == 3
