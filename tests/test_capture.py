@@ -555,6 +555,19 @@ def test_tensors_that_forward_assigns_to_attributes():
         assert_same(net[0].table, want[0].table[:rows])
 
 
+def test_a_function_that_keeps_what_it_computes():
+    found: list = []
+
+    def f(x):
+        found.append(x.sin())
+        return x.cos()
+
+    plan = gspmd.plan(f, rand(6, 4), mesh=BIG, in_specs="a m")
+    assert not found
+    assert_same(plan.simulate(rand(6, 4), _poison=True), rand(6, 4).cos())
+    assert_same(found, [rand(6, 4).sin()])
+
+
 class Extractor:
     def __init__(self):
         self.rows, self.table, self.last = [], {}, None

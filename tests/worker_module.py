@@ -2,6 +2,7 @@
 import copy
 import os
 import sys
+import warnings
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -219,6 +220,13 @@ def check_attributes(mesh):
     for m in (model, reference):
         m.dropout.p = 1.0
     compare()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            for m in (model, reference):
+                m.temperature = 1 + step / 8
+            compare()
+    assert programs[-1] == 8 and any("since forward reads" in str(w.message) and "'temperature'" in str(w.message) for w in caught)
     model, _ = pair(mesh)
     model(tokens())
     if dist.get_rank() == 0:
@@ -265,12 +273,21 @@ def check_methods(mesh):
     loss_of(model)
 
 
+SEEN: list = []
+
+
+class Leaves(nn.Module):
+    def forward(self, x):
+        SEEN.append(x.mean())
+        return x
+
+
 class WithCache(Model):
     """Keeps keys of earlier tokens in an object that its caller passes, and a loss of its own in an attribute."""
 
     def __init__(self):
         super().__init__()
-        self.mask, self.losses, self.seen = torch.ones(WORDS), None, []
+        self.mask, self.losses, self.seen, self.leaves = torch.ones(WORDS), None, [], Leaves()
 
     def forward(self, tokens, cache=None):
         keys = self.up(self.embedding(tokens))
@@ -279,7 +296,7 @@ class WithCache(Model):
         if cache is not None:
             cache.keys = keys = torch.cat([cache.keys, keys], 1) if cache.keys is not None else keys
             cache.rows.append(tokens.shape[1])
-        self.losses = keys.square().mean(), keys.mean(-1)                   # [], [b, s]
+        self.losses = self.leaves(keys).square().mean(), keys.mean(-1)      # [], [b, s]
         return self.head(self.down(F.gelu(keys)).mean(1)) * self.mask
 
 
@@ -299,8 +316,9 @@ def check_what_forward_leaves(mesh):
         prefix = SimpleNamespace(keys=None, rows=[])
         m(tokens(4), prefix)
         m(tokens(5), prefix).square().mean().backward()                     # through what is in the cache
-        left.append((*kept, cache.keys, loss, m(tokens(6)), m.losses[0], m.losses[1], *m.seen))
-        assert len(m.seen) == 3
+        left.append((*kept, cache.keys, loss, m(tokens(6)), m.losses[0], m.losses[1], *m.seen, *SEEN))
+        assert len(m.seen) == 3 and len(SEEN) == 7
+        SEEN.clear()
     for mine, theirs in zip(*left):
         close(mine, theirs)
     same_gradients(model, reference)

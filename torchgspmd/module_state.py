@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -18,6 +19,7 @@ from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec
 
+MANY = 8                        # programs for calls that are alike, which differ by the attributes that forward read
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
 
 
@@ -123,6 +125,11 @@ class Wrapped(nn.Module):
         for program in programs:
             if program.captured.reads.hold():
                 return program
+        if len(programs) == MANY:
+            names = ", ".join(sorted({f"'{name}'" for program in programs for name in program.captured.reads.differing()}))
+            warnings.warn(f"a program has been made anew {MANY} times, since forward reads {names} of the model, which changes between "
+                          "calls: pass it to forward as a tensor, or register a buffer and copy_() into it", stacklevel=3)
+            del programs[0]
         programs.append(make())
         return programs[-1]
 

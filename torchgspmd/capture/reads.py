@@ -52,6 +52,10 @@ class Reads:
         """What they hold at present."""
         return [*map(dict.get, self.tables, self.names, repeat(ABSENT))]
 
+    def differing(self) -> list[str]:
+        """Names of those that are not as they were."""
+        return [name for name, now, value in zip(self.names, self.now(), self.values) if not _same(now, value)]
+
     def described(self, now: bool = False) -> list[Any]:
         """What they held, or hold now, as every process writes it."""
         return [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in (self.now() if now else self.values)]

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -43,11 +43,16 @@ class _Table:
 
 
 class Tables:
-    """The attributes of a module and of those inside of it, and all tables and lists in which its forward and its hooks may leave
-    tensors: those in attributes, and those that a function names, as in `module.register_forward_hook(lambda m, x, y: found.append(y))`."""
+    """The attributes of a module and of those inside of it, and all tables and lists in which its forward and its hooks, or a function,
+    may leave tensors: those in attributes, and those that they name, as in `register_forward_hook(lambda m, x, y: found.append(y))`."""
 
-    def __init__(self, module: nn.Module, traced: type[Tensor]):
-        self.traced, self.modules = traced, list(module.modules())
+    def __init__(self, fn: Callable | nn.Module, traced: type[Tensor]):
+        self.traced = traced
+        self.modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
+        self.functions = [fn]
+        for m in self.modules:
+            hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+            self.functions += [m.forward, *chain.from_iterable(map(dict.values, hooks))]
         self.tables: list[_Table] = []
 
     @contextmanager
@@ -106,14 +111,11 @@ class Tables:
         seen: set[int] = set()
         for module in self.modules:
             yield from _tables(module.__dict__, seen, module)
-        mine = {id(module) for module in self.modules}
-        for module in self.modules:
-            hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-            for function in (module.forward, *chain.from_iterable(map(dict.values, hooks))):
-                for value in _named(function):
-                    attributes = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
-                    if isinstance(attributes, (dict, list)) and id(value) not in mine and not isinstance(value, (Tensor, ModuleType)):
-                        yield from _tables(attributes, seen)
+        for function in self.functions:
+            for value in _named(function):
+                attributes = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
+                if isinstance(attributes, (dict, list)) and not isinstance(value, (Tensor, ModuleType)):
+                    yield from _tables(attributes, seen)
 
 
 def _tables(container: dict | list, seen: set[int], owner: nn.Module | None = None, path: tuple = ()) -> Iterator[_Table]:
@@ -130,6 +132,8 @@ def _tables(container: dict | list, seen: set[int], owner: nn.Module | None = No
 
 def _named(function: Any) -> Iterator[Any]:
     """What a function can reach by name: variables around it and global ones, the object it is a method of, arguments it was given."""
+    if hasattr(function, "__wrapped__"):
+        yield from _named(function.__wrapped__)
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values(), *_named(function.func))
     elif isinstance(function, MethodType):

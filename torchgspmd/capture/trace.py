@@ -82,7 +82,7 @@ class _Program:
         self.left: list[Left] = []
         self.observed: list[Left] = []
         self.seen: list[Tensor] = []                                        # by hooks of gradients
-        self.tables = Tables(fn, FunctionalTensor) if isinstance(fn, nn.Module) else None
+        self.tables = Tables(fn, FunctionalTensor)
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
         with _Functional():
@@ -103,8 +103,9 @@ class _Program:
 
     def _with_state(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Forward and backward, for a module with the traced tensors in place of its own for the whole time."""
-        if self.tables is None:
-            return self._forward_backward(inputs, tracker)
+        if not isinstance(self.fn, nn.Module):
+            with self.tables.kept():
+                return self._forward_backward(inputs, tracker)
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
             found = self._forward_backward(inputs, tracker)
@@ -127,7 +128,7 @@ class _Program:
             outs = [self.result_leaves[i] for i in self.result_slots]
             self.effects = watched.effects(outs)
             self.asked = len(outs)
-            self.left = self.tables.left(outs) if self.tables is not None else []
+            self.left = self.tables.left(outs)
         finally:
             watched.restore()
         if any(isinstance(leaf, NUMBERS) for leaf in (*self.result_leaves, *pytree.tree_leaves([e.changed for e in self.effects]))):
@@ -135,7 +136,7 @@ class _Program:
                                 fix="return the tensor, and call item() on the result")
         self.opened = any(isinstance(x, Opened) for x in pytree.tree_leaves(result, is_leaf=lambda x: isinstance(x, Opened)))
         grads = self._backward(outs, inputs, tracker) if self.grad else {}
-        self.observed = self.tables.left(self.seen) if self.tables is not None else []
+        self.observed = self.tables.left(self.seen)
         return outs, grads
 
     def _backward(self, outs: list[Tensor], inputs: list[Tensor], tracker: _SourceTracker) -> dict[int, Tensor | None]:
