@@ -322,6 +322,12 @@ def check_what_forward_leaves(mesh):
     for mine, theirs in zip(*left):
         close(mine, theirs)
     same_gradients(model, reference)
+    programs = len(model._all_programs())
+    for _ in range(2):
+        model.seen = []                                                     # another list, which the program finds
+        model(tokens(6)).square().mean().backward()
+        assert len(model.seen) == 1 and model.losses is not None
+    assert len(model._all_programs()) == programs                           # what a run has left makes no program for the next
 
 
 class WithParts(Model):

@@ -44,16 +44,20 @@ class Effect:
 @dataclass(frozen=True)
 class Left:
     """What a program leaves in a table or list that is no argument of it: pytrees with Made in the place of tensors."""
-    container: dict | list
+    root: dict | list                       # attributes of a module, or a table that a function names
+    path: tuple                             # from there to the table or list: keys
     entries: dict
     appended: list
 
     def write(self, outputs: Sequence[Any]) -> None:
+        container: Any = self.root
+        for key in self.path:
+            container = container[key]
         for name, value in self.entries.items():
-            if isinstance(self.container, dict) or name < len(self.container):      # a list may have been emptied meanwhile
-                self.container[name] = _filled(value, outputs, None)
+            if isinstance(container, dict) or name < len(container):        # a list may have been emptied meanwhile
+                container[name] = _filled(value, outputs, None)
         if self.appended:
-            self.container.extend(_filled(self.appended, outputs, None))
+            container.extend(_filled(self.appended, outputs, None))
 
 
 class Watched:

@@ -26,13 +26,18 @@ LONG = 1000                     # entries of a list that is not looked at in eve
 KEPT_BY_TORCH = frozenset(nn.Module().__dict__)    # hooks, tables, `training`: others look after them
 
 
-class _Absent:
+class _Nothing:
+    """In the place of a value."""
+
+    def __init__(self, why: str):
+        self.why = why
+
     def __repr__(self) -> str:
-        return "absent"
+        return self.why
 
 
-ABSENT = _Absent()
-overwritten: WeakKeyDictionary[nn.Module, dict[tuple, Any]] = WeakKeyDictionary()   # by runs: an attribute, or an entry of a table in one
+ABSENT, GROWS = _Nothing("absent"), _Nothing("a list that runs append to")
+overwritten: WeakKeyDictionary[nn.Module, dict[tuple, Any]] = WeakKeyDictionary()   # what runs write: path in attributes -> value before
 
 
 class Reads:
@@ -91,7 +96,7 @@ def recorded_reads(module: nn.Module) -> Iterator[Reads]:
         if before is object.__getattribute__:
             del nn.Module.__getattribute__              # found without a look at nn.Module again
     for (_, name), (owner, table, value) in seen.items():
-        if (name,) not in overwritten.get(owner, ()) and _same(table.get(name, ABSENT), value):
+        if not any(path[0] == name for path in overwritten.get(owner, ())) and _same(table.get(name, ABSENT), value):
             reads.add(table, name, value)
 
 

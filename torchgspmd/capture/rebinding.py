@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .effects import Left, made
 from .objects import opened
-from .reads import ABSENT, KEPT_BY_TORCH, LONG, overwritten
+from .reads import ABSENT, GROWS, KEPT_BY_TORCH, LONG, overwritten
 
 _EMPTY = CellType()
 
@@ -38,8 +38,9 @@ class _Table:
     container: dict | list
     before: dict
     known: dict                             # and when it was looked at last
-    owner: nn.Module | None = None          # in whose attributes it is,
-    path: tuple = ()                        # and where; () for the attributes themselves
+    root: dict | list                       # where it is: in the attributes of a module or in a table that a function names,
+    path: tuple = ()                        # under these keys; () for the root itself
+    owner: nn.Module | None = None          # the module
 
 
 class Tables:
@@ -81,10 +82,12 @@ class Tables:
             table.known = _entries(table.container)
             if changed or appended:
                 entries = {name: made(value, outputs) for name, value in changed.items()}
-                found.append(Left(table.container, entries, made(appended, outputs)))
-            if table.owner is not None and isinstance(table.container, dict):
+                found.append(Left(table.root, table.path, entries, made(appended, outputs)))
+            if table.owner is not None and (changed or appended):
                 before = overwritten.setdefault(table.owner, {})
-                for name in changed:
+                if isinstance(table.container, list):
+                    before[table.path] = GROWS
+                for name in changed if isinstance(table.container, dict) else ():
                     before.setdefault((*table.path, name), table.before.get(name, ABSENT))
         return found
 
@@ -103,31 +106,32 @@ class Tables:
                 container: Any = module.__dict__
                 for name in path[:-1]:
                     container = container.get(name) if isinstance(container, dict) else None
-                if isinstance(container, dict) and _holds(container.get(path[-1]), Tensor):
+                if before is not GROWS and isinstance(container, dict) and _holds(container.get(path[-1]), Tensor):
                     yield container, path[-1], container[path[-1]]
                     _put(container, path[-1], before)
 
     def _all(self) -> Iterator[_Table]:
         seen: set[int] = set()
         for module in self.modules:
-            yield from _tables(module.__dict__, seen, module)
+            yield from _tables(module.__dict__, seen, module.__dict__, (), module)
         for function in self.functions:
             for value in _named(function):
                 attributes = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
                 if isinstance(attributes, (dict, list)) and not isinstance(value, (Tensor, ModuleType)):
-                    yield from _tables(attributes, seen)
+                    yield from _tables(attributes, seen, attributes)
 
 
-def _tables(container: dict | list, seen: set[int], owner: nn.Module | None = None, path: tuple = ()) -> Iterator[_Table]:
+def _tables(container: dict | list, seen: set[int], root: dict | list, path: tuple = (),
+            owner: nn.Module | None = None) -> Iterator[_Table]:
     """A table, and the tables and lists in it, unless it is a long one."""
     if id(container) in seen:
         return
     seen.add(id(container))
     entries = _entries(container)
-    yield _Table(container, entries, entries, owner, path)
+    yield _Table(container, entries, entries, root, path, owner)
     for name, value in entries.items() if len(entries) <= LONG else ():
         if isinstance(value, (dict, list)) and name not in KEPT_BY_TORCH:
-            yield from _tables(value, seen, owner, (*path, name))
+            yield from _tables(value, seen, root, (*path, name), owner)
 
 
 def _named(function: Any) -> Iterator[Any]:
