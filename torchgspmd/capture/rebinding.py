@@ -74,11 +74,12 @@ class Tables:
             for container, name, value in hidden:
                 _put(container, name, value)
 
-    def left(self, outputs: list[Tensor]) -> list[Left]:
-        """The tensors that have been put into tables since the last look; they are added to the outputs of the program."""
-        found = []
+    def left(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[Left]:
+        """The tensors that have been put into tables since the last look; they are added to the outputs of the program. Parameters
+        and buffers do not count: an LSTM has its weights in a list, too."""
+        found, known = [], frozenset(map(id, state))
         for table in self.tables:
-            changed, appended = self._left(table, table.known)
+            changed, appended = self._left(table, table.known, known)
             table.known = _entries(table.container)
             if changed or appended:
                 entries = {name: made(value, outputs) for name, value in changed.items()}
@@ -91,10 +92,10 @@ class Tables:
                     before.setdefault((*table.path, name), table.before.get(name, ABSENT))
         return found
 
-    def _left(self, table: _Table, old: dict) -> tuple[dict, list]:
-        """Entries that hold tensors of the trace: those that were assigned, and what was appended to a list."""
+    def _left(self, table: _Table, old: dict, known: frozenset[int] = frozenset()) -> tuple[dict, list]:
+        """Entries that hold tensors of the trace, other than the known ones: those that were assigned, and what was appended to a list."""
         now = _entries(table.container)
-        changed = {name: value for name, value in now.items() if value is not old.get(name) and _holds(value, self.traced)}
+        changed = {name: value for name, value in now.items() if value is not old.get(name) and _holds(value, self.traced, known)}
         if not isinstance(table.container, list) or not any(name >= len(old) for name in changed):
             return changed, []
         return {name: value for name, value in changed.items() if name < len(old)}, table.container[len(old):]
@@ -160,5 +161,6 @@ def _entries(container: dict | list) -> dict:
     return dict(enumerate(container)) if isinstance(container, list) else dict(container)
 
 
-def _holds(value: Any, kind: type[Tensor]) -> bool:
-    return any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(opened(value)))
+def _holds(value: Any, kind: type[Tensor], known: frozenset[int] = frozenset()) -> bool:
+    """Whether a tensor of this kind is in it, by another id than these."""
+    return any(isinstance(leaf, kind) and id(leaf) not in known for leaf in pytree.tree_leaves(opened(value)))

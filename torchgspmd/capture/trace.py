@@ -128,7 +128,7 @@ class _Program:
             outs = [self.result_leaves[i] for i in self.result_slots]
             self.effects = watched.effects(outs)
             self.asked = len(outs)
-            self.left = self.tables.left(outs)
+            self.left = self.tables.left(outs, inputs[:len(self.names)])
         finally:
             watched.restore()
         if any(isinstance(leaf, NUMBERS) for leaf in (*self.result_leaves, *pytree.tree_leaves([e.changed for e in self.effects]))):
@@ -136,7 +136,7 @@ class _Program:
                                 fix="return the tensor, and call item() on the result")
         self.opened = any(isinstance(x, Opened) for x in pytree.tree_leaves(result, is_leaf=lambda x: isinstance(x, Opened)))
         grads = self._backward(outs, inputs, tracker) if self.grad else {}
-        self.observed = self.tables.left(self.seen)
+        self.observed = self.tables.left(self.seen, inputs[:len(self.names)])
         return outs, grads
 
     def _backward(self, outs: list[Tensor], inputs: list[Tensor], tracker: _SourceTracker) -> dict[int, Tensor | None]:
