@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import MESHES, assert_same, eager
+from helpers import MESHES, assert_same, eager, message
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -566,6 +566,16 @@ def test_a_function_that_keeps_what_it_computes():
     assert not found
     assert_same(plan.simulate(rand(6, 4), _poison=True), rand(6, 4).cos())
     assert_same(found, [rand(6, 4).sin()])
+
+
+def test_a_tensor_that_is_passed_twice_and_changed():
+    def f(x, y):
+        y.mul_(2)
+        return x + y
+
+    plan, x = gspmd.plan(f, rand(6, 4), rand(6, 4), mesh=BIG), rand(6, 4)
+    assert message(lambda: plan.simulate(x, x)).startswith("one tensor is passed as 'x' and 'y', and changed in place")
+    assert_same(plan.simulate(x, x.clone()), 3 * rand(6, 4))
 
 
 class Extractor:

@@ -18,7 +18,13 @@ from torch.utils.checkpoint import checkpoint
 import torchgspmd as gspmd
 
 WORDS = 11                                                                  # which no mesh divides
+OFFSET = 1.0
 Result = namedtuple("Result", "logits norm")
+
+
+class Options:
+    def __init__(self):
+        self.scale, self.inner = 1.0, SimpleNamespace(power=1)
 
 
 class Model(nn.Module):
@@ -29,12 +35,13 @@ class Model(nn.Module):
         self.embedding, self.up, self.down = nn.Embedding(WORDS, 16), nn.Linear(16, 32), nn.Linear(32, 16)
         self.head, self.dropout = nn.Linear(16, WORDS), nn.Dropout(0.0)
         self.register_buffer("shift", torch.zeros(WORDS))
-        self.temperature, self.scales, self.calls = 1.0, [1.0, 2.0], 0
+        self.temperature, self.scales, self.calls, self.options = 1.0, [1.0, 2.0], 0, Options()
 
     def forward(self, tokens):                                              # [b, s]
         self.calls += 1
         x = self.embedding(tokens)
         x = x + self.down(F.gelu(self.up(x)))
+        x = x * self.options.scale ** self.options.inner.power * OFFSET
         return self.sign * self.dropout(self.head(x)) / self.temperature * self.scales[1] + self.shift
 
     @torch.no_grad()
@@ -220,13 +227,25 @@ def check_attributes(mesh):
     for m in (model, reference):
         m.dropout.p = 1.0
     compare()
+    model, reference = pair(mesh)
+    close(model(tokens()), reference(tokens()))
+    for change in (lambda m: setattr(m.options, "scale", 2.0), lambda m: setattr(m.options.inner, "power", 3),
+                   lambda m: globals().update(OFFSET=1.5), lambda m: setattr(m, "options", Options()), lambda m: m.double(),
+                   lambda m: globals().update(OFFSET=1.0)):
+        for m in (model, reference):
+            change(m)
+        close(model(tokens()), reference(tokens()))
+    torch.set_default_dtype(torch.float64)
+    close(model(tokens()), reference(tokens()))
+    torch.set_default_dtype(torch.float32)
+    model, reference = pair(mesh)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(4):
+        for step in range(9):
             for m in (model, reference):
                 m.temperature = 1 + step / 8
             compare()
-    assert programs[-1] == 8 and any("since forward reads" in str(w.message) and "'temperature'" in str(w.message) for w in caught)
+    assert programs[-2:] == [8, 8] and any("since forward reads" in str(w.message) and "'temperature'" in str(w.message) for w in caught)
     model, _ = pair(mesh)
     model(tokens())
     if dist.get_rank() == 0:

@@ -149,7 +149,7 @@ class ShardedModule(Wrapped):
             leaves, tree = list(args), len(args)
         key = (tree, tuple(map(_leaf_key, leaves)), self._current(), self._modes(), torch.is_grad_enabled(),
                self._trainable(), torch.is_autocast_enabled(self._groups.device_type),
-               torch.get_autocast_dtype(self._groups.device_type))
+               torch.get_autocast_dtype(self._groups.device_type), torch.get_default_dtype())
         program = self._program(key, lambda: self._compile(args, kwargs, key))
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
@@ -285,6 +285,8 @@ class _Program:
         self.agreement = agreement if self.carries else agreement.begin()
         state = [table[name] for table, name in self.slots]
         flat = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        if self.mutated:
+            self.captured.check_aliases(flat)
         if self.captured.has_backward:
             outs = _Run.apply(self, *flat)
         else:

@@ -67,7 +67,7 @@ class XlaModule(Wrapped):
         args, kwargs = opened(given)
         leaves, tree = pytree.tree_flatten((args, kwargs))
         key = (tree, tuple(map(leaf_key, leaves)), self._current(), self._modes(), torch.is_grad_enabled(),
-               self._trainable(), _autocast())
+               self._trainable(), _autocast(), torch.get_default_dtype())
         program = self._program(key, lambda: self._compile(args, kwargs))
         self._settle()
         return program(leaves, given)
@@ -156,6 +156,7 @@ class _Program:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         arguments = [place_tensor(t, spec, self.mesh, self.device) for t, spec in zip(tensors, self.arguments)]
         flat = [*(table[key] for table, key in self.slots), *arguments]
+        self.captured.check_aliases([*flat[:len(self.slots)], *tensors])
         with torch.autocast("xla", enabled=False):
             outs = _Run.apply(self, *flat) if self.captured.has_backward else self.run_forward(flat)[0]
         originals = [*flat[:len(self.slots)], *tensors]

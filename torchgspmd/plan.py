@@ -119,6 +119,7 @@ class Plan:
         not know count only if there are no others; those that are put into arguments or attributes do not.)
         """
         tensors = self.flat_inputs(args, kwargs)
+        self.captured.check_aliases(tensors)
         inputs = [split_global(t, spec, self.mesh, _poison) for t, spec in zip(tensors, self.input_layouts)]
         with torch.no_grad():
             results = Lockstep(self.program, self.mesh).run_devices(inputs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec
 from .effects import Effect, Left, apply
 from .objects import Opened, closed
@@ -73,6 +74,18 @@ class Captured:
         for left in self.left:
             left.write(outputs)
         return closed(tree, given) if self.opened else tree
+
+    def check_aliases(self, tensors: Sequence[Tensor]) -> None:
+        """ShardingError if one tensor is given as two inputs, of which the program changes one."""
+        places: dict[int, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            places.setdefault(id(tensor), []).append(i)
+        for out in self.outputs:
+            both = places[id(tensors[out.input])] if out.kind == MUTATION else []
+            if len(both) > 1:
+                names = " and ".join(repr(self.inputs[i].name) for i in both)
+                raise ShardingError(f"one tensor is passed as {names}, and changed in place", where=user_line(),
+                                    why="a program takes them for two tensors", fix="pass a clone() of it")
 
     def observe(self, values: Sequence[Any]) -> None:
         """Puts the outputs of kind OBSERVED where the program's hooks of gradients put them."""
