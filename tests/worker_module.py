@@ -422,6 +422,9 @@ def check_results_of_all_kinds(mesh):
         by = SimpleNamespace(scale=scale, tensor=torch.tensor(tensor))
         got, want = (m(tokens(), more=more, change=lambda x: x.tanh(), by=by) for m in (model, reference))
         close(got["result"].logits, want["result"].logits)
+    for factor in (1.0, 2.0, 3.0):                                          # functions that may lie at one address, one after the other
+        got, want = (m(tokens(), more=more, change=lambda x, f=factor: x * f, by=by) for m in (model, reference))
+        close(got["result"].logits, want["result"].logits)
     with torch.inference_mode():
         close(model(tokens(), more={"bias": 0.0})["result"].norm, reference(tokens(), more={"bias": 0.0})["result"].norm)
     with torch.autograd.detect_anomaly(check_nan=True):

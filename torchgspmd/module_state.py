@@ -4,7 +4,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
@@ -68,8 +68,23 @@ def leaf_key(leaf: Any) -> Any:
     """What of an argument the compiled program depends on."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    attributes = None if callable(leaf) else getattr(leaf, "__dict__", None)
-    return repr(leaf) if attributes is None else (repr(leaf), repr(attributes))
+    return _content(leaf, ())
+
+
+def _content(value: Any, around: tuple[int, ...]) -> Any:
+    """What two objects have to agree in; functions and modules are themselves, as another may come to lie at the address of one."""
+    attributes = getattr(value, "__dict__", None)
+    if callable(value):
+        itself = value if isinstance(value, Hashable) else repr(value)
+        return itself if isinstance(value, (type, nn.Module)) or not attributes else (itself, _content(attributes, around))
+    if id(value) in around:
+        return "itself"
+    around = (*around, id(value))
+    if isinstance(value, dict):
+        return type(value), *((repr(name), _content(v, around)) for name, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), *(_content(v, around) for v in value)
+    return repr(value) if attributes is None else (type(value), as_text(repr(value)), _content(attributes, around))
 
 
 def as_text(key: Any) -> str:
