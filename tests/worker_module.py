@@ -425,6 +425,9 @@ def check_results_of_all_kinds(mesh):
     for factor in (1.0, 2.0, 3.0):                                          # functions that may lie at one address, one after the other
         got, want = (m(tokens(), more=more, change=lambda x, f=factor: x * f, by=by) for m in (model, reference))
         close(got["result"].logits, want["result"].logits)
+    rows = 6 if dist.get_rank() == 0 else 4
+    error = error_of(lambda: model(tokens(rows=rows), more=more, change=torch.tanh, by=by))
+    assert error.startswith("the arguments differ between ranks"), error
     with torch.inference_mode():
         close(model(tokens(), more={"bias": 0.0})["result"].norm, reference(tokens(), more={"bias": 0.0})["result"].norm)
     with torch.autograd.detect_anomaly(check_nan=True):

@@ -22,6 +22,7 @@ def pair(model, mesh, over, along):
 
 
 def close(a, b):
+    """Up to rounding in float32: as helpers.tolerance has it for sums of 1,024 terms."""
     torch.testing.assert_close(a.full_tensor() if isinstance(a, DTensor) else a, b, rtol=1e-4, atol=1e-5)
 
 

@@ -168,7 +168,7 @@ class ShardedModule(Wrapped):
         """What every rank raises when calls differ; draws: if it is not by anything else, it is by their random numbers."""
         read = [program.captured.reads.described(now=True) for program in self._programs.get(key, ())]
         shapes, models = [None] * self._mesh.size, [None] * self._mesh.size
-        dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k[0], tuple)])
+        dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple) and isinstance(k[0], tuple)])
         dist.all_gather_object(models, as_text((key[2:], read)))
         if all(s == shapes[0] for s in shapes) and any(m != models[0] for m in models):
             raise ShardingError("the models differ between ranks", where=user_line(),
@@ -282,11 +282,11 @@ class _Program:
     def __call__(self, leaves: list, given: tuple[tuple, dict], agreement: Agreement) -> Any:
         """leaves: those of what is given, (args, kwargs). agreement: whether ranks pass the same; it ends before anything else is
         sent, as late as that."""
-        self.agreement = agreement if self.carries else agreement.begin()
         state = [table[name] for table, name in self.slots]
         flat = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         if self.mutated:
             self.captured.check_aliases(flat)
+        self.agreement = agreement if self.carries else agreement.begin()
         if self.captured.has_backward:
             outs = _Run.apply(self, *flat)
         else:

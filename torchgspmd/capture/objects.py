@@ -15,7 +15,7 @@ Key = tuple[str, Any]                       # of a part: its kind, and its posit
 Path = tuple[Key, ...]                      # from a structure to one of its containers
 _NO_OBJECTS = (Tensor, type, Enum, ModuleType)
 _COLLECTIONS = (dict, list, tuple)
-_OF_PYTHON = 1 << 9                         # a class made by a class statement: Py_TPFLAGS_HEAPTYPE
+OF_PYTHON = 1 << 9             # a class made by a class statement: Py_TPFLAGS_HEAPTYPE
 
 
 @dataclass
@@ -58,7 +58,7 @@ def _closed(leaf: Any, given: Any) -> Any:
         return follow(leaf.origin, given)
     inside = {key: closed(value, given) for key, value in leaf.parts.items()}
     items = {name: value for (kind, name), value in inside.items() if kind == ITEM}
-    base: Any = next(c for c in leaf.cls.__mro__ if not c.__flags__ & _OF_PYTHON)           # object, most often
+    base: Any = next(c for c in leaf.cls.__mro__ if not c.__flags__ & OF_PYTHON)           # object, most often
     made = base.__new__(leaf.cls, items.values()) if issubclass(base, tuple) else base.__new__(leaf.cls)
     if isinstance(made, list):
         list.extend(made, items.values())

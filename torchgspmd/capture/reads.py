@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .objects import is_object
+from .objects import OF_PYTHON, is_object
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
 _CONTAINERS = (list, tuple, dict)
-_OF_PYTHON, _FIXED = 1 << 9, 1 << 8     # a class made by a class statement (Py_TPFLAGS_HEAPTYPE); one that cannot be changed
+_FIXED = 1 << 8                 # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
 LONG = 1000                     # entries of a list that is not looked at in every step
 KEPT_BY_TORCH = frozenset(nn.Module().__dict__)    # hooks, tables, `training`: others look after them
 
@@ -97,7 +97,7 @@ def recorded_reads(module: nn.Module) -> Iterator[Reads]:
             return value
         return record
 
-    python: list[Any] = [cls for cls in dict.fromkeys(map(type, objects)) if cls.__flags__ & (_OF_PYTHON | _FIXED) == _OF_PYTHON]
+    python: list[Any] = [cls for cls in dict.fromkeys(map(type, objects)) if cls.__flags__ & (OF_PYTHON | _FIXED) == OF_PYTHON]
     for holder in objects:
         if type(holder) not in python:                  # of a SimpleNamespace it is not seen what is read: all that it has
             seen.update({(id(holder), name): (holder, holder.__dict__, _frozen(value))
