@@ -60,6 +60,7 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
     captured = capture(fn, args, kwargs, mesh, grad=grad)
     seconds = time.perf_counter() - start
     unplaced = any(isinstance(t, Tensor) and t.is_meta for t in (*captured.tensors, *pytree.tree_leaves((args, kwargs))))
+    wanted += [None for _ in captured.places]
     made = compile_plan(captured, mesh, wanted, out_specs, strict=strict, rng=rng, regather=regather, skip_passes=skip_passes,
                         device="meta" if unplaced else None)
     made.seconds = {"capture": seconds, **made.seconds}
@@ -144,6 +145,8 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
     clock("expand")
     results = _result_specs(captured, graph, out_specs, mesh, whole)
     inputs = _input_specs(captured, mesh, arguments, stored or {})
+    asked = [out for out in captured.outputs if out.kind == OUTPUT]
+    results = [inputs[out.input] or spec if out.open and out.input >= 0 else spec for spec, out in zip(results, asked)]
     layouts = _propagate(captured, graph, mesh, inputs, results, rules)
     if splitting := to_split(graph, layouts, rules):
         graph = expand(graph, splitting)
@@ -273,7 +276,7 @@ def _outputs(made: Annotated, placeholders: list[fx.Node], plain: Sequence[bool]
     whole = {i for i, is_plain in zip(arguments, plain) if is_plain}
     for i, out in enumerate(captured.outputs):
         spec = next(wanted) if out.kind == OUTPUT else None
-        if out.input in whole:
+        if out.kind != OUTPUT and out.input in whole:
             found[i] = ShardSpec.replicated(len(captured.inputs[out.input].shape))
         elif out.kind in (GRADIENT, MUTATION):
             found[i] = placeholders[out.input]

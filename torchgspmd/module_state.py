@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .annotate import mark_sharding, recorded_mark
+from .capture import State
 from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec
@@ -101,7 +102,7 @@ class Wrapped(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.__dict__.update(training=model.training, _programs={}, _known={})
+        self.__dict__.update(training=model.training, _programs={}, _known={}, _state=State())
         self._stand_for(model)
 
     def _stand_for(self, model: nn.Module) -> None:
@@ -203,7 +204,7 @@ class Wrapped(nn.Module):
         """A module of its own on the same devices."""
         made = memo[id(self)] = type(self).__new__(type(self))
         made.__dict__.update({name: copy.copy(value) if isinstance(value, dict) else value for name, value in self.__dict__.items()},
-                             _programs={})
+                             _programs={}, _state=State())
         made._stand_for(copy.deepcopy(self._model, memo))
         return made
 

@@ -1,4 +1,4 @@
-"""Gradients that cannot be differentiated again, and say so."""
+"""What autograd is told of a program: which results have no gradient; and that gradients cannot be differentiated again."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 from .errors import ShardingError, user_line
+
+
+def apart(outputs: Sequence[Tensor], differentiable: Sequence[int]) -> Sequence[Tensor]:
+    """Outputs of which those without a gradient are tensors of their own, such as y.detach() beside y."""
+    if len(outputs) == len(differentiable):
+        return outputs
+    taken = {id(outputs[i]) for i in differentiable}
+    return [y.detach() if id(y) in taken and i not in differentiable else y for i, y in enumerate(outputs)]
 
 
 def once(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -49,7 +49,7 @@ from .fx_passes.tidy import tidy
 from .mesh import Mesh
 from .module_state import Wrapped, as_text, leaf_key, mark_on, named_tensors, slot_of
 from .module_state import shard_updates as mark_updates
-from .once import once
+from .once import apart, once
 from .parallel_xla import XlaModule
 from .plan import Plan
 from .shard_spec import ShardSpec, SpecLike
@@ -186,9 +186,10 @@ class ShardedModule(Wrapped):
         start = time.perf_counter()
         agree(self._groups, _hash(f"a program for {as_text(key)}"), lambda: self._differ(key))
         grad = torch.is_grad_enabled()
-        captured = capture(self._model, args, kwargs, self._mesh, grad=grad, hooks=self._hooks)
-        wanted = spread_inputs(self._in_specs, args, kwargs, self._mesh)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        captured = capture(self._model, args, kwargs, self._mesh, grad=grad, hooks=self._hooks, state=self._state)
+        state = captured.at_places()
+        wanted = [*spread_inputs(self._in_specs, args, kwargs, self._mesh), *(None for _ in state)]
+        tensors = [*(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *state]
         wanted = [spec_of(t, self._mesh) if isinstance(t, DTensor) else spec for t, spec in zip(tensors, wanted)]
         made = compile_plan(captured, self._mesh, wanted, self._out_specs,
                             stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
@@ -283,7 +284,7 @@ class _Program:
         """leaves: those of what is given, (args, kwargs). agreement: whether ranks pass the same; it ends before anything else is
         sent, as late as that."""
         state = [table[name] for table, name in self.slots]
-        flat = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        flat = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.captured.at_places()]
         if self.mutated:
             self.captured.check_aliases(flat)
         self.agreement = agreement if self.carries else agreement.begin()
@@ -331,6 +332,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: _Program, *flat: Tensor) -> tuple[Tensor, ...]:
         outs, saved = program.run_forward(flat)
+        outs = apart(outs, program.tangent_outputs)
         ctx.program, ctx.flat = program, [flat[i] if isinstance(flat[i], DTensor) else None for i in program.gradient_inputs]
         if program.by_values:                                               # autograd saves tensors only
             ctx.numbers = [None if isinstance(v, Tensor) else v for v in saved]

@@ -19,7 +19,7 @@ from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.split import split
 from .mesh import Mesh
 from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
-from .once import once
+from .once import apart, once
 from .shard_spec import ShardSpec
 from .specs import spread_inputs
 from .xla_backend.host import report_host_operations
@@ -81,8 +81,9 @@ class XlaModule(Wrapped):
         begin = time.perf_counter()
         mesh, (enabled, dtype) = self._mesh, _autocast()
         with torch.autocast("cpu", dtype, enabled=enabled):
-            captured = capture(self._model, args, kwargs, mesh, grad=torch.is_grad_enabled())
-        made = lay_out(captured, mesh, spread_inputs(self._in_specs, args, kwargs, mesh), self._out_specs,
+            captured = capture(self._model, args, kwargs, mesh, grad=torch.is_grad_enabled(), state=self._state)
+        wanted = [*spread_inputs(self._in_specs, args, kwargs, mesh), *(None for _ in captured.places)]
+        made = lay_out(captured, mesh, wanted, self._out_specs,
                        stored={i.name: self._specs.get(i.name, ShardSpec.replicated(len(i.shape))) for i in captured.inputs
                                if i.kind in (PARAMETER, BUFFER)},
                        parts=self._pin == "all", expand=unpartitioned)
@@ -153,7 +154,7 @@ class _Program:
 
     def __call__(self, leaves: list, given: tuple[tuple, dict]) -> Any:
         """leaves: those of what is given, (args, kwargs)."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.captured.at_places()]
         arguments = [place_tensor(t, spec, self.mesh, self.device) for t, spec in zip(tensors, self.arguments)]
         flat = [*(table[key] for table, key in self.slots), *arguments]
         self.captured.check_aliases([*flat[:len(self.slots)], *tensors])
@@ -195,6 +196,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: _Program, *flat: Tensor) -> tuple[Tensor, ...]:
         outs, saved = program.run_forward(flat)
+        outs = apart(outs, program.tangent_outputs)
         ctx.program, ctx.count = program, len(flat)
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*[o for i, o in enumerate(outs) if i not in program.tangent_outputs and isinstance(o, Tensor)])

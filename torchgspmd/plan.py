@@ -131,7 +131,7 @@ class Plan:
     def flat_inputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
         """Every input as a tensor: the module's own state, the arguments, cotangents."""
         leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        given = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.captured.at_places()]
         wanted = [i for i in self.captured.inputs if i.kind == ARGUMENT]
         if tree != self.captured.arguments or len(given) != len(wanted):
             raise ShardingError("the arguments have another structure than those that the plan was made for", where=user_line(),

@@ -2,7 +2,8 @@
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Captured, Input, Output
 from .guards import is_capturing
 from .objects import opened
+from .state import State
 from .trace import capture
 
 __all__ = ["ARGUMENT", "BUFFER", "GRADIENT", "MUTATION", "OBSERVED", "OUTPUT", "PARAMETER", "TANGENT", "Captured", "Input", "Output",
-           "capture", "is_capturing", "opened"]
+           "State", "capture", "is_capturing", "opened"]

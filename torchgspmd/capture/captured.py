@@ -14,6 +14,7 @@ from ..shard_spec import ShardSpec
 from .effects import Effect, Left, apply
 from .objects import Opened, closed
 from .reads import Reads
+from .state import Place
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
 OUTPUT, MUTATION, GRADIENT, OBSERVED = "output", "mutation", "gradient", "observed"
@@ -36,7 +37,7 @@ class Output:
     """A result of the captured graph."""
     kind: str                           # output, mutation (new value of an input), gradient (of an input), or observed: what hooks of
                                         # gradients keep of them
-    input: int = -1                     # which input is mutated or differentiated
+    input: int = -1                     # which input is mutated or differentiated; of an output: in whose place it is put
     open: bool = False                  # of an output: it leaves the program as it is laid out, if nobody asks for a layout
 
 
@@ -59,6 +60,7 @@ class Captured:
     observed: tuple[Left, ...] = ()     # the same, by the backward
     tensors: list[Tensor] = field(default_factory=list)    # the module's own parameters and buffers, in input order
     reads: Reads = field(default_factory=Reads)             # of a module's attributes that became part of it
+    places: tuple[Place, ...] = ()      # whose tensors are the last arguments
 
     def result(self, outputs: Sequence[Any], given: tuple[tuple, dict]) -> Any:
         """The function's result, of what the graph computes; containers among the given (args, kwargs), and others, are changed.
@@ -74,6 +76,10 @@ class Captured:
         for left in self.left:
             left.write(outputs)
         return closed(tree, given) if self.opened else tree
+
+    def at_places(self) -> list[Tensor]:
+        """The arguments that no caller passes: what is now in attributes and tables."""
+        return [place.value() for place in self.places]
 
     def check_aliases(self, tensors: Sequence[Tensor]) -> None:
         """ShardingError if one tensor is given as two inputs, of which the program changes one."""

@@ -5,17 +5,18 @@
         self.loss = cache.keys.square().mean()                              # another: attribute loss of the module
 
 It is traced on containers that stand for the caller's (objects.py). What it does to them is written down, and every run does it to
-those that are passed then. Of attributes and whatever else is no argument it is the tensors only (rebinding.py).
+those that are passed then. Of attributes and whatever else is no argument it is tensors and plain values (rebinding.py).
 """
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .counts import Added, numbers, settled
 from .objects import ATTRIBUTE, ITEM, Key, Path, closed, follow, is_object, opened, parts
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -47,17 +48,32 @@ class Left:
     root: dict | list                       # attributes of a module, or a table that a function names
     path: tuple                             # from there to the table or list: keys
     entries: dict
-    appended: list
+    gone: tuple                             # entries that are there no more
+    added: list                             # to a list
+    whole: bool = False                     # whether the list consists of these then
 
     def write(self, outputs: Sequence[Any]) -> None:
         container: Any = self.root
         for key in self.path:
             container = container[key]
         for name, value in self.entries.items():
-            if isinstance(container, dict) or name < len(container):        # a list may have been emptied meanwhile
-                container[name] = _filled(value, outputs, None)
-        if self.appended:
-            container.extend(_filled(self.appended, outputs, None))
+            if isinstance(container, list) and name >= len(container):      # it has been emptied meanwhile
+                continue
+            container[name] = container[name] + value.number if isinstance(value, Added) else _filled(value, outputs, None)
+        for name in self.gone:
+            container.pop(name, None)
+        if self.added or self.whole:
+            container[0 if self.whole else len(container):] = _filled(self.added, outputs, None)
+
+    def settled(self) -> Left:
+        """With numbers in the place of each Count."""
+        return replace(self, entries={name: settled(value, self.root, (*self.path, name)) for name, value in self.entries.items()},
+                       added=numbers(self.added))
+
+    def made(self) -> Iterator[tuple[tuple, int]]:
+        """Where below the root entries hold tensors that the program computes, and which of its outputs."""
+        for name, value in self.entries.items():
+            yield from _made(value, (*self.path, name))
 
 
 class Watched:
@@ -101,6 +117,14 @@ def apply(effects: Sequence[Effect], outputs: Sequence[Any], given: tuple[tuple,
 def made(value: Any, outputs: list[Tensor], origins: Mapping[int, Path] | None = None) -> Any:
     """The value with Made in the place of tensors, which are added to the outputs."""
     return pytree.tree_map_only(Tensor, lambda tensor: Made(_place(tensor, outputs)), opened(value, origins))
+
+
+def _made(value: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
+    if isinstance(value, Made):
+        yield path, value.output
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _made(item, (*path, key))
 
 
 def _filled(part: Any, outputs: Sequence[Any], given: Any) -> Any:

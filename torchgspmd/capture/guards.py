@@ -65,6 +65,10 @@ class one_error:
         if isinstance(error, RuntimeError) and str(error).startswith(".numpy() is not supported"):
             raise ShardingError("the program turns a tensor into a NumPy array, which has values only when it runs",
                                 where=user_line_of(error), fix="compute it with torch, or outside and pass it as an argument") from error
+        if isinstance(error, RuntimeError) and "mutating a non-functional tensor" in str(error):
+            raise ShardingError("the program changes a tensor in place that it finds in a global variable, or in one around a function",
+                                where=user_line_of(error), why="it is none of the program's inputs, and would stay as it is",
+                                fix="make it a buffer or attribute of the module, or pass it as an argument") from error
         if kind is not None and kind.__module__ == "torch._dynamo.exc":
             raise ShardingError("an operation that torch.compile would have to trace cannot be captured", where=user_line_of(error),
                                 why=str(error).partition("\n")[0],

@@ -8,25 +8,25 @@ object, if it is not the same one.
 """
 from __future__ import annotations
 
-import copy
 import dis
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .counts import Count
 from .objects import OF_PYTHON, is_object
+from .state import LONG
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
 _CONTAINERS = (list, tuple, dict)
 _FIXED = 1 << 8                 # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
-LONG = 1000                     # entries of a list that is not looked at in every step
 KEPT_BY_TORCH = frozenset(nn.Module().__dict__)    # hooks, tables, `training`: others look after them
 
 
@@ -40,8 +40,35 @@ class _Nothing:
         return self.why
 
 
-ABSENT, GROWS = _Nothing("absent"), _Nothing("a list that runs append to")
-overwritten: WeakKeyDictionary[nn.Module, dict[tuple, Any]] = WeakKeyDictionary()   # what runs write: path in attributes -> value before
+ABSENT, ANY = _Nothing("absent"), _Nothing("anything")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a program depends on of a tensor that it takes from its place at every run."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    placements: Any                         # of a DTensor
+
+    @staticmethod
+    def of(tensor: Tensor) -> Kind:
+        return Kind(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, getattr(tensor, "placements", None))
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A list, tuple or table as it was: plain values, tensors, Kind or ANY in the place of tensors, and more of these."""
+    cls: type
+    keys: tuple
+    items: tuple
+
+    def map(self, fn: Callable[[Any], Any]) -> Contents:
+        return Contents(self.cls, self.keys, tuple(item.map(fn) if isinstance(item, Contents) else fn(item) for item in self.items))
+
+    def leaves(self) -> Iterator[Any]:
+        for item in self.items:
+            yield from item.leaves() if isinstance(item, Contents) else (item,)
 
 
 class Reads:
@@ -50,12 +77,15 @@ class Reads:
     def __init__(self) -> None:
         self.tables: list[dict[str, Any]] = []
         self.names: list[str] = []
-        self.values: list[Any] = []
+        self.values: list[Any] = []         # plain ones, tensors and objects; behind them Kind and Contents
+        self.simple = 0                     # how many are not such
 
     def add(self, table: dict[str, Any], name: str, value: Any) -> None:
-        self.tables.append(table)
-        self.names.append(name)
-        self.values.append(value)
+        place = len(self.values) if isinstance(value, (Kind, Contents)) else self.simple
+        self.tables.insert(place, table)
+        self.names.insert(place, name)
+        self.values.insert(place, value)
+        self.simple += place == self.simple and not isinstance(value, (Kind, Contents))
 
     def now(self) -> list[Any]:
         """What they hold at present."""
@@ -63,64 +93,82 @@ class Reads:
 
     def differing(self) -> list[str]:
         """Names of those that are not as they were."""
-        return [name for name, now, value in zip(self.names, self.now(), self.values) if not _same(now, value)]
+        return [name for name, now, value in zip(self.names, self.now(), self.values) if not same(now, value)]
 
     def described(self, now: bool = False) -> list[Any]:
         """What they held, or hold now, as every process writes it."""
-        return [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v if _is_plain(v) else type(v).__name__
-                for v in (self.now() if now else self.values)]
+        return [_described(v) for v in (self.now() if now else self.values)]
 
     def hold(self) -> bool:
         """Whether all is as it was."""
         now = self.now()
-        return all(map(is_, now, self.values)) or all(map(_same, now, self.values))
+        if not all(map(is_, now[:self.simple], self.values)) and not all(map(same, now[:self.simple], self.values)):
+            return False
+        return all(map(same, now[self.simple:], self.values[self.simple:]))
+
+
+class Recorder:
+    """The attributes that forwards read while they are traced, as they are when they are read first."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, str], tuple[Any, dict, Any, Any]] = {}
+
+    def see(self, holder: Any, table: dict, name: str) -> None:
+        value = table.get(name, ABSENT)
+        self.seen[id(holder), name] = holder, table, value, frozen(value)
+
+    def settled(self, watch: Callable[[dict, str, Any, Any], Any]) -> Reads:
+        """watch: what is compared of an entry that was read with this value, which was this then; ANY if nothing."""
+        reads = Reads()
+        for (_, name), (_, table, value, then) in self.seen.items():
+            compared = watch(table, name, value, then)
+            if compared is not ANY:
+                reads.add(table, name, compared)
+        return reads
 
 
 @contextmanager
-def recorded_reads(module: nn.Module) -> Iterator[Reads]:
+def recorded_reads(module: nn.Module) -> Iterator[Recorder]:
     """Of the module, those inside of it and the objects that their attributes name, there at the end, and of global variables in their
-    forwards; none of what is assigned meanwhile: a counter that forward increments would need a program for each number."""
-    reads = Reads()
-    seen: dict[tuple[int, str], tuple[Any, dict, Any]] = {}
-    objects = _objects(module)
+    forwards."""
+    recorder = Recorder()
+    seen = recorder.seen
+    objects = named_objects(module)
     own = {id(holder) for holder in (*module.modules(), *objects)}
     for table, name in _globals(module):
-        seen[id(table), name] = None, table, _frozen(table[name])
+        recorder.see(table, table, name)
 
     def recording(before: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def record(self: Any, name: str) -> Any:
             value = before(self, name)
             if name not in KEPT_BY_TORCH and id(self) in own and (id(self), name) not in seen:
                 table = object.__getattribute__(self, "__dict__")
-                if name == "forward" or _is_plain(value) or name in table and (isinstance(value, Tensor) or id(value) in own):
-                    seen[id(self), name] = self, table, _frozen(table.get(name, ABSENT))
+                if name == "forward" or is_plain(value) or name in table and (id(value) in own or _is_watched(value)):
+                    recorder.see(self, table, name)
             return value
         return record
 
     python: list[Any] = [cls for cls in dict.fromkeys(map(type, objects)) if cls.__flags__ & (OF_PYTHON | _FIXED) == OF_PYTHON]
     for holder in objects:
         if type(holder) not in python:                  # of a SimpleNamespace it is not seen what is read: all that it has
-            seen.update({(id(holder), name): (holder, holder.__dict__, _frozen(value))
-                         for name, value in holder.__dict__.items() if _is_plain(value)})
+            for name, value in holder.__dict__.items():
+                if _is_watched(value):
+                    recorder.see(holder, holder.__dict__, name)
     classes: list[Any] = [nn.Module, *python]
     originals = [cls.__dict__.get("__getattribute__") for cls in classes]
     for cls in classes:
         cls.__getattribute__ = recording(cls.__getattribute__)
     try:
-        yield reads
+        yield recorder
     finally:
         for cls, original in zip(classes, originals):
             if original is None:
                 del cls.__getattribute__                # found without a look at it again
             else:
                 cls.__getattribute__ = original
-    for (_, name), (owner, table, value) in seen.items():
-        written = overwritten.get(owner, ()) if isinstance(owner, nn.Module) else ()
-        if not any(path[0] == name for path in written) and _same(table.get(name, ABSENT), value):
-            reads.add(table, name, value)
 
 
-def _objects(module: nn.Module) -> list[Any]:
+def named_objects(module: nn.Module) -> list[Any]:
     """What attributes of modules name, such as a configuration, and objects that those name."""
     found: dict[int, Any] = {}
     holders: list[Any] = list(module.modules())
@@ -132,24 +180,51 @@ def _objects(module: nn.Module) -> list[Any]:
 
 
 def _globals(module: nn.Module) -> Iterator[tuple[dict, str]]:
-    """Global variables of plain values that forwards name, and where they are."""
+    """Global variables of plain values, or that are tensors, which forwards name, and where they are."""
     for forward in {getattr(type(m), "forward", None) for m in module.modules()}:
         code, table = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
         for name in {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"} if code is not None else ():
-            if _is_plain(table.get(name, ABSENT)):
+            if is_plain(value := table.get(name, ABSENT)) or isinstance(value, Tensor):
                 yield table, name
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value))
     return isinstance(value, _PLAIN)
 
 
-def _frozen(value: Any) -> Any:
+def _is_watched(value: Any) -> bool:
+    """Whether it is a tensor or plain, or a table of such."""
+    if isinstance(value, _CONTAINERS):
+        return len(value) <= LONG and all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in pytree.tree_leaves(value))
+    return isinstance(value, (Tensor, *_PLAIN))
+
+
+def frozen(value: Any) -> Any:
     """The value as it is now."""
-    return copy.deepcopy(value) if isinstance(value, _CONTAINERS) else value
+    if not isinstance(value, _CONTAINERS):
+        return value
+    keys, items = (tuple(value), value.values()) if isinstance(value, dict) else ((), value)
+    return Contents(type(value), keys, tuple(map(frozen, items)))
 
 
-def _same(now: Any, value: Any) -> bool:
-    return now is value or type(now) is type(value) and isinstance(now, (*_PLAIN, *_CONTAINERS)) and now == value
+def same(now: Any, value: Any) -> bool:
+    if now is value or value is ANY:
+        return True
+    if isinstance(value, Kind):
+        return isinstance(now, Tensor) and Kind.of(now) == value
+    if isinstance(value, Contents):
+        return (type(now) is value.cls and len(now) == len(value.items) and (not isinstance(now, dict) or tuple(now) == value.keys)
+                and all(map(same, now.values() if isinstance(now, dict) else now, value.items)))
+    return type(now) is type(value) and type(now) is not Count and isinstance(now, _PLAIN) and now == value
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, (Tensor, Kind)):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, _CONTAINERS):
+        value = frozen(value)
+    if isinstance(value, Contents):
+        return value.cls.__name__, value.keys, [_described(item) for item in value.items]
+    return value if isinstance(value, _PLAIN) else type(value).__name__

@@ -1,35 +1,33 @@
-"""What a module's forward assigns: buffers and other tensors are results of the program, the rest is of the trace alone."""
+"""What a module's forward assigns: buffers, other tensors and plain values are effects of the program, the rest is of the trace alone."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import ShardingError, user_line
+from .counts import Count, Tally, tallied
 from .effects import Left, made
 from .objects import opened
-from .reads import ABSENT, GROWS, KEPT_BY_TORCH, LONG, overwritten
+from .reads import ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, Recorder, frozen, is_plain, named_objects, same
+from .state import LONG, Place, State
 
 _EMPTY = CellType()
 
 
 def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The buffers that forward gave another tensor (self.mean = 0.9 * self.mean + ...), by place among the inputs."""
+    """The buffers that forward gave another tensor (self.mean = 0.9 * self.mean + ...) of their shape and type, by place among the
+    inputs. Others are new ones in their place."""
     now = dict(module.named_buffers())
-    found = {i: now[name] for i, (name, tensor) in enumerate(zip(names, inputs)) if name in now and now[name] is not tensor}
-    for i, value in found.items():
-        if value.shape != inputs[i].shape or value.dtype != inputs[i].dtype:
-            raise ShardingError(f"forward gives buffer '{names[i]}' another shape or dtype: {value.dtype} {list(value.shape)} instead of "
-                                f"{inputs[i].dtype} {list(inputs[i].shape)}", where=user_line(),
-                                why="one program is made for all calls, and the next one would be another", fix="return the tensor")
-    return found
+    return {i: now[name] for i, (name, tensor) in enumerate(zip(names, inputs))
+            if name in now and now[name] is not tensor and now[name].shape == tensor.shape and now[name].dtype == tensor.dtype}
 
 
 @dataclass
@@ -38,101 +36,159 @@ class _Table:
     container: dict | list
     before: dict
     known: dict                             # and when it was looked at last
-    root: dict | list                       # where it is: in the attributes of a module or in a table that a function names,
+    root: dict | list                       # where it is: in the attributes of a module or object or in a table that a function names,
     path: tuple = ()                        # under these keys; () for the root itself
-    owner: nn.Module | None = None          # the module
+    attributes: bool = False                # whether it is such attributes: what is no tensor and no plain value is left alone there
 
 
 class Tables:
-    """The attributes of a module and of those inside of it, and all tables and lists in which its forward and its hooks, or a function,
-    may leave tensors: those in attributes, and those that they name, as in `register_forward_hook(lambda m, x, y: found.append(y))`."""
+    """The attributes of a module, of those inside of it and of the objects that they name, and all tables and lists in which its forward
+    and its hooks, or a function, may leave tensors and plain values: those in attributes, and those that they name, as in
+    `register_forward_hook(lambda m, x, y: found.append(y))`."""
 
-    def __init__(self, fn: Callable | nn.Module, traced: type[Tensor]):
-        self.traced = traced
+    def __init__(self, fn: Callable | nn.Module, traced: type[Tensor], state: State):
+        self.traced, self.state = traced, state
         self.modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
+        self.objects = named_objects(fn) if isinstance(fn, nn.Module) else []
         self.functions = [fn]
         for m in self.modules:
             hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
             self.functions += [m.forward, *chain.from_iterable(map(dict.values, hooks))]
-        self.tables: list[_Table] = []
+        self.tables = [*self._all()]
+        self.roots = [t.root for t in self.tables if not t.path and not t.attributes and len(t.container) <= LONG]
+        self.changed: set[tuple[int, Any]] = set()                          # entries of roots
+        self.places: dict[int, tuple[Tensor, int]] = {}                     # what stands in a place, and which
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Meanwhile tensors that earlier runs have left in attributes are not there, whatever a program does with them; afterwards
-        entries that were assigned tensors of the trace, which have no values, are what they were."""
-        hidden = [*self._hidden()]
-        self.tables = [*self._all()]
+    def kept(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
+        """Meanwhile these tensors are in the places; afterwards all is as it was but for objects that were assigned to attributes."""
+        self.places = {id(tensor): (tensor, i) for i, tensor in enumerate(stand_ins)}
+        for place, tensor in zip(places, stand_ins):
+            place.put(tensor)
+        for place in self.state.numbers():
+            place.put(Count(Tally(place, place.value())))
+        for table in self.tables:
+            table.known = _entries(table.container)
+        self.start = {id(table.container): table.known for table in self.tables}
+        self.named = [(root, frozen(root)) for root in self.roots]
         try:
             yield
         finally:
             for table in self.tables:
-                changed, appended = self._left(table, table.before)
-                if appended:
-                    del table.container[len(table.before):]
-                for name in changed:
-                    _put(table.container, name, table.before.get(name, ABSENT))
-            for container, name, value in hidden:
-                _put(container, name, value)
+                self._restore(table)
+
+    def _restore(self, table: _Table) -> None:
+        container, before = table.container, table.before
+        if isinstance(container, list):
+            if len(container) != len(before) or not all(map(is_, container, before.values())):
+                container[:] = before.values()
+            return
+        for name, value in [*container.items()]:
+            if value is not before.get(name, ABSENT) and (not table.attributes or self._is_left(name, value)):
+                _put(container, name, before.get(name, ABSENT))
+        for name, value in before.items():
+            container.setdefault(name, value)
 
     def left(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[Left]:
-        """The tensors that have been put into tables since the last look; they are added to the outputs of the program. Parameters
+        """What has been put into tables since the last look; tensors are added to the outputs of the program. Parameters
         and buffers do not count: an LSTM has its weights in a list, too."""
-        found, known = [], frozenset(map(id, state))
+        found, state_ids = [], frozenset(map(id, state))
         for table in self.tables:
-            changed, appended = self._left(table, table.known, known)
-            table.known = _entries(table.container)
-            if changed or appended:
-                entries = {name: made(value, outputs) for name, value in changed.items()}
-                found.append(Left(table.root, table.path, entries, made(appended, outputs)))
-            if table.owner is not None and (changed or appended):
-                before = overwritten.setdefault(table.owner, {})
-                if isinstance(table.container, list):
-                    before[table.path] = GROWS
-                for name in changed if isinstance(table.container, dict) else ():
-                    before.setdefault((*table.path, name), table.before.get(name, ABSENT))
+            old, now = table.known, _entries(table.container)
+            table.known = now
+            changed = {name: value for name, value in now.items() if value is not old.get(name, ABSENT)
+                       and self._is_left(name, value, state_ids) and not same(value, old.get(name, ABSENT))}
+            gone = tuple(name for name in old if name not in now and (not table.attributes or self._is_left(name, old[name])))
+            added: list = []
+            whole = isinstance(table.container, list) and len(now) < len(old)
+            if isinstance(table.container, list) and len(now) != len(old):
+                whole = whole or any(name < len(old) for name in changed)
+                added, changed, gone = table.container[0 if whole else len(old):], {}, ()
+            if not (changed or gone or added or whole):
+                continue
+            entries = {name: made(value, outputs) for name, value in changed.items()}
+            found.append(Left(table.root, table.path, entries, gone, made(added, outputs), whole))
+            for name in (*changed, *gone, *range(0 if whole else len(old), len(now))):
+                self.changed.add((id(table.root), (*table.path, name)[0]))
+                self.state.add(table.root, (*table.path, name))
         return found
 
-    def _left(self, table: _Table, old: dict, known: frozenset[int] = frozenset()) -> tuple[dict, list]:
-        """Entries that hold tensors of the trace, other than the known ones: those that were assigned, and what was appended to a list."""
-        now = _entries(table.container)
-        changed = {name: value for name, value in now.items() if value is not old.get(name) and _holds(value, self.traced, known)}
-        if not isinstance(table.container, list) or not any(name >= len(old) for name in changed):
-            return changed, []
-        return {name: value for name, value in changed.items() if name < len(old)}, table.container[len(old):]
+    def _is_left(self, name: Any, value: Any, known: frozenset[int] = frozenset()) -> bool:
+        """Whether an entry is one that a run leaves too: a tensor of the trace, or plain."""
+        return name not in KEPT_BY_TORCH and (is_plain(value) or _holds(value, self.traced, known))
 
-    def _hidden(self) -> Iterator[tuple[dict, Any, Any]]:
-        """Takes away what runs have left; yields where and what."""
-        for module in self.modules:
-            for path, before in overwritten.get(module, {}).items():
-                container: Any = module.__dict__
-                for name in path[:-1]:
-                    container = container.get(name) if isinstance(container, dict) else None
-                if before is not GROWS and isinstance(container, dict) and _holds(container.get(path[-1]), Tensor):
-                    yield container, path[-1], container[path[-1]]
-                    _put(container, path[-1], before)
+    def reads(self, recorder: Recorder | None, used: Container[int]) -> Reads:
+        """What the program depends on of what was read, and of the tables that functions name, if it changes them. used: the places
+        whose tensors it uses."""
+        reads = recorder.settled(lambda *entry: self._watched(used, *entry)) if recorder is not None else Reads()
+        for root, contents in self.named:
+            if any(entry[0] == id(root) for entry in self.changed) or any(self._is_used(leaf, used) for leaf in contents.leaves()):
+                compared = self._compared(contents, used, True)
+                if compared is not ANY:
+                    reads.add({"a table": root}, "a table", compared)
+        return reads
+
+    def _watched(self, used: Container[int], table: dict, name: str, value: Any, then: Any) -> Any:
+        """What is compared of an entry that was read with this value, which was this then."""
+        start = self.start.get(id(table))
+        if start is None:                                                   # global variables; lists and tables: see `reads`
+            is_changed = table.get(name, ABSENT) is not value or any(entry[0] == id(value) for entry in self.changed)
+            return ANY if is_changed else then
+        if start.get(name, ABSENT) is not value:                            # the program had written it before
+            return ANY
+        return self._compared(then, used, (id(table), name) in self.changed)
+
+    def _compared(self, value: Any, used: Container[int], is_changed: bool) -> Any:
+        """Of tables that are changed, and of whose tensors none is used, nothing: things are added to them only, unless they were empty."""
+        def leaf(value: Any) -> Any:
+            if type(value) is Count:
+                return tallied(value, ANY)
+            if not isinstance(value, self.traced):
+                return value
+            return Kind.of(value) if self._is_used(value, used) else ANY
+
+        if not isinstance(value, Contents):
+            return leaf(value)
+        tensors = [x for x in value.leaves() if isinstance(x, Tensor)]
+        is_left_only = is_changed and tensors and not any(self._is_used(x, used) for x in tensors)
+        return ANY if is_left_only else value.map(leaf)
+
+    def _is_used(self, value: Any, used: Container[int]) -> bool:
+        return id(value) in self.places and self.places[id(value)][1] in used
+
+    def owner_of(self, tensor: Tensor) -> tuple[dict | list, tuple] | None:
+        """The entry that holds a tensor, or the one that it is a view of."""
+        memory = tensor.untyped_storage()._cdata
+        for table in self.tables:
+            for name, value in table.before.items():
+                if name not in KEPT_BY_TORCH and any(isinstance(x, Tensor) and x.untyped_storage()._cdata == memory
+                                                     for x in pytree.tree_leaves(value)):
+                    return table.root, (*table.path, name)
+        return None
 
     def _all(self) -> Iterator[_Table]:
         seen: set[int] = set()
+        for holder in (*self.modules, *self.objects):
+            yield from _tables(holder.__dict__, seen, holder.__dict__, (), True)
         for module in self.modules:
-            yield from _tables(module.__dict__, seen, module.__dict__, (), module)
+            yield from _tables(module._buffers, seen, module._buffers)
         for function in self.functions:
             for value in _named(function):
                 attributes = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
                 if isinstance(attributes, (dict, list)) and not isinstance(value, (Tensor, ModuleType)):
-                    yield from _tables(attributes, seen, attributes)
+                    yield from _tables(attributes, seen, attributes, (), attributes is not value)
 
 
-def _tables(container: dict | list, seen: set[int], root: dict | list, path: tuple = (),
-            owner: nn.Module | None = None) -> Iterator[_Table]:
+def _tables(container: dict | list, seen: set[int], root: dict | list, path: tuple = (), attributes: bool = False) -> Iterator[_Table]:
     """A table, and the tables and lists in it, unless it is a long one."""
     if id(container) in seen:
         return
     seen.add(id(container))
     entries = _entries(container)
-    yield _Table(container, entries, entries, root, path, owner)
+    yield _Table(container, entries, entries, root, path, attributes)
     for name, value in entries.items() if len(entries) <= LONG else ():
         if isinstance(value, (dict, list)) and name not in KEPT_BY_TORCH:
-            yield from _tables(value, seen, root, (*path, name), owner)
+            yield from _tables(value, seen, root, (*path, name))
 
 
 def _named(function: Any) -> Iterator[Any]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.graph import _engine_run_backward
@@ -30,39 +31,65 @@ from ..mesh import Mesh
 from .bodies import bodies
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, Captured, Input, Output
 from .clean import NUMBERS, clean
+from .counts import numbers
 from .effects import Effect, Left, Watched
 from .guards import capturing, check_module, one_error
 from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
-from .reads import Reads, recorded_reads
+from .reads import recorded_reads
 from .rebinding import Tables, rebound_buffers
+from .state import Place, State
 from .values import VALUE_REPLACEMENTS
 
 
-def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, grad: bool = False, hooks: bool = True) -> Captured:
-    """Traces fn; with grad also its backward, whose cotangents become inputs (kind tangent). hooks: those of a module too."""
+def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, grad: bool = False, hooks: bool = True,
+            state: State | None = None) -> Captured:
+    """Traces fn; with grad also its backward, whose cotangents become inputs (kind tangent). hooks: those of a module too. state: what
+    programs of it are known to leave in attributes and tables; more of it, found in a trace, makes another one necessary."""
     if isinstance(fn, nn.Module):
         check_module(fn)
-    state = _module_state(fn) if isinstance(fn, nn.Module) else {}
+    state = state or State()
+    own = _module_state(fn) if isinstance(fn, nn.Module) else {}
     args, kwargs = opened((args, kwargs))
+    besides = frozenset(map(id, own.values()))
+    while True:
+        places, counts = state.places(besides), state.numbers()
+        try:
+            captured = _capture(fn, own, args, kwargs, mesh, grad, hooks, state, places)
+        except _Changes as found:
+            state.add(*found.entry)
+            continue
+        if len(state.places(besides)) == len(places) and len(state.numbers()) == len(counts):
+            return captured
+
+
+def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kwargs: dict, mesh: Mesh, grad: bool, hooks: bool,
+             known: State, places: list[Place]) -> Captured:
     leaves, tree = pytree.tree_flatten((args, kwargs))
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     names = _leaf_names(fn, args, kwargs)
     inputs = [_input(PARAMETER if isinstance(t, nn.Parameter) else BUFFER, name, t, mesh) for name, t in state.items()]
     inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
-    real = [*state.values(), *(leaves[i] for i in slots)]
-    program = _Program(fn, fn if hooks else fn.forward, list(state), _without(leaves, slots), slots, tree, grad)
-    watched = recorded_reads(fn) if isinstance(fn, nn.Module) else nullcontext(Reads())
-    with one_error(), watched as reads, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as fake_mode:
+    inputs += [_input(ARGUMENT, place.name, place.value(), mesh) for place in places]
+    real = [*state.values(), *(leaves[i] for i in slots), *(place.value() for place in places)]
+    tables = Tables(fn, FunctionalTensor, known)
+    program = _Program(fn, fn if hooks else fn.forward, list(state), _without(leaves, slots), slots, tree, grad, tables, places)
+    watched = recorded_reads(fn) if isinstance(fn, nn.Module) else nullcontext()
+    with one_error(), watched as recorder, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode:
         fakes = [_fake(t) for t in real]
         requires = [t.requires_grad for t in real]
         with fx_traceback.preserve_node_meta(), torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled()):
             traced = make_fx(lambda *flat: program.run(flat, requires))(*fakes)
-    del fake_mode
+    del mode
+    used = program.drop_unused(traced.graph)
+    first = len(real) - len(places)
+    inputs = [given for i, given in enumerate(inputs) if i < first or i - first in used]
     graph, inputs = clean(traced.graph, inputs, program.tangents)
+    left, observed = (tuple(each.settled() for each in found) for found in (program.left, program.observed))
     return Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree, _without(leaves, slots), program.results,
                     _without(program.result_leaves, program.result_slots), tuple(program.result_slots), bool(program.tangents),
-                    program.opened, tuple(program.effects), tuple(program.left), tuple(program.observed), real[:len(state)], reads)
+                    program.opened, tuple(program.effects), left, observed, real[:len(state)], tables.reads(recorder, used),
+                    tuple(place for i, place in enumerate(places) if i in used))
 
 
 def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:
@@ -73,8 +100,10 @@ def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:
 class _Program:
     """The user's program as a function of flat tensors that returns flat tensors."""
 
-    def __init__(self, fn, call, names, leaves, slots, tree, grad):
+    def __init__(self, fn, call, names, leaves, slots, tree, grad, tables, places):
         self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = fn, call, names, leaves, slots, tree, grad
+        self.tables: Tables = tables
+        self.places: list[Place] = places
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
         self.rebound: dict[int, Tensor] = {}
@@ -82,11 +111,11 @@ class _Program:
         self.left: list[Left] = []
         self.observed: list[Left] = []
         self.seen: list[Tensor] = []                                        # by hooks of gradients
-        self.tables = Tables(fn, FunctionalTensor)
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
-        with _Functional():
+        with _Functional(self.tables):
             inputs = [FunctionalTensor.to_functional(t) for t in flat]
+            self.shapes = [t.shape for t in flat]
             before = [_unwrap(t) for t in inputs]
             for tensor, needed in zip(inputs, requires):
                 if needed:
@@ -96,15 +125,38 @@ class _Program:
                 outs, grads = self._with_state(inputs, tracker)
             tracker.clear()
             mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if i in self.rebound or _was_mutated(t, old)]
-            self.outputs = [*(Output(OUTPUT, open=i >= self.asked) for i in range(len(outs))), *(Output(MUTATION, i) for i in mutated),
-                            *(Output(GRADIENT, i) for i in grads), *(Output(OBSERVED, open=True) for _ in self.seen)]
+            self.outputs = [*(Output(OUTPUT, self._place_of(i, t), i >= self.asked) for i, t in enumerate(outs)),
+                            *(Output(MUTATION, i) for i in mutated), *(Output(GRADIENT, i) for i in grads),
+                            *(Output(OBSERVED, open=True) for _ in self.seen)]
             return [_unwrap(t) if isinstance(t, FunctionalTensor) else t
                     for t in (*outs, *(self.rebound.get(i, inputs[i]) for i in mutated), *grads.values(), *self.seen)]
 
+    def _place_of(self, output: int, tensor: Tensor) -> int:
+        """Which input is in the place that a run puts an output of the same shape into; -1: there is none."""
+        entries = {(id(left.root), path) for left in self.left for path, made in left.made() if made == output}
+        first = len(self.names) + len(self.slots)
+        return next((first + i for i, place in enumerate(self.places)
+                     if (id(place.root), place.path) in entries and self.shapes[first + i] == tensor.shape), -1)
+
+    def drop_unused(self, graph: fx.Graph) -> set[int]:
+        """Takes the placeholders of places away whose tensors are not used; which are."""
+        first = len(self.names) + len(self.slots)
+        changed = {out.input for out in self.outputs if out.kind == MUTATION}
+        kept, gone = {}, 0
+        for i, node in enumerate([*graph.find_nodes(op="placeholder")]):
+            if i < first or node.users or i in changed:
+                kept[i] = i - gone
+            else:
+                gone += 1
+                graph.erase_node(node)
+        self.outputs = [replace(out, input=kept.get(out.input, -1)) for out in self.outputs]
+        return {i - first for i in kept}
+
     def _with_state(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Forward and backward, for a module with the traced tensors in place of its own for the whole time."""
+        stand_ins = inputs[len(inputs) - len(self.places):]
         if not isinstance(self.fn, nn.Module):
-            with self.tables.kept():
+            with self.tables.kept(self.places, stand_ins):
                 return self._forward_backward(inputs, tracker)
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
@@ -112,7 +164,7 @@ class _Program:
             self.rebound = rebound_buffers(self.fn, self.names, inputs)
             return found
         state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
-        with self.tables.kept():
+        with self.tables.kept(self.places, stand_ins):
             return torch.func.functional_call(_Wrapper(self.fn, forward_backward), state, (), tie_weights=True)
 
     def _forward_backward(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
@@ -122,13 +174,14 @@ class _Program:
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
         watched = Watched((args, kwargs))
         try:
-            result = opened(self.call(*args, **kwargs), watched.origins)
+            result = opened(numbers(self.call(*args, **kwargs)), watched.origins)
             self.result_leaves, self.results = pytree.tree_flatten(result)
             self.result_slots = [i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)]
             outs = [self.result_leaves[i] for i in self.result_slots]
             self.effects = watched.effects(outs)
             self.asked = len(outs)
-            self.left = self.tables.left(outs, inputs[:len(self.names)])
+            rebound = rebound_buffers(self.fn, self.names, inputs) if isinstance(self.fn, nn.Module) else {}
+            self.left = self.tables.left(outs, [*inputs[:len(self.names)], *rebound.values()])
         finally:
             watched.restore()
         if any(isinstance(leaf, NUMBERS) for leaf in (*self.result_leaves, *pytree.tree_leaves([e.changed for e in self.effects]))):
@@ -187,11 +240,37 @@ class _Wrapper(nn.Module):
 class _Functional(FunctionalTensorMode):
     """Turns in-place updates into values; leaves out the checks of values, which a program has only when it runs."""
 
+    def __init__(self, tables: Tables):
+        super().__init__()
+        self.tables = tables
+        self.views: dict[int, tuple[Tensor, tuple | None]] = {}             # of tensors that are no inputs: and the entry that holds those
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in _CHECKS:
             return None
+        if func._schema.is_mutable:
+            for parameter, value in zip(func._schema.arguments, args):
+                if parameter.alias_info is not None and (entry := self._entry(value)) is not None:
+                    raise _Changes(entry)
         with _whole(func):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
+            self.views[id(result)] = result, self._entry(args[0])
+        return result
+
+    def _entry(self, value: Any) -> tuple | None:
+        """The entry of a table that holds it, if it is no tensor of the program."""
+        if not isinstance(value, Tensor) or isinstance(value, FunctionalTensor):
+            return None
+        return self.views[id(value)][1] if id(value) in self.views else self.tables.owner_of(value)
+
+
+class _Changes(Exception):
+    """The program changes a tensor in place that is in this entry, a root and a path, and none of its inputs."""
+
+    def __init__(self, entry: tuple[dict | list, tuple]):
+        super().__init__()
+        self.entry = entry
 
 
 @contextmanager

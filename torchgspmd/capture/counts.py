@@ -1,0 +1,99 @@
+"""Whole numbers that forward only counts with (`self.calls += 1`): one program for all of them, where nothing else is done with one.
+
+While it is traced a Count is in the place of the number. To add to it gives another Count; whatever else needs the number makes it
+part of the program.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .state import Place
+
+
+@dataclass(eq=False)
+class Tally:
+    """A number in its place, and whether the program depends on it."""
+    place: Place
+    value: int
+    is_used: bool = False
+
+
+@dataclass(frozen=True)
+class Added:
+    """What every run adds to the number in an entry."""
+    number: int
+
+
+class Count:
+    """A tallied number to which something has been added."""
+    __slots__ = ("__tally", "__added")
+
+    def __init__(self, tally: Tally, added: int = 0):
+        self.__tally, self.__added = tally, added
+
+    @property
+    def __class__(self) -> type:                                            # type: ignore[override]
+        return int
+
+    def __add__(self, other: Any) -> Any:
+        return Count(self.__tally, self.__added + other) if type(other) is int else number(self) + other
+
+    def __sub__(self, other: Any) -> Any:
+        return Count(self.__tally, self.__added - other) if type(other) is int else number(self) - other
+
+    __radd__ = __add__
+
+    def __reduce__(self) -> Any:
+        return int, (number(self),)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):                                           # looked for by those who ask what kind of object this is
+            raise AttributeError(name)
+        return getattr(number(self), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return func(*numbers(args), **numbers(kwargs or {}))
+
+
+def number(count: Count) -> int:
+    """What it is; from now on the program depends on it."""
+    tally = count._Count__tally
+    tally.is_used = True
+    return tally.value + count._Count__added
+
+
+def numbers(value: Any) -> Any:
+    """The same with the number in the place of every Count in lists, tuples and tables."""
+    if type(value) is Count:
+        return number(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(numbers, value))
+    return {name: numbers(item) for name, item in value.items()} if type(value) is dict else value
+
+
+def settled(value: Any, root: Any, path: tuple) -> Any:
+    """What a run is to write there for what is there after the trace."""
+    if type(value) is not Count:
+        return numbers(value)
+    tally, added = value._Count__tally, value._Count__added
+    in_place = tally.place.root is root and tally.place.path == path
+    return Added(added) if in_place and not tally.is_used else number(value)
+
+
+def tallied(count: Count, otherwise: Any) -> Any:
+    """The number, if the program depends on it."""
+    return number(count) if count._Count__tally.is_used else otherwise
+
+
+def _delegated(name: str) -> Any:
+    def method(self: Count, *args: Any) -> Any:
+        return getattr(number(self), name)(*map(numbers, args))
+    return method
+
+
+_METHODS = """bool int float complex index hash str repr format eq ne lt le gt ge mul rmul truediv rtruediv floordiv rfloordiv mod rmod
+    divmod rdivmod pow rpow rsub neg pos abs invert and rand or ror xor rxor lshift rlshift rshift rrshift round trunc floor ceil"""
+for _name in _METHODS.split():
+    setattr(Count, f"__{_name}__", _delegated(f"__{_name}__"))

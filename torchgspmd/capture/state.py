@@ -1,0 +1,83 @@
+"""State that is neither parameter nor buffer: tensors that a program finds in attributes and tables and leaves there for the next call.
+
+    def forward(self, x):
+        self.hidden = self.cell(x, self.hidden)             # a place: attribute `hidden` of this module
+        return self.head(self.hidden)
+
+They are arguments of the program, behind those that it is called with. Every run takes them from their places; what it leaves there
+is written by its effects (rebinding.py).
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LONG = 1000                     # entries of a table that is not looked into
+DEEP = 8                        # tables in tables; one may be in itself
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a tensor is: below a table of attributes, or a table or list that a function names."""
+    root: dict | list
+    path: tuple                             # keys and positions from there
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, self.path))
+
+    def value(self) -> Any:
+        return reduce(getitem, self.path, self.root)
+
+    def put(self, value: Any) -> None:
+        """Puts another one there; tuples on the way are made anew."""
+        _put(self.root, self.path, value)
+
+
+class State:
+    """The entries in which programs of a module leave tensors, or change them in place; each with all that is below it."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[int, Any], dict | list] = {}
+
+    def add(self, root: dict | list, path: tuple) -> None:
+        self.entries[id(root), path[0]] = root
+
+    def places(self, besides: frozenset[int]) -> list[Place]:
+        """Those where tensors are now, other than these (ids of parameters and buffers)."""
+        return [place for place, leaf in self._leaves()
+                if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in besides]
+
+    def numbers(self) -> list[Place]:
+        """Those where whole numbers are now."""
+        return [place for place, leaf in self._leaves() if type(leaf) is int]
+
+    def _leaves(self) -> Iterator[tuple[Place, Any]]:
+        for (_, name), root in self.entries.items():
+            if name in root if isinstance(root, dict) else name < len(root):
+                yield from ((Place(root, path), leaf) for path, leaf in _leaves(root[name], (name,), 0))
+
+
+def _put(container: Any, path: tuple, value: Any) -> Any:
+    if not path:
+        return value
+    value = _put(container[path[0]], path[1:], value)
+    if not isinstance(container, tuple):
+        container[path[0]] = value
+        return container
+    items = [value if i == path[0] else item for i, item in enumerate(container)]
+    return type(container)(*items) if hasattr(container, "_fields") else type(container)(items)
+
+
+def _leaves(value: Any, path: tuple, depth: int) -> Iterator[tuple[tuple, Any]]:
+    if not isinstance(value, (dict, list, tuple)):
+        yield path, value
+    elif len(value) <= LONG and depth < DEEP:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(item, (*path, key), depth + 1)
