@@ -75,6 +75,34 @@ def test_what_forward_leaves_in_objects_and_attributes():
         torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
+class Recurrent(Net):
+    """A hidden state, a cache that is written in place, a flag and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.rows, self.ready, self.calls = None, torch.zeros(4, 16), False, 0
+
+    def forward(self, x):
+        h = self.inner(x)
+        self.hidden = h if self.hidden is None else h + 0.5 * self.hidden
+        with torch.no_grad():
+            self.rows[self.calls % 4] = x.mean(0) if self.ready else x.sum(0)
+        self.ready, self.calls = True, self.calls + 1
+        return self.down(self.hidden) + self.rows.sum()
+
+
+def test_what_forward_keeps_for_the_next_call():
+    model, reference = on_both(Recurrent())
+    left = []
+    for m in (model, reference):
+        ys = [m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))) for seed in range(3)]
+        sum(y.square().mean() for y in ys).backward()
+        left.append([*ys, m.hidden, m.rows, m.up.weight.grad])
+        assert m.ready and m.calls == 3
+    for mine, theirs in zip(*left):
+        torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-5)
+
+
 def test_results_are_plain_tensors_and_evaluation_is_without_gradients():
     model, reference = on_both(Net())
     x = torch.randn(7, 16)
@@ -151,12 +179,12 @@ def test_attributes_and_modules_may_change():
     def compare():
         torch.testing.assert_close(model(x).detach().cpu(), reference(x).detach(), rtol=1e-5, atol=1e-6)
         programs.append(len(model._all_programs()))
-    for _ in range(2):
+    for _ in range(3):
         compare()
     for value in (2.0, 1.0):
         model.temperature = reference.temperature = value
         compare()
-    assert programs == [1, 1, 2, 3]                                         # at last an attribute of the object, not of its class
+    assert programs == [1, 2, 2, 3, 4]                                      # first and at last an attribute of the object, not of its class
     for m in (model, reference):
         m.down = nn.Sequential(m.down, nn.GELU())
     compare()

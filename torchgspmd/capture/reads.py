@@ -226,5 +226,5 @@ def _described(value: Any) -> Any:
     if isinstance(value, _CONTAINERS):
         value = frozen(value)
     if isinstance(value, Contents):
-        return value.cls.__name__, value.keys, [_described(item) for item in value.items]
+        return value.cls.__name__, [key if isinstance(key, str) else type(key).__name__ for key in value.keys], [_described(item) for item in value.items]
     return value if isinstance(value, _PLAIN) else type(value).__name__

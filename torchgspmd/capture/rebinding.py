@@ -57,12 +57,12 @@ class Tables:
         self.tables = [*self._all()]
         self.roots = [t.root for t in self.tables if not t.path and not t.attributes and len(t.container) <= LONG]
         self.changed: set[tuple[int, Any]] = set()                          # entries of roots
-        self.places: dict[int, tuple[Tensor, int]] = {}                     # what stands in a place, and which
+        self.places: dict[int, tuple[Tensor, int, Kind]] = {}               # what stands in a place, which, and what was there
 
     @contextmanager
     def kept(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
         """Meanwhile these tensors are in the places; afterwards all is as it was but for objects that were assigned to attributes."""
-        self.places = {id(tensor): (tensor, i) for i, tensor in enumerate(stand_ins)}
+        self.places = {id(tensor): (tensor, i, Kind.of(place.value())) for i, (place, tensor) in enumerate(zip(places, stand_ins))}
         for place, tensor in zip(places, stand_ins):
             place.put(tensor)
         for place in self.state.numbers():
@@ -145,7 +145,7 @@ class Tables:
                 return tallied(value, ANY)
             if not isinstance(value, self.traced):
                 return value
-            return Kind.of(value) if self._is_used(value, used) else ANY
+            return self.places[id(value)][2] if self._is_used(value, used) else ANY
 
         if not isinstance(value, Contents):
             return leaf(value)

@@ -30,7 +30,8 @@ class Place:
 
     @property
     def name(self) -> str:
-        return ".".join(map(str, self.path))
+        """The same on all ranks: a key may be the id of an object."""
+        return ".".join(str(key) if isinstance(key, str) or type(key) is int and key < LONG else type(key).__name__ for key in self.path)
 
     def value(self) -> Any:
         return reduce(getitem, self.path, self.root)

@@ -1,0 +1,293 @@
+"""Worker of test_state.py: modules that keep something from one call to the next in attributes, on real gloo processes.
+
+torchrun --nproc-per-node 3 worker_state.py model=3: each check compares losses, gradients and what is kept with a copy of the module on
+one device, over several calls.
+"""
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import torchgspmd as gspmd
+
+WIDTH, STEPS = 7, 4                                                         # which no mesh divides
+MARKS = {"up.weight": "model _", "up.bias": "model", "down.weight": "_ model"}
+TABLE: dict = {}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 6)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Recurrent(Net):
+    """A hidden state in an attribute, None before the first call."""
+    hidden = None
+
+    def forward(self, x):
+        h = self.up(x)
+        self.hidden = torch.tanh(h if self.hidden is None else h + self.hidden)
+        return self.down(self.hidden)
+
+
+class Pair(Net):
+    """Two tensors in a tuple, zeros at first, as an LSTM's."""
+
+    def __init__(self):
+        super().__init__()
+        self.reset()
+
+    def reset(self):
+        self.hidden = torch.zeros(4, WIDTH), torch.zeros(4, WIDTH)
+
+    def forward(self, x):
+        c = 0.5 * self.hidden[1] + self.up(x)
+        self.hidden = (torch.sigmoid(self.hidden[0]) * torch.tanh(c), c)
+        return self.down(self.hidden[0])
+
+
+class Spiking(Net):
+    """A membrane that begins as one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.membrane = torch.zeros(1)
+
+    def forward(self, x):
+        self.membrane = 0.9 * self.membrane + self.up(x)
+        spikes = torch.sigmoid(5 * (self.membrane - 1))
+        self.membrane = self.membrane - spikes
+        return self.down(spikes)
+
+
+class Cached(Net):
+    """A cache of fixed size that is no buffer, written in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.filled = torch.zeros(STEPS * 4, 6), 0
+
+    def forward(self, x):
+        self.rows[self.filled:self.filled + len(x)] = x
+        self.filled += len(x)
+        return super().forward(self.rows[:self.filled]).mean(0)
+
+
+class Normalized(Net):
+    """Takes its shift from the first batch; means of a running kind that no buffer holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.ready, self.mean = False, torch.zeros(6)
+        self.register_buffer("shift", torch.zeros(6))
+
+    def forward(self, x):
+        with torch.no_grad():
+            if not self.ready:
+                self.shift.copy_(x.mean(0))
+                self.ready = True
+            self.mean.mul_(0.5).add_(x.mean(0))
+        return super().forward(x - self.shift + self.mean)
+
+
+class Lists(Net):
+    """A window of the last rows, a table, and a number in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.table, self.calls = [], {}, [0]
+
+    def forward(self, x):
+        self.calls[0] += 1
+        self.last.append(x.mean(0))
+        if len(self.last) > 2:
+            self.last.pop(0)
+        self.table["sum"] = x + self.table.get("sum", 0.0)
+        y = super().forward(x * self.calls[0] + torch.stack(self.last).mean(0) + self.table["sum"])
+        if "first" in self.table and self.calls[0] > 2:
+            del self.table["first"]
+        elif self.calls[0] < 2:
+            self.table["first"] = y
+        return y
+
+
+class Named(Net):
+    """In a table of the program's file, and in an object that an attribute names."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = Memory()
+
+    def forward(self, x):
+        TABLE[id(self)] = y = self.up(x) + TABLE.get(id(self), 0.0)
+        return self.down(y) + self.memory.add(x).sum(0)
+
+
+class Memory:
+    def __init__(self):
+        self.rows = None
+
+    def add(self, x):
+        self.rows = x if self.rows is None else torch.cat([self.rows, x])
+        return self.rows
+
+
+class Grows(Net):
+    """Buffers that forward registers and makes longer."""
+
+    def forward(self, x):
+        if not hasattr(self, "angles") or len(self.angles) < len(x):
+            self.register_buffer("angles", torch.arange(len(x) * 6.0).view(-1, 6).cos(), persistent=False)
+        return super().forward(x * self.angles[:len(x)])
+
+
+def batch(step, rows=4):
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(step))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def close(a, b):
+    torch.testing.assert_close(whole(a).detach(), whole(b).detach(), rtol=1e-5, atol=1e-6)
+
+
+def pair(mesh, kind):
+    torch.manual_seed(0)
+    reference = kind()
+    model = copy.deepcopy(reference)
+    gspmd.annotate(model, mesh, MARKS)
+    return gspmd.parallelize(model, mesh), reference
+
+
+def same_gradients(model, reference):
+    wanted = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        close(parameter.grad, wanted[name].grad)
+        parameter.grad = wanted[name].grad = None
+
+
+def kept(module):
+    """The tensors and numbers that it keeps."""
+    everything = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    everything |= dict(module.named_buffers())
+    found = torch.utils._pytree.tree_leaves(everything)
+    return [vars(value)["rows"] if isinstance(value, Memory) else value for value in found]
+
+
+def compare(mesh, kind, backward=True, rows=lambda step: 4):
+    """Calls one after the other; returns the two modules."""
+    model, reference = pair(mesh, kind)
+    for step in range(STEPS):
+        mine, theirs = model(batch(step, rows(step))), reference(batch(step, rows(step)))
+        close(mine, theirs)
+        left, right = kept(model._model), kept(reference)
+        assert len(left) == len(right)
+        for a, b in zip(left, right):
+            close(a, b) if isinstance(b, torch.Tensor) else check_equal(a, b)
+        if backward:
+            for y in (mine, theirs):
+                y.square().sum().backward(retain_graph=True)                # through all calls up to here
+            same_gradients(model, reference)
+    return model, reference
+
+
+def check_equal(a, b):
+    assert type(a) is type(b) and a == b, (a, b)
+
+
+def check_hidden_states(mesh):
+    for kind in (Recurrent, Pair, Spiking):
+        model, reference = compare(mesh, kind)
+        programs = len(model._all_programs())
+        assert programs <= 3, programs                                      # without a state, with a whole one, with one as it is laid out
+        for _ in range(3):
+            close(model(batch(9)), reference(batch(9)))
+        assert len(model._all_programs()) == programs
+    model, reference = compare(mesh, Recurrent)
+    for m in (model, reference):                                            # truncated, then from the start again
+        m.hidden = m.hidden.detach()
+        m(batch(5)).square().sum().backward()
+    same_gradients(model, reference)
+    model.hidden = reference.hidden = None
+    close(model(batch(6)), reference(batch(6)))
+
+
+def check_changes_in_place(mesh):
+    compare(mesh, Cached, backward=False)
+    compare(mesh, Normalized)
+
+
+def check_lists_and_tables(mesh):
+    compare(mesh, Lists, backward=False)
+    compare(mesh, Named, backward=False)
+
+
+def check_buffers_that_forward_registers(mesh):
+    compare(mesh, Grows, rows=lambda step: [2, 4, 3, 5][step])
+
+
+class Counts(Net):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.rows, self.length = 0, 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.rows = self.rows + len(x)
+        self.length = len(x)
+        return super().forward(x)
+
+
+class Warms(Counts):
+    def forward(self, x):
+        y = super().forward(x)
+        return y * min(self.calls / 3, 1.0) if self.calls % 2 else y - self.rows
+
+
+def check_counters(mesh):
+    """A number that forward only counts with makes no program for every call; one that it computes with does."""
+    model, _ = compare(mesh, Counts)
+    assert len(model._all_programs()) == 1 and model.calls == STEPS and model.rows == 4 * STEPS and model.length == 4
+    model(batch(0, 3))
+    assert (model.calls, model.rows, model.length) == (STEPS + 1, 4 * STEPS + 3, 3)
+    model, _ = compare(mesh, Warms)
+    assert len(model._all_programs()) == STEPS and model.calls == STEPS
+
+
+def check_a_detached_result(mesh):
+    """y and y.detach() are one value, of which one has a gradient."""
+    class Both(Net):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y.detach()
+    model, reference = pair(mesh, Both)
+    for m in (model, reference):
+        y, detached = m(batch(0))
+        assert y.requires_grad and not detached.requires_grad
+        (y * detached).sum().backward()
+    same_gradients(model, reference)
+
+
+def main():
+    dist.init_process_group("gloo")
+    mesh = gspmd.Mesh.parse(sys.argv[1])
+    for name, check in list(globals().items()):
+        if name.startswith("check_") and name != "check_equal":
+            check(mesh)
+            if dist.get_rank() == 0:
+                print(f"{name} holds on {mesh}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
