@@ -1,4 +1,7 @@
 """What a user can do wrong with a plan, and the whole message; and how the user's line is found."""
+import random
+
+import numpy
 import pytest
 import torch
 from helpers import message
@@ -153,3 +156,25 @@ def test_did_you_mean():
 def test_sparse_arguments():
     assert message(lambda: plan(torch.sin, torch.eye(4).to_sparse(), mesh=MESH)).startswith(
         "argument 'arg0' is sparse_coo, and a layout is one of dense tensors")
+
+
+def test_sparse_buffers_and_factors_that_do_not_match():
+    net = nn.Linear(8, 4)
+    net.register_buffer("near", torch.eye(4).to_sparse())
+    assert message(lambda: plan(net, X, mesh=MESH)).startswith("'near' is sparse_coo, and a layout is one of dense tensors")
+    with pytest.raises(RuntimeError, match=r"shapes \[4, 7\] and \[4, 8\] cannot be multiplied: 'b' of cb,ab->ca is 7 and 8"):
+        plan(nn.Linear(8, 4), X[:, :7], mesh=MESH)
+
+
+def test_numbers_that_are_known_only_when_a_program_runs():
+    class Logs(nn.Module):
+        def forward(self, x):
+            self.last = x.sum().item()
+            return x * 2
+    assert message(lambda: plan(Logs(), X, mesh=MESH)).startswith("the program puts a number into 'last' that is known only when it runs")
+
+
+@pytest.mark.parametrize("draw, name", [(random.random, "Python"), (lambda: float(numpy.random.rand()), "NumPy")])
+def test_random_numbers_that_are_not_of_torch(draw, name):
+    with pytest.warns(UserWarning, match=f"draws random numbers from {name}: every run of the program gets those that were drawn when"):
+        plan(lambda x: x * draw(), X, mesh=MESH)

@@ -1,6 +1,8 @@
 """What modules keep between calls, on real gloo processes (worker_state.py), and in plans."""
+import math
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from test_capture import rand
@@ -39,6 +41,45 @@ def test_a_plan_is_of_the_state_as_it_is():
     torch.testing.assert_close(then.simulate(x), (2 * x @ net.weight).sum(0))
     torch.testing.assert_close(net.hidden, 2 * x @ net.weight)
     assert net.calls == 2
+
+
+USES = {
+    "product": lambda x, n: n * x, "quotient": lambda x, n: n / (x + 9), "power": lambda x, n: x * 2 ** n, "float": lambda x, n: x * (n * 0.5),
+    "row": lambda x, n: x[n], "rows": lambda x, n: x[:n], "size": lambda x, n: x.new_full((n,), 2.0), "view": lambda x, n: x.view(n, -1),
+    "ones": lambda x, n: torch.ones(n, 1), "expand": lambda x, n: x[None].expand(n, 4, 6), "roll": lambda x, n: x.roll(n, 0),
+    "tensor": lambda x, n: x * torch.tensor(n), "array": lambda x, n: x + torch.from_numpy(numpy.arange(n).sum(keepdims=True)),
+    "range": lambda x, n: sum(x * i for i in range(n)), "list": lambda x, n: x * [5, 6, 7, 8][n], "table": lambda x, n: x * {2: 3}.get(n, 9),
+    "text": lambda x, n: x * len(f"{n:05d}"), "branch": lambda x, n: x * 3 if n > 2 else x, "even": lambda x, n: x * (5 if n % 2 == 0 else 7),
+    "root": lambda x, n: x * math.sqrt(n), "largest": lambda x, n: x * max(n, 3), "truth": lambda x, n: x * 2 if n else x,
+    "clamp": lambda x, n: x.clamp(min=n), "where": lambda x, n: torch.where(x > n, x, n), "alpha": lambda x, n: torch.add(x, x, alpha=n)}
+
+
+class Uses(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.calls, self.use = 0, use
+
+    def forward(self, x):
+        self.calls += 1
+        return self.use(x, self.calls + 1)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=list(USES))
+def test_a_counter_that_is_used_is_part_of_the_program(use):
+    net, reference, x = Uses(use), Uses(use), rand(4, 6)
+    for step in range(2):
+        plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2))
+        torch.testing.assert_close(plan.simulate(x), reference(x))
+        reads = dict(zip(plan.captured.reads.names, plan.captured.reads.values))
+        assert reads["calls"] == step and net.calls == step + 1 and type(net.calls) is int
+
+
+def test_a_counter_that_is_not_used_is_no_part_of_the_program():
+    net, x = Uses(lambda x, n: x * 2), rand(4, 6)
+    plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2))
+    plan.simulate(x)
+    plan.simulate(x)
+    assert "calls" not in plan.captured.reads.names and net.calls == 2
 
 
 def test_a_global_tensor_that_is_changed_in_place_is_an_error():

@@ -434,6 +434,18 @@ def check_results_of_all_kinds(mesh):
         model(tokens(), more={"bias": 1.0})["result"].norm.backward()
 
 
+def check_what_cannot_be(mesh):
+    model, _ = pair(mesh)
+    x = tokens()
+    assert error_of(lambda: torch.func.vmap(model)(x)).startswith("torch.func transforms a module on a mesh")
+    parameters = dict(model.named_parameters())
+    loss = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())
+    assert error_of(lambda: loss(parameters)).startswith("torch.func transforms a module on a mesh")
+    assert error_of(model.compile).startswith("a module on a mesh is compiled by its backend")
+    assert error_of(lambda: gspmd.parallelize(nn.LazyLinear(3), mesh)).startswith("parameter 'weight' has no shape yet")
+    close(model(x), model(x))
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 3 worker_state.py model=3: each check compares losses,
 one device, over several calls.
 """
 import copy
+import os
 import sys
 
 import torch
@@ -193,16 +194,15 @@ def compare(mesh, kind, backward=True, rows=lambda step: 4):
         left, right = kept(model._model), kept(reference)
         assert len(left) == len(right)
         for a, b in zip(left, right):
-            close(a, b) if isinstance(b, torch.Tensor) else check_equal(a, b)
+            if isinstance(b, torch.Tensor):
+                close(a, b)
+            else:
+                assert type(a) is type(b) and a == b
         if backward:
             for y in (mine, theirs):
                 y.square().sum().backward(retain_graph=True)                # through all calls up to here
             same_gradients(model, reference)
     return model, reference
-
-
-def check_equal(a, b):
-    assert type(a) is type(b) and a == b, (a, b)
 
 
 def check_hidden_states(mesh):
@@ -278,15 +278,20 @@ def check_a_detached_result(mesh):
     same_gradients(model, reference)
 
 
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
 def main():
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = gspmd.Mesh.parse(sys.argv[1])
-    for name, check in list(globals().items()):
-        if name.startswith("check_") and name != "check_equal":
-            check(mesh)
-            if dist.get_rank() == 0:
-                print(f"{name} holds on {mesh}")
-    dist.destroy_process_group()
+    for check in CHECKS:
+        check(mesh)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"{check.__name__} holds on {mesh}", flush=True)
+    sys.stdout.flush()
+    os._exit(0)                                                             # gloo may abort at exit
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from functools import wraps
 from itertools import chain
 from operator import attrgetter, is_
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from .annotate import mark_sharding, recorded_mark
-from .capture import State
+from .capture import State, is_transforming
 from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec
@@ -134,6 +134,10 @@ class Wrapped(nn.Module):
 
     def _program(self, key: Any, make: Callable[[], Any]) -> Any:
         """The program for calls of this key: made where there is none, or only such as read other attributes than those of now."""
+        if is_transforming():
+            raise ShardingError("torch.func transforms a module on a mesh", where=user_line(),
+                                why="its program is neither vectorized nor differentiated by that",
+                                fix="call torch.func.vmap or grad in its forward, or use backward()")
         if self._is_forwarding():
             with self._forward_of_the_model(self._own_forward):
                 return self._program(key, make)
@@ -212,6 +216,9 @@ class Wrapped(nn.Module):
         raise ShardingError("a module on a mesh cannot be pickled", where=user_line(),
                             why="its processes would have to be there when it is read",
                             fix="save its state_dict(), with torch.distributed.checkpoint for one that can be read on every mesh")
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardingError("a module on a mesh is compiled by its backend", where=user_line(), fix="parallelize(..., backend='inductor')")
 
     def __getitem__(self, key: Any) -> Any:                                 # those of nn.Sequential, ModuleList and ModuleDict
         return self._model[key]

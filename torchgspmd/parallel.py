@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from .api import compile_plan
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, capture, opened
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, capture, check_module, opened
 from .comm.agreement import Agreement, agree, is_room
 from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups, groups_of
@@ -94,6 +94,7 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
         raise ShardingError(f"backend '{backend}' has no option {name}", where=user_line())
     if any(isinstance(m, Wrapped) for m in model.modules()):
         raise ShardingError("a module is on a mesh already", where=user_line(), fix="wrap the outermost module, once")
+    check_module(model)
     if shard_updates is not None:
         mark_updates(model, mesh, shard_updates)
     if backend == "xla":

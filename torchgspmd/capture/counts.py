@@ -5,6 +5,7 @@ part of the program.
 """
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,13 +88,23 @@ def tallied(count: Count, otherwise: Any) -> Any:
     return number(count) if count._Count__tally.is_used else otherwise
 
 
-def _delegated(name: str) -> Any:
+def _of_one(name: str) -> Any:
     def method(self: Count, *args: Any) -> Any:
-        return getattr(number(self), name)(*map(numbers, args))
+        return getattr(number(self), name)(*args)
     return method
 
 
-_METHODS = """bool int float complex index hash str repr format eq ne lt le gt ge mul rmul truediv rtruediv floordiv rfloordiv mod rmod
-    divmod rdivmod pow rpow rsub neg pos abs invert and rand or ror xor rxor lshift rlshift rshift rrshift round trunc floor ceil"""
-for _name in _METHODS.split():
-    setattr(Count, f"__{_name}__", _delegated(f"__{_name}__"))
+def _of_two(operation: Any, is_reflected: bool) -> Any:
+    def method(self: Count, other: Any) -> Any:
+        mine, other = number(self), numbers(other)
+        return operation(other, mine) if is_reflected else operation(mine, other)
+    return method
+
+
+for _name in "bool int float complex index hash str repr format neg pos abs invert round trunc floor ceil".split():
+    setattr(Count, f"__{_name}__", _of_one(f"__{_name}__"))
+for _name in "eq ne lt le gt ge mul truediv floordiv mod pow and or xor lshift rshift".split():
+    setattr(Count, f"__{_name}__", _of_two(getattr(operator, f"__{_name}__"), False))
+for _name in "sub mul truediv floordiv mod pow and or xor lshift rshift".split():
+    setattr(Count, f"__r{_name}__", _of_two(getattr(operator, f"__{_name}__"), True))
+Count.__divmod__, Count.__rdivmod__ = _of_two(divmod, False), _of_two(divmod, True)

@@ -5,8 +5,13 @@ Private APIs of PyTorch (exceptions, flags, the class behind reentrant checkpoin
 """
 from __future__ import annotations
 
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,9 +29,16 @@ _autograd = torch._C._autograd
 _OLD = torch.__version__ < "2.10"           # which cannot trace slices by numbers that depend on values, nor compute with truth values
 
 
+def check_dense(what: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise ShardingError(f"{what} is {str(tensor.layout).removeprefix('torch.')}, and a layout is one of dense tensors",
+                            where=user_line(), fix="call to_dense() on it")
+
+
 def check_module(module: nn.Module) -> None:
     """ShardingError for modules that cannot be traced."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        check_dense(f"'{name}'", tensor)
         if is_lazy(tensor):
             raise ShardingError(f"parameter '{name}' has no shape yet", where=user_line(), why="it is that of a lazy module",
                                 fix="call the model once on one device before")
@@ -138,6 +150,23 @@ class capturing:
             _autograd._push_saved_tensors_default_hooks(*hooks)
         self.anomaly.__exit__()
         capturing.active -= 1
+
+
+@contextmanager
+def no_other_random_numbers() -> Iterator[None]:
+    """Warns of numbers that the program draws from generators which are not PyTorch's: they are the same in every run."""
+    before = random.getstate(), repr(numpy.random.get_state())
+    yield
+    after = random.getstate(), repr(numpy.random.get_state())
+    for name, was, now in zip(("Python", "NumPy"), before, after):
+        if was != now:
+            warnings.warn(f"forward draws random numbers from {name}: every run of the program gets those that were drawn when it was "
+                          "made; draw them with torch, or outside and pass them as an argument", stacklevel=2)
+
+
+def is_transforming() -> bool:
+    """Whether torch.func differentiates or vectorizes what is called."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_capturing() -> bool:

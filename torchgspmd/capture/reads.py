@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from .counts import Count
 from .objects import OF_PYTHON, is_object
-from .state import LONG
+from .state import DEEP, LONG
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
 _CONTAINERS = (list, tuple, dict)
@@ -201,12 +201,12 @@ def _is_watched(value: Any) -> bool:
     return isinstance(value, (Tensor, *_PLAIN))
 
 
-def frozen(value: Any) -> Any:
-    """The value as it is now."""
-    if not isinstance(value, _CONTAINERS):
+def frozen(value: Any, depth: int = 0) -> Any:
+    """The value as it is now; of a long table, or one that is deep in others, only that it is this one."""
+    if not isinstance(value, _CONTAINERS) or len(value) > LONG or depth > DEEP:
         return value
     keys, items = (tuple(value), value.values()) if isinstance(value, dict) else ((), value)
-    return Contents(type(value), keys, tuple(map(frozen, items)))
+    return Contents(type(value), keys, tuple(frozen(item, depth + 1) for item in items))
 
 
 def same(now: Any, value: Any) -> bool:
@@ -226,5 +226,6 @@ def _described(value: Any) -> Any:
     if isinstance(value, _CONTAINERS):
         value = frozen(value)
     if isinstance(value, Contents):
-        return value.cls.__name__, [key if isinstance(key, str) else type(key).__name__ for key in value.keys], [_described(item) for item in value.items]
+        keys = [key if isinstance(key, str) else type(key).__name__ for key in value.keys]
+        return value.cls.__name__, keys, [_described(item) for item in value.items]
     return value if isinstance(value, _PLAIN) else type(value).__name__

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..errors import ShardingError, user_line
+from .clean import NUMBERS
 from .counts import Count, Tally, tallied
 from .effects import Left, made
 from .objects import opened
@@ -55,7 +57,8 @@ class Tables:
             hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
             self.functions += [m.forward, *chain.from_iterable(map(dict.values, hooks))]
         self.tables = [*self._all()]
-        self.roots = [t.root for t in self.tables if not t.path and not t.attributes and len(t.container) <= LONG]
+        own = {id(holder.__dict__) for holder in (*self.modules, *self.objects)} | {id(m._buffers) for m in self.modules}
+        self.roots = [t for t in self.tables if not t.path and id(t.root) not in own]
         self.changed: set[tuple[int, Any]] = set()                          # entries of roots
         self.places: dict[int, tuple[Tensor, int, Kind]] = {}               # what stands in a place, which, and what was there
 
@@ -70,7 +73,7 @@ class Tables:
         for table in self.tables:
             table.known = _entries(table.container)
         self.start = {id(table.container): table.known for table in self.tables}
-        self.named = [(root, frozen(root)) for root in self.roots]
+        self.named = [(table, frozen(table.root)) for table in self.roots]
         try:
             yield
         finally:
@@ -84,7 +87,7 @@ class Tables:
                 container[:] = before.values()
             return
         for name, value in [*container.items()]:
-            if value is not before.get(name, ABSENT) and (not table.attributes or self._is_left(name, value)):
+            if value is not before.get(name, ABSENT) and self._is_left(name, value):
                 _put(container, name, before.get(name, ABSENT))
         for name, value in before.items():
             container.setdefault(name, value)
@@ -96,6 +99,10 @@ class Tables:
         for table in self.tables:
             old, now = table.known, _entries(table.container)
             table.known = now
+            for name, value in now.items():
+                if isinstance(value, NUMBERS) and value is not old.get(name):
+                    raise ShardingError(f"the program puts a number into '{name}' that is known only when it runs", where=user_line(),
+                                        fix="keep the tensor, and call item() on it outside")
             changed = {name: value for name, value in now.items() if value is not old.get(name, ABSENT)
                        and self._is_left(name, value, state_ids) and not same(value, old.get(name, ABSENT))}
             gone = tuple(name for name in old if name not in now and (not table.attributes or self._is_left(name, old[name])))
@@ -108,9 +115,10 @@ class Tables:
                 continue
             entries = {name: made(value, outputs) for name, value in changed.items()}
             found.append(Left(table.root, table.path, entries, gone, made(added, outputs), whole))
-            for name in (*changed, *gone, *range(0 if whole else len(old), len(now))):
+            names = [*changed, *gone, *(range(0 if whole else len(old), len(now)) if added else ())]
+            for name in names or [0]:
                 self.changed.add((id(table.root), (*table.path, name)[0]))
-                self.state.add(table.root, (*table.path, name))
+                self.state.add(table.root, (*table.path, name), changed.get(name))
         return found
 
     def _is_left(self, name: Any, value: Any, known: frozenset[int] = frozenset()) -> bool:
@@ -118,14 +126,15 @@ class Tables:
         return name not in KEPT_BY_TORCH and (is_plain(value) or _holds(value, self.traced, known))
 
     def reads(self, recorder: Recorder | None, used: Container[int]) -> Reads:
-        """What the program depends on of what was read, and of the tables that functions name, if it changes them. used: the places
-        whose tensors it uses."""
+        """What the program depends on of what was read, and of the tables and objects that functions name, if it uses their tensors or
+        changes the tables. used: the places whose tensors it uses."""
         reads = recorder.settled(lambda *entry: self._watched(used, *entry)) if recorder is not None else Reads()
-        for root, contents in self.named:
-            if any(entry[0] == id(root) for entry in self.changed) or any(self._is_used(leaf, used) for leaf in contents.leaves()):
+        for table, contents in self.named:
+            is_changed = not table.attributes and any(entry[0] == id(table.root) for entry in self.changed)
+            if is_changed or any(self._is_used(leaf, used) for leaf in contents.leaves()):
                 compared = self._compared(contents, used, True)
                 if compared is not ANY:
-                    reads.add({"a table": root}, "a table", compared)
+                    reads.add({"a table": table.root}, "a table", compared)
         return reads
 
     def _watched(self, used: Container[int], table: dict, name: str, value: Any, then: Any) -> Any:

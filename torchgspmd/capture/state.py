@@ -33,6 +33,13 @@ class Place:
         """The same on all ranks: a key may be the id of an object."""
         return ".".join(str(key) if isinstance(key, str) or type(key) is int and key < LONG else type(key).__name__ for key in self.path)
 
+    def is_there(self) -> bool:
+        try:
+            self.value()
+        except (KeyError, IndexError, TypeError):
+            return False
+        return True
+
     def value(self) -> Any:
         return reduce(getitem, self.path, self.root)
 
@@ -42,27 +49,28 @@ class Place:
 
 
 class State:
-    """The entries in which programs of a module leave tensors, or change them in place; each with all that is below it."""
+    """The entries that programs of a module write, or whose tensors they change in place; each with all tensors that are below it."""
 
     def __init__(self) -> None:
         self.entries: dict[tuple[int, Any], dict | list] = {}
+        self.counters: dict[tuple[int, tuple], Place] = {}
+        self.is_counting = True                                             # whether they may be Counts (counts.py) in a trace
 
-    def add(self, root: dict | list, path: tuple) -> None:
+    def add(self, root: dict | list, path: tuple, value: Any = None) -> None:
+        """value: what is written there."""
         self.entries[id(root), path[0]] = root
+        if type(value) is int:
+            self.counters[id(root), path] = Place(root, path)
 
     def places(self, besides: frozenset[int]) -> list[Place]:
         """Those where tensors are now, other than these (ids of parameters and buffers)."""
-        return [place for place, leaf in self._leaves()
+        entries = [Place(root, (name,)) for (_, name), root in self.entries.items()]
+        return [Place(entry.root, path) for entry in entries if entry.is_there() for path, leaf in _leaves(entry.value(), entry.path, 0)
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in besides]
 
     def numbers(self) -> list[Place]:
-        """Those where whole numbers are now."""
-        return [place for place, leaf in self._leaves() if type(leaf) is int]
-
-    def _leaves(self) -> Iterator[tuple[Place, Any]]:
-        for (_, name), root in self.entries.items():
-            if name in root if isinstance(root, dict) else name < len(root):
-                yield from ((Place(root, path), leaf) for path, leaf in _leaves(root[name], (name,), 0))
+        """Those where programs write whole numbers, and where such are now."""
+        return [place for place in self.counters.values() if self.is_counting and place.is_there() and type(place.value()) is int]
 
 
 def _put(container: Any, path: tuple, value: Any) -> Any:

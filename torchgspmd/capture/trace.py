@@ -33,7 +33,7 @@ from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PA
 from .clean import NUMBERS, clean
 from .counts import numbers
 from .effects import Effect, Left, Watched
-from .guards import capturing, check_module, one_error
+from .guards import capturing, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
 from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
 from .reads import recorded_reads
@@ -59,6 +59,11 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
         except _Changes as found:
             state.add(*found.entry)
             continue
+        except Exception:
+            if not counts:
+                raise
+            state.is_counting = False                                       # of what is not written in Python some take numbers only
+            continue
         if len(state.places(besides)) == len(places) and len(state.numbers()) == len(counts):
             return captured
 
@@ -78,7 +83,8 @@ def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kw
     with one_error(), watched as recorder, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode:
         fakes = [_fake(t) for t in real]
         requires = [t.requires_grad for t in real]
-        with fx_traceback.preserve_node_meta(), torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled()):
+        grad_mode = torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled())
+        with no_other_random_numbers(), fx_traceback.preserve_node_meta(), grad_mode:
             traced = make_fx(lambda *flat: program.run(flat, requires))(*fakes)
     del mode
     used = program.drop_unused(traced.graph)
@@ -307,7 +313,7 @@ class _Interceptor(TorchFunctionMode):
                                 why="numbers are drawn by the place of an element, from a seed of the default generator",
                                 fix="leave the generator out and call torch.manual_seed, or draw outside and pass the numbers")
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
-        if kwargs.get("out") is not None or _transforming():
+        if kwargs.get("out") is not None or is_transforming():                        # torch.func does not take operations of ours
             replacement = None
         result = replacement(*args, **kwargs) if replacement is not None else NotImplemented
         if result is NotImplemented:
@@ -322,11 +328,6 @@ class _Interceptor(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         return func(*args, **kwargs)
-
-
-def _transforming() -> bool:
-    """Whether torch.func differentiates or vectorizes what is called; it does not take operations of ours."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _grad(outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, only_inputs=True, allow_unused=None,
@@ -403,9 +404,7 @@ def _module_state(module: nn.Module) -> dict[str, Tensor]:
 
 def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:
     mark, source = None, None
-    if tensor.layout is not torch.strided:
-        raise ShardingError(f"{kind} '{name}' is {str(tensor.layout).removeprefix('torch.')}, and a layout is one of dense tensors",
-                            where=user_line(), fix="call to_dense() on it")
+    check_dense(f"{kind} '{name}'", tensor)
     if recorded_mark(tensor) is not None:
         marked_mesh, mark, source = recorded_mark(tensor)
         if marked_mesh != mesh:

@@ -38,6 +38,10 @@ def summed_alone(x: Tensor, letters: str, others: str) -> tuple[Tensor, str]:
 def _(equation: str, a: Tensor, b: Tensor) -> Tensor:
     a_letters, b_letters, out = split_equation(equation)
     sizes = {**dict(zip(a_letters, a.shape)), **dict(zip(b_letters, b.shape))}
+    for letter, size in zip(a_letters, a.shape):
+        if type(size) is type(sizes[letter]) is int and size != sizes[letter]:
+            raise RuntimeError(f"shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied: '{letter}' of {equation} is {size} and "
+                               f"{sizes[letter]}")
     return a.new_empty([sizes[letter] for letter in out])
 
 
