@@ -16,7 +16,7 @@ WORKER = Path(__file__).with_name("worker_state.py")
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_modules_that_keep_something_between_calls(mesh):
-    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 6
+    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 7
 
 
 class Recurrent(nn.Module):
@@ -44,12 +44,16 @@ def test_a_plan_is_of_the_state_as_it_is():
 
 
 USES = {
-    "product": lambda x, n: n * x, "quotient": lambda x, n: n / (x + 9), "power": lambda x, n: x * 2 ** n, "float": lambda x, n: x * (n * 0.5),
-    "row": lambda x, n: x[n], "rows": lambda x, n: x[:n], "size": lambda x, n: x.new_full((n,), 2.0), "view": lambda x, n: x.view(n, -1),
-    "ones": lambda x, n: torch.ones(n, 1), "expand": lambda x, n: x[None].expand(n, 4, 6), "roll": lambda x, n: x.roll(n, 0),
+    "product": lambda x, n: n * x, "quotient": lambda x, n: n / (x + 9), "power": lambda x, n: x * 2 ** n,
+    "float": lambda x, n: x * (n * 0.5), "row": lambda x, n: x[n], "rows": lambda x, n: x[:n],
+    "size": lambda x, n: x.new_full((n,), 2.0), "view": lambda x, n: x.view(n, -1),
+    "ones": lambda x, n: torch.ones(n, 1), "expand": lambda x, n: x[None].expand(n, 4, 6),
+    "roll": lambda x, n: x.roll(n, 0),
     "tensor": lambda x, n: x * torch.tensor(n), "array": lambda x, n: x + torch.from_numpy(numpy.arange(n).sum(keepdims=True)),
-    "range": lambda x, n: sum(x * i for i in range(n)), "list": lambda x, n: x * [5, 6, 7, 8][n], "table": lambda x, n: x * {2: 3}.get(n, 9),
-    "text": lambda x, n: x * len(f"{n:05d}"), "branch": lambda x, n: x * 3 if n > 2 else x, "even": lambda x, n: x * (5 if n % 2 == 0 else 7),
+    "range": lambda x, n: sum(x * i for i in range(n)), "list": lambda x, n: x * [5, 6, 7, 8][n],
+    "table": lambda x, n: x * {2: 3}.get(n, 9),
+    "text": lambda x, n: x * len(f"{n:05d}"), "branch": lambda x, n: x * 3 if n > 2 else x,
+    "even": lambda x, n: x * (5 if n % 2 == 0 else 7),
     "root": lambda x, n: x * math.sqrt(n), "largest": lambda x, n: x * max(n, 3), "truth": lambda x, n: x * 2 if n else x,
     "clamp": lambda x, n: x.clamp(min=n), "where": lambda x, n: torch.where(x > n, x, n), "alpha": lambda x, n: torch.add(x, x, alpha=n)}
 

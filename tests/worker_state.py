@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
 
@@ -37,6 +38,27 @@ class Recurrent(Net):
         h = self.up(x)
         self.hidden = torch.tanh(h if self.hidden is None else h + self.hidden)
         return self.down(self.hidden)
+
+
+class Recomputed(Recurrent):
+    def forward(self, x):
+        y, self.hidden = checkpoint(self.inner, x, self.hidden, use_reentrant=False)
+        return y
+
+    def inner(self, x, hidden):
+        h = torch.tanh(self.up(x) if hidden is None else self.up(x) + hidden)
+        return self.down(h), h
+
+
+class Part(nn.Module):
+    """Of which the test calls the recurrent module by itself, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = Recurrent(), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
 
 
 class Pair(Net):
@@ -206,7 +228,7 @@ def compare(mesh, kind, backward=True, rows=lambda step: 4):
 
 
 def check_hidden_states(mesh):
-    for kind in (Recurrent, Pair, Spiking):
+    for kind in (Recurrent, Recomputed, Pair, Spiking):
         model, reference = compare(mesh, kind)
         programs = len(model._all_programs())
         assert programs <= 3, programs                                      # without a state, with a whole one, with one as it is laid out
@@ -220,6 +242,18 @@ def check_hidden_states(mesh):
     same_gradients(model, reference)
     model.hidden = reference.hidden = None
     close(model(batch(6)), reference(batch(6)))
+
+
+def check_a_submodule_by_itself(mesh):
+    torch.manual_seed(0)
+    reference = Part()
+    model = gspmd.parallelize(copy.deepcopy(reference), mesh)
+    found = [[m(batch(0)), m.inner(batch(1)), m(batch(2))] for m in (model, reference)]
+    for mine, theirs in zip(*found):
+        close(mine, theirs)
+    for ys in found:
+        sum(y.square().sum() for y in ys).backward()
+    same_gradients(model, reference)
 
 
 def check_changes_in_place(mesh):

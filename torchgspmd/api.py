@@ -179,7 +179,13 @@ def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = No
     wanted = _outputs(made, placeholders, plain)
     mesh = made.layouts.mesh
     leaving = (lambda spec, shape: storable(spec, shape, mesh).map_axes(mesh.whole)) if made.stored else None
-    return merge_parts(verify(partition(made.graph, mesh, made.given, wanted, rules, keep_marks, memories, leaving), mesh), mesh)
+    values, cotangents = made.graph.output_node().args[0], {}
+    for node, given in zip(placeholders, made.captured.inputs) if made.stored else ():
+        spec = made.results[given.output] if given.kind == TANGENT else None
+        if spec is not None and any(spec.open):                             # it comes as its output has left
+            cotangents[node], wanted[given.output] = (values[given.output], spec), node
+    sharded = partition(made.graph, mesh, made.given, wanted, rules, keep_marks, memories, leaving, cotangents)
+    return merge_parts(verify(sharded, mesh), mesh)
 
 
 def _sent(graph: fx.Graph) -> float:

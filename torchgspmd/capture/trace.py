@@ -60,9 +60,9 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
             state.add(*found.entry)
             continue
         except Exception:
-            if not counts:
+            if not counts and len(state.places(besides)) == len(places):
                 raise
-            state.is_counting = False                                       # of what is not written in Python some take numbers only
+            state.is_counting = not counts                                  # of what is not written in Python some take numbers only
             continue
         if len(state.places(besides)) == len(places) and len(state.numbers()) == len(counts):
             return captured

@@ -47,16 +47,18 @@ class Memory:
 
 
 Memories = dict[tuple[Mesh, Crowded], Memory]
+Cotangents = dict[fx.Node, tuple[fx.Node, ShardSpec]]
 Leaving = Callable[[ShardSpec, tuple[int, ...]], ShardSpec]
 
 
 def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outputs: dict[int, ShardSpec | fx.Node],
               rules: Rules | None = None, keep_marks: bool = False, memories: Memories | None = None,
-              leaving: Leaving | None = None) -> fx.Graph:
+              leaving: Leaving | None = None, cotangents: Cotangents | None = None) -> fx.Graph:
     """given: layouts of inputs that are settled (others may be chosen). outputs: layouts of outputs by position; a node
     stands for the layout of that input. keep_marks: those too in whose layout nobody uses the value. memories: of graphs like
-    this one, whose operations have the same rules. leaving: of the layout that an open output would have, the one it is to have."""
-    solver = Solver(graph, mesh, given, outputs, rules or Rules(), {} if memories is None else memories, leaving)
+    this one, whose operations have the same rules. leaving: of the layout that an open output would have, the one it is to have.
+    cotangents: inputs that come as an output has left, that output, and the open layout that is asked for."""
+    solver = Solver(graph, mesh, given, outputs, rules or Rules(), {} if memories is None else memories, leaving, cotangents or {})
     solver.solve()
     if not keep_marks:
         solver.leave_out_marks()
@@ -64,8 +66,9 @@ def partition(graph: fx.Graph, mesh: Mesh, given: dict[fx.Node, ShardSpec], outp
 
 
 class Solver:
-    def __init__(self, graph, mesh, given, outputs, rules, memories, leaving=None):
-        self.graph, self.mesh, self.given, self.outputs, self.rules, self.leaving = graph, mesh, given, outputs, rules, leaving
+    def __init__(self, graph, mesh, given, outputs, rules, memories, leaving, cotangents):
+        self.graph, self.mesh, self.given, self.outputs, self.rules = graph, mesh, given, outputs, rules
+        self.leaving, self.cotangents = leaving, cotangents
         self.ops: dict[fx.Node, Op] = {op.node: op for op in rules.ops(graph)}
         self.held = {n: n.meta["spec"] for n in graph.nodes if n.op in ("placeholder", "get_attr")}     # layout of each value
         for node in graph.nodes:
@@ -344,8 +347,17 @@ class Solver:
         """An input whose layout is open is stored as it is used most cheaply."""
         wanted = self._wanted(node, first=False)
         found = (node.meta["spec"], *(spec for spec in wanted if not spec.pending))
+        value, wish = self.cotangents.get(node, (None, None))
+        if value is not None:
+            found = (*found, self.held[value].with_pending(()))
         candidates = [self.held[node], *(spec.plain().map_axes(self.mesh.whole) for spec in found)]
-        best = min(candidates, key=lambda spec: sum(self._move(node, spec, w) for w in wanted))
+        if value is not None:
+            candidates = [self._filled(wish, spec, value) for spec in candidates]
+
+        def cost(spec: ShardSpec) -> float:
+            there = 0.0 if value is None else self._move(value, self.held[value], spec)
+            return there + sum(self._move(node, spec, w) for w in wanted)
+        best = min(candidates, key=cost)
         changed = best != self.held[node]
         self._hold(node, best)
         return changed
@@ -365,8 +377,10 @@ class Solver:
             return wish
         held = self.held[value]
         target = (value.meta["spec"].closed() if held.pending else held.with_pending(())).map_axes(self.mesh.whole)
-        if wish is None:
-            return target
+        return target if wish is None else self._filled(wish, target, value)
+
+    def _filled(self, wish: ShardSpec, target: ShardSpec, value: fx.Node) -> ShardSpec:
+        """What is asked for, with the target's layout where that is open."""
         fixed = {a for axes, is_open in zip(wish.dims, wish.open) if not is_open for a in axes}
         spec = ShardSpec(tuple(tuple(a for a in t if a not in fixed) if is_open else w
                                for w, is_open, t in zip(wish.dims, wish.open, target.dims)))
