@@ -203,10 +203,15 @@ def _is_watched(value: Any) -> bool:
 
 def frozen(value: Any, depth: int = 0) -> Any:
     """The value as it is now; of a long table, or one that is deep in others, only that it is this one."""
-    if not isinstance(value, _CONTAINERS) or len(value) > LONG or depth > DEEP:
+    if not isinstance(value, _CONTAINERS) or len(value) > LONG or depth > DEEP or _is_constant(value):
         return value
     keys, items = (tuple(value), value.values()) if isinstance(value, dict) else ((), value)
     return Contents(type(value), keys, tuple(frozen(item, depth + 1) for item in items))
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is a tuple of plain values, which stays what it is."""
+    return type(value) is tuple and all(type(item) is not Count and isinstance(item, _PLAIN) for item in value)
 
 
 def same(now: Any, value: Any) -> bool:
@@ -217,7 +222,7 @@ def same(now: Any, value: Any) -> bool:
     if isinstance(value, Contents):
         return (type(now) is value.cls and len(now) == len(value.items) and (not isinstance(now, dict) or tuple(now) == value.keys)
                 and all(map(same, now.values() if isinstance(now, dict) else now, value.items)))
-    return type(now) is type(value) and type(now) is not Count and isinstance(now, _PLAIN) and now == value
+    return type(now) is type(value) and type(now) is not Count and (isinstance(now, _PLAIN) or _is_constant(now)) and now == value
 
 
 def _described(value: Any) -> Any:
