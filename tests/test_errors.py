@@ -166,6 +166,11 @@ def test_sparse_buffers_and_factors_that_do_not_match():
         plan(nn.Linear(8, 4), X[:, :7], mesh=MESH)
 
 
+def test_a_result_that_is_an_iterator():
+    assert message(lambda: plan(lambda x: (x * i for i in range(2)), X, mesh=MESH)) == (
+        f"the program returns an iterator, of whose values none is computed yet{WHERE}\n  fix   return a list")
+
+
 def test_numbers_that_are_known_only_when_a_program_runs():
     class Logs(nn.Module):
         def forward(self, x):

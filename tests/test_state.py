@@ -1,4 +1,6 @@
 """What modules keep between calls, on real gloo processes (worker_state.py), and in plans."""
+import copy
+import functools
 import math
 from pathlib import Path
 
@@ -94,3 +96,36 @@ def test_a_global_tensor_that_is_changed_in_place_is_an_error():
         return x * 1
     with pytest.raises(gspmd.ShardingError, match="changes a tensor in place that it finds in a global variable"):
         gspmd.plan(add, rand(4, 6), mesh=gspmd.Mesh(data=2))
+
+
+@functools.lru_cache(None)
+def angles(rows):
+    return torch.arange(rows * 6.0).view(-1, 6).cos()
+
+
+KNOWN: dict = {}
+
+
+def known_angles(rows):
+    if rows not in KNOWN:
+        KNOWN[rows] = torch.arange(rows * 6.0).view(-1, 6).cos()
+    return KNOWN[rows]
+
+
+@pytest.mark.parametrize("cache", [angles, known_angles])
+def test_constants_that_a_function_caches_have_values(cache):
+    net, mesh, x = nn.Linear(6, 8), gspmd.Mesh(data=2), rand(4, 6)
+    net.forward = lambda x: nn.functional.linear(x * cache(len(x)), net.weight)
+    for _ in range(2):
+        torch.testing.assert_close(gspmd.plan(net, x, mesh=mesh, in_specs="data _").simulate(x), net(x))
+    torch.testing.assert_close(cache(4), torch.arange(24.0).view(4, 6).cos())
+    assert type(cache(4)) is torch.Tensor
+
+
+def test_batch_norm_is_of_the_whole_batch():
+    """Also that which models of several processes have."""
+    net, x = nn.BatchNorm1d(6), rand(8, 6)
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(net))
+    plan = gspmd.plan(synced, x, mesh=gspmd.Mesh(data=4), in_specs="data _")
+    torch.testing.assert_close(plan.simulate(x), net(x))
+    torch.testing.assert_close(synced.running_var, net.running_var)

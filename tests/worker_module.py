@@ -441,6 +441,13 @@ def check_what_cannot_be(mesh):
     parameters = dict(model.named_parameters())
     loss = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())
     assert error_of(lambda: loss(parameters)).startswith("torch.func transforms a module on a mesh")
+    for send in (dist.all_reduce, lambda y: dist.all_gather([torch.empty_like(y) for _ in range(mesh.size)], y), lambda y: dist.barrier()):
+        class Sends(Model):
+            def forward(self, tokens, send=send):
+                y = super().forward(tokens).mean()
+                send(y)
+                return y
+        assert error_of(lambda: pair(mesh, Sends)[0](x)).startswith("the program communicates by itself, through torch.distributed")
     assert error_of(model.compile).startswith("a module on a mesh is compiled by its backend")
     assert error_of(lambda: gspmd.parallelize(nn.LazyLinear(3), mesh)).startswith("parameter 'weight' has no shape yet")
     close(model(x), model(x))

@@ -48,6 +48,9 @@ def check_module(module: nn.Module) -> None:
                             where=user_line(), fix="give the module that torch.jit.script was called on")
 
 
+_COMMUNICATES = ("from the function c10d.", "torch.distributed.nn.functional")
+
+
 class one_error:
     """What cannot be captured becomes a ShardingError; other errors of the program stay what they are."""
 
@@ -66,6 +69,10 @@ class one_error:
         if _OLD and isinstance(error, TypeError) and "SymBool" in str(error):
             raise ShardingError("torch 2.9 cannot compute with a truth value that is known only when the program runs",
                                 where=user_line_of(error), fix="keep it a tensor: (x == y).all() instead of torch.equal(x, y)") from error
+        if kind in (AssertionError, RuntimeError) and any(words in str(error) for words in _COMMUNICATES):
+            raise ShardingError("the program communicates by itself, through torch.distributed", where=user_line_of(error),
+                                why="its tensors are whole ones: what is sent between devices is found by sharding them",
+                                fix="leave the communication out: a sum, mean or cat of the batch is that of all devices") from error
         if isinstance(error, UnsupportedOperatorException):
             raise ShardingError(f"this cannot be captured: {error.func}", where=user_line_of(error),
                                 why="it does not run on tensors without values",
@@ -120,6 +127,7 @@ _REPLACED = (
     (transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True),
     (Distribution, "_validate_args", False),
     (_BatchNorm, "forward", _cumulative_batch_norm),
+    (nn.SyncBatchNorm, "forward", _cumulative_batch_norm),
 )
 
 
@@ -127,7 +135,8 @@ class capturing:
     """Library code that asks whether it is being compiled (transformers' masks do) is told that it is; checkpointing is of the
     kind that can be captured: use_reentrant=True runs a backward of its own; and nn.Transformer takes a mask for what it is,
     without looking whether its values are those of a causal one, which only chooses the kernel. Distributions do not look whether
-    their parameters are in range. BatchNorm does not turn its count of batches into a number. Nobody looks for nan. Hooks for saved
+    their parameters are in range. BatchNorm does not turn its count of batches into a number, and is that of the whole batch, so that
+    SyncBatchNorm is nothing else. Nobody looks for nan. Hooks for saved
     tensors, such as those of a checkpoint around the call, are for what runs."""
 
     active = 0                              # how many are under way

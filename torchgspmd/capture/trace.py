@@ -33,6 +33,7 @@ from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PA
 from .clean import NUMBERS, clean
 from .counts import numbers
 from .effects import Effect, Left, Watched
+from .escaped import Constants
 from .guards import capturing, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
 from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
@@ -55,7 +56,8 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     while True:
         places, counts = state.places(besides), state.numbers()
         try:
-            captured = _capture(fn, own, args, kwargs, mesh, grad, hooks, state, places)
+            captured, settle = _capture(fn, own, args, kwargs, mesh, grad, hooks, state, places)
+            settle()
         except _Changes as found:
             state.add(*found.entry)
             continue
@@ -69,7 +71,8 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
 
 
 def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kwargs: dict, mesh: Mesh, grad: bool, hooks: bool,
-             known: State, places: list[Place]) -> Captured:
+             known: State, places: list[Place]) -> tuple[Captured, Callable[[], None]]:
+    """And what gives values to constants that have escaped, when all others of the trace are gone."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     names = _leaf_names(fn, args, kwargs)
@@ -87,15 +90,17 @@ def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kw
         with no_other_random_numbers(), fx_traceback.preserve_node_meta(), grad_mode:
             traced = make_fx(lambda *flat: program.run(flat, requires))(*fakes)
     del mode
+    constants = program.take_constants(traced.graph)
     used = program.drop_unused(traced.graph)
     first = len(real) - len(places)
     inputs = [given for i, given in enumerate(inputs) if i < first or i - first in used]
     graph, inputs = clean(traced.graph, inputs, program.tangents)
     left, observed = (tuple(each.settled() for each in found) for found in (program.left, program.observed))
-    return Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree, _without(leaves, slots), program.results,
-                    _without(program.result_leaves, program.result_slots), tuple(program.result_slots), bool(program.tangents),
-                    program.opened, tuple(program.effects), left, observed, real[:len(state)], tables.reads(recorder, used),
-                    tuple(place for i, place in enumerate(places) if i in used))
+    captured = Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree, _without(leaves, slots), program.results,
+                        _without(program.result_leaves, program.result_slots), tuple(program.result_slots), bool(program.tangents),
+                        program.opened, tuple(program.effects), left, observed, real[:len(state)], tables.reads(recorder, used),
+                        tuple(place for i, place in enumerate(places) if i in used))
+    return captured, lambda escaped=program.constants: escaped.settle(constants, traced)
 
 
 def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:
@@ -110,6 +115,7 @@ class _Program:
         self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = fn, call, names, leaves, slots, tree, grad
         self.tables: Tables = tables
         self.places: list[Place] = places
+        self.constants = Constants(FunctionalTensor)
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
         self.rebound: dict[int, Tensor] = {}
@@ -127,15 +133,17 @@ class _Program:
                 if needed:
                     tensor.requires_grad_()
             tracker = _SourceTracker()
-            with _Interceptor(tracker), capturing():
+            with _Interceptor(tracker, self.constants), capturing():
                 outs, grads = self._with_state(inputs, tracker)
             tracker.clear()
             mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if i in self.rebound or _was_mutated(t, old)]
             self.outputs = [*(Output(OUTPUT, self._place_of(i, t), i >= self.asked) for i, t in enumerate(outs)),
                             *(Output(MUTATION, i) for i in mutated), *(Output(GRADIENT, i) for i in grads),
                             *(Output(OBSERVED, open=True) for _ in self.seen)]
+            constants = self.constants.now()
+            self.constant_ids = [*map(id, constants)]
             return [_unwrap(t) if isinstance(t, FunctionalTensor) else t
-                    for t in (*outs, *(self.rebound.get(i, inputs[i]) for i in mutated), *grads.values(), *self.seen)]
+                    for t in (*outs, *(self.rebound.get(i, inputs[i]) for i in mutated), *grads.values(), *self.seen, *constants)]
 
     def _place_of(self, output: int, tensor: Tensor) -> int:
         """Which input is in the place that a run puts an output of the same shape into; -1: there is none."""
@@ -143,6 +151,14 @@ class _Program:
         first = len(self.names) + len(self.slots)
         return next((first + i for i, place in enumerate(self.places)
                      if (id(place.root), place.path) in entries and self.shapes[first + i] == tensor.shape), -1)
+
+    def take_constants(self, graph: fx.Graph) -> dict[int, fx.Node]:
+        """What computes the constants of the trace, by their ids; they are outputs no more."""
+        output = graph.output_node()
+        values = list(output.args[0])
+        count = len(values) - len(self.constant_ids)
+        output.args = (values[:count],)
+        return dict(zip(self.constant_ids, values[count:]))
 
     def drop_unused(self, graph: fx.Graph) -> set[int]:
         """Takes the placeholders of places away whose tensors are not used; which are."""
@@ -190,6 +206,9 @@ class _Program:
             self.left = self.tables.left(outs, [*inputs[:len(self.names)], *rebound.values()])
         finally:
             watched.restore()
+        if any(isinstance(leaf, Iterator) for leaf in self.result_leaves):
+            raise ShardingError("the program returns an iterator, of whose values none is computed yet", where=user_line(),
+                                fix="return a list")
         if any(isinstance(leaf, NUMBERS) for leaf in (*self.result_leaves, *pytree.tree_leaves([e.changed for e in self.effects]))):
             raise ShardingError("the program returns a number that is known only when it runs", where=user_line(),
                                 fix="return the tensor, and call item() on the result")
@@ -294,9 +313,9 @@ def _whole(func: torch._ops.OpOverload) -> Iterator[None]:
 class _Interceptor(TorchFunctionMode):
     """Sees every call of PyTorch's Python interface: notes its source line and makes the replacements of products and values."""
 
-    def __init__(self, tracker: _SourceTracker):
+    def __init__(self, tracker: _SourceTracker, constants: Constants):
         super().__init__()
-        self.tracker = tracker
+        self.tracker, self.constants = tracker, constants
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -319,6 +338,7 @@ class _Interceptor(TorchFunctionMode):
         if result is NotImplemented:
             result = self._run(func, args, kwargs)
         self.tracker.after(result)
+        self.constants.note(args, kwargs, result)
         return result
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:

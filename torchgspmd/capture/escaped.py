@@ -1,0 +1,77 @@
+"""Constants of a trace that a function keeps for later, in a cache of its own: they get values.
+
+    @functools.lru_cache
+    def causal(n):                                          # called by a forward
+        return torch.ones(n, n).tril()
+
+What is computed while a program is traced has no values. A tensor that depends on no input, and that somebody still holds when the
+trace has ended, is given those that it would have had.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+class Constants:
+    """The tensors of a trace that are computed from none of its inputs, as long as they live."""
+
+    def __init__(self, traced: type[Tensor]):
+        self.traced = traced
+        self.alive: dict[int, weakref.ref] = {}
+
+    def note(self, args: tuple, kwargs: dict, result: Any) -> None:
+        """After a call of a function with this result."""
+        if any(id(x) not in self.alive for x in self._tensors((*args, *kwargs.values()))):
+            return
+        for tensor in self._tensors((result,)):
+            if id(tensor) not in self.alive:
+                self.alive[id(tensor)] = weakref.ref(tensor, lambda _, key=id(tensor): self.alive.pop(key, None))
+
+    def _tensors(self, values: Any) -> Iterator[Tensor]:
+        for value in values:
+            if isinstance(value, self.traced):
+                yield value
+            elif type(value) in (tuple, list):
+                yield from self._tensors(value)
+
+    def now(self) -> list[Tensor]:
+        return [tensor for ref in [*self.alive.values()] if (tensor := ref()) is not None]
+
+    def settle(self, nodes: dict[int, fx.Node], owner: torch.nn.Module) -> None:
+        """Gives values to those that are still there. nodes: what computes each, by its id."""
+        found = [(ref(), nodes[key]) for key, ref in self.alive.items() if key in nodes]
+        self.alive.clear()
+        values: dict[fx.Node, Any] = {}
+        for tensor, node in found:
+            if tensor is not None and _is_computable(node) and tensor._use_count() == 1:
+                with torch.no_grad():
+                    torch.utils.swap_tensors(tensor, _value(node, owner, values).clone())
+
+
+def _is_computable(node: fx.Node) -> bool:
+    """Whether it depends on no input and no random number."""
+    stack, seen = [node], {node}
+    while stack:
+        node = stack.pop()
+        random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        if node.op == "placeholder" or random:
+            return False
+        new = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(new)
+        stack += new
+    return True
+
+
+def _value(node: fx.Node, owner: torch.nn.Module, values: dict[fx.Node, Any]) -> Any:
+    if node not in values:
+        if node.op == "get_attr":
+            values[node] = getattr(owner, node.target)
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _value(n, owner, values))
+            values[node] = node.target(*args, **kwargs)
+    return values[node]
