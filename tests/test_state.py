@@ -122,6 +122,33 @@ def test_constants_that_a_function_caches_have_values(cache):
     assert type(cache(4)) is torch.Tensor
 
 
+LOSSES: list = []
+FACTOR = 2.0
+
+
+def keep(loss):
+    LOSSES.append(loss)
+    return loss * FACTOR
+
+
+class Keeps(Uses):
+    def inner(self, x):
+        return keep((x * self.calls).mean())
+
+    def forward(self, x):
+        return self.inner(super().forward(x))
+
+
+def test_what_functions_that_forward_calls_read_and_write():
+    net, x = Keeps(lambda x, n: x), rand(4, 6)
+    plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2), in_specs="data _")
+    assert LOSSES == [] and dict(zip(plan.captured.reads.names, plan.captured.reads.values))["FACTOR"] == 2.0
+    for step in (1, 2):
+        torch.testing.assert_close(plan.simulate(x), 2 * x.mean())
+        torch.testing.assert_close(LOSSES, [x.mean()] * step)
+    LOSSES.clear()
+
+
 def test_batch_norm_is_of_the_whole_batch():
     """Also that which models of several processes have."""
     net, x = nn.BatchNorm1d(6), rand(8, 6)

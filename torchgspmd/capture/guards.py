@@ -84,6 +84,10 @@ class one_error:
         if isinstance(error, RuntimeError) and str(error).startswith(".numpy() is not supported"):
             raise ShardingError("the program turns a tensor into a NumPy array, which has values only when it runs",
                                 where=user_line_of(error), fix="compute it with torch, or outside and pass it as an argument") from error
+        if isinstance(error, RuntimeError) and "FunctionalTensor on its own" in str(error):
+            raise ShardingError("the program uses a tensor without values, which somebody has kept from an earlier trace",
+                                where=user_line_of(error), why="what a trace computes of its inputs has values only when it runs",
+                                fix="keep it in an attribute of the module, or return it") from error
         if isinstance(error, RuntimeError) and "mutating a non-functional tensor" in str(error):
             raise ShardingError("the program changes a tensor in place that it finds in a global variable, or in one around a function",
                                 where=user_line_of(error), why="it is none of the program's inputs, and would stay as it is",
@@ -135,9 +139,8 @@ class capturing:
     """Library code that asks whether it is being compiled (transformers' masks do) is told that it is; checkpointing is of the
     kind that can be captured: use_reentrant=True runs a backward of its own; and nn.Transformer takes a mask for what it is,
     without looking whether its values are those of a causal one, which only chooses the kernel. Distributions do not look whether
-    their parameters are in range. BatchNorm does not turn its count of batches into a number, and is that of the whole batch, so that
-    SyncBatchNorm is nothing else. Nobody looks for nan. Hooks for saved
-    tensors, such as those of a checkpoint around the call, are for what runs."""
+    their parameters are in range. BatchNorm does not turn its count of batches into a number, and SyncBatchNorm is the same, since
+    batches are whole. Nobody looks for nan. Hooks for saved tensors, such as those of a checkpoint around the call, are for what runs."""
 
     active = 0                              # how many are under way
 
@@ -164,13 +167,17 @@ class capturing:
 @contextmanager
 def no_other_random_numbers() -> Iterator[None]:
     """Warns of numbers that the program draws from generators which are not PyTorch's: they are the same in every run."""
-    before = random.getstate(), repr(numpy.random.get_state())
+    before = random.getstate(), _state_of_numpy()
     yield
-    after = random.getstate(), repr(numpy.random.get_state())
-    for name, was, now in zip(("Python", "NumPy"), before, after):
+    for name, was, now in zip(("Python", "NumPy"), before, (random.getstate(), _state_of_numpy())):
         if was != now:
             warnings.warn(f"forward draws random numbers from {name}: every run of the program gets those that were drawn when it was "
                           "made; draw them with torch, or outside and pass them as an argument", stacklevel=2)
+
+
+def _state_of_numpy() -> tuple[bytes, int]:
+    _, key, position, *_ = numpy.random.get_state()
+    return key.tobytes(), position
 
 
 def is_transforming() -> bool:

@@ -8,7 +8,6 @@ object, if it is not the same one.
 """
 from __future__ import annotations
 
-import dis
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .counts import Count
+from .names import called, global_names
 from .objects import OF_PYTHON, is_object
 from .state import DEEP, LONG
 
@@ -81,11 +81,11 @@ class Reads:
         self.simple = 0                     # how many are not such
 
     def add(self, table: dict[str, Any], name: str, value: Any) -> None:
-        place = len(self.values) if isinstance(value, (Kind, Contents)) else self.simple
-        self.tables.insert(place, table)
-        self.names.insert(place, name)
-        self.values.insert(place, value)
-        self.simple += place == self.simple and not isinstance(value, (Kind, Contents))
+        is_simple = not isinstance(value, (Kind, Contents))
+        place = self.simple if is_simple else len(self.values)
+        for column, entry in ((self.tables, table), (self.names, name), (self.values, value)):
+            column.insert(place, entry)
+        self.simple += is_simple
 
     def now(self) -> list[Any]:
         """What they hold at present."""
@@ -180,10 +180,10 @@ def named_objects(module: nn.Module) -> list[Any]:
 
 
 def _globals(module: nn.Module) -> Iterator[tuple[dict, str]]:
-    """Global variables of plain values, or that are tensors, which forwards name, and where they are."""
-    for forward in {getattr(type(m), "forward", None) for m in module.modules()}:
-        code, table = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-        for name in {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"} if code is not None else ():
+    """Global variables of plain values, or that are tensors, which forwards and what they call read, and where they are."""
+    for function in called((getattr(cls, "forward", None), cls) for cls in dict.fromkeys(map(type, module.modules()))):
+        table = function.__globals__
+        for name in global_names(function.__code__):
             if is_plain(value := table.get(name, ABSENT)) or isinstance(value, Tensor):
                 yield table, name
 

@@ -1,13 +1,11 @@
 """What a module's forward assigns: buffers, other tensors and plain values are effects of the program, the rest is of the trace alone."""
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from operator import is_
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,11 +15,10 @@ from ..errors import ShardingError, user_line
 from .clean import NUMBERS
 from .counts import Count, Tally, tallied
 from .effects import Left, made
+from .names import called, named
 from .objects import opened
 from .reads import ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, Recorder, frozen, is_plain, named_objects, same
 from .state import LONG, Place, State
-
-_EMPTY = CellType()
 
 
 def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -52,10 +49,10 @@ class Tables:
         self.traced, self.state = traced, state
         self.modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self.objects = named_objects(fn) if isinstance(fn, nn.Module) else []
-        self.functions = [fn]
+        self.functions: list[tuple[Any, type | None]] = [(fn, None)]        # and whose methods they are
         for m in self.modules:
             hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-            self.functions += [m.forward, *chain.from_iterable(map(dict.values, hooks))]
+            self.functions += [(m.forward, type(m)), *((hook, None) for table in hooks for hook in table.values())]
         self.tables = [*self._all()]
         own = {id(holder.__dict__) for holder in (*self.modules, *self.objects)} | {id(m._buffers) for m in self.modules}
         self.roots = [t for t in self.tables if not t.path and id(t.root) not in own]
@@ -181,8 +178,8 @@ class Tables:
             yield from _tables(holder.__dict__, seen, holder.__dict__, (), True)
         for module in self.modules:
             yield from _tables(module._buffers, seen, module._buffers)
-        for function in self.functions:
-            for value in _named(function):
+        for function in (*(function for function, _ in self.functions), *called(self.functions)):
+            for value in named(function):
                 attributes = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
                 if isinstance(attributes, (dict, list)) and not isinstance(value, (Tensor, ModuleType)):
                     yield from _tables(attributes, seen, attributes, (), attributes is not value)
@@ -198,21 +195,6 @@ def _tables(container: dict | list, seen: set[int], root: dict | list, path: tup
     for name, value in entries.items() if len(entries) <= LONG else ():
         if isinstance(value, (dict, list)) and name not in KEPT_BY_TORCH:
             yield from _tables(value, seen, root, (*path, name))
-
-
-def _named(function: Any) -> Iterator[Any]:
-    """What a function can reach by name: variables around it and global ones, the object it is a method of, arguments it was given."""
-    if hasattr(function, "__wrapped__"):
-        yield from _named(function.__wrapped__)
-    if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values(), *_named(function.func))
-    elif isinstance(function, MethodType):
-        yield from (function.__self__, *_named(function.__func__))
-    elif isinstance(function, FunctionType):
-        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-        yield from (*cells, *(function.__defaults__ or ()), *(function.__globals__.get(name) for name in function.__code__.co_names))
-    else:
-        yield function
 
 
 def _put(container: dict | list, name: Any, value: Any) -> None:

@@ -72,7 +72,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
 
 def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kwargs: dict, mesh: Mesh, grad: bool, hooks: bool,
              known: State, places: list[Place]) -> tuple[Captured, Callable[[], None]]:
-    """And what gives values to constants that have escaped, when all others of the trace are gone."""
+    """A program, and what then gives values to constants of the trace that are still there."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     names = _leaf_names(fn, args, kwargs)

@@ -1,0 +1,63 @@
+"""What functions can reach by name: those that they call, and the variables that these read."""
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Iterable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+_EMPTY = CellType()
+_LIBRARIES = ("torch", __name__.partition(".")[0])
+FAR = 3                         # calls from a forward
+
+
+def called(functions: Iterable[tuple[Any, type | None]]) -> list[FunctionType]:
+    """The functions in Python among these and those that they name, and so on; of methods, given with their class, also other ones of
+    it. Not those of torch."""
+    found: dict[int, FunctionType] = {}
+    for _ in range(FAR):
+        new = {id(f): (f, owner) for function, owner in functions for f in _plain_functions(function) if id(f) not in found}
+        found.update((key, f) for key, (f, _) in new.items())
+        functions = [pair for f, owner in new.values() for pair in _callees(f, owner)]
+    return list(found.values())
+
+
+def _plain_functions(function: Any) -> Iterator[FunctionType]:
+    while function is not None:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, MethodType):
+            function = function.__func__
+        else:
+            if isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in _LIBRARIES:
+                yield function
+            function = getattr(function, "__wrapped__", None)
+
+
+def _callees(function: FunctionType, owner: type | None) -> Iterator[tuple[Any, type | None]]:
+    for name in function.__code__.co_names:
+        yield function.__globals__.get(name), None
+        if owner is not None:
+            yield getattr(owner, name, None), owner
+
+
+@functools.lru_cache(maxsize=4096)
+def global_names(code: CodeType) -> frozenset[str]:
+    """The global variables that it reads."""
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+
+
+def named(function: Any) -> Iterator[Any]:
+    """What a function can reach by name: variables around it and global ones, the object it is a method of, arguments it was given."""
+    if hasattr(function, "__wrapped__"):
+        yield from named(function.__wrapped__)
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values(), *named(function.func))
+    elif isinstance(function, MethodType):
+        yield from (function.__self__, *named(function.__func__))
+    elif isinstance(function, FunctionType):
+        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+        yield from (*cells, *(function.__defaults__ or ()), *(function.__globals__.get(name) for name in function.__code__.co_names))
+    else:
+        yield function
