@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 3 worker_state.py model=3: each check compares losses, gradients and what is kept with a copy of the module on
 one device, over several calls.
 """
+import collections
 import copy
 import os
 import sys
@@ -142,6 +143,18 @@ class Lists(Net):
         return y
 
 
+class Window(Net):
+    """The last two rows, in a deque."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = collections.deque(maxlen=2)
+
+    def forward(self, x):
+        self.last.append(x.mean(0))
+        return super().forward(x - sum(self.last) / len(self.last))
+
+
 class Named(Net):
     """In a table of the program's file, and in an object that an attribute names."""
 
@@ -263,6 +276,8 @@ def check_changes_in_place(mesh):
 
 def check_lists_and_tables(mesh):
     compare(mesh, Lists, backward=False)
+    model, _ = compare(mesh, Window)
+    assert len(model._all_programs()) == 3                                  # of none, one and two
     compare(mesh, Named, backward=False)
 
 

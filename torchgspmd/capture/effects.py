@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .counts import Added, numbers, settled
 from .objects import ATTRIBUTE, ITEM, Key, Path, closed, follow, is_object, opened, parts
+from .state import LISTS
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
@@ -57,13 +58,15 @@ class Left:
         for key in self.path:
             container = container[key]
         for name, value in self.entries.items():
-            if isinstance(container, list) and name >= len(container):      # it has been emptied meanwhile
+            if isinstance(container, LISTS) and name >= len(container):     # it has been emptied meanwhile
                 continue
             container[name] = container[name] + value.number if isinstance(value, Added) else _filled(value, outputs, None)
         for name in self.gone:
             container.pop(name, None)
-        if self.added or self.whole:
-            container[0 if self.whole else len(container):] = _filled(self.added, outputs, None)
+        if self.whole:
+            container.clear()
+        if self.added:
+            container.extend(_filled(self.added, outputs, None))
 
     def settled(self) -> Left:
         """With numbers in the place of each Count."""
@@ -122,7 +125,7 @@ def made(value: Any, outputs: list[Tensor], origins: Mapping[int, Path] | None =
 def _made(value: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
     if isinstance(value, Made):
         yield path, value.output
-    elif isinstance(value, (dict, list, tuple)):
+    elif isinstance(value, (dict, tuple, *LISTS)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _made(item, (*path, key))
 

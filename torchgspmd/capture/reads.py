@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from .counts import Count
 from .names import called, global_names
 from .objects import OF_PYTHON, is_object
-from .state import DEEP, LONG
+from .state import DEEP, LISTS, LONG
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
-_CONTAINERS = (list, tuple, dict)
+_CONTAINERS = (tuple, dict, *LISTS)
 _FIXED = 1 << 8                 # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
 KEPT_BY_TORCH = frozenset(nn.Module().__dict__)    # hooks, tables, `training`: others look after them
 

@@ -18,7 +18,7 @@ from .effects import Left, made
 from .names import called, named
 from .objects import opened
 from .reads import ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, Recorder, frozen, is_plain, named_objects, same
-from .state import LONG, Place, State
+from .state import LISTS, LONG, Place, State
 
 
 def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -79,9 +79,10 @@ class Tables:
 
     def _restore(self, table: _Table) -> None:
         container, before = table.container, table.before
-        if isinstance(container, list):
+        if isinstance(container, LISTS):
             if len(container) != len(before) or not all(map(is_, container, before.values())):
-                container[:] = before.values()
+                container.clear()
+                container.extend(before.values())
             return
         for name, value in [*container.items()]:
             if value is not before.get(name, ABSENT) and self._is_left(name, value):
@@ -104,10 +105,10 @@ class Tables:
                        and self._is_left(name, value, state_ids) and not same(value, old.get(name, ABSENT))}
             gone = tuple(name for name in old if name not in now and (not table.attributes or self._is_left(name, old[name])))
             added: list = []
-            whole = isinstance(table.container, list) and len(now) < len(old)
-            if isinstance(table.container, list) and len(now) != len(old):
+            whole = isinstance(table.container, LISTS) and len(now) < len(old)
+            if isinstance(table.container, LISTS) and len(now) != len(old):
                 whole = whole or any(name < len(old) for name in changed)
-                added, changed, gone = table.container[0 if whole else len(old):], {}, ()
+                added, changed, gone = [*table.container][0 if whole else len(old):], {}, ()
             if not (changed or gone or added or whole):
                 continue
             entries = {name: made(value, outputs) for name, value in changed.items()}
@@ -180,8 +181,8 @@ class Tables:
             yield from _tables(module._buffers, seen, module._buffers)
         for function in (*(function for function, _ in self.functions), *called(self.functions)):
             for value in named(function):
-                attributes = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
-                if isinstance(attributes, (dict, list)) and not isinstance(value, (Tensor, ModuleType)):
+                attributes = value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
+                if isinstance(attributes, (dict, *LISTS)) and not isinstance(value, (Tensor, ModuleType)):
                     yield from _tables(attributes, seen, attributes, (), attributes is not value)
 
 
@@ -193,7 +194,7 @@ def _tables(container: dict | list, seen: set[int], root: dict | list, path: tup
     entries = _entries(container)
     yield _Table(container, entries, entries, root, path, attributes)
     for name, value in entries.items() if len(entries) <= LONG else ():
-        if isinstance(value, (dict, list)) and name not in KEPT_BY_TORCH:
+        if isinstance(value, (dict, *LISTS)) and name not in KEPT_BY_TORCH:
             yield from _tables(value, seen, root, (*path, name))
 
 
@@ -205,7 +206,7 @@ def _put(container: dict | list, name: Any, value: Any) -> None:
 
 
 def _entries(container: dict | list) -> dict:
-    return dict(enumerate(container)) if isinstance(container, list) else dict(container)
+    return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container)
 
 
 def _holds(value: Any, kind: type[Tensor], known: frozenset[int] = frozenset()) -> bool:

@@ -9,6 +9,7 @@ is written by its effects (rebinding.py).
 """
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LISTS = (list, deque)
 LONG = 1000                     # entries of a table that is not looked into
 DEEP = 8                        # tables in tables; one may be in itself
 
@@ -85,7 +87,7 @@ def _put(container: Any, path: tuple, value: Any) -> Any:
 
 
 def _leaves(value: Any, path: tuple, depth: int) -> Iterator[tuple[tuple, Any]]:
-    if not isinstance(value, (dict, list, tuple)):
+    if not isinstance(value, (dict, tuple, *LISTS)):
         yield path, value
     elif len(value) <= LONG and depth < DEEP:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
