@@ -1,4 +1,4 @@
-"""Whole numbers that forward only counts with (`self.calls += 1`): one program for all of them, where nothing else is done with one.
+"""Numbers that forward only counts with (`self.calls += 1`): one program for all of them, where nothing else is done with one.
 
 While it is traced a Count is in the place of the number. To add to it gives another Count; whatever else needs the number makes it
 part of the program.
@@ -7,46 +7,50 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
-from .state import Place
+from .state import COUNTED, Place
 
 
 @dataclass(eq=False)
 class Tally:
     """A number in its place, and whether the program depends on it."""
     place: Place
-    value: int
+    value: int | float
     is_used: bool = False
 
 
 @dataclass(frozen=True)
 class Added:
-    """What every run adds to the number in an entry."""
-    number: int
+    """What every run adds to the number in an entry, one after the other."""
+    numbers: tuple[int | float, ...]
+
+    def to(self, value: int | float) -> int | float:
+        return reduce(operator.add, self.numbers, value)
 
 
 class Count:
     """A tallied number to which something has been added."""
     __slots__ = ("__tally", "__added")
 
-    def __init__(self, tally: Tally, added: int = 0):
-        self.__tally, self.__added = tally, added
+    def __init__(self, tally: Tally, added: tuple[int | float, ...] = ()):
+        self.__tally, self.__added = tally, Added(added)
 
     @property
     def __class__(self) -> type:                                            # type: ignore[override]
-        return int
+        return type(self.__added.to(self.__tally.value))
 
     def __add__(self, other: Any) -> Any:
-        return Count(self.__tally, self.__added + other) if type(other) is int else number(self) + other
+        return Count(self.__tally, (*self.__added.numbers, other)) if type(other) in COUNTED else number(self) + other
 
     def __sub__(self, other: Any) -> Any:
-        return Count(self.__tally, self.__added - other) if type(other) is int else number(self) - other
+        return self + -other if type(other) in COUNTED else number(self) - other
 
     __radd__ = __add__
 
     def __reduce__(self) -> Any:
-        return int, (number(self),)
+        return type(number(self)), (number(self),)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):                                           # looked for by those who ask what kind of object this is
@@ -58,11 +62,11 @@ class Count:
         return func(*numbers(args), **numbers(kwargs or {}))
 
 
-def number(count: Count) -> int:
+def number(count: Count) -> int | float:
     """What it is; from now on the program depends on it."""
     tally = count._Count__tally
     tally.is_used = True
-    return tally.value + count._Count__added
+    return count._Count__added.to(tally.value)
 
 
 def numbers(value: Any) -> Any:
@@ -80,7 +84,7 @@ def settled(value: Any, root: Any, path: tuple) -> Any:
         return numbers(value)
     tally, added = value._Count__tally, value._Count__added
     in_place = tally.place.root is root and tally.place.path == path
-    return Added(added) if in_place and not tally.is_used else number(value)
+    return added if in_place and not tally.is_used else number(value)
 
 
 def tallied(count: Count, otherwise: Any) -> Any:

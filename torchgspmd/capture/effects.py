@@ -60,7 +60,7 @@ class Left:
         for name, value in self.entries.items():
             if isinstance(container, LISTS) and name >= len(container):     # it has been emptied meanwhile
                 continue
-            container[name] = container[name] + value.number if isinstance(value, Added) else _filled(value, outputs, None)
+            container[name] = value.to(container[name]) if isinstance(value, Added) else _filled(value, outputs, None)
         for name in self.gone:
             container.pop(name, None)
         if self.whole:

@@ -8,6 +8,7 @@ from operator import is_
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -168,8 +169,8 @@ class Tables:
         memory = tensor.untyped_storage()._cdata
         for table in self.tables:
             for name, value in table.before.items():
-                if name not in KEPT_BY_TORCH and any(isinstance(x, Tensor) and x.untyped_storage()._cdata == memory
-                                                     for x in pytree.tree_leaves(value)):
+                tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.layout is torch.strided]
+                if name not in KEPT_BY_TORCH and any(x.untyped_storage()._cdata == memory for x in tensors):
                     return table.root, (*table.path, name)
         return None
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 LISTS = (list, deque)
+COUNTED = (int, float)          # what may be a Count (counts.py)
 LONG = 1000                     # entries of a table that is not looked into
 DEEP = 8                        # tables in tables; one may be in itself
 
@@ -61,7 +62,7 @@ class State:
     def add(self, root: dict | list, path: tuple, value: Any = None) -> None:
         """value: what is written there."""
         self.entries[id(root), path[0]] = root
-        if type(value) is int:
+        if type(value) in COUNTED:
             self.counters[id(root), path] = Place(root, path)
 
     def places(self, besides: frozenset[int]) -> list[Place]:
@@ -71,8 +72,8 @@ class State:
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in besides]
 
     def numbers(self) -> list[Place]:
-        """Those where programs write whole numbers, and where such are now."""
-        return [place for place in self.counters.values() if self.is_counting and place.is_there() and type(place.value()) is int]
+        """Those where programs write numbers, and where such are now."""
+        return [place for place in self.counters.values() if self.is_counting and place.is_there() and type(place.value()) in COUNTED]
 
 
 def _put(container: Any, path: tuple, value: Any) -> Any:
