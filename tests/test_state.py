@@ -18,7 +18,7 @@ WORKER = Path(__file__).with_name("worker_state.py")
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_modules_that_keep_something_between_calls(mesh):
-    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 7
+    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 8
 
 
 class Recurrent(nn.Module):
@@ -120,6 +120,22 @@ def test_constants_that_a_function_caches_have_values(cache):
         torch.testing.assert_close(gspmd.plan(net, x, mesh=mesh, in_specs="data _").simulate(x), net(x))
     torch.testing.assert_close(cache(4), torch.arange(24.0).view(4, 6).cos())
     assert type(cache(4)) is torch.Tensor
+
+
+class Views(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.zeros(2, 6)
+        self.first = self.rows[0]
+
+    def forward(self, x):
+        self.first.add_(x.mean(0))
+        return x + self.rows[0]
+
+
+def test_a_change_of_what_shares_its_memory_is_an_error():
+    with pytest.raises(gspmd.ShardingError, match="changes a tensor in place that shares its memory with 'rows'"):
+        gspmd.plan(Views(), rand(4, 6), mesh=gspmd.Mesh(data=2))
 
 
 LOSSES: list = []

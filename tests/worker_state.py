@@ -281,6 +281,24 @@ def check_lists_and_tables(mesh):
     compare(mesh, Named, backward=False)
 
 
+class Tasks(Net):
+    """A hidden state for each of its tasks."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = {}
+
+    def forward(self, x, task):
+        self.hidden[task] = self.up(x) + 0.5 * self.hidden.get(task, 0.0)
+        return self.down(self.hidden[task])
+
+
+def check_states_by_name(mesh):
+    model, reference = pair(mesh, Tasks)
+    for step, task in enumerate("ababba"):
+        close(model(batch(step), task), reference(batch(step), task))
+
+
 def check_buffers_that_forward_registers(mesh):
     compare(mesh, Grows, rows=lambda step: [2, 4, 3, 5][step])
 

@@ -63,9 +63,6 @@ class Contents:
     keys: tuple
     items: tuple
 
-    def map(self, fn: Callable[[Any], Any]) -> Contents:
-        return Contents(self.cls, self.keys, tuple(item.map(fn) if isinstance(item, Contents) else fn(item) for item in self.items))
-
     def leaves(self) -> Iterator[Any]:
         for item in self.items:
             yield from item.leaves() if isinstance(item, Contents) else (item,)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from types import ModuleType
 from typing import Any
@@ -147,7 +147,7 @@ class Tables:
         return self._compared(then, used, (id(table), name) in self.changed)
 
     def _compared(self, value: Any, used: Container[int], is_changed: bool) -> Any:
-        """Of tables that are changed, and of whose tensors none is used, nothing: things are added to them only, unless they were empty."""
+        """Of lists that are changed, and of whose tensors none is used, nothing: things are added to them only, unless they were empty."""
         def leaf(value: Any) -> Any:
             if type(value) is Count:
                 return tallied(value, ANY)
@@ -158,8 +158,9 @@ class Tables:
         if not isinstance(value, Contents):
             return leaf(value)
         tensors = [x for x in value.leaves() if isinstance(x, Tensor)]
-        is_left_only = is_changed and tensors and not any(self._is_used(x, used) for x in tensors)
-        return ANY if is_left_only else value.map(leaf)
+        if is_changed and issubclass(value.cls, LISTS) and tensors and not any(self._is_used(x, used) for x in tensors):
+            return ANY
+        return replace(value, items=tuple(self._compared(item, used, is_changed) for item in value.items))
 
     def _is_used(self, value: Any, used: Container[int]) -> bool:
         return id(value) in self.places and self.places[id(value)][1] in used

@@ -59,6 +59,9 @@ class State:
         self.counters: dict[tuple[int, tuple], Place] = {}
         self.is_counting = True                                             # whether they may be Counts (counts.py) in a trace
 
+    def __contains__(self, entry: tuple[dict | list, tuple]) -> bool:
+        return (id(entry[0]), entry[1][0]) in self.entries
+
     def add(self, root: dict | list, path: tuple, value: Any = None) -> None:
         """value: what is written there."""
         self.entries[id(root), path[0]] = root

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..annotate import mark_sharding, recorded_mark
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError, user_line, user_line_of
 from ..mesh import Mesh
 from .bodies import bodies
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, Captured, Input, Output
@@ -59,6 +59,10 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
             captured, settle = _capture(fn, own, args, kwargs, mesh, grad, hooks, state, places)
             settle()
         except _Changes as found:
+            if found.entry in state:
+                raise ShardingError(f"the program changes a tensor in place that shares its memory with '{found.entry[1][-1]}'",
+                                    where=user_line_of(found), why="each tensor that a module keeps is an input of its own",
+                                    fix="keep one of them, and take views of it in forward") from None
             state.add(*found.entry)
             continue
         except Exception:
