@@ -43,6 +43,9 @@ def test_a_plan_is_of_the_state_as_it_is():
     torch.testing.assert_close(then.simulate(x), (2 * x @ net.weight).sum(0))
     torch.testing.assert_close(net.hidden, 2 * x @ net.weight)
     assert net.calls == 2
+    net.hidden = None
+    with pytest.raises(gspmd.ShardingError, match="there is no tensor at 'hidden' any more"):
+        then.simulate(x)
 
 
 USES = {

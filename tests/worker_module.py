@@ -456,11 +456,12 @@ def check_what_cannot_be(mesh):
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
-def main():
+def run(checks):
+    """All of them on the mesh that the command names."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = gspmd.Mesh.parse(sys.argv[1])
-    for check in CHECKS:
+    for check in checks:
         check(mesh)
         dist.barrier()
         if dist.get_rank() == 0:
@@ -470,4 +471,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(CHECKS)

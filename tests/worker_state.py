@@ -5,15 +5,12 @@ one device, over several calls.
 """
 import collections
 import copy
-import os
-import sys
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from worker_module import run, whole
 
 import torchgspmd as gspmd
 
@@ -189,10 +186,6 @@ def batch(step, rows=4):
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(step))
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def close(a, b):
     torch.testing.assert_close(whole(a).detach(), whole(b).detach(), rtol=1e-5, atol=1e-6)
 
@@ -350,18 +343,5 @@ def check_a_detached_result(mesh):
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
-def main():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = gspmd.Mesh.parse(sys.argv[1])
-    for check in CHECKS:
-        check(mesh)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"{check.__name__} holds on {mesh}", flush=True)
-    sys.stdout.flush()
-    os._exit(0)                                                             # gloo may abort at exit
-
-
 if __name__ == "__main__":
-    main()
+    run(CHECKS)

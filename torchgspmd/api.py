@@ -47,7 +47,8 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
     prefixes of args and of the result (a mapping as in_specs: of kwargs) whose leaves are specs in string form, or
     None where propagation decides. grad=True, on a module: forward and backward together. strict=True: what would be
     listed as replicated_ops is an error. rng="global": random numbers are those of a mesh of one device; "native": from
-    PyTorch's generator, other ones in every part. regather, skip_passes: see parallelize. Raises ShardingError.
+    PyTorch's generator, other ones in every part. regather, skip_passes: see parallelize. A module's plan is of what it keeps in
+    attributes now, and changes nothing of it; `simulate` does. Raises ShardingError.
     """
     if not isinstance(mesh, Mesh):
         raise ShardingError(f"plan takes a torchgspmd.Mesh, not {type(mesh).__name__}", where=user_line(),

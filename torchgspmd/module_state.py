@@ -218,6 +218,7 @@ class Wrapped(nn.Module):
                             fix="save its state_dict(), with torch.distributed.checkpoint for one that can be read on every mesh")
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """In the place of nn.Module's: always a ShardingError."""
         raise ShardingError("a module on a mesh is compiled by its backend", where=user_line(), fix="parallelize(..., backend='inductor')")
 
     def __getitem__(self, key: Any) -> Any:                                 # those of nn.Sequential, ModuleList and ModuleDict

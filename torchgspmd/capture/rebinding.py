@@ -64,15 +64,15 @@ class Tables:
     def kept(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
         """Meanwhile these tensors are in the places; afterwards all is as it was but for objects that were assigned to attributes."""
         self.places = {id(tensor): (tensor, i, Kind.of(place.value())) for i, (place, tensor) in enumerate(zip(places, stand_ins))}
-        for place, tensor in zip(places, stand_ins):
-            place.put(tensor)
-        for place in self.state.numbers():
-            place.put(Count(Tally(place, place.value())))
-        for table in self.tables:
-            table.known = _entries(table.container)
-        self.start = {id(table.container): table.known for table in self.tables}
-        self.named = [(table, frozen(table.root)) for table in self.roots]
         try:
+            for place, tensor in zip(places, stand_ins):
+                place.put(tensor)
+            for place in self.state.numbers():
+                place.put(Count(Tally(place, place.value())))
+            for table in self.tables:
+                table.known = _entries(table.container)
+            self.start = {id(table.container): table.known for table in self.tables}
+            self.named = [(table, frozen(table.root)) for table in self.roots]
             yield
         finally:
             for table in self.tables:

@@ -66,9 +66,10 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
             state.add(*found.entry)
             continue
         except Exception:
-            if not counts and len(state.places(besides)) == len(places):
+            if counts:
+                state.is_counting = False                                   # of what is not written in Python some take numbers only
+            elif len(state.places(besides)) == len(places):
                 raise
-            state.is_counting = not counts                                  # of what is not written in Python some take numbers only
             continue
         if len(state.places(besides)) == len(places) and len(state.numbers()) == len(counts):
             return captured
@@ -176,7 +177,7 @@ class _Program:
                 gone += 1
                 graph.erase_node(node)
         self.outputs = [replace(out, input=kept.get(out.input, -1)) for out in self.outputs]
-        return {i - first for i in kept}
+        return {i - first for i in kept if i >= first}
 
     def _with_state(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Forward and backward, for a module with the traced tensors in place of its own for the whole time."""
@@ -336,7 +337,7 @@ class _Interceptor(TorchFunctionMode):
                                 why="numbers are drawn by the place of an element, from a seed of the default generator",
                                 fix="leave the generator out and call torch.manual_seed, or draw outside and pass the numbers")
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
-        if kwargs.get("out") is not None or is_transforming():                        # torch.func does not take operations of ours
+        if kwargs.get("out") is not None or is_transforming():         # torch.func does not take operations of ours
             replacement = None
         result = replacement(*args, **kwargs) if replacement is not None else NotImplemented
         if result is NotImplemented:
