@@ -11,7 +11,7 @@ WORKER = Path(__file__).with_name("worker_module.py")
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_a_wrapped_module_is_used_as_the_model(mesh):
-    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 15
+    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 16
 
 
 class Options:

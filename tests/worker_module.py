@@ -411,6 +411,25 @@ def check_second_order(mesh):
     assert error_of((loss_of(model) + penalty).backward).startswith("a gradient of a sharded module is differentiated again")
 
 
+def check_gradients_of_some_results(mesh):
+    """Parameters from which no result with a cotangent comes have no gradient, and no optimizer changes them. Also under torch.compile."""
+    class Middle(Model):
+        def forward(self, tokens):
+            middle = self.up(self.embedding(tokens))
+            return {"middle": middle, "logits": self.head(self.down(middle))}
+    model, reference = pair(mesh, Middle)
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.1, weight_decay=0.5) for m in (model, reference)]
+    for used in (["middle"], ["logits"], ["middle", "logits"], ["middle"]):
+        for m, call, optimizer in zip((model, reference), (torch.compile(model, backend="eager"), reference), optimizers):
+            results = call(tokens())
+            sum(results[name].square().mean() for name in used).backward()
+            optimizer.step()
+        same_gradients(model, reference)
+        same_parameters(model, reference, 1e-4)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
 def check_results_of_all_kinds(mesh):
     model, reference = pair(mesh, WithKinds)
     got, want = (m(tokens(), scale=3.0, more={"bias": torch.ones(WORDS)}) for m in (model, reference))

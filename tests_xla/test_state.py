@@ -135,6 +135,22 @@ def test_shard_batch():
     torch.testing.assert_close(model(batch).detach().cpu(), reference(x).detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_of_some_results():
+    class Middle(Net):
+        def forward(self, x):
+            middle = self.up(x)
+            return middle, self.down(middle)
+    model, reference = on_both(Middle())
+    for used in (0, 1):
+        for m in (model, reference):
+            m.zero_grad()
+            m(torch.ones(8, 16))[used].square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+            assert (p.grad is None) == (q.grad is None) == (name.startswith("down") and not used), name
+            if q.grad is not None:
+                torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_of_arguments():
     model, reference = on_both(Net())
     x = torch.randn(6, 16)

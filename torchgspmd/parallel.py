@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from .api import compile_plan
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, capture, check_module, opened
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, capture, check_module, not_compiled, opened
 from .comm.agreement import Agreement, agree, is_room
 from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups, groups_of
@@ -141,6 +141,7 @@ class ShardedModule(Wrapped):
             stand_alone(model, lambda submodule: ShardedModule(submodule, mesh, backend, hooks=False, **options))
         self.register_load_state_dict_pre_hook(_distribute_state)
 
+    @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = args, kwargs
         if kwargs or not all(isinstance(a, Tensor) for a in args):
@@ -340,6 +341,7 @@ class _Run(torch.autograd.Function):
             saved = [v if isinstance(v, Tensor) else None for v in saved]
         ctx.save_for_backward(*saved)
         ctx.count = len(flat)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for i, o in enumerate(outs) if i not in program.tangent_outputs and isinstance(o, Tensor)])
         ctx.shapes = [(outs[i].shape, outs[i].dtype, outs[i].device) for i in program.tangent_outputs]
         return tuple(outs)
@@ -353,14 +355,16 @@ class _Run(torch.autograd.Function):
         if program.by_values:
             saved = [t if n is None else n for t, n in zip(saved, ctx.numbers)]
         boxed = [*saved, *tangents]
+        given = {i for i, grad in enumerate(grads) if grad is not None}
         ctx.maybe_clear_saved_tensors()                                     # unless the backward is to run again
         del saved, tangents, grads
         with torch.no_grad():
             results = program.backward(boxed)
+        gradients = results if len(given) == len(program.tangent_outputs) else program.captured.flowing(given, results)
         flat: list[Tensor | None] = [None] * ctx.count
         nodes = ctx.next_functions
         first_order = not torch.is_grad_enabled()
-        for index, like, value in zip(program.gradient_inputs, ctx.flat, results):
+        for index, like, value in zip(program.gradient_inputs, ctx.flat, gradients):
             if like is not None and value is not None:
                 value = gradient_like(value, like)
                 if first_order and takes_gradient(like, nodes[index][0]):

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from .api import Annotated, decide, lay_out
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, capture, opened
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, capture, not_compiled, opened
 from .errors import ShardingError, user_line
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.split import split
@@ -59,6 +59,7 @@ class XlaModule(Wrapped):
         made._follow_optimizers()
         return made
 
+    @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():                               # of whose tensors torch_xla can make none
             with torch.inference_mode(False), torch.no_grad():
@@ -199,6 +200,7 @@ class _Run(torch.autograd.Function):
         outs = apart(outs, program.tangent_outputs)
         ctx.program, ctx.count = program, len(flat)
         ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for i, o in enumerate(outs) if i not in program.tangent_outputs and isinstance(o, Tensor)])
         ctx.like = [outs[i].detach() for i in program.tangent_outputs]
         return tuple(outs)
@@ -210,7 +212,8 @@ class _Run(torch.autograd.Function):
         with torch.no_grad(), torch.autocast("xla", enabled=False):
             results = program.backward([*ctx.saved_tensors, *tangents])
         flat: list[Tensor | None] = [None] * ctx.count
-        for index, value in zip(program.gradient_inputs, results):
+        given = {i for i, grad in enumerate(grads) if grad is not None}
+        for index, value in zip(program.gradient_inputs, program.captured.flowing(given, results)):
             flat[index] = value
         program.captured.observe(results[len(program.gradient_inputs):])
         return None, *(once(flat) if torch.is_grad_enabled() else flat)

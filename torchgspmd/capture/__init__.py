@@ -1,9 +1,9 @@
 """A module or function as one graph: `capture` runs it on fake tensors, the other files say what is called in place of what."""
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Captured, Input, Output
-from .guards import check_module, is_capturing, is_transforming
+from .guards import check_module, is_capturing, is_transforming, not_compiled
 from .objects import opened
 from .state import State
 from .trace import capture
 
 __all__ = ["ARGUMENT", "BUFFER", "GRADIENT", "MUTATION", "OBSERVED", "OUTPUT", "PARAMETER", "TANGENT", "Captured", "Input", "Output",
-           "State", "capture", "check_module", "is_capturing", "is_transforming", "opened"]
+           "State", "capture", "check_module", "is_capturing", "is_transforming", "not_compiled", "opened"]

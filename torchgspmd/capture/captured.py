@@ -39,6 +39,7 @@ class Output:
                                         # gradients keep of them
     input: int = -1                     # which input is mutated or differentiated; of an output: in whose place it is put
     open: bool = False                  # of an output: it leaves the program as it is laid out, if nobody asks for a layout
+    of: frozenset[int] = frozenset()    # of a gradient: the outputs whose cotangents flow to it
 
 
 @dataclass
@@ -92,6 +93,11 @@ class Captured:
                 names = " and ".join(repr(self.inputs[i].name) for i in both)
                 raise ShardingError(f"one tensor is passed as {names}, and changed in place", where=user_line(),
                                     why="a program takes them for two tensors", fix="pass a clone() of it")
+
+    def flowing(self, given: set[int], gradients: Sequence[Any]) -> Sequence[Any]:
+        """Outputs of kind GRADIENT: None where eager PyTorch computes none, as it comes from no output whose cotangent is given."""
+        made = (out for out in self.outputs if out.kind == GRADIENT)
+        return [value if out.of & given else None for out, value in zip(made, gradients)]
 
     def observe(self, values: Sequence[Any]) -> None:
         """Puts the outputs of kind OBSERVED where the program's hooks of gradients put them."""

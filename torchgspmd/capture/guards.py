@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -178,6 +178,11 @@ def no_other_random_numbers() -> Iterator[None]:
 def _state_of_numpy() -> tuple[bytes, int]:
     _, key, position, *_ = numpy.random.get_state()
     return key.tobytes(), position
+
+
+def not_compiled(method: Callable) -> Callable:
+    """What torch.compile does not look into; it calls it."""
+    return torch._disable_dynamo(method)
 
 
 def is_transforming() -> bool:

@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -123,6 +125,7 @@ class _Program:
         self.constants = Constants(FunctionalTensor)
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
+        self.sources: dict[int, frozenset[int]] = {}                        # of the gradient of an input: outputs
         self.rebound: dict[int, Tensor] = {}
         self.effects: list[Effect] = []
         self.left: list[Left] = []
@@ -143,7 +146,7 @@ class _Program:
             tracker.clear()
             mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if i in self.rebound or _was_mutated(t, old)]
             self.outputs = [*(Output(OUTPUT, self._place_of(i, t), i >= self.asked) for i, t in enumerate(outs)),
-                            *(Output(MUTATION, i) for i in mutated), *(Output(GRADIENT, i) for i in grads),
+                            *(Output(MUTATION, i) for i in mutated), *(Output(GRADIENT, i, of=self.sources[i]) for i in grads),
                             *(Output(OBSERVED, open=True) for _ in self.seen)]
             constants = self.constants.now()
             self.constant_ids = [*map(id, constants)]
@@ -224,8 +227,9 @@ class _Program:
 
     def _backward(self, outs: list[Tensor], inputs: list[Tensor], tracker: _SourceTracker) -> dict[int, Tensor | None]:
         differentiable = [i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad]
-        _check_leaves([outs[i].grad_fn for i in differentiable])
         wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
+        reached = _reached([outs[i] for i in differentiable], [inputs[i] for i in wanted])
+        self.sources = {i: frozenset(out for out, to in zip(differentiable, reached) if to >> k & 1) for k, i in enumerate(wanted)}
         if not differentiable or not wanted:
             return {}
         tracker.start_backward([outs[i] for i in differentiable])
@@ -238,21 +242,28 @@ class _Program:
         return {i: g for i, g in zip(wanted, grads) if g is not None}
 
 
-def _check_leaves(ends: list[Any]) -> None:
-    """ShardingError if a gradient would flow to a tensor that is no input: it would be lost without a word."""
-    stack, seen = [node for node in ends if node is not None], set()
+def _reached(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
+    """For each of these results the inputs that gradients flow to from there: bit k is that of input k. ShardingError if one would
+    flow to another tensor: it would be lost without a word."""
+    bits = {id(tensor): 1 << k for k, tensor in enumerate(inputs)}
+    found: dict[Any, int] = {}
+    stack = [out.grad_fn for out in outs if out.grad_fn is not None]
     while stack:
-        node = stack.pop()
-        if node in seen:
+        node = stack[-1]
+        before = [n for n, _ in node.next_functions if n is not None]
+        rest = [n for n in before if n not in found] if node not in found else ()
+        stack += rest
+        if rest:
             continue
-        seen.add(node)
-        stack += [before for before, _ in node.next_functions if before is not None]
+        stack.pop()
         leaf = node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
         if leaf is not None and not isinstance(leaf, FunctionalTensor):
             raise ShardingError(f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is no parameter or argument",
                                 where=user_line(), why="a gradient is computed for what the program is given: it would be lost silently",
                                 fix="make it a parameter of the module or an argument, or detach() it; if the module keeps what an "
                                     "earlier call computed, empty that, or call under torch.no_grad()")
+        found[node] = reduce(or_, (found[n] for n in before), bits.get(id(leaf), 0))
+    return [bits.get(id(out), 0) if out.grad_fn is None else found[out.grad_fn] for out in outs]
 
 
 class _Wrapper(nn.Module):

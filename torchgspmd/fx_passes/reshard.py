@@ -114,6 +114,10 @@ class _Search:
                     yield self.after.with_dim(d, axes + more)
 
     def run(self, before: ShardSpec) -> tuple[Step, ...]:
+        least = self._rest(before)
+        for move in self._plain_moves(before):
+            if move.spec == self.after and _cost(move) <= least:                 # no way sends less
+                return (move,)
         direct = self._direct(before)
         bound = sum(_cost(step) for step in direct)
         order = itertools.count()
@@ -156,13 +160,16 @@ class _Search:
     # -------------------------------------------------------------------------------------- moves
 
     def _moves(self, spec: ShardSpec, left: float) -> Iterator[Step]:
+        yield from self._plain_moves(spec)
+        for target in self.targets if spec.pending == self.after.pending else ():
+            if spec != target and self._lacking(spec, target) + self._rest(target) + FEES["permute"] < left:
+                yield self._permute(spec, target)
+
+    def _plain_moves(self, spec: ShardSpec) -> Iterator[Step]:
         yield from self._shards(spec)
         yield from self._gathers(spec)
         yield from self._exchanges(spec)
         yield from self._reductions(spec)
-        for target in self.targets if spec.pending == self.after.pending else ():
-            if spec != target and self._lacking(spec, target) + self._rest(target) + FEES["permute"] < left:
-                yield self._permute(spec, target)
 
     def _permute(self, spec: ShardSpec, target: ShardSpec) -> Step:
         count, axes = busiest(self.mesh, self.shape, spec, target)

@@ -35,7 +35,8 @@ class Together:
     def __init__(self, solver: Solver):
         self.solver, self.memo = solver, {}
         self.vain: set[tuple] = set()                                       # situations of bodies in which a way was no better
-        self.numbers: dict[tuple, int] = {}                                 # of situations
+        self.numbers: dict[tuple, int] = {}                                 # of situations, and of the names of classes
+        self.names: dict[tuple[Body, int | None], int] = {}
         self.situations: dict[Body, tuple[int, int]] = {}                   # the solver's version, and the situation then
         self.sums, self.chains, self.sources, self.bodies, self.threads = (
             find(solver.ops) for find in (sums, chains, sources, bodies, threads))
@@ -179,11 +180,12 @@ class Together:
         thread to have it on that; says whether that helped."""
         changed = [self._lay_out(body, axis, factors) for body in self.bodies for axis, factors in self._ways(body)]
         self.busy = self._busy()
-        changed += [self._lay_out(thread, axis, thread.classes[0], SAVED) for thread in self.threads for axis in self._axes(thread)]
+        changed += [self._lay_out(thread, axis, 0, SAVED) for thread in self.threads for axis in self._axes(thread)]
         return any(changed)
 
-    def _ways(self, body: Body) -> list[tuple[str, Mapping[fx.Node, str]]]:
-        """Axes with classes of factors that an operation of the body might give to them, and does not; no classes of a small part."""
+    def _ways(self, body: Body) -> list[tuple[str, int | None]]:
+        """Axes with classes of factors (their place in `classes`) that an operation of the body might give to them, and does not; no
+        classes of a small part."""
         found: dict[tuple[str, int | None], None] = {}
         place = {(node, factor): i for i, factors in enumerate(body.classes) if len(factors) >= PART * len(body.ops)
                  for node, factor in factors.items()}
@@ -193,7 +195,7 @@ class Together:
                 for target in targets:
                     if target != have.get(axis) and (target is None or (op.node, target) in place):
                         found[axis, place.get((op.node, target))] = None
-        return [(axis, body.classes[i] if i is not None else {}) for axis, i in found]
+        return list(found)
 
     def _axes(self, thread: Body) -> list[str]:
         """Axes that its operations might give to a thread, and those over which it sums up results of the program: gradients of
@@ -202,7 +204,7 @@ class Together:
         summed = {axis for op in ops for value in op.results if value is not None and solver.output in value.users
                   for axis in solver.held[value].pending}
         inputs = {axis for op in ops for value in op.operands if value.op == "placeholder" for axis in solver.held[value].sharding_axes}
-        ways = {axis for axis, factors in self._ways(thread) if factors}
+        ways = {axis for axis, factors in self._ways(thread) if factors is not None}
         return [axis for axis in solver.mesh.names if axis in ways | summed & self.busy - inputs]
 
     def _busy(self) -> set[str]:
@@ -210,15 +212,16 @@ class Together:
         return {axis for value, uses in self.solver.needs.items() if value.meta["val"].numel() > 1 for (user, _), spec in uses.items()
                 if user is not self.solver.output for axis in _leaving(self.solver.held[value], spec)}
 
-    def _lay_out(self, body: Body, axis: str, factors: Mapping[fx.Node, str], saved: float = 0.0) -> bool:
-        """saved: which part of what is sent it has to save."""
-        situation = (self._situation(body), axis, saved, *map(factors.get, (op.node for op in body.ops)))
+    def _lay_out(self, body: Body, axis: str, factors: int | None, saved: float = 0.0) -> bool:
+        """factors: the place of their class; None for none. saved: which part of what is sent it has to save."""
+        situation = self._situation(body), axis, saved, self._names(body, factors)
         if situation in self.vain:
             return False
         around, version = self.around[body], self.solver.version
         before = [self.solver.chosen[op.node] for op in around]
-        cost = self.exact(around) - saved * self._sent(around)
-        self._force(body, axis, factors)
+        sent = self._sent(around)
+        cost = self._work(around) + sent - saved * sent
+        self._force(body, axis, body.classes[factors] if factors is not None else {})
         for op in (*reversed(around), *around):
             self.solver.choose(op)
         if self.exact(around) < cost:
@@ -237,6 +240,14 @@ class Together:
             situation = self.numbers.setdefault(found, len(self.numbers))
             self.situations[body] = (self.solver.version, situation)
         return situation
+
+    def _names(self, body: Body, factors: int | None) -> int:
+        """Equal for classes that have the same name in every operation of like bodies."""
+        key = body, factors
+        if key not in self.names:
+            found = tuple(map(body.classes[factors].get, (op.node for op in body.ops))) if factors is not None else ()
+            self.names[key] = self.numbers.setdefault(found, len(self.numbers))
+        return self.names[key]
 
     def _force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
         inside = {op.node for op in body.ops}
@@ -261,7 +272,10 @@ class Together:
 
     def exact(self, ops: Collection[Op]) -> float:
         """The work of operations, and what brings their operands and results to all places where those are used."""
-        return sum(self.solver.chosen[op.node].work for op in ops) + self._sent(ops)
+        return self._work(ops) + self._sent(ops)
+
+    def _work(self, ops: Collection[Op]) -> float:
+        return sum(self.solver.chosen[op.node].work for op in ops)
 
     def _sent(self, ops: Collection[Op]) -> float:
         values = dict.fromkeys(v for op in ops for v in (*op.operands, *op.results) if v is not None)
