@@ -316,14 +316,57 @@ class Warms(Counts):
 
 
 def check_counters(mesh):
-    """A number that forward only counts with makes no program for every call; one that it computes with does."""
+    """A number that forward counts up makes no program for every call; a branch by it two."""
     model, _ = compare(mesh, Counts)
     assert len(model._all_programs()) == 1
     assert (model.calls, model.rows, model.length, model.seconds) == (STEPS, 4 * STEPS, 4, STEPS / 4)
     model(batch(0, 3))
     assert (model.calls, model.rows, model.length) == (STEPS + 1, 4 * STEPS + 3, 3)
     model, _ = compare(mesh, Warms)
-    assert len(model._all_programs()) == STEPS and model.calls == STEPS
+    assert len(model._all_programs()) == 2 and model.calls == STEPS
+
+
+class Annealed(Net):
+    """A temperature that the caller sets, a rate that forward lowers, and a weight that is passed. is_exact: with a part that needs it."""
+    is_exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.temperature, self.options, self.rate = 1.0, Options(), 1.0
+
+    def forward(self, x, weight, more):
+        self.rate *= 0.9
+        y = super().forward(x) / self.temperature * (1 - self.rate) + self.options.power
+        parts = [y * weight, y.bfloat16() * weight, y.double() * weight, y.sum() * weight, y.sum().bfloat16() * weight, weight - y,
+                 weight / (y.square() + 1), y + weight * (1 - weight), 0.5 ** weight * y, y.clone().mul_(weight), (y > weight) * y,
+                 more["scales"][0] * y, y * -weight]
+        if self.is_exact:
+            parts += [torch.arange(4) * weight, torch.full((3,), weight), torch.tensor([weight, 2.0])]
+        return parts
+
+
+class Options:
+    def __init__(self):
+        self.power = 1
+
+
+def check_numbers_that_change(mesh):
+    """Numbers that are others at every call are inputs of one program, in the types of PyTorch's scalars."""
+    for is_exact, programs in ((False, 2), (True, STEPS)):
+        model, reference = pair(mesh, Annealed)
+        for step in range(STEPS):
+            weight, results = 1 / (step + 2), []
+            for m in (model, reference):
+                m.is_exact, m.temperature, m.options.power = is_exact, 1 + 0.5 * step, step
+                m.zero_grad()
+                results.append(m(batch(step), weight, more={"scales": [3.0 * weight]}))
+                sum(y.float().mean() for y in results[-1] if y.dtype != torch.bfloat16).backward()
+            for got, want in zip(*results):
+                tolerance = 2e-2 if got.dtype == torch.bfloat16 else 1e-5
+                torch.testing.assert_close(got.detach(), want.detach(), rtol=tolerance, atol=tolerance)
+            assert model.rate == reference.rate
+            same_gradients(model, reference)
+        assert len(model._all_programs()) == programs, len(model._all_programs())
 
 
 def check_a_detached_result(mesh):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from .annotate import mark_sharding, recorded_mark
-from .capture import State, is_transforming
+from .capture import State, Varying, is_transforming
 from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec
@@ -145,6 +145,9 @@ class Wrapped(nn.Module):
         for program in programs:
             if program.captured.reads.hold():
                 return program
+        for program in self._all_programs():
+            for table, name in program.captured.reads.changed_numbers():
+                self._state.count(table, (name,))
         if len(programs) == MANY:
             names = ", ".join(sorted({f"'{name}'" for program in programs for name in program.captured.reads.differing()}))
             warnings.warn(f"a program has been made anew {MANY} times, since forward reads {names} of the model, which changes between "
@@ -152,6 +155,13 @@ class Wrapped(nn.Module):
             del programs[0]
         programs.append(make())
         return programs[-1]
+
+    def _varying(self, tree: Any, leaves: list, keys: list) -> Varying:
+        """The floats among the leaves of arguments that vary; of these the keys are to name the type only."""
+        varying = self._state.varying.setdefault((tree, tuple(type(leaf) for leaf in leaves)), Varying())
+        for i in varying.take(leaves):
+            keys[i] = float
+        return varying
 
     def _all_programs(self) -> list:
         return [*chain.from_iterable(self._programs.values())]

@@ -14,7 +14,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from .api import compile_plan
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, capture, check_module, not_compiled, opened
+from .capture import (
+    ARGUMENT,
+    BUFFER,
+    GRADIENT,
+    MUTATION,
+    OBSERVED,
+    OUTPUT,
+    PARAMETER,
+    TANGENT,
+    Varying,
+    capture,
+    check_module,
+    not_compiled,
+    opened,
+)
 from .comm.agreement import Agreement, agree, is_room
 from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups, groups_of
@@ -149,12 +163,17 @@ class ShardedModule(Wrapped):
             leaves, tree = pytree.tree_flatten((args, kwargs))
         else:
             leaves, tree = list(args), len(args)
-        key = (tree, tuple(map(_leaf_key, leaves)), self._current(), self._modes(), torch.is_grad_enabled(),
+        leaf_keys, varying = [*map(_leaf_key, leaves)], None
+        if float in map(type, leaves):
+            varying = self._varying(tree, leaves, leaf_keys)
+        key = (tree, tuple(leaf_keys), self._current(), self._modes(), torch.is_grad_enabled(),
                self._trainable(), torch.is_autocast_enabled(self._groups.device_type),
                torch.get_autocast_dtype(self._groups.device_type), torch.get_default_dtype())
-        program = self._program(key, lambda: self._compile(args, kwargs, key))
+        program = self._program(key, lambda: self._compile(args, kwargs, key, varying))
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
+        if program.takes_numbers:
+            signature ^= _hash(str(program.captured.numbers()))
         return program(leaves, given, Agreement(self._groups, signature, lambda: self._differ(key, program.draws)))
 
     def _kind(self, name: str, held: Any) -> Any:
@@ -168,7 +187,8 @@ class ShardedModule(Wrapped):
 
     def _differ(self, key: Any, draws: bool = False) -> NoReturn:
         """What every rank raises when calls differ; draws: if it is not by anything else, it is by their random numbers."""
-        read = [program.captured.reads.described(now=True) for program in self._programs.get(key, ())]
+        found = [program.captured for program in self._programs.get(key, ())]
+        read = [[captured.reads.described(now=True), *(n for n in captured.numbers() if not Varying.names(n[0]))] for captured in found]
         shapes, models = [None] * self._mesh.size, [None] * self._mesh.size
         dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple) and isinstance(k[0], tuple)])
         dist.all_gather_object(models, as_text((key[2:], read)))
@@ -184,11 +204,11 @@ class ShardedModule(Wrapped):
                             why="; ".join(f"rank {r}: {s}" for r, s in enumerate(shapes) if s != shapes[0] or r == 0),
                             fix="give every rank the same global batch, or its own part as a DTensor made by shard_batch")
 
-    def _compile(self, args: tuple, kwargs: dict, key: Any) -> _Program:
+    def _compile(self, args: tuple, kwargs: dict, key: Any, varying: Varying | None) -> _Program:
         start = time.perf_counter()
         agree(self._groups, _hash(f"a program for {as_text(key)}"), lambda: self._differ(key))
         grad = torch.is_grad_enabled()
-        captured = capture(self._model, args, kwargs, self._mesh, grad=grad, hooks=self._hooks, state=self._state)
+        captured = capture(self._model, args, kwargs, self._mesh, grad=grad, hooks=self._hooks, state=self._state, varying=varying)
         state = captured.at_places()
         wanted = [*spread_inputs(self._in_specs, args, kwargs, self._mesh), *(None for _ in state)]
         tensors = [*(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *state]
@@ -215,6 +235,7 @@ class _Program:
         self.mutated = [o.input for o in self.captured.outputs if o.kind == MUTATION]
         self.outputs = self.out_kinds.count(OUTPUT)
         self.by_values = any(n.meta.get("dynamic") for n in plan.sharded.nodes)
+        self.takes_numbers = bool(self.captured.numbers())
         self.draws = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in plan.program.graph.nodes)
         graph = tidy(products(lower(copies(_copy(plan.program.graph)), groups), groups.device_type))
         self._inputs(graph, tensors)

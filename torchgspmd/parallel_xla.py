@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from .api import Annotated, decide, lay_out
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, capture, not_compiled, opened
+from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Varying, capture, not_compiled, opened
 from .errors import ShardingError, user_line
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.split import split
@@ -67,9 +67,11 @@ class XlaModule(Wrapped):
         given = args, kwargs
         args, kwargs = opened(given)
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        key = (tree, tuple(map(leaf_key, leaves)), self._current(), self._modes(), torch.is_grad_enabled(),
+        leaf_keys = [*map(leaf_key, leaves)]
+        varying = self._varying(tree, leaves, leaf_keys)
+        key = (tree, tuple(leaf_keys), self._current(), self._modes(), torch.is_grad_enabled(),
                self._trainable(), _autocast(), torch.get_default_dtype())
-        program = self._program(key, lambda: self._compile(args, kwargs))
+        program = self._program(key, lambda: self._compile(args, kwargs, varying))
         self._settle()
         return program(leaves, given)
 
@@ -78,11 +80,11 @@ class XlaModule(Wrapped):
             raise self._elsewhere(name, held)
         return super()._kind(name, held)
 
-    def _compile(self, args: tuple, kwargs: dict) -> _Program:
+    def _compile(self, args: tuple, kwargs: dict, varying: Varying) -> _Program:
         begin = time.perf_counter()
         mesh, (enabled, dtype) = self._mesh, _autocast()
         with torch.autocast("cpu", dtype, enabled=enabled):
-            captured = capture(self._model, args, kwargs, mesh, grad=torch.is_grad_enabled(), state=self._state)
+            captured = capture(self._model, args, kwargs, mesh, grad=torch.is_grad_enabled(), state=self._state, varying=varying)
         wanted = [*spread_inputs(self._in_specs, args, kwargs, mesh), *(None for _ in captured.places)]
         made = lay_out(captured, mesh, wanted, self._out_specs,
                        stored={i.name: self._specs.get(i.name, ShardSpec.replicated(len(i.shape))) for i in captured.inputs

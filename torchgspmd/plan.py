@@ -131,8 +131,8 @@ class Plan:
     def flat_inputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
         """Every input as a tensor: the module's own state, the arguments, cotangents."""
         for place in self.captured.places:
-            if not place.is_there() or not isinstance(place.value(), Tensor):
-                raise ShardingError(f"there is no tensor at '{place.name}' any more, where the plan found one", where=user_line(),
+            if not place.holds():
+                raise ShardingError(f"there is no {place.kind} at '{place.name}' any more, where the plan found one", where=user_line(),
                                     fix="make a plan of the module as it is now")
         leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
         given = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.captured.at_places()]

@@ -2,8 +2,8 @@
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Captured, Input, Output
 from .guards import check_module, is_capturing, is_transforming, not_compiled
 from .objects import opened
-from .state import State
+from .state import State, Varying
 from .trace import capture
 
 __all__ = ["ARGUMENT", "BUFFER", "GRADIENT", "MUTATION", "OBSERVED", "OUTPUT", "PARAMETER", "TANGENT", "Captured", "Input", "Output",
-           "State", "capture", "check_module", "is_capturing", "is_transforming", "not_compiled", "opened"]
+           "State", "Varying", "capture", "check_module", "is_capturing", "is_transforming", "not_compiled", "opened"]

@@ -61,7 +61,7 @@ class Captured:
     observed: tuple[Left, ...] = ()     # the same, by the backward
     tensors: list[Tensor] = field(default_factory=list)    # the module's own parameters and buffers, in input order
     reads: Reads = field(default_factory=Reads)             # of a module's attributes that became part of it
-    places: tuple[Place, ...] = ()      # whose tensors are the last arguments
+    places: tuple[Place, ...] = ()      # whose tensors and numbers are the last arguments
 
     def result(self, outputs: Sequence[Any], given: tuple[tuple, dict]) -> Any:
         """The function's result, of what the graph computes; containers among the given (args, kwargs), and others, are changed.
@@ -80,7 +80,11 @@ class Captured:
 
     def at_places(self) -> list[Tensor]:
         """The arguments that no caller passes: what is now in attributes and tables."""
-        return [place.value() for place in self.places]
+        return [place.tensor() for place in self.places]
+
+    def numbers(self) -> list[tuple[str, int | float]]:
+        """Those among the arguments that no caller passes as tensors, by their names."""
+        return [(place.name, place.value()) for place in self.places if place.kind == "number"]
 
     def check_aliases(self, tensors: Sequence[Tensor]) -> None:
         """ShardingError if one tensor is given as two inputs, of which the program changes one."""

@@ -1,56 +1,97 @@
-"""Numbers that forward only counts with (`self.calls += 1`): one program for all of them, where nothing else is done with one.
+"""Numbers that change from call to call (`self.calls += 1`, a temperature that is annealed): one program for all of them.
 
-While it is traced a Count is in the place of the number. To add to it gives another Count; whatever else needs the number makes it
-part of the program.
+While it is traced a Count is in the place of such a number. What is computed of a Count is one; beside a tensor it is a tensor of no
+dimension, which the program takes as an input:
+
+    self.calls += 1                     every run adds 1 to the attribute
+    if self.calls % 10 == 0:            a condition: the program holds for numbers for which this comes out alike
+        y = y * self.tau                an input
+    z = F.dropout(y, self.rate)         whatever else needs a number has it, on the condition that it is this one
 """
 from __future__ import annotations
 
+import math
 import operator
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .state import COUNTED, Place
+
+Function = Callable[[Any], Any]
+_EXACT = 2.0 ** 53              # integers below it are doubles
+_TENSORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.truediv, operator.pow)     # computed alike of tensors
+_BESIDE_TENSORS = {getattr(of, f"{name}{end}") for of, ends in ((torch, ("",)), (Tensor, ("", "_"))) for end in ends
+                   for name in "add sub rsub mul div true_divide gt ge lt le".split() if hasattr(of, f"{name}{end}")} | {
+    getattr(Tensor, f"__{name}__") for name in "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv gt ge lt le".split()}
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 @dataclass(eq=False)
 class Tally:
-    """A number in its place, and whether the program depends on it."""
+    """A number in its place, the input that it is, and what the program depends on: what comes out of functions of it."""
     place: Place
     value: int | float
-    is_used: bool = False
+    tensor: Tensor
+    conditions: list[tuple[Function, Any]] = field(default_factory=list)
+
+    def demand(self, function: Function) -> Any:
+        """What comes out; the program holds for numbers for which it is this."""
+        found = function(self.value)
+        if function is _itself:
+            self.conditions = [(function, found)]
+        elif all(known is not _itself for known, _ in self.conditions[:1]):
+            self.conditions.append((function, found))
+        return found
+
+    def needed(self) -> Conditions:
+        return Conditions(type(self.value), *(zip(*self.conditions) if self.conditions else ((), ())))
 
 
 @dataclass(frozen=True)
-class Added:
-    """What every run adds to the number in an entry, one after the other."""
-    numbers: tuple[int | float, ...]
+class Conditions:
+    """What a program depends on of a number that it takes from its place."""
+    cls: type
+    functions: tuple[Function, ...]
+    found: tuple
+
+    def hold(self, value: Any) -> bool:
+        if type(value) is not self.cls:
+            return False
+        try:
+            return all(_equal(function(value), found) for function, found in zip(self.functions, self.found))
+        except ArithmeticError:
+            return False
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What every run makes of the number in an entry."""
+    function: Function
 
     def to(self, value: int | float) -> int | float:
-        return reduce(operator.add, self.numbers, value)
+        return self.function(value)
 
 
 class Count:
-    """A tallied number to which something has been added."""
-    __slots__ = ("__tally", "__added")
+    """A function of a tallied number; of: the operation and operands that it was computed by."""
+    __slots__ = ("__tally", "__function", "__value", "__of")
 
-    def __init__(self, tally: Tally, added: tuple[int | float, ...] = ()):
-        self.__tally, self.__added = tally, Added(added)
+    def __init__(self, tally: Tally, function: Function = _itself, of: tuple | None = None):
+        self.__tally, self.__function, self.__value, self.__of = tally, function, function(tally.value), of
 
     @property
     def __class__(self) -> type:                                            # type: ignore[override]
-        return type(self.__added.to(self.__tally.value))
-
-    def __add__(self, other: Any) -> Any:
-        return Count(self.__tally, (*self.__added.numbers, other)) if type(other) in COUNTED else number(self) + other
-
-    def __sub__(self, other: Any) -> Any:
-        return self + -other if type(other) in COUNTED else number(self) - other
-
-    __radd__ = __add__
+        return type(self.__value)
 
     def __reduce__(self) -> Any:
-        return type(number(self)), (number(self),)
+        return type(self.__value), (number(self),)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):                                           # looked for by those who ask what kind of object this is
@@ -59,14 +100,23 @@ class Count:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _BESIDE_TENSORS and len(args) == 2:
+            args = tuple(_beside(a, b) if type(a) is Count and isinstance(b, Tensor) else a for a, b in zip(args, args[::-1]))
         return func(*numbers(args), **numbers(kwargs or {}))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and a == b
+
+
+def _demanded(count: Count, function: Function) -> Any:
+    before = count._Count__function
+    return count._Count__tally.demand(lambda value: function(before(value)))
 
 
 def number(count: Count) -> int | float:
     """What it is; from now on the program depends on it."""
-    tally = count._Count__tally
-    tally.is_used = True
-    return count._Count__added.to(tally.value)
+    return count._Count__tally.demand(count._Count__function)
 
 
 def numbers(value: Any) -> Any:
@@ -82,33 +132,77 @@ def settled(value: Any, root: Any, path: tuple) -> Any:
     """What a run is to write there for what is there after the trace."""
     if type(value) is not Count:
         return numbers(value)
-    tally, added = value._Count__tally, value._Count__added
-    in_place = tally.place.root is root and tally.place.path == path
-    return added if in_place and not tally.is_used else number(value)
+    place = value._Count__tally.place
+    return Computed(value._Count__function) if place.root is root and place.path == path else number(value)
 
 
-def tallied(count: Count, otherwise: Any) -> Any:
-    """The number, if the program depends on it."""
-    return number(count) if count._Count__tally.is_used else otherwise
+def tally_of(count: Count) -> Tally:
+    return count._Count__tally
 
 
-def _of_one(name: str) -> Any:
-    def method(self: Count, *args: Any) -> Any:
-        return getattr(number(self), name)(*args)
-    return method
+def _computed(operation: Callable, *operands: Any) -> Any:
+    """Of one Count, or several of one number; of what is tallied elsewhere, on the condition that it is the number that it is."""
+    if any(isinstance(o, Tensor) for o in operands):
+        return NotImplemented                                               # it is the tensor's turn
+    tally = tally_of(next(o for o in operands if type(o) is Count))
+    operands = tuple(o if type(o) is Count and tally_of(o) is tally else numbers(o) for o in operands)
+    if any(type(o) not in (Count, *COUNTED) for o in operands):
+        return operation(*numbers(operands))
+    functions = [o._Count__function if type(o) is Count else lambda value, o=o: o for o in operands]
+    found = Count(tally, lambda value: operation(*(function(value) for function in functions)), (operation, *operands))
+    return found if type(found._Count__value) in COUNTED else number(found)
 
 
-def _of_two(operation: Any, is_reflected: bool) -> Any:
+def _tensor(count: Count) -> Tensor | None:
+    """It as a value of the program; None if it cannot be computed of tensors."""
+    tally, value, of = count._Count__tally, count._Count__value, count._Count__of
+    if of is None:
+        return tally.tensor
+    operation, *operands = of
+    if operation not in _TENSORS or type(value) is int and (operation is operator.pow or abs(value) > _EXACT):
+        return None
+    tensors = [_tensor(o) if type(o) is Count else o for o in operands]
+    if any(t is None for t in tensors):
+        return None
+    if type(value) is float:
+        tensors = [t.double() if isinstance(t, Tensor) else float(t) for t in tensors]
+    return operation(*tensors)
+
+
+def _beside(count: Count, other: Tensor) -> Any:
+    """The operand of an operation with a tensor, whose type the result is to have; the number where it would have another one."""
+    is_float = other.is_floating_point() or other.is_complex()
+    if not is_float and (type(count._Count__value) is float or not other.dim()) or (tensor := _tensor(count)) is None:
+        return number(count)
+    return tensor if other.dim() else tensor.to(other.dtype)
+
+
+def _of_one(function: Function) -> Any:
+    return lambda self, *args: _demanded(self, lambda value: function(value, *args))
+
+
+def _of_two(operation: Callable, is_reflected: bool) -> Any:
+    return lambda self, other: _computed(operation, other, self) if is_reflected else _computed(operation, self, other)
+
+
+def _compared(operation: Callable) -> Any:
     def method(self: Count, other: Any) -> Any:
-        mine, other = number(self), numbers(other)
-        return operation(other, mine) if is_reflected else operation(mine, other)
+        if isinstance(other, Tensor):
+            return NotImplemented
+        other = numbers(other)
+        return _demanded(self, lambda value: operation(value, other)) if type(other) in COUNTED else operation(number(self), other)
     return method
 
 
-for _name in "bool int float complex index hash str repr format neg pos abs invert round trunc floor ceil".split():
-    setattr(Count, f"__{_name}__", _of_one(f"__{_name}__"))
-for _name in "eq ne lt le gt ge mul truediv floordiv mod pow and or xor lshift rshift".split():
-    setattr(Count, f"__{_name}__", _of_two(getattr(operator, f"__{_name}__"), False))
-for _name in "sub mul truediv floordiv mod pow and or xor lshift rshift".split():
-    setattr(Count, f"__r{_name}__", _of_two(getattr(operator, f"__{_name}__"), True))
-Count.__divmod__, Count.__rdivmod__ = _of_two(divmod, False), _of_two(divmod, True)
+for _name, _function in dict(bool=bool, int=int, float=float, complex=complex, index=operator.index, str=str, repr=repr,
+                             format=format, round=round, trunc=math.trunc, floor=math.floor, ceil=math.ceil, divmod=divmod).items():
+    setattr(Count, f"__{_name}__", _of_one(_function))
+for _name in "eq ne lt le gt ge".split():
+    setattr(Count, f"__{_name}__", _compared(getattr(operator, _name)))
+for _name in "neg pos abs invert".split():
+    setattr(Count, f"__{_name}__", lambda self, operation=getattr(operator, _name): _computed(operation, self))
+for _name in "add sub mul truediv floordiv mod pow and_ or_ xor lshift rshift".split():
+    setattr(Count, f"__{_name.strip('_')}__", _of_two(getattr(operator, _name), False))
+    setattr(Count, f"__r{_name.strip('_')}__", _of_two(getattr(operator, _name), True))
+Count.__hash__ = lambda self: hash(number(self))
+Count.__rdivmod__ = lambda self, other: _demanded(self, lambda value: divmod(other, value))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .counts import Added, numbers, settled
+from .counts import Computed, numbers, settled
 from .objects import ATTRIBUTE, ITEM, Key, Path, closed, follow, is_object, opened, parts
 from .state import LISTS
 
@@ -60,7 +60,7 @@ class Left:
         for name, value in self.entries.items():
             if isinstance(container, LISTS) and name >= len(container):     # it has been emptied meanwhile
                 continue
-            container[name] = value.to(container[name]) if isinstance(value, Added) else _filled(value, outputs, None)
+            container[name] = value.to(container[name]) if isinstance(value, Computed) else _filled(value, outputs, None)
         for name in self.gone:
             container.pop(name, None)
         if self.whole:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .counts import Count
+from .counts import Conditions, Count
 from .names import called, global_names
 from .objects import OF_PYTHON, is_object
-from .state import DEEP, LISTS, LONG
+from .state import COUNTED, DEEP, LISTS, LONG
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
 _CONTAINERS = (tuple, dict, *LISTS)
@@ -78,7 +78,7 @@ class Reads:
         self.simple = 0                     # how many are not such
 
     def add(self, table: dict[str, Any], name: str, value: Any) -> None:
-        is_simple = not isinstance(value, (Kind, Contents))
+        is_simple = not isinstance(value, (Kind, Contents, Conditions))
         place = self.simple if is_simple else len(self.values)
         for column, entry in ((self.tables, table), (self.names, name), (self.values, value)):
             column.insert(place, entry)
@@ -87,6 +87,12 @@ class Reads:
     def now(self) -> list[Any]:
         """What they hold at present."""
         return [*map(dict.get, self.tables, self.names, repeat(ABSENT))]
+
+    def changed_numbers(self) -> Iterator[tuple[dict, str]]:
+        """Where attributes are numbers that are others now."""
+        for table, name, now, value in zip(self.tables, self.names, self.now(), self.values):
+            if type(now) is type(value) and type(now) in COUNTED and now != value and "__builtins__" not in table:
+                yield table, name
 
     def differing(self) -> list[str]:
         """Names of those that are not as they were."""
@@ -216,6 +222,8 @@ def same(now: Any, value: Any) -> bool:
         return True
     if isinstance(value, Kind):
         return isinstance(now, Tensor) and Kind.of(now) == value
+    if isinstance(value, Conditions):
+        return value.hold(now)
     if isinstance(value, Contents):
         return (type(now) is value.cls and len(now) == len(value.items) and (not isinstance(now, dict) or tuple(now) == value.keys)
                 and all(map(same, now.values() if isinstance(now, dict) else now, value.items)))
@@ -227,6 +235,8 @@ def _described(value: Any) -> Any:
         return tuple(value.shape), value.dtype
     if isinstance(value, _CONTAINERS):
         value = frozen(value)
+    if isinstance(value, Conditions):
+        return value.cls.__name__, value.found
     if isinstance(value, Contents):
         keys = [key if isinstance(key, str) else type(key).__name__ for key in value.keys]
         return value.cls.__name__, keys, [_described(item) for item in value.items]

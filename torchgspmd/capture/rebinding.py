@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ShardingError, user_line
 from .clean import NUMBERS
-from .counts import Count, Tally, tallied
+from .counts import Count, Tally, tally_of
 from .effects import Left, made
 from .names import called, named
 from .objects import opened
 from .reads import ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, Recorder, frozen, is_plain, named_objects, same
-from .state import LISTS, LONG, Place, State
+from .state import LISTS, LONG, NumberPlace, Place, State
 
 
 def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -46,8 +46,8 @@ class Tables:
     and its hooks, or a function, may leave tensors and plain values: those in attributes, and those that they name, as in
     `register_forward_hook(lambda m, x, y: found.append(y))`."""
 
-    def __init__(self, fn: Callable | nn.Module, traced: type[Tensor], state: State):
-        self.traced, self.state = traced, state
+    def __init__(self, fn: Callable | nn.Module, traced: type[Tensor], state: State, varying: dict[str, float]):
+        self.traced, self.state, self.varying = traced, state, varying
         self.modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self.objects = named_objects(fn) if isinstance(fn, nn.Module) else []
         self.functions: list[tuple[Any, type | None]] = [(fn, None)]        # and whose methods they are
@@ -59,22 +59,30 @@ class Tables:
         self.roots = [t for t in self.tables if not t.path and id(t.root) not in own]
         self.changed: set[tuple[int, Any]] = set()                          # entries of roots
         self.places: dict[int, tuple[Tensor, int, Kind]] = {}               # what stands in a place, which, and what was there
+        self.numbers: list[Tally] = []
 
     @contextmanager
     def kept(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
         """Meanwhile these tensors are in the places; afterwards all is as it was but for objects that were assigned to attributes."""
-        self.places = {id(tensor): (tensor, i, Kind.of(place.value())) for i, (place, tensor) in enumerate(zip(places, stand_ins))}
+        before = [place.value() for place in places]
+        self.places = {id(tensor): (tensor, i, Kind.of(value)) for i, (value, tensor) in enumerate(zip(before, stand_ins))
+                       if isinstance(value, Tensor)}
+        self.numbers = [Tally(place, value, tensor) for place, value, tensor in zip(places, before, stand_ins)
+                        if isinstance(place, NumberPlace)]
         try:
             for place, tensor in zip(places, stand_ins):
                 place.put(tensor)
-            for place in self.state.numbers():
-                place.put(Count(Tally(place, place.value())))
+            for tally in self.numbers:
+                tally.place.put(Count(tally))
             for table in self.tables:
                 table.known = _entries(table.container)
             self.start = {id(table.container): table.known for table in self.tables}
             self.named = [(table, frozen(table.root)) for table in self.roots]
             yield
         finally:
+            for tally in self.numbers:
+                if tally.place.root is self.varying:
+                    tally.place.put(tally.value)
             for table in self.tables:
                 self._restore(table)
 
@@ -128,6 +136,9 @@ class Tables:
         """What the program depends on of what was read, and of the tables and objects that functions name, if it uses their tensors or
         changes the tables. used: the places whose tensors it uses."""
         reads = recorder.settled(lambda *entry: self._watched(used, *entry)) if recorder is not None else Reads()
+        tallies = {tally.place.name: tally for tally in self.numbers if tally.place.root is self.varying}
+        for name, value in self.varying.items():
+            reads.add(self.varying, name, tallies[name].needed() if name in tallies else value)
         for table, contents in self.named:
             is_changed = not table.attributes and any(entry[0] == id(table.root) for entry in self.changed)
             if is_changed or any(self._is_used(leaf, used) for leaf in contents.leaves()):
@@ -150,7 +161,7 @@ class Tables:
         """Of lists that are changed, and of whose tensors none is used, nothing: things are added to them only, unless they were empty."""
         def leaf(value: Any) -> Any:
             if type(value) is Count:
-                return tallied(value, ANY)
+                return tally_of(value).needed()
             if not isinstance(value, self.traced):
                 return value
             return self.places[id(value)][2] if self._is_used(value, used) else ANY

@@ -10,17 +10,18 @@ is written by its effects (rebinding.py).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 LISTS = (list, deque)
 COUNTED = (int, float)          # what may be a Count (counts.py)
+LARGE = 2 ** 62                 # integers from here on are no tensors
 LONG = 1000                     # entries of a table that is not looked into
 DEEP = 8                        # tables in tables; one may be in itself
 
@@ -30,6 +31,7 @@ class Place:
     """Where a tensor is: below a table of attributes, or a table or list that a function names."""
     root: dict | list
     path: tuple                             # keys and positions from there
+    kind: ClassVar[str] = "tensor"
 
     @property
     def name(self) -> str:
@@ -43,12 +45,58 @@ class Place:
             return False
         return True
 
+    def holds(self) -> bool:
+        """Whether there is one of its kind."""
+        return self.is_there() and isinstance(self.value(), Tensor)
+
     def value(self) -> Any:
         return reduce(getitem, self.path, self.root)
+
+    def tensor(self) -> Tensor:
+        """What a program takes from there."""
+        return self.value()
 
     def put(self, value: Any) -> None:
         """Puts another one there; tuples on the way are made anew."""
         _put(self.root, self.path, value)
+
+
+class NumberPlace(Place):
+    """Where a number is that a program takes as a tensor."""
+    kind = "number"
+
+    def holds(self) -> bool:
+        return self.is_there() and type(value := self.value()) in COUNTED and (type(value) is float or abs(value) < LARGE)
+
+    def tensor(self) -> Tensor:
+        value = self.value()
+        return torch.tensor(value, dtype=torch.float64 if type(value) is float else torch.int64)
+
+
+class Varying:
+    """The floats among the arguments of calls that are alike but for these."""
+
+    def __init__(self) -> None:
+        self.first: dict[int, float] = {}                                   # by place among the leaves
+        self.now: dict[str, float] = {}                                     # of those that have been another one
+
+    def take(self, leaves: Sequence[Any]) -> list[int]:
+        """What are given now; says which of these vary."""
+        found = []
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is float and (leaf != self.first.setdefault(i, leaf) or self.named(i) in self.now):
+                self.now[self.named(i)] = leaf
+                found.append(i)
+        return found
+
+    @staticmethod
+    def named(i: int) -> str:
+        return f"argument {i}"
+
+    @staticmethod
+    def names(name: str) -> bool:
+        """Whether it is the name of one."""
+        return name.startswith("argument ")
 
 
 class State:
@@ -56,8 +104,9 @@ class State:
 
     def __init__(self) -> None:
         self.entries: dict[tuple[int, Any], dict | list] = {}
-        self.counters: dict[tuple[int, tuple], Place] = {}
-        self.is_counting = True                                             # whether they may be Counts (counts.py) in a trace
+        self.counted: dict[tuple[int, tuple], Place] = {}                   # numbers that a program writes, or that have changed
+        self.varying: dict[Any, Varying] = {}                               # by what else calls are alike in
+        self.is_counting = True                                             # whether numbers may be Counts (counts.py) in a trace
 
     def __contains__(self, entry: tuple[dict | list, tuple]) -> bool:
         return (id(entry[0]), entry[1][0]) in self.entries
@@ -66,7 +115,11 @@ class State:
         """value: what is written there."""
         self.entries[id(root), path[0]] = root
         if type(value) in COUNTED:
-            self.counters[id(root), path] = Place(root, path)
+            self.count(root, path)
+
+    def count(self, root: dict | list, path: tuple) -> None:
+        """A number there changes from call to call."""
+        self.counted[id(root), path] = NumberPlace(root, path)
 
     def places(self, besides: frozenset[int]) -> list[Place]:
         """Those where tensors are now, other than these (ids of parameters and buffers)."""
@@ -74,9 +127,10 @@ class State:
         return [Place(entry.root, path) for entry in entries if entry.is_there() for path, leaf in _leaves(entry.value(), entry.path, 0)
                 if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in besides]
 
-    def numbers(self) -> list[Place]:
-        """Those where programs write numbers, and where such are now."""
-        return [place for place in self.counters.values() if self.is_counting and place.is_there() and type(place.value()) in COUNTED]
+    def numbers(self, varying: dict[str, float]) -> list[Place]:
+        """Those where numbers are that change from call to call; varying: those among the arguments."""
+        places = [*self.counted.values(), *(NumberPlace(varying, (name,)) for name in varying)]
+        return [place for place in places if self.is_counting and place.holds()]
 
 
 def _put(container: Any, path: tuple, value: Any) -> Any:

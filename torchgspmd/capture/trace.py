@@ -41,24 +41,25 @@ from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
 from .reads import recorded_reads
 from .rebinding import Tables, rebound_buffers
-from .state import Place, State
+from .state import NumberPlace, Place, State, Varying
 from .values import VALUE_REPLACEMENTS
 
 
 def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, grad: bool = False, hooks: bool = True,
-            state: State | None = None) -> Captured:
+            state: State | None = None, varying: Varying | None = None) -> Captured:
     """Traces fn; with grad also its backward, whose cotangents become inputs (kind tangent). hooks: those of a module too. state: what
-    programs of it are known to leave in attributes and tables; more of it, found in a trace, makes another one necessary."""
+    programs of it are known to leave in attributes and tables; more of it, found in a trace, makes another one necessary. varying:
+    the floats among the arguments that are to be inputs."""
     if isinstance(fn, nn.Module):
         check_module(fn)
-    state = state or State()
+    state, varying = state or State(), varying or Varying()
     own = _module_state(fn) if isinstance(fn, nn.Module) else {}
     args, kwargs = opened((args, kwargs))
     besides = frozenset(map(id, own.values()))
     while True:
-        places, counts = state.places(besides), state.numbers()
+        places, numbered = state.places(besides), state.numbers(varying.now)
         try:
-            captured, settle = _capture(fn, own, args, kwargs, mesh, grad, hooks, state, places)
+            captured, settle = _capture(fn, own, args, kwargs, mesh, grad, hooks, state, [*places, *numbered], varying)
             settle()
         except _Changes as found:
             if found.entry in state:
@@ -68,26 +69,27 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
             state.add(*found.entry)
             continue
         except Exception:
-            if counts:
+            if numbered:
                 state.is_counting = False                                   # of what is not written in Python some take numbers only
             elif len(state.places(besides)) == len(places):
                 raise
             continue
-        if len(state.places(besides)) == len(places) and len(state.numbers()) == len(counts):
+        if len(state.places(besides)) == len(places) and len(state.numbers(varying.now)) == len(numbered):
             return captured
 
 
 def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kwargs: dict, mesh: Mesh, grad: bool, hooks: bool,
-             known: State, places: list[Place]) -> tuple[Captured, Callable[[], None]]:
+             known: State, places: list[Place], varying: Varying) -> tuple[Captured, Callable[[], None]]:
     """A program, and what then gives values to constants of the trace that are still there."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     names = _leaf_names(fn, args, kwargs)
     inputs = [_input(PARAMETER if isinstance(t, nn.Parameter) else BUFFER, name, t, mesh) for name, t in state.items()]
     inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
-    inputs += [_input(ARGUMENT, place.name, place.value(), mesh) for place in places]
-    real = [*state.values(), *(leaves[i] for i in slots), *(place.value() for place in places)]
-    tables = Tables(fn, FunctionalTensor, known)
+    kept = [place.tensor() for place in places]
+    inputs += [_input(ARGUMENT, place.name, tensor, mesh) for place, tensor in zip(places, kept)]
+    real = [*state.values(), *(leaves[i] for i in slots), *kept]
+    tables = Tables(fn, FunctionalTensor, known, varying.now)
     program = _Program(fn, fn if hooks else fn.forward, list(state), _without(leaves, slots), slots, tree, grad, tables, places)
     watched = recorded_reads(fn) if isinstance(fn, nn.Module) else nullcontext()
     with one_error(), watched as recorder, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode:
@@ -158,7 +160,8 @@ class _Program:
         entries = {(id(left.root), path) for left in self.left for path, made in left.made() if made == output}
         first = len(self.names) + len(self.slots)
         return next((first + i for i, place in enumerate(self.places)
-                     if (id(place.root), place.path) in entries and self.shapes[first + i] == tensor.shape), -1)
+                     if (id(place.root), place.path) in entries and self.shapes[first + i] == tensor.shape
+                     and not isinstance(place, NumberPlace)), -1)
 
     def take_constants(self, graph: fx.Graph) -> dict[int, fx.Node]:
         """What computes the constants of the trace, by their ids; they are outputs no more."""
@@ -201,6 +204,8 @@ class _Program:
         leaves = list(self.leaves)
         for slot, tensor in zip(self.slots, inputs[len(self.names):]):
             leaves[slot] = tensor
+        for i, leaf in enumerate(leaves):
+            leaves[i] = self.tables.varying.get(Varying.named(i), leaf)
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
         watched = Watched((args, kwargs))
         try:
@@ -336,6 +341,8 @@ class _Interceptor(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.tracker.before()
+        if func in (torch.tensor, torch.as_tensor):                         # which have their own way to look at what they are given
+            args, kwargs = numbers(args), numbers(kwargs)
         if func in _BACKWARDS:
             with self:                                                      # what a backward recomputes is seen as well
                 return _BACKWARDS[func](*args, **kwargs)
