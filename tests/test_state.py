@@ -98,6 +98,20 @@ def test_a_counter_that_is_not_used_is_no_part_of_the_program():
     assert not plan.captured.reads.hold()
 
 
+class Logs(Uses):
+    def forward(self, x, log):
+        y = super().forward(x)
+        log["calls"].append(self.calls)
+        return y
+
+
+def test_a_number_that_is_put_into_an_argument():
+    net, x, log = Logs(lambda x, n: x * n), rand(4, 6), {"calls": []}
+    plan = gspmd.plan(net, x, log, mesh=gspmd.Mesh(data=2))
+    torch.testing.assert_close(plan.simulate(x, log), 2 * x)
+    assert log == {"calls": [1]} and type(log["calls"][0]) is int and not plan.captured.reads.hold()
+
+
 def test_a_global_tensor_that_is_changed_in_place_is_an_error():
     total = torch.zeros(6)
 

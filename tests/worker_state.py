@@ -299,13 +299,15 @@ def check_buffers_that_forward_registers(mesh):
 class Counts(Net):
     def __init__(self):
         super().__init__()
-        self.calls, self.rows, self.length, self.seconds = 0, 0, None, 0.0
+        self.calls, self.rows, self.length, self.seconds, self.ticks = 0, 0, None, 0.0, 0
 
     def forward(self, x):
         self.calls += 1
         self.rows = self.rows + len(x)
         self.length = len(x)
         self.seconds += 0.25
+        for _ in range(200):
+            self.ticks += 1
         return super().forward(x)
 
 
@@ -319,7 +321,7 @@ def check_counters(mesh):
     """A number that forward counts up makes no program for every call; a branch by it two."""
     model, _ = compare(mesh, Counts)
     assert len(model._all_programs()) == 1
-    assert (model.calls, model.rows, model.length, model.seconds) == (STEPS, 4 * STEPS, 4, STEPS / 4)
+    assert (model.calls, model.rows, model.length, model.seconds, model.ticks) == (STEPS, 4 * STEPS, 4, STEPS / 4, 200 * STEPS)
     model(batch(0, 3))
     assert (model.calls, model.rows, model.length) == (STEPS + 1, 4 * STEPS + 3, 3)
     model, _ = compare(mesh, Warms)

@@ -23,6 +23,7 @@ from .state import COUNTED, Place
 
 Function = Callable[[Any], Any]
 _EXACT = 2.0 ** 53              # integers below it are doubles
+_DEEP = 64                      # operations on operations; behind that it is a condition what comes out
 _TENSORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.truediv, operator.pow)     # computed alike of tensors
 _BESIDE_TENSORS = {getattr(of, f"{name}{end}") for of, ends in ((torch, ("",)), (Tensor, ("", "_"))) for end in ends
                    for name in "add sub rsub mul div true_divide gt ge lt le".split() if hasattr(of, f"{name}{end}")} | {
@@ -81,10 +82,11 @@ class Computed:
 
 class Count:
     """A function of a tallied number; of: the operation and operands that it was computed by."""
-    __slots__ = ("__tally", "__function", "__value", "__of")
+    __slots__ = ("__tally", "__function", "__value", "__of", "__depth")
 
-    def __init__(self, tally: Tally, function: Function = _itself, of: tuple | None = None):
+    def __init__(self, tally: Tally, function: Function = _itself, of: tuple = ()):
         self.__tally, self.__function, self.__value, self.__of = tally, function, function(tally.value), of
+        self.__depth = max((1 + o.__depth for o in of if type(o) is Count), default=0)
 
     @property
     def __class__(self) -> type:                                            # type: ignore[override]
@@ -148,15 +150,28 @@ def _computed(operation: Callable, *operands: Any) -> Any:
     operands = tuple(o if type(o) is Count and tally_of(o) is tally else numbers(o) for o in operands)
     if any(type(o) not in (Count, *COUNTED) for o in operands):
         return operation(*numbers(operands))
+    if (shorter := _as_one(operation, *operands)) is not None:
+        return shorter
     functions = [o._Count__function if type(o) is Count else lambda value, o=o: o for o in operands]
     found = Count(tally, lambda value: operation(*(function(value) for function in functions)), (operation, *operands))
-    return found if type(found._Count__value) in COUNTED else number(found)
+    return found if type(found._Count__value) in COUNTED and found._Count__depth < _DEEP else number(found)
+
+
+def _as_one(operation: Callable, one: Any, other: Any = None) -> Any:
+    """For an integer that is added to a sum with another one (as in a loop that counts): with the sum of the two; else None."""
+    count, added = (other, one) if operation is operator.add and type(one) is int else (one, other)
+    if operation not in (operator.add, operator.sub) or type(count) is not Count or type(added) is not int or not count._Count__of:
+        return None
+    before, first, *rest = count._Count__of
+    if before is not operator.add or type(first) is not Count or [type(r) for r in rest] != [int] or type(first._Count__value) is not int:
+        return None
+    return _computed(operator.add, first, operation(rest[0], added))
 
 
 def _tensor(count: Count) -> Tensor | None:
     """It as a value of the program; None if it cannot be computed of tensors."""
     tally, value, of = count._Count__tally, count._Count__value, count._Count__of
-    if of is None:
+    if not of:
         return tally.tensor
     operation, *operands = of
     if operation not in _TENSORS or type(value) is int and (operation is operator.pow or abs(value) > _EXACT):

@@ -93,7 +93,7 @@ class Watched:
             changed, gone = _difference(container, old, parts(container))
             if changed or gone:
                 keys = {id(value): key for key, value in old.items() if not isinstance(value, _PLAIN)}
-                found.append(Effect(path, {key: Kept(keys[id(value)]) if id(value) in keys else made(value, outputs, self.origins)
+                found.append(Effect(path, {key: Kept(keys[id(value)]) if id(value) in keys else made(numbers(value), outputs, self.origins)
                                            for key, value in changed.items()}, gone))
         return found
 
