@@ -7,10 +7,11 @@ import collections
 import copy
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from worker_module import run, whole
+from worker_module import error_of, run, whole
 
 import torchgspmd as gspmd
 
@@ -369,6 +370,8 @@ def check_numbers_that_change(mesh):
             assert model.rate == reference.rate
             same_gradients(model, reference)
         assert len(model._all_programs()) == programs, len(model._all_programs())
+        error = error_of(lambda model=model: model(batch(0), 0.5 + dist.get_rank(), more={"scales": [1.5]}))
+        assert error.startswith("the arguments differ between ranks") and "1.5" in error, error
 
 
 def check_a_detached_result(mesh):

@@ -174,7 +174,7 @@ class ShardedModule(Wrapped):
         signature = program.signature ^ _generator_state() if program.draws else program.signature
         if program.takes_numbers:
             signature ^= _hash(str(program.captured.numbers()))
-        return program(leaves, given, Agreement(self._groups, signature, lambda: self._differ(key, program.draws)))
+        return program(leaves, given, Agreement(self._groups, signature, lambda: self._differ(key, varying, program.draws)))
 
     def _kind(self, name: str, held: Any) -> Any:
         if isinstance(held, DTensor):
@@ -185,28 +185,30 @@ class ShardedModule(Wrapped):
                                 fix="change the model before it is wrapped, or put in a DTensor (torch's distribute_tensor)")
         return super()._kind(name, held)
 
-    def _differ(self, key: Any, draws: bool = False) -> NoReturn:
+    def _differ(self, key: Any, varying: Varying | None, draws: bool = False) -> NoReturn:
         """What every rank raises when calls differ; draws: if it is not by anything else, it is by their random numbers."""
+        passed = varying.now if varying else {}
         found = [program.captured for program in self._programs.get(key, ())]
-        read = [[captured.reads.described(now=True), *(n for n in captured.numbers() if not Varying.names(n[0]))] for captured in found]
-        shapes, models = [None] * self._mesh.size, [None] * self._mesh.size
-        dist.all_gather_object(shapes, [list(k[0]) for k in key[1] if isinstance(k, tuple) and isinstance(k[0], tuple)])
+        read = [(captured.reads.described(now=True), captured.numbers(besides=passed)) for captured in found]
+        given, models = [None] * self._mesh.size, [None] * self._mesh.size
+        dist.all_gather_object(given, [*filter(None, map(_shown, key[1])), *([passed] if passed else [])])
         dist.all_gather_object(models, as_text((key[2:], read)))
-        if all(s == shapes[0] for s in shapes) and any(m != models[0] for m in models):
+        if all(g == given[0] for g in given) and any(m != models[0] for m in models):
             raise ShardingError("the models differ between ranks", where=user_line(),
                                 why="a mode (train or eval, grad or no_grad), an attribute, a frozen parameter or a submodule is another",
                                 fix="change the model on every rank alike")
-        if draws and all(s == shapes[0] for s in shapes):
+        if draws and all(g == given[0] for g in given):
             raise ShardingError("the ranks would draw different random numbers", where=user_line(),
                                 why="the state of torch's generator differs between them",
                                 fix="call torch.manual_seed with the same number on every rank")
         raise ShardingError("the arguments differ between ranks", where=user_line(),
-                            why="; ".join(f"rank {r}: {s}" for r, s in enumerate(shapes) if s != shapes[0] or r == 0),
-                            fix="give every rank the same global batch, or its own part as a DTensor made by shard_batch")
+                            why="; ".join(f"rank {r}: {g}" for r, g in enumerate(given) if g != given[0] or r == 0),
+                            fix="give every rank the same numbers and global batch, or its own part as a DTensor made by shard_batch")
 
     def _compile(self, args: tuple, kwargs: dict, key: Any, varying: Varying | None) -> _Program:
         start = time.perf_counter()
-        agree(self._groups, _hash(f"a program for {as_text(key)}"), lambda: self._differ(key))
+        passed = varying.now if varying else {}
+        agree(self._groups, _hash(f"a program for {as_text(key)} and {passed}"), lambda: self._differ(key, varying))
         grad = torch.is_grad_enabled()
         captured = capture(self._model, args, kwargs, self._mesh, grad=grad, hooks=self._hooks, state=self._state, varying=varying)
         state = captured.at_places()
@@ -448,6 +450,13 @@ def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.placements
     return leaf_key(leaf)
+
+
+def _shown(key: Any) -> Any:
+    """Of what is known of an argument: the shape of a tensor, or a number or text."""
+    if isinstance(key, tuple) and isinstance(key[0], tuple):
+        return list(key[0])
+    return as_text(key)[:40] if isinstance(key, str) and key != "None" else None
 
 
 def _generator_state() -> int:

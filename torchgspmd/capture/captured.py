@@ -82,9 +82,9 @@ class Captured:
         """The arguments that no caller passes: what is now in attributes and tables."""
         return [place.tensor() for place in self.places]
 
-    def numbers(self) -> list[tuple[str, int | float]]:
-        """Those among the arguments that no caller passes as tensors, by their names."""
-        return [(place.name, place.value()) for place in self.places if place.kind == "number"]
+    def numbers(self, besides: dict | None = None) -> list[tuple[str, int | float]]:
+        """Those that it takes as tensors, by their names; other than those in this table."""
+        return [(place.name, place.value()) for place in self.places if place.kind == "number" and place.root is not besides]
 
     def check_aliases(self, tensors: Sequence[Tensor]) -> None:
         """ShardingError if one tensor is given as two inputs, of which the program changes one."""

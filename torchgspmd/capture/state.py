@@ -93,11 +93,6 @@ class Varying:
     def named(i: int) -> str:
         return f"argument {i}"
 
-    @staticmethod
-    def names(name: str) -> bool:
-        """Whether it is the name of one."""
-        return name.startswith("argument ")
-
 
 class State:
     """The entries that programs of a module write, or whose tensors they change in place; each with all tensors that are below it."""
