@@ -99,9 +99,9 @@ class Captured:
                                     why="a program takes them for two tensors", fix="pass a clone() of it")
 
     def flowing(self, given: set[int], gradients: Sequence[Any]) -> Sequence[Any]:
-        """Outputs of kind GRADIENT: None where eager PyTorch computes none, as it comes from no output whose cotangent is given."""
+        """Outputs of kind GRADIENT: None where eager PyTorch computes none, as it comes from outputs of which none has a cotangent."""
         made = (out for out in self.outputs if out.kind == GRADIENT)
-        return [value if out.of & given else None for out, value in zip(made, gradients)]
+        return [value if out.of & given or not out.of else None for out, value in zip(made, gradients)]
 
     def observe(self, values: Sequence[Any]) -> None:
         """Puts the outputs of kind OBSERVED where the program's hooks of gradients put them."""
