@@ -1,4 +1,5 @@
 """What modules keep between calls, on real gloo processes (worker_state.py), and in plans."""
+import collections
 import copy
 import functools
 import math
@@ -144,6 +145,23 @@ def test_constants_that_a_function_caches_have_values(cache):
         torch.testing.assert_close(gspmd.plan(net, x, mesh=mesh, in_specs="data _").simulate(x), net(x))
     torch.testing.assert_close(cache(4), torch.arange(24.0).view(4, 6).cos())
     assert type(cache(4)) is torch.Tensor
+
+
+class Makers(collections.OrderedDict):
+    """A table that makes what is asked for, as that of activations in transformers."""
+
+    def __getitem__(self, name):
+        layer = super().__getitem__(name)(6)
+        return nn.init.constant_(layer.weight, 3.0)
+
+
+MAKERS = Makers(affine=nn.LayerNorm)
+
+
+def test_a_table_that_makes_its_values_is_not_looked_into():
+    net, x = nn.Linear(6, 6), rand(4, 6)
+    net.forward = lambda x: nn.functional.linear(x, net.weight) * MAKERS["affine"].detach()
+    torch.testing.assert_close(gspmd.plan(net, x, mesh=gspmd.Mesh(data=2), in_specs="data _").simulate(x), net(x))
 
 
 class Views(nn.Module):

@@ -30,7 +30,7 @@ def _body_of(function: Callable) -> Callable | None:
     """A copy of a function of torch that does not give itself away but runs; None for what is not written so in Python."""
     if not isinstance(function, FunctionType) or not str(function.__module__).startswith("torch."):
         return None
-    asks = {name: _nobody for name in function.__code__.co_names if name.startswith("has_torch_function")}
+    asks = {name: _nobody for name in function.__code__.co_names if name.startswith("has_torch_function") and name in function.__globals__}
     if not asks or "__class__" in function.__code__.co_freevars:            # super() gives the method that is called as this one
         return None
     copy = FunctionType(function.__code__, {**function.__globals__, **asks}, function.__name__, function.__defaults__, function.__closure__)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from .counts import Conditions, Count
 from .names import called, global_names
 from .objects import OF_PYTHON, is_object
-from .state import COUNTED, DEEP, LISTS, LONG
+from .state import COUNTED, DEEP, LISTS, LONG, is_table
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
 _CONTAINERS = (tuple, dict, *LISTS)
@@ -206,7 +206,7 @@ def _is_watched(value: Any) -> bool:
 
 def frozen(value: Any, depth: int = 0) -> Any:
     """The value as it is now; of a long table, or one that is deep in others, only that it is this one."""
-    if not isinstance(value, _CONTAINERS) or len(value) > LONG or depth > DEEP or _is_constant(value):
+    if not (isinstance(value, tuple) or is_table(value)) or len(value) > LONG or depth > DEEP or _is_constant(value):
         return value
     keys, items = (tuple(value), value.values()) if isinstance(value, dict) else ((), value)
     return Contents(type(value), keys, tuple(frozen(item, depth + 1) for item in items))

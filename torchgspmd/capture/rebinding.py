@@ -19,7 +19,7 @@ from .effects import Left, made
 from .names import called, named
 from .objects import opened
 from .reads import ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, Recorder, frozen, is_plain, named_objects, same
-from .state import LISTS, LONG, NumberPlace, Place, State
+from .state import LISTS, LONG, NumberPlace, Place, State, is_table
 
 
 def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -195,7 +195,7 @@ class Tables:
         for function in (*(function for function, _ in self.functions), *called(self.functions)):
             for value in named(function):
                 attributes = value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
-                if isinstance(attributes, (dict, *LISTS)) and not isinstance(value, (Tensor, ModuleType)):
+                if is_table(attributes) and not isinstance(value, (Tensor, ModuleType)):
                     yield from _tables(attributes, seen, attributes, (), attributes is not value)
 
 
@@ -207,7 +207,7 @@ def _tables(container: dict | list, seen: set[int], root: dict | list, path: tup
     entries = _entries(container)
     yield _Table(container, entries, entries, root, path, attributes)
     for name, value in entries.items() if len(entries) <= LONG else ():
-        if isinstance(value, (dict, *LISTS)) and name not in KEPT_BY_TORCH:
+        if is_table(value) and name not in KEPT_BY_TORCH:
             yield from _tables(value, seen, root, (*path, name))
 
 

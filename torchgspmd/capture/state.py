@@ -128,6 +128,11 @@ class State:
         return [place for place in places if self.is_counting and place.holds()]
 
 
+def is_table(value: Any) -> bool:
+    """Whether it is a dict or list that gives what is in it: no dict that makes its values when it is asked for them."""
+    return isinstance(value, LISTS) or isinstance(value, dict) and type(value).__getitem__ is dict.__getitem__
+
+
 def _put(container: Any, path: tuple, value: Any) -> Any:
     if not path:
         return value
@@ -140,7 +145,7 @@ def _put(container: Any, path: tuple, value: Any) -> Any:
 
 
 def _leaves(value: Any, path: tuple, depth: int) -> Iterator[tuple[tuple, Any]]:
-    if not isinstance(value, (dict, tuple, *LISTS)):
+    if not (isinstance(value, tuple) or is_table(value)):
         yield path, value
     elif len(value) <= LONG and depth < DEEP:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
