@@ -99,6 +99,47 @@ def test_a_counter_that_is_not_used_is_no_part_of_the_program():
     assert not plan.captured.reads.hold()
 
 
+Pair = collections.namedtuple("Pair", "calls other")
+INTO = {"named": lambda n: Pair(n, [n]), "table": lambda n: collections.OrderedDict(calls=n), "deque": lambda n: collections.deque([n])}
+
+
+@pytest.mark.parametrize("make", INTO.values(), ids=list(INTO))
+def test_what_is_made_of_a_counted_number_holds_numbers(make):
+    """Results, attributes and what is put into arguments: no stand-in is left."""
+    class Makes(Uses):
+        def forward(self, x, log):
+            y = super().forward(x)
+            self.kept, log["kept"] = make(self.calls), make(self.calls)
+            return y, make(self.calls)
+    net, log = Makes(lambda x, n: x * n), {}
+    _, result = gspmd.plan(net, rand(4, 6), log, mesh=gspmd.Mesh(data=2)).simulate(rand(4, 6), log)
+    for found in (result, net.kept, log["kept"]):
+        assert found == make(1) and all(type(leaf) is int for leaf in torch.utils._pytree.tree_leaves(found))
+
+
+def test_conditions_of_numbers_that_do_not_fit():
+    """A condition that fails on another number does not hold; of large integers none is computed in 64 bits, and doubling is no hang."""
+    net, x = Uses(lambda x, n: x * (n * 10 ** 15 / 10 ** 15)), rand(4, 6)
+    plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2))
+    assert plan.captured.reads.hold()
+    net.calls = 10 ** 6
+    assert not plan.captured.reads.hold()
+    torch.testing.assert_close(gspmd.plan(net, x, mesh=gspmd.Mesh(data=2)).simulate(x), x * (10 ** 6 + 2))
+    net = Uses(lambda x, n: x * int(n / 2))
+    net.calls = 0.0
+    plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2))
+    plan.simulate(x)
+    net.calls = math.nan
+    assert not plan.captured.reads.hold()
+
+    def doubled(x, n):
+        for _ in range(100):
+            n = n * 0.5 + n * 0.5
+        return x * n
+    net = Uses(doubled)
+    torch.testing.assert_close(gspmd.plan(net, x, mesh=gspmd.Mesh(data=2)).simulate(x), 2 * x)
+
+
 class Logs(Uses):
     def forward(self, x, log):
         y = super().forward(x)

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .state import COUNTED, Place
 
 Function = Callable[[Any], Any]
 _EXACT = 2.0 ** 53              # integers below it are doubles
-_DEEP = 64                      # operations on operations; behind that it is a condition what comes out
+_MANY = 64                      # operations; of more it is a condition what comes out
 _TENSORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.truediv, operator.pow)     # computed alike of tensors
 _BESIDE_TENSORS = {getattr(of, f"{name}{end}") for of, ends in ((torch, ("",)), (Tensor, ("", "_"))) for end in ends
                    for name in "add sub rsub mul div true_divide gt ge lt le".split() if hasattr(of, f"{name}{end}")} | {
@@ -47,7 +48,7 @@ class Tally:
         found = function(self.value)
         if function is _itself:
             self.conditions = [(function, found)]
-        elif all(known is not _itself for known, _ in self.conditions[:1]):
+        elif not self.conditions or self.conditions[0][0] is not _itself:
             self.conditions.append((function, found))
         return found
 
@@ -67,7 +68,7 @@ class Conditions:
             return False
         try:
             return all(_equal(function(value), found) for function, found in zip(self.functions, self.found))
-        except ArithmeticError:
+        except (ArithmeticError, ValueError):                               # of what forward would do with it
             return False
 
 
@@ -82,11 +83,11 @@ class Computed:
 
 class Count:
     """A function of a tallied number; of: the operation and operands that it was computed by."""
-    __slots__ = ("__tally", "__function", "__value", "__of", "__depth")
+    __slots__ = ("__tally", "__function", "__value", "__of", "__size")
 
     def __init__(self, tally: Tally, function: Function = _itself, of: tuple = ()):
         self.__tally, self.__function, self.__value, self.__of = tally, function, function(tally.value), of
-        self.__depth = max((1 + o.__depth for o in of if type(o) is Count), default=0)
+        self.__size = sum(1 + o.__size for o in of if type(o) is Count)     # operations, each as often as it is computed
 
     @property
     def __class__(self) -> type:                                            # type: ignore[override]
@@ -122,12 +123,8 @@ def number(count: Count) -> int | float:
 
 
 def numbers(value: Any) -> Any:
-    """The same with the number in the place of every Count in lists, tuples and tables."""
-    if type(value) is Count:
-        return number(value)
-    if type(value) in (list, tuple):
-        return type(value)(map(numbers, value))
-    return {name: numbers(item) for name, item in value.items()} if type(value) is dict else value
+    """The same with the number in the place of every Count in it."""
+    return pytree.tree_map(lambda leaf: number(leaf) if type(leaf) is Count else leaf, value)
 
 
 def settled(value: Any, root: Any, path: tuple) -> Any:
@@ -154,7 +151,7 @@ def _computed(operation: Callable, *operands: Any) -> Any:
         return shorter
     functions = [o._Count__function if type(o) is Count else lambda value, o=o: o for o in operands]
     found = Count(tally, lambda value: operation(*(function(value) for function in functions)), (operation, *operands))
-    return found if type(found._Count__value) in COUNTED and found._Count__depth < _DEEP else number(found)
+    return found if type(found._Count__value) in COUNTED and found._Count__size < _MANY else number(found)
 
 
 def _as_one(operation: Callable, one: Any, other: Any = None) -> Any:
@@ -171,10 +168,12 @@ def _as_one(operation: Callable, one: Any, other: Any = None) -> Any:
 def _tensor(count: Count) -> Tensor | None:
     """It as a value of the program; None if it cannot be computed of tensors."""
     tally, value, of = count._Count__tally, count._Count__value, count._Count__of
+    if type(value) is int and not _demanded(count, _is_exact):              # else it might not fit into a tensor
+        return None
     if not of:
         return tally.tensor
     operation, *operands = of
-    if operation not in _TENSORS or type(value) is int and (operation is operator.pow or abs(value) > _EXACT):
+    if operation not in _TENSORS or type(value) is int and operation is operator.pow:
         return None
     tensors = [_tensor(o) if type(o) is Count else o for o in operands]
     if any(t is None for t in tensors):
@@ -182,6 +181,10 @@ def _tensor(count: Count) -> Tensor | None:
     if type(value) is float:
         tensors = [t.double() if isinstance(t, Tensor) else float(t) for t in tensors]
     return operation(*tensors)
+
+
+def _is_exact(value: int) -> bool:
+    return abs(value) < _EXACT
 
 
 def _beside(count: Count, other: Tensor) -> Any:

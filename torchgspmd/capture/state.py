@@ -21,7 +21,7 @@ from torch import Tensor
 
 LISTS = (list, deque)
 COUNTED = (int, float)          # what may be a Count (counts.py)
-LARGE = 2 ** 62                 # integers from here on are no tensors
+LARGE = 2 ** 62                 # integers from here on are no inputs
 LONG = 1000                     # entries of a table that is not looked into
 DEEP = 8                        # tables in tables; one may be in itself
 
