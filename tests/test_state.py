@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("worker_state.py")
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_modules_that_keep_something_between_calls(mesh):
-    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 9
+    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 10
 
 
 class Recurrent(nn.Module):
@@ -236,6 +236,49 @@ class Keeps(Uses):
 
     def forward(self, x):
         return self.inner(super().forward(x))
+
+
+def makes(net):
+    net.fresh = nn.Parameter(torch.ones(6))
+
+
+def takes_away(net):
+    net.weight = None
+
+
+def replaces(net):
+    net.weight = nn.Parameter(net.weight.detach() / 2)
+
+
+def lengthens(net):
+    net.weight = nn.Parameter(torch.ones(12))
+
+
+def lengthens_data(net):
+    net.weight.data = torch.ones(12)
+
+
+@pytest.mark.parametrize("change, message", [
+    (makes, "forward makes parameter 'fresh'"), (takes_away, "forward takes away parameter 'weight'"),
+    (replaces, "forward puts another parameter in the place of 'weight', on which its result depends"),
+    (lengthens, r"parameter 'weight', torch.float32 of shape \[6\], is given data of torch.float32 and shape \[12\]"),
+    (lengthens_data, r"a tensor, torch.float32 of shape \[6\], is given data")])
+def test_parameters_that_forward_cannot_change(change, message):
+    """Their gradients would be lost. The module stays as it was."""
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            y = x * self.weight
+            change(self)
+            return y if self.weight is None else y + self.weight[:6]
+    net = Net()
+    with pytest.raises(gspmd.ShardingError, match=message):
+        gspmd.plan(net, rand(4, 6), mesh=gspmd.Mesh(data=2), grad=True)
+    assert [name for name, _ in net.named_parameters()] == ["weight"]
+    assert type(net.weight) is nn.Parameter and net.weight.tolist() == [1.0] * 6
 
 
 def test_what_functions_that_forward_calls_read_and_write():

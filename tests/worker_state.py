@@ -388,6 +388,61 @@ def check_a_detached_result(mesh):
     same_gradients(model, reference)
 
 
+class Quantizer(Net):
+    """Words that move to the mean of what is near them, as parameters that forward replaces (VQ-VAE, arXiv 1711.00937, appendix A.1)."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.sums = nn.Embedding(WIDTH, 6), nn.Parameter(torch.randn(WIDTH, 6))
+        self.register_buffer("counts", torch.ones(WIDTH))
+
+    def forward(self, x):
+        x = super().forward(x)
+        chosen = F.one_hot(torch.cdist(x, self.words.weight).argmin(-1), WIDTH).float()
+        near = (chosen @ self.words.weight).detach()
+        self.move(chosen, x)
+        return x + (near - x).detach() + F.mse_loss(x, near)
+
+    def move(self, chosen, x):
+        self.counts = 0.9 * self.counts + chosen.sum(0)
+        self.sums = nn.Parameter(0.9 * self.sums + chosen.t() @ x)
+        self.words.weight = nn.Parameter(self.sums / self.counts.unsqueeze(1))
+
+
+class QuantizerOfData(Quantizer):
+    """The same by `.data = ...`; what is kept of the old data stays as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved = torch.zeros(())
+
+    def move(self, chosen, x):
+        before = self.words.weight.data
+        self.counts.data = 0.9 * self.counts + chosen.sum(0)
+        self.sums.data = 0.9 * self.sums.data + chosen.t() @ x.detach()
+        self.words.weight.data = self.sums.data / self.counts.unsqueeze(1)
+        self.moved.data = (self.words.weight - before).detach().norm()
+        before.zero_()
+
+
+def check_parameters_that_forward_changes(mesh):
+    for kind in (Quantizer, QuantizerOfData):
+        model, reference = pair(mesh, kind)
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference)]
+        for step in range(STEPS):
+            losses = [m(batch(step)).square().mean() for m in (model, reference)]
+            close(*losses)
+            for loss, optimizer in zip(losses, optimizers):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            wanted = reference.state_dict()
+            for name, value in model.state_dict().items():
+                close(value, wanted[name])
+            for a, b in zip(kept(model._model), kept(reference)):
+                close(a, b)
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 

@@ -103,6 +103,32 @@ def test_what_forward_keeps_for_the_next_call():
         torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
+class Follows(Net):
+    """Parameters that forward gives other values."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.square = nn.Parameter(torch.zeros(12)), nn.Parameter(torch.ones(12))
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.mean = nn.Parameter(0.9 * self.mean + 0.1 * y.mean(0))
+        self.square.data = 0.9 * self.square.data + 0.1 * y.square().mean(0).detach()
+        return (y - self.mean.detach()) * self.square.detach()
+
+
+def test_parameters_that_forward_changes():
+    model, reference = on_both(Follows())
+    for seed in range(3):
+        losses = [m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).square().mean() for m in (model, reference)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(losses[0].detach().cpu(), losses[1].detach(), rtol=1e-5, atol=1e-5)
+        for mine, theirs in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.up.weight.grad.cpu(), reference.up.weight.grad, rtol=1e-5, atol=1e-5)
+
+
 def test_results_are_plain_tensors_and_evaluation_is_without_gradients():
     model, reference = on_both(Net())
     x = torch.randn(7, 16)

@@ -30,6 +30,7 @@ from .capture import (
     opened,
 )
 from .comm.agreement import Agreement, agree, is_room
+from .comm.dtensors import complete_dtensors
 from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups, groups_of
 from .comm.ring import ring_einsum_scatter, ring_gather_einsum
@@ -45,6 +46,7 @@ from .comm.storage import (
     stored_shape,
     strided_like,
     takes_gradient,
+    whole_of,
     wrap_local,
 )
 from .errors import ShardingError, user_line
@@ -143,6 +145,7 @@ class ShardedModule(Wrapped):
                  **options: Any):
         """hooks: whether those of the model are part of its programs; the hooks of those inside of it are."""
         step_on_local_tensors()
+        complete_dtensors()
         tensors = [*model.parameters(), *model.buffers()]
         device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
         groups = groups_of(mesh, device)
@@ -372,7 +375,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         program: _Program = ctx.program
-        tangents = [torch.zeros(shape, dtype=dtype, device=device) if grads[i] is None else grads[i]
+        tangents = [torch.zeros(shape, dtype=dtype, device=device) if grads[i] is None else whole_of(grads[i])
                     for i, (shape, dtype, device) in zip(program.tangent_outputs, ctx.shapes)]
         saved = ctx.saved_tensors
         if program.by_values:

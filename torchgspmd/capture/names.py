@@ -30,7 +30,7 @@ def _plain_functions(function: Any) -> Iterator[FunctionType]:
         elif isinstance(function, MethodType):
             function = function.__func__
         else:
-            if isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in _LIBRARIES:
+            if isinstance(function, FunctionType) and (function.__module__ or "").partition(".")[0] not in _LIBRARIES:
                 yield function
             function = getattr(function, "__wrapped__", None)
 

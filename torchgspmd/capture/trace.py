@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -36,11 +35,12 @@ from .clean import NUMBERS, clean
 from .counts import numbers
 from .effects import Effect, Left, Watched
 from .escaped import Constants
+from .functional import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
 from .guards import capturing, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
 from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
 from .reads import recorded_reads
-from .rebinding import Tables, rebound_buffers
+from .rebinding import Tables, rebound_buffers, rebound_parameters
 from .state import NumberPlace, Place, State, Varying
 from .values import VALUE_REPLACEMENTS
 
@@ -61,7 +61,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
         try:
             captured, settle = _capture(fn, own, args, kwargs, mesh, grad, hooks, state, [*places, *numbered], varying)
             settle()
-        except _Changes as found:
+        except Changes as found:
             if found.entry in state:
                 raise ShardingError(f"the program changes a tensor in place that shares its memory with '{found.entry[1][-1]}'",
                                     where=user_line_of(found), why="each tensor that a module keeps is an input of its own",
@@ -122,6 +122,7 @@ class _Program:
 
     def __init__(self, fn, call, names, leaves, slots, tree, grad, tables, places):
         self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = fn, call, names, leaves, slots, tree, grad
+        self.parameters = [name for name, _ in fn.named_parameters()] if isinstance(fn, nn.Module) else []
         self.tables: Tables = tables
         self.places: list[Place] = places
         self.constants = Constants(FunctionalTensor)
@@ -135,10 +136,10 @@ class _Program:
         self.seen: list[Tensor] = []                                        # by hooks of gradients
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
-        with _Functional(self.tables):
+        with Functional(self.tables):
             inputs = [FunctionalTensor.to_functional(t) for t in flat]
             self.shapes = [t.shape for t in flat]
-            before = [_unwrap(t) for t in inputs]
+            before = [unwrap(t) for t in inputs]
             for tensor, needed in zip(inputs, requires):
                 if needed:
                     tensor.requires_grad_()
@@ -146,13 +147,13 @@ class _Program:
             with _Interceptor(tracker, self.constants), capturing():
                 outs, grads = self._with_state(inputs, tracker)
             tracker.clear()
-            mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if i in self.rebound or _was_mutated(t, old)]
+            mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if i in self.rebound or was_mutated(t, old)]
             self.outputs = [*(Output(OUTPUT, self._place_of(i, t), i >= self.asked) for i, t in enumerate(outs)),
                             *(Output(MUTATION, i) for i in mutated), *(Output(GRADIENT, i, of=self.sources[i]) for i in grads),
                             *(Output(OBSERVED, open=True) for _ in self.seen)]
             constants = self.constants.now()
             self.constant_ids = [*map(id, constants)]
-            return [_unwrap(t) if isinstance(t, FunctionalTensor) else t
+            return [unwrap(t) if isinstance(t, FunctionalTensor) else t
                     for t in (*outs, *(self.rebound.get(i, inputs[i]) for i in mutated), *grads.values(), *self.seen, *constants)]
 
     def _place_of(self, output: int, tensor: Tensor) -> int:
@@ -194,11 +195,15 @@ class _Program:
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
             found = self._forward_backward(inputs, tracker)
-            self.rebound = rebound_buffers(self.fn, self.names, inputs)
+            self.rebound = self._rebound(inputs)
             return found
         state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
         with self.tables.kept(self.places, stand_ins):
             return torch.func.functional_call(_Wrapper(self.fn, forward_backward), state, (), tie_weights=True)
+
+    def _rebound(self, inputs: list[Tensor]) -> dict[int, Tensor]:
+        """What forward put in the place of parameters and buffers."""
+        return rebound_parameters(self.fn, self.parameters, inputs) | rebound_buffers(self.fn, self.names, inputs)
 
     def _forward_backward(self, inputs: list[Tensor], tracker: _SourceTracker) -> tuple[list[Tensor], dict[int, Tensor]]:
         leaves = list(self.leaves)
@@ -215,8 +220,8 @@ class _Program:
             outs = [self.result_leaves[i] for i in self.result_slots]
             self.effects = watched.effects(outs)
             self.asked = len(outs)
-            rebound = rebound_buffers(self.fn, self.names, inputs) if isinstance(self.fn, nn.Module) else {}
-            self.left = self.tables.left(outs, [*inputs[:len(self.names)], *rebound.values()])
+            self.rebound = self._rebound(inputs) if isinstance(self.fn, nn.Module) else {}
+            self.left = self.tables.left(outs, [*inputs[:len(self.names)], *self.rebound.values()])
         finally:
             watched.restore()
         if any(isinstance(leaf, Iterator) for leaf in self.result_leaves):
@@ -234,17 +239,27 @@ class _Program:
         differentiable = [i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad]
         wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
         reached = _reached([outs[i] for i in differentiable], [inputs[i] for i in wanted])
+        if self.rebound:
+            self._check_rebound([outs[i] for i in differentiable], inputs)
         self.sources = {i: frozenset(out for out, to in zip(differentiable, reached) if to >> k & 1) for k, i in enumerate(wanted)}
         if not differentiable or not wanted:
             return {}
         tracker.start_backward([outs[i] for i in differentiable])
         seeds = []
         for i in differentiable:                                            # placeholders take their place in clean.py
-            seed = torch.ones_like(_unwrap(outs[i]))
+            seed = torch.ones_like(unwrap(outs[i]))
             self.tangents.append((i, seed))
             seeds.append(FunctionalTensor.to_functional(seed))
         grads = _grad([outs[i] for i in differentiable], [inputs[i] for i in wanted], seeds, allow_unused=True)
         return {i: g for i, g in zip(wanted, grads) if g is not None}
+
+    def _check_rebound(self, outs: list[Tensor], inputs: list[Tensor]) -> None:
+        """ShardingError if results depend on a parameter that forward replaced, or on the one that it put there."""
+        for i, now in self.rebound.items():
+            if i < len(self.parameters) and any(_reached(outs, [inputs[i], now])):
+                raise ShardingError(f"forward puts another parameter in the place of '{self.parameters[i]}', on which its result depends",
+                                    where=user_line(), why="an optimizer has the one that was there: the gradient would be lost silently",
+                                    fix="change its values in the optimizer's step, or make it a buffer")
 
 
 def _reached(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
@@ -283,54 +298,6 @@ class _Wrapper(nn.Module):
         return self.run()
 
 
-class _Functional(FunctionalTensorMode):
-    """Turns in-place updates into values; leaves out the checks of values, which a program has only when it runs."""
-
-    def __init__(self, tables: Tables):
-        super().__init__()
-        self.tables = tables
-        self.views: dict[int, tuple[Tensor, tuple | None]] = {}             # of tensors that are no inputs: and the entry that holds those
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in _CHECKS:
-            return None
-        if func._schema.is_mutable:
-            for parameter, value in zip(func._schema.arguments, args):
-                if parameter.alias_info is not None and (entry := self._entry(value)) is not None:
-                    raise _Changes(entry)
-        with _whole(func):
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
-            self.views[id(result)] = result, self._entry(args[0])
-        return result
-
-    def _entry(self, value: Any) -> tuple | None:
-        """The entry of a table that holds it, if it is no tensor of the program."""
-        if not isinstance(value, Tensor) or isinstance(value, FunctionalTensor):
-            return None
-        return self.views[id(value)][1] if id(value) in self.views else self.tables.owner_of(value)
-
-
-class _Changes(Exception):
-    """The program changes a tensor in place that is in this entry, a root and a path, and none of its inputs."""
-
-    def __init__(self, entry: tuple[dict | list, tuple]):
-        super().__init__()
-        self.entry = entry
-
-
-@contextmanager
-def _whole(func: torch._ops.OpOverload) -> Iterator[None]:
-    """Keeps an interpolation in one piece, which torch 2.9 would replace by its body in Python, a gather of rows."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    body = func.py_kernels.pop(key, None) if "upsample_nearest" in func.name() else None
-    try:
-        yield
-    finally:
-        if body is not None:
-            func.py_kernels[key] = body
-
-
 class _Interceptor(TorchFunctionMode):
     """Sees every call of PyTorch's Python interface: notes its source line and makes the replacements of products and values."""
 
@@ -354,6 +321,8 @@ class _Interceptor(TorchFunctionMode):
             raise ShardingError("the program draws from a torch.Generator of its own", where=user_line(),
                                 why="numbers are drawn by the place of an element, from a seed of the default generator",
                                 fix="leave the generator out and call torch.manual_seed, or draw outside and pass the numbers")
+        if func == _SET_DATA:
+            return set_data(*args)
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
         if kwargs.get("out") is not None or is_transforming():         # torch.func does not take operations of ours
             replacement = None
@@ -391,8 +360,8 @@ def _tensor_backward(self, gradient=None, retain_graph=None, create_graph=False,
     torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-_CHECKS = {torch.ops.aten._linalg_check_errors.default}
 _BACKWARDS = {torch.autograd.grad: _grad, Tensor.backward: _tensor_backward}
+_SET_DATA = Tensor.data.__set__
 
 
 class _SourceTracker:
@@ -460,15 +429,6 @@ def _fake(tensor: Tensor) -> Tensor:
     """A tensor without content; one on meta or XLA becomes one on the CPU, so that all of them are on one device."""
     device = "cpu" if tensor.device.type in ("meta", "xla") else tensor.device
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-def _unwrap(tensor: Tensor) -> Tensor:
-    torch._sync(tensor)
-    return torch._from_functional_tensor(tensor.elem)
-
-
-def _was_mutated(tensor: Tensor, before: Tensor) -> bool:
-    return _unwrap(tensor) is not before
 
 
 def _leaf_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:

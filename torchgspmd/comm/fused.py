@@ -12,22 +12,23 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .dtensors import as_before, handlers
+
 _STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
 
 
 def step_on_local_tensors() -> None:
     """From here on, for all DTensors of this process."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
     for packet in (getattr(torch.ops.aten, name) for name in _STEPS):
         for overload in packet.overloads():
-            handlers.setdefault(getattr(packet, overload), _step)
+            handlers().setdefault(getattr(packet, overload), _step)
 
 
 def _step(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
     others = [a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)]
     if others or not _aligned(lists):
-        return _as_before(op, args, kwargs)
+        return as_before(op, args, kwargs)
     call = getattr(torch, op.overloadpacket.__name__)                        # parses lists of tensors in half the time
     return call(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
 
@@ -60,12 +61,3 @@ def _local(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         return [t._local_tensor if type(t) is DTensor else t for t in argument]
     return argument
-
-
-def _as_before(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    del handlers[op]
-    try:
-        return op(*args, **kwargs)
-    finally:
-        handlers[op] = _step

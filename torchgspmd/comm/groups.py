@@ -67,6 +67,11 @@ def groups_of(mesh: Mesh, device_type: str) -> Groups:
     return made
 
 
+def known_groups(device_mesh: DeviceMesh) -> Groups | None:
+    """Those of the mesh whose parameters are stored on this one."""
+    return next((groups for groups in _MADE.values() if groups.device_mesh is device_mesh), None)
+
+
 def check_world(mesh: Mesh) -> None:
     """ShardingError unless there is a process group with one process for every device of the mesh."""
     if not dist.is_initialized():

@@ -96,6 +96,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """A plain tensor of the values of a DTensor; a plain tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def gradient_like(local: Tensor, parameter: DTensor) -> DTensor:
     """A gradient as a DTensor laid out as its parameter. (DTensor's `__init__` does nothing, in 3 of 5 us.)"""
     return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)

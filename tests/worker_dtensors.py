@@ -1,0 +1,118 @@
+"""Worker of test_dtensors.py: what training loops for one device do with parameters and gradients, against one process.
+
+torchrun --nproc-per-node 3 worker_dtensors.py model=3
+"""
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from worker_module import WORDS, close, error_of, loss_of, pair, run, same_gradients, same_parameters, tokens, whole
+
+import torchgspmd as gspmd
+
+
+def check_penalties_beside_the_model(mesh):
+    """Plain tensors meet DTensors, in the loss and, where torch has layouts for what they pass, in gradients."""
+    penalties = {
+        "squares": lambda m, loss: loss + 0.01 * sum(p.pow(2).sum() for p in m.parameters()),
+        "in place": lambda m, loss: loss.add_(m.up.weight.abs().sum(), alpha=0.01),
+        "norm": lambda m, loss: loss + 0.01 * m.down.weight.square().sum().sqrt(),
+        "orthogonal": lambda m, loss: 0.01 * (m.up.weight.T @ m.up.weight - torch.eye(16)).square().sum() + loss,
+    }
+    for penalty in penalties.values():
+        model, reference = pair(mesh)
+        losses = [penalty(m, loss_of(m)) for m in (model, reference)]
+        assert abs(losses[0].item() - losses[1].item()) < 1e-5 * losses[1].item()
+        for loss in losses:
+            loss.backward()
+        same_gradients(model, reference)
+
+
+def check_numbers_and_text(mesh):
+    model, reference = pair(mesh)
+    for m in (model, reference):
+        loss_of(m).backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters()):
+        for statistic in (torch.norm, torch.sum, torch.amax, lambda x: x.abs().max(), lambda x: (x > 0).sum()):
+            for a, b in ((mine, theirs), (mine.grad, theirs.grad)):
+                a, b = statistic(a.detach()).item(), statistic(b.detach()).item()
+                assert abs(a - b) <= 1e-5 * max(1.0, abs(b)), (statistic, a, b)
+        assert mine.tolist() == theirs.tolist() and (mine.detach().cpu().numpy() == theirs.detach().numpy()).all()
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, reference)]
+    assert f"{norms[0]:.3f}" == f"{norms[1]:.3f}" and norms[0] < 100
+
+
+def check_reading_on_one_rank(mesh):
+    """What a reduction is pending of is read by all ranks: a rank that does alone, and those that go on, are told."""
+    model, _ = pair(mesh)
+    loss_of(model).backward()
+    total = model.up.weight.grad.norm()
+    error = error_of(lambda: total.item() if dist.get_rank() == 0 else model(tokens()))
+    if dist.get_rank() == 0:
+        assert error.startswith("the ranks do different things") and "read it on every rank" in error, error
+    else:
+        assert error.startswith("the arguments differ between ranks") and "reads a DTensor at worker_dtensors.py" in error, error
+    assert total.item() > 0
+
+
+def check_data_and_entries(mesh):
+    """Assignments to `.data`, whole ones and DTensors, and to entries of sharded dimensions."""
+    def clip(m):
+        for p in m.parameters():
+            p.data = p.data.clamp(-0.05, 0.05)
+
+    def swap(m):
+        m.up.weight.data = torch.arange(512.0).view(32, 16) / 512
+
+    def vector(m):
+        nn.utils.vector_to_parameters(2 * torch.cat([whole(p).detach().flatten() for p in m.parameters()]), m.parameters())
+
+    @torch.no_grad()
+    def entries(m):
+        m.embedding.weight[3] = 0
+        m.embedding.weight[4, 2:5] = torch.ones(3)
+        m.up.weight.data[torch.arange(32) % 2 == 0] = 3.0
+        m.down.weight[:, 5] = m.down.weight[:, 6]
+        m.up.bias.data[:] = 0.5
+
+    @torch.no_grad()
+    def noise(m):
+        generator = torch.Generator().manual_seed(0)
+        for p in m.parameters():
+            p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
+            p.mul_(torch.rand(p.shape, generator=generator))
+
+    for change in (clip, swap, vector, entries, noise):
+        model, reference = pair(mesh)
+        for m in (model, reference):
+            m(tokens())
+            change(m)
+        same_parameters(model, reference)
+        for m in (model, reference):
+            loss_of(m).backward()
+        same_gradients(model, reference)
+    error = error_of(lambda: setattr(model.up.weight, "data", torch.ones(3)))
+    assert error.startswith("the data of a DTensor, torch.float32 of shape [32, 16], is set to torch.float32 of shape [3]"), error
+    other = DTensor.from_local(torch.ones(32, 16), model.up.weight.device_mesh, run_check=False)
+    assert "redistribute that one first" in error_of(lambda: setattr(model.up.weight, "data", other))
+
+
+def check_results_as_they_are_laid_out(mesh):
+    """A loss of a DTensor and plain targets."""
+    model, reference = pair(mesh)
+    model = gspmd.parallelize(model._model, mesh, out_specs=f"_ _ {mesh.names[-1]}")
+    targets = torch.linspace(0, 1, WORDS)
+    for loss in (lambda y: (y - targets).abs().sum(), lambda y: F.cross_entropy(y.flatten(0, 1), tokens().flatten())):
+        losses = [loss(m(tokens())) for m in (model, reference)]
+        close(*losses)
+        for each in losses:
+            each.backward()
+        same_gradients(model, reference)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+if __name__ == "__main__":
+    run(CHECKS)

@@ -1,0 +1,86 @@
+"""Tensors of a trace: values in which in-place updates have been turned into new ones.
+
+Imports private capture APIs of PyTorch; checked on 2.9.0 and 2.13.0.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+from .rebinding import Tables, check_alike
+
+_CHECKS = {torch.ops.aten._linalg_check_errors.default}
+
+
+class Functional(FunctionalTensorMode):
+    """Turns in-place updates into values; leaves out the checks of values, which a program has only when it runs."""
+
+    def __init__(self, tables: Tables):
+        super().__init__()
+        self.tables = tables
+        self.views: dict[int, tuple[Tensor, tuple | None]] = {}             # of tensors that are no inputs: and the entry that holds those
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in _CHECKS:
+            return None
+        if func._schema.is_mutable:
+            for parameter, value in zip(func._schema.arguments, args):
+                if parameter.alias_info is not None and (entry := self._entry(value)) is not None:
+                    raise Changes(entry)
+        with _whole(func):
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
+            self.views[id(result)] = result, self._entry(args[0])
+        return result
+
+    def _entry(self, value: Any) -> tuple | None:
+        """The entry of a table that holds it, if it is no tensor of the program."""
+        if not isinstance(value, Tensor) or isinstance(value, FunctionalTensor):
+            return None
+        return self.views[id(value)][1] if id(value) in self.views else self.tables.owner_of(value)
+
+
+class Changes(Exception):
+    """The program changes a tensor in place that is in this entry, a root and a path, and none of its inputs."""
+
+    def __init__(self, entry: tuple[dict | list, tuple]):
+        super().__init__()
+        self.entry = entry
+
+
+@contextmanager
+def _whole(func: torch._ops.OpOverload) -> Iterator[None]:
+    """Keeps an interpolation in one piece, which torch 2.9 would replace by its body in Python, a gather of rows."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    body = func.py_kernels.pop(key, None) if "upsample_nearest" in func.name() else None
+    try:
+        yield
+    finally:
+        if body is not None:
+            func.py_kernels[key] = body
+
+
+def set_data(input: Tensor, data: Tensor) -> None:
+    """`input.data = data` in a trace: from here on the one is in the memory of the other."""
+    if not isinstance(input, FunctionalTensor):                             # it becomes one when its change in place is found
+        input.copy_(data)
+        return
+    check_alike("a tensor", input, data)
+    if not isinstance(data, FunctionalTensor) or data.stride() != input.stride():
+        with torch.no_grad():
+            data = torch.empty_like(input).copy_(data)
+    input.elem = data.elem
+
+
+def unwrap(tensor: Tensor) -> Tensor:
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor.elem)
+
+
+def was_mutated(tensor: Tensor, before: Tensor) -> bool:
+    return unwrap(tensor) is not before

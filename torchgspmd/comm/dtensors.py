@@ -1,0 +1,131 @@
+"""What programs written for one device do to parameters, and torch's DTensor by itself does not, or does wrong without a word.
+
+    p.data = other                      sets what the DTensor says of itself, not what it stores
+    p.grad.norm().item()                is this device's term of a reduction that is pending
+    w[3] = 0                            is lost where dimension 0 is sharded
+    loss + 0.01 * p.pow(2).sum()        is an error, a plain tensor beside a DTensor; so is loss += ...
+    f"{clip_grad_norm_(...):.2f}"       is an error, and so are numpy() and tolist()
+
+Private API of torch (DTensor's local tensor, spec and dispatcher); checked on 2.9.0 and 2.13.0.
+"""
+from __future__ import annotations
+
+import zlib
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..errors import ShardingError, user_line
+from .agreement import agree
+from .groups import known_groups
+
+_DATA, _NUMPY, _TOLIST, _SETITEM = Tensor.data, Tensor.numpy, Tensor.tolist, Tensor.__setitem__
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_IN_PLACE = tuple(getattr(torch.ops.aten, name).Tensor for name in ("add_", "sub_", "mul_", "div_"))
+
+
+def complete_dtensors() -> None:
+    """From here on, for all DTensors of this process; what communicates, for those on the meshes of parallelize.
+
+    A plain tensor beside a DTensor is the whole tensor, the same on every rank.
+    """
+    DTensor.data = property(_DATA.__get__, _assign)
+    DTensor.__setitem__, DTensor.__format__, DTensor.numpy, DTensor.tolist = _setitem, _format, _numpy, _tolist
+    handlers().update({_ITEM: _item, **dict.fromkeys(_IN_PLACE, _into_plain)})
+    DTensor._op_dispatcher._allow_implicit_replication = True
+
+
+def handlers() -> dict:
+    """What computes an operation on DTensors in the place of DTensor itself: functions of (operation, args, kwargs)."""
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+def as_before(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """As DTensor itself does it."""
+    table = handlers()
+    handler = table.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        table[op] = handler
+
+
+def _assign(self: DTensor, value: Tensor) -> None:
+    """value: a DTensor, or a whole tensor; nothing is sent. ShardingError where it does not fit."""
+    if value.shape != self.shape or value.dtype != self.dtype:
+        raise ShardingError(f"the data of a DTensor, {self.dtype} of shape {list(self.shape)}, is set to {value.dtype} of shape "
+                            f"{list(value.shape)}", where=user_line(), why="programs were made for the one that was there",
+                            fix="model.to(dtype) changes types; change shapes before the model is wrapped")
+    if not isinstance(value, DTensor):
+        value = _like(self, value)
+    elif value.device_mesh != self.device_mesh or value.placements != self.placements:
+        raise ShardingError(f"the data of a DTensor on {self.device_mesh} with {self.placements} is set to one on {value.device_mesh} "
+                            f"with {value.placements}", where=user_line(), fix="redistribute that one first")
+    _DATA.__set__(self, value)
+    self._local_tensor, self._spec = value._local_tensor.detach(), value._spec
+
+
+def _setitem(self: DTensor, index: Any, value: Any) -> None:
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (self, value)) or not _is_cut(self):
+        _SETITEM(self, index, value)
+        return
+    whole = _whole(self)
+    whole[index] = _whole(value) if isinstance(value, DTensor) else value
+    self.copy_(_like(self, whole))
+
+
+def _format(self: DTensor, spec: str) -> str:
+    """As Tensor's: of one without dimensions that of its number."""
+    return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+
+def _numpy(self: DTensor, **options: Any) -> Any:
+    return _whole(self.detach() if options.get("force") else self).numpy(**options) if _is_ours(self) else _NUMPY(self, **options)
+
+
+def _tolist(self: DTensor) -> list:
+    return _whole(self).tolist() if _is_ours(self) else _TOLIST(self)
+
+
+def _item(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    return (_whole(args[0]) if _is_ours(args[0]) else args[0].to_local()).item()
+
+
+def _into_plain(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """In place; a plain tensor stays one."""
+    if isinstance(args[0], DTensor):
+        return as_before(op, args, kwargs)
+    return op(args[0], args[1].full_tensor(), **kwargs)
+
+
+def _is_ours(tensor: DTensor) -> bool:
+    return known_groups(tensor.device_mesh) is not None
+
+
+def _is_cut(tensor: DTensor) -> bool:
+    """Whether devices that we know have different parts or terms of it."""
+    return _is_ours(tensor) and not all(p.is_replicate() for p in tensor.placements)
+
+
+def _like(tensor: DTensor, whole: Tensor) -> DTensor:
+    return distribute_tensor(whole.detach().to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    """Its values, for which all ranks have to ask if devices have parts of them."""
+    if not _is_cut(tensor):
+        return tensor.to_local()
+    line = user_line()
+    agree(known_groups(tensor.device_mesh), zlib.crc32(f"reads a DTensor at {line}".encode()), lambda: _not_alike(line))
+    return tensor.full_tensor()
+
+
+def _not_alike(line: str | None) -> NoReturn:
+    """What a rank raises that reads while others do something else; it takes part as they find out what (parallel.py)."""
+    for _ in range(2):
+        dist.all_gather_object([None] * dist.get_world_size(), f"reads a DTensor at {line}")
+    raise ShardingError("the ranks do different things", where=line, why="this one reads a DTensor of which each device has a part, others "
+                        "do not", fix="read it on every rank, also where only one prints it")
