@@ -52,7 +52,7 @@ def check_reading_on_one_rank(mesh):
     if dist.get_rank() == 0:
         assert error.startswith("the ranks do different things") and "read it on every rank" in error, error
     else:
-        assert error.startswith("the arguments differ between ranks") and "reads a DTensor at worker_dtensors.py" in error, error
+        assert error.startswith("the arguments differ between ranks") and "reads a DTensor at" in error, error
     assert total.item() > 0
 
 

@@ -136,7 +136,7 @@ def check_fused_steps(mesh):
     """Lists of DTensors are stepped on as lists of their parts, where all that meet are laid out alike; else as DTensor does it."""
     model, reference = pair(mesh, dropout=0.0)
     seen = []
-    with patch.object(fused, "_as_before", lambda *call: seen.append(call)):
+    with patch.object(fused, "as_before", lambda *call: seen.append(call)):
         for m in (model, reference):
             m(*batch(0)).backward()
             torch.optim.SGD(m.parameters(), 1e-2, fused=True).step()
@@ -249,6 +249,18 @@ def check_errors(mesh):
             raise AssertionError("no error")
         torch.manual_seed(1)
         model(*batch(0))
+    model, _ = pair(mesh, dropout=0.0)
+    for _ in range(2):
+        try:
+            model(*batch(int(dist.get_rank() == mesh.size - 1)))             # each rank its own, as with DistributedDataParallel
+        except gspmd.ShardingError as error:
+            assert str(error).startswith(f"argument 'tokens' has other values on rank {mesh.size - 1} than on rank 0"), error
+            assert "made by shard_batch" in str(error), error
+        else:
+            raise AssertionError("no error")
+    model(*batch(0))
+    model = gspmd.parallelize(Distance(), mesh)
+    model(torch.arange(6.0).view(2, 3) / (3 + 1e-6 * dist.get_rank()))       # rounding is no difference
     try:
         gspmd.parallelize(Model(), gspmd.Mesh(data=mesh.size + 1))
     except gspmd.ShardingError as error:

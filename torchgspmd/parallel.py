@@ -23,13 +23,14 @@ from .capture import (
     OUTPUT,
     PARAMETER,
     TANGENT,
+    Captured,
     Varying,
     capture,
     check_module,
     not_compiled,
     opened,
 )
-from .comm.agreement import Agreement, agree, is_room
+from .comm.agreement import Agreement, agree, differing, is_room
 from .comm.dtensors import complete_dtensors
 from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups, groups_of
@@ -208,6 +209,15 @@ class ShardedModule(Wrapped):
                             why="; ".join(f"rank {r}: {g}" for r, g in enumerate(given) if g != given[0] or r == 0),
                             fix="give every rank the same numbers and global batch, or its own part as a DTensor made by shard_batch")
 
+    def _compare(self, captured: Captured, tensors: Sequence[Tensor]) -> None:
+        """ShardingError on every rank where plain arguments have other values on one."""
+        names = [i.name for i in captured.inputs if i.kind == ARGUMENT]
+        plain = [(name, t) for name, t in zip(names, tensors) if not isinstance(t, DTensor)]
+        for place, rank in differing(self._groups, [t for _, t in plain]):
+            raise ShardingError(f"argument '{plain[place][0]}' has other values on rank {rank} than on rank 0", where=user_line(),
+                                why="a plain tensor is the global one, of which each rank takes its part",
+                                fix="give every rank the same global batch, or its own part as a DTensor made by shard_batch")
+
     def _compile(self, args: tuple, kwargs: dict, key: Any, varying: Varying | None) -> _Program:
         start = time.perf_counter()
         passed = varying.now if varying else {}
@@ -215,6 +225,7 @@ class ShardedModule(Wrapped):
         grad = torch.is_grad_enabled()
         captured = capture(self._model, args, kwargs, self._mesh, grad=grad, hooks=self._hooks, state=self._state, varying=varying)
         state = captured.at_places()
+        self._compare(captured, [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
         wanted = [*spread_inputs(self._in_specs, args, kwargs, self._mesh), *(None for _ in state)]
         tensors = [*(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *state]
         wanted = [spec_of(t, self._mesh) if isinstance(t, DTensor) else spec for t, spec in zip(tensors, wanted)]

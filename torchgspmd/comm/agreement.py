@@ -7,7 +7,9 @@ small model's step takes 25.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from .groups import Groups
 
+SAMPLE = 2 ** 16                # elements of a tensor that are compared
+ROUNDING = 1e-3                 # relative difference of what may be the same; of other values it is about 1
 ROOM = 7                        # elements of a sum that may travel along; the message has this length with and without one
 
 
@@ -55,6 +59,34 @@ def _terms(message: Tensor, term: Tensor) -> Tensor:
 def agree(groups: Groups, number: int, otherwise: Callable[[], None]) -> None:
     """Calls `otherwise` on every rank unless all have the same number."""
     Agreement(groups, number, otherwise).begin().check()
+
+
+def differing(groups: Groups, tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Which of these tensors, that should be the same everywhere, have other values on a rank than on rank 0: (place, first such rank)."""
+    mine = [_fingerprint(t) for t in tensors]
+    found: list[Any] = [None] * groups.mesh.size
+    dist.all_gather_object(found, mine, group=groups.checks)
+    apart = [[not _alike(own, found[0][i]) for own in column] for i, column in enumerate(zip(*found))]
+    return [(i, row.index(True)) for i, row in enumerate(apart) if any(row)]
+
+
+def _fingerprint(tensor: Tensor) -> int | tuple[float, float]:
+    """Of integers another one for other values; of floats a norm and an irregular mean. Of a large tensor a part is read."""
+    values = tensor.detach().flatten()
+    values = values[::max(1, len(values) // SAMPLE)].cpu()
+    if not (values.is_floating_point() or values.is_complex()):
+        return zlib.crc32(values.numpy().tobytes())
+    values = (torch.view_as_real(values).flatten() if values.is_complex() else values).double().nan_to_num().clamp_(-1e100, 1e100)
+    weights = torch.arange(len(values), dtype=torch.float64).mul_(0.618).frac_().sub_(0.5)
+    norm = values.norm().item()
+    return norm, (weights @ values).item() / (norm or 1.0)
+
+
+def _alike(one: int | tuple[float, float], other: int | tuple[float, float]) -> bool:
+    """Floats that ranks compute alike may differ by rounding."""
+    if isinstance(one, int):
+        return one == other
+    return math.isclose(one[0], other[0], rel_tol=ROUNDING) and abs(one[1] - other[1]) <= ROUNDING
 
 
 def is_room(groups: Groups, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> bool:
