@@ -121,6 +121,7 @@ def test_sparse_gradients_are_dense(make):
 
 
 def test_distributions():
+    validates = D.Distribution._validate_args
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -137,7 +138,7 @@ def test_distributions():
     net, x = Net(), torch.randn(5, 6)
     plan = gspmd.plan(gspmd.annotate(net, MESH, {"linear.weight": "model _"}), x, mesh=MESH, in_specs=("data _",), grad=True)
     assert_same(plan.simulate(x, _poison=True), eager(net, x), terms=1024)
-    assert D.Distribution._validate_args
+    assert D.Distribution._validate_args == validates                       # torch.compile switches it off, too
 
 
 def test_transformer_with_a_causal_mask():
@@ -148,13 +149,56 @@ def test_transformer_with_a_causal_mask():
     assert_same(plan.simulate(x, mask=mask), eager(net, x, mask=mask), terms=1024)
 
 
+@torch.compile
+def gated(x):
+    return x * torch.sigmoid(x)
+
+
+def test_what_torch_compile_made_runs_as_it_was_written():
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+    inner.compile()
+    net = nn.Sequential(nn.Linear(16, 16), inner, torch.compile(nn.Linear(16, 8)))
+    plan = gspmd.plan(lambda x: gated(net(x)), X, mesh=MESH, in_specs="data _", out_specs="data _")
+    assert plan.sent_bytes == 0 and not plan.replicated_ops
+    assert_same(plan.simulate(X), gated(net(X)), terms=256)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention(compiled):
+    """Its mask and its change of scores, with heads and batch sharded; nothing is sent but the loss."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    q, k, v = (torch.randn(2, 4, 24, 8) for _ in range(3))
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 24, 24, device="cpu")
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    attention = torch.compile(flex_attention) if compiled else flex_attention
+
+    def flexible(q, k, v):
+        return attention(q, k, v, score_mod=lambda s, b, h, i, j: 9 * torch.tanh(s / 9) + slopes[h] * (j - i), block_mask=block_mask)
+
+    def dense(q, k, v):
+        at = torch.arange(24)
+        scores = 9 * torch.tanh(q @ k.mT / 8 ** 0.5 / 9) + slopes.view(4, 1, 1) * (at - at.view(24, 1))
+        return scores.masked_fill(at > at.view(24, 1), -torch.inf).softmax(-1) @ v
+
+    def step(call):
+        def run(q, k, v):
+            q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+            y = call(q, k, v)
+            return y, *torch.autograd.grad(y.square().sum(), (q, k, v))
+        return run
+    plan = gspmd.plan(step(flexible), q, k, v, mesh=MESH, in_specs=("data model _ _",) * 3)
+    assert plan.sent_bytes == 0 and not plan.replicated_ops
+    assert_same(plan.simulate(q, k, v), step(dense)(q, k, v), terms=1024)
+
+
 def test_what_cannot_be_captured():
     lazy = message(lambda: gspmd.plan(nn.LazyLinear(4), X, mesh=MESH))
     assert "parameter 'weight' has no shape yet" in lazy and "call the model once" in lazy
     scripted = message(lambda: gspmd.plan(torch.jit.script(nn.Linear(16, 4)), X, mesh=MESH))
     assert "TorchScript" in scripted and "where test_bodies.py:N" in " ".join(scripted.split())
     branch = message(lambda: gspmd.plan(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), X, mesh=MESH))
-    assert "cannot be captured" in branch and "torch.where" in branch
+    assert "cannot be captured: cond" in branch and "torch.where" in branch
     nested = message(lambda: gspmd.plan(lambda x: torch.nested.nested_tensor([x[0], x[1]]).to_padded_tensor(0.0), X, mesh=MESH))
     assert "cannot be captured" in nested and "ested" in nested and "dense tensors" in nested
 

@@ -34,6 +34,9 @@ def clean(traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]
     for node in old_nodes:
         if node.target in _IDENTITIES:
             new[node] = new[node.args[0]]
+        elif node.target is torch.ops.aten._to_copy.default and not isinstance(node.args[0], fx.Node):      # vmap makes tensors of numbers
+            new[node] = graph.call_function(torch.ops.aten.scalar_tensor.default, node.args, {"dtype": node.meta["val"].dtype})
+            _copy_meta(node, new[node])
         elif node.op in ("call_function", "get_attr") and node not in new and not _is_profiling(node.target):
             new[node] = graph.node_copy(node, new.__getitem__)
             _copy_meta(node, new[node])

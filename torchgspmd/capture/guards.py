@@ -1,11 +1,12 @@
 """What surrounds a capture: what library code is told meanwhile, and which of its errors become ShardingErrors.
 
-Private APIs of PyTorch (exceptions, flags, the class behind reentrant checkpointing, the stack of hooks for saved tensors); checked on
-2.9.0 and 2.13.0.
+Private APIs of PyTorch (exceptions, flags, the class behind reentrant checkpointing, what computes flex_attention, the stack of hooks for
+saved tensors); checked on 2.9.0 and 2.13.0.
 """
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +16,11 @@ import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.flex_attention import math_attention
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.attention import flex_attention
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -92,11 +95,10 @@ class one_error:
             raise ShardingError("the program changes a tensor in place that it finds in a global variable, or in one around a function",
                                 where=user_line_of(error), why="it is none of the program's inputs, and would stay as it is",
                                 fix="make it a buffer or attribute of the module, or pass it as an argument") from error
-        if kind is not None and kind.__module__ == "torch._dynamo.exc":
-            raise ShardingError("an operation that torch.compile would have to trace cannot be captured", where=user_line_of(error),
-                                why=str(error).partition("\n")[0],
-                                fix="instead of torch.cond or while_loop use torch.where; instead of flex_attention "
-                                    "F.scaled_dot_product_attention with a mask") from error
+        if isinstance(error, NotImplementedError) and (name := re.search(r"HigherOrderOperator (\w+)", str(error))) is not None:
+            raise ShardingError(f"this cannot be captured: {name[1]}, whose branches or body are programs of their own",
+                                where=user_line_of(error), fix="instead of torch.cond use torch.where, instead of a scan or while_loop "
+                                "a loop of Python") from error
 
 
 class _Checkpoint:
@@ -128,6 +130,7 @@ def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
 _REPLACED = (
     *((torch.compiler, name, True) for name in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, name)),
     (checkpointing, "CheckpointFunction", _Checkpoint),
+    (flex_attention, "flex_attention_hop", math_attention), (flex_attention, "_validate_device", lambda *_: None),
     (transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True),
     (Distribution, "_validate_args", False),
     (_BatchNorm, "forward", _cumulative_batch_norm),
@@ -140,7 +143,8 @@ class capturing:
     kind that can be captured: use_reentrant=True runs a backward of its own; and nn.Transformer takes a mask for what it is,
     without looking whether its values are those of a causal one, which only chooses the kernel. Distributions do not look whether
     their parameters are in range. BatchNorm does not turn its count of batches into a number, and SyncBatchNorm is the same, since
-    batches are whole. Nobody looks for nan. Hooks for saved tensors, such as those of a checkpoint around the call, are for what runs."""
+    batches are whole. Nobody looks for nan. What torch.compile made of functions and modules is not used: they run as they were written, and
+    flex_attention as what it is, a softmax of scores. Hooks for saved tensors, such as those of a checkpoint around the call, are for what runs."""
 
     active = 0                              # how many are under way
 
@@ -151,6 +155,7 @@ class capturing:
         while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
             self.hooks.append(hooks)
             _autograd._pop_saved_tensors_default_hooks()
+        self.stance = torch.compiler.set_stance("force_eager")
         self.before = [(owner, name, getattr(owner, name)) for owner, name, _ in _REPLACED]
         for owner, name, value in _REPLACED:
             setattr(owner, name, value)
@@ -158,6 +163,7 @@ class capturing:
     def __exit__(self, *_: Any) -> None:
         for owner, name, value in self.before:
             setattr(owner, name, value)
+        self.stance.__exit__(None, None, None)
         for hooks in reversed(self.hooks):
             _autograd._push_saved_tensors_default_hooks(*hooks)
         self.anomaly.__exit__()
