@@ -102,13 +102,22 @@ def check_results_as_they_are_laid_out(mesh):
     """A loss of a DTensor and plain targets."""
     model, reference = pair(mesh)
     model = gspmd.parallelize(model._model, mesh, out_specs=f"_ _ {mesh.names[-1]}")
-    targets = torch.linspace(0, 1, WORDS)
-    for loss in (lambda y: (y - targets).abs().sum(), lambda y: F.cross_entropy(y.flatten(0, 1), tokens().flatten())):
-        losses = [loss(m(tokens())) for m in (model, reference)]
-        close(*losses)
-        for each in losses:
+    targets, signs = torch.linspace(0, 1, WORDS).expand(6, 5, WORDS), torch.ones(6, 5, WORDS)
+    losses = [lambda y: F.cross_entropy(y.flatten(0, 1), tokens().flatten()), lambda y: (y - targets).abs().sum()]
+    if torch.__version__ >= "2.10":                                         # before, DTensor does not have these
+        losses += [lambda y: (y.cumsum(-1) * targets).sum(), lambda y: F.mse_loss(y, targets),
+                   lambda y: F.smooth_l1_loss(y, targets, reduction="sum"),
+                   lambda y: F.huber_loss(y, targets), lambda y: F.soft_margin_loss(y, signs),
+                   lambda y: F.binary_cross_entropy(y.sigmoid(), targets, weight=targets),
+                   lambda y: F.binary_cross_entropy_with_logits(y, targets)]
+    for loss in losses:
+        found = [loss(m(tokens())) for m in (model, reference)]
+        close(*found)
+        for each in found:
             each.backward()
         same_gradients(model, reference)
+        for m in (model, reference):
+            m.zero_grad()
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -5,12 +5,16 @@
     w[3] = 0                            is lost where dimension 0 is sharded
     loss + 0.01 * p.pow(2).sum()        is an error, a plain tensor beside a DTensor; so is loss += ...
     f"{clip_grad_norm_(...):.2f}"       is an error, and so are numpy() and tolist()
+    y.cumsum(-1)                        is of each device's part alone (2.13: where the sharded dimension is counted from the end)
+    F.mse_loss(sharded, target)         has n times the gradient over n devices; so have other losses that are means
 
 Private API of torch (DTensor's local tensor, spec and dispatcher); checked on 2.9.0 and 2.13.0.
 """
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +28,9 @@ from .groups import known_groups
 
 _DATA, _NUMPY, _TOLIST, _SETITEM = Tensor.data, Tensor.numpy, Tensor.tolist, Tensor.__setitem__
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+_SCANS = tuple(getattr(torch.ops.aten, name).default for name in ("cumsum", "cumprod", "logcumsumexp"))
+_MEAN, _SUM = 1, 2              # reductions
 _IN_PLACE = tuple(getattr(torch.ops.aten, name).Tensor for name in ("add_", "sub_", "mul_", "div_"))
 
 
@@ -34,7 +41,11 @@ def complete_dtensors() -> None:
     """
     DTensor.data = property(_DATA.__get__, _assign)
     DTensor.__setitem__, DTensor.__format__, DTensor.numpy, DTensor.tolist = _setitem, _format, _numpy, _tolist
-    handlers().update({_ITEM: _item, **dict.fromkeys(_IN_PLACE, _into_plain)})
+    handlers().update({_ITEM: _item, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_SCANS, _scan)})
+    for name in _LOSSES:
+        handlers()[getattr(torch.ops.aten, name).default] = _mean_of_sum(0)
+        if hasattr(torch.ops.aten, f"{name}_backward"):
+            handlers()[getattr(torch.ops.aten, f"{name}_backward").default] = _mean_of_sum(1)
     DTensor._op_dispatcher._allow_implicit_replication = True
 
 
@@ -99,6 +110,26 @@ def _into_plain(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     if isinstance(args[0], DTensor):
         return as_before(op, args, kwargs)
     return op(args[0], args[1].full_tensor(), **kwargs)
+
+
+def _scan(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    tensor, dim, *rest = args
+    return as_before(op, (tensor, dim % max(tensor.dim(), 1), *rest), kwargs)
+
+
+def _mean_of_sum(gradients: int) -> Callable:
+    """For a loss that is a mean, or the gradient of one: from that of the sum. gradients: how many come before the operands."""
+    def computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+        arguments = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
+        if arguments.get("reduction", _MEAN) != _MEAN:
+            return as_before(op, args, kwargs)
+        count = math.prod(torch.broadcast_shapes(*(t.shape for t in args[gradients:gradients + 2])))
+        arguments["reduction"] = _SUM
+        if gradients:
+            arguments["grad_output"] = args[0] / count
+        result = as_before(op, (), arguments)
+        return result if gradients else result / count
+    return computed
 
 
 def _is_ours(tensor: DTensor) -> bool:
