@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("worker_state.py")
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_modules_that_keep_something_between_calls(mesh):
-    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 10
+    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 11
 
 
 class Recurrent(nn.Module):
@@ -236,6 +236,48 @@ class Keeps(Uses):
 
     def forward(self, x):
         return self.inner(super().forward(x))
+
+
+class Pyramid(nn.Module):
+    """Asks for values of constants, of buffers and of a tensor in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.tensor(2))
+        self.register_buffer("scales", torch.tensor([1.5, 2.0]))
+        self.offsets = torch.tensor([0, 3])
+
+    def forward(self, x):
+        shapes = torch.tensor([[2, 3], [3, 2]])
+        for rows, columns in shapes.tolist():
+            x = x.view(-1, rows, columns).transpose(1, 2).flatten(1)
+        if (torch.arange(6).view(2, 3) > 4).any() and torch.equal(shapes[0], shapes[1].flip(0)):
+            x = x * int(shapes.prod(1)[0])
+        for _ in range(self.count):
+            x = x + self.offsets[1].item()
+        for scale in self.scales.tolist():
+            x = x * scale
+        return x if self.scales.sum() > 3 else -x
+
+
+def test_values_that_a_plan_looks_at():
+    net, x, mesh = Pyramid(), rand(4, 6), gspmd.Mesh(data=2)
+    plan = gspmd.plan(net, x, mesh=mesh, in_specs="data _")
+    assert not plan.collectives and not plan.replicated_ops
+    torch.testing.assert_close(plan.simulate(x), net(x))
+    for change in (lambda: net.count.add_(1), lambda: net.scales.mul_(0.5), lambda: net.offsets.fill_(2)):
+        change()
+        with pytest.raises(gspmd.ShardingError, match="a buffer has another value than when this was planned"):
+            plan.simulate(x)
+        plan = gspmd.plan(net, x, mesh=mesh, in_specs="data _")
+        torch.testing.assert_close(plan.simulate(x), net(x))
+
+
+@pytest.mark.parametrize("branch", [lambda x: x.sum() > 0, lambda x: (x > 0).any().item() == 1, lambda x: torch.rand(3).sum() > 1,
+                                    lambda x: torch.equal(x, x + 1), lambda x: (x > 0).any().item() != 0])
+def test_values_of_arguments_and_random_numbers_are_not_looked_at(branch):
+    with pytest.raises(gspmd.ShardingError, match="the program depends on values"):
+        gspmd.plan(lambda x: x * 2 if branch(x) else x, rand(4, 6), mesh=gspmd.Mesh(data=2))
 
 
 def makes(net):

@@ -443,6 +443,42 @@ def check_parameters_that_forward_changes(mesh):
                 close(a, b)
 
 
+class LooksAt(Net):
+    """Branches on values of buffers and of a tensor in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ready", torch.tensor(False))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("step", torch.tensor(0))
+        self.depths = torch.tensor([1, 2])
+
+    def forward(self, x):
+        if not self.ready:
+            self.mean.copy_(x.mean(0))
+            self.ready.fill_(True)
+        self.step += 1
+        y = super().forward(x - self.mean) * self.step                      # the number itself is computed with
+        if self.step > 2:
+            y = y + 1
+        for _ in range(self.depths[1]):
+            y = y.tanh()
+        return y
+
+
+def check_values_that_forward_looks_at(mesh):
+    """A program for every outcome: without a mean, with one, and from the third step on."""
+    model, _ = compare(mesh, LooksAt)
+    assert len(model._all_programs()) == 3
+    reference = LooksAt()
+    reference.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    for m in (model, reference):
+        m.depths[1] = 1
+        m.ready.fill_(False)
+    close(model(batch(7)), reference(batch(7)))
+    close(model.mean, reference.mean)
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 

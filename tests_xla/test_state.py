@@ -103,6 +103,27 @@ def test_what_forward_keeps_for_the_next_call():
         torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
+class LooksAt(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ready", torch.tensor(False))
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        if not self.ready:
+            self.mean.copy_(x.mean(0))
+            self.ready.fill_(True)
+        return super().forward(x - self.mean)
+
+
+def test_values_of_buffers_that_forward_looks_at():
+    model, reference = on_both(LooksAt())
+    for seed in range(3):
+        results = [m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))) for m in (model, reference)]
+        torch.testing.assert_close(results[0].detach().cpu(), results[1].detach(), rtol=1e-5, atol=1e-5)
+    assert len(model._all_programs()) == 2 and bool(model.ready)
+
+
 class Follows(Net):
     """Parameters that forward gives other values."""
 

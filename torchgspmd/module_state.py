@@ -143,13 +143,13 @@ class Wrapped(nn.Module):
                 return self._program(key, make)
         programs = self._programs.setdefault(key, [])
         for program in programs:
-            if program.captured.reads.hold():
+            if program.captured.holds():
                 return program
         for program in self._all_programs():
             for table, name in program.captured.reads.changed_numbers():
                 self._state.count(table, (name,))
         if len(programs) == MANY:
-            names = ", ".join(sorted({f"'{name}'" for program in programs for name in program.captured.reads.differing()}))
+            names = ", ".join(sorted({f"'{name}'" for program in programs for name in program.captured.differing()}))
             warnings.warn(f"a program has been made anew {MANY} times, since forward reads {names} of the model, which changes between "
                           "calls: pass it to forward as a tensor, or register a buffer and copy_() into it", stacklevel=3)
             del programs[0]

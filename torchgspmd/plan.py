@@ -135,6 +135,7 @@ class Plan:
                 raise ShardingError(f"there is no {place.kind} at '{place.name}' any more, where the plan found one", where=user_line(),
                                     fix="make a plan of the module as it is now")
         leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
+        self.captured.check_looks()
         given = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.captured.at_places()]
         wanted = [i for i in self.captured.inputs if i.kind == ARGUMENT]
         if tree != self.captured.arguments or len(given) != len(wanted):

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec
 from .effects import Effect, Left, apply
+from .known import Look
 from .objects import Opened, closed
 from .reads import Reads
 from .state import Place
@@ -62,6 +63,7 @@ class Captured:
     tensors: list[Tensor] = field(default_factory=list)    # the module's own parameters and buffers, in input order
     reads: Reads = field(default_factory=Reads)             # of a module's attributes that became part of it
     places: tuple[Place, ...] = ()      # whose tensors and numbers are the last arguments
+    looks: tuple[Look, ...] = ()        # at the values of buffers
 
     def result(self, outputs: Sequence[Any], given: tuple[tuple, dict]) -> Any:
         """The function's result, of what the graph computes; containers among the given (args, kwargs), and others, are changed.
@@ -77,6 +79,21 @@ class Captured:
         for left in self.left:
             left.write(outputs)
         return closed(tree, given) if self.opened else tree
+
+    def holds(self) -> bool:
+        """Whether all that it read is as it was."""
+        return self.reads.hold() and all(look.holds() for look in self.looks)
+
+    def differing(self) -> list[str]:
+        """What is not."""
+        return [*self.reads.differing(), *(f"a buffer at {look.where}" for look in self.looks if not look.holds())]
+
+    def check_looks(self) -> None:
+        """ShardingError where buffers have other values than it was made for."""
+        for look in self.looks:
+            if not look.holds():
+                raise ShardingError("a buffer has another value than when this was planned", where=look.where,
+                                    why=f"the program is the one for {look.found}", fix="plan it again")
 
     def at_places(self) -> list[Tensor]:
         """The arguments that no caller passes: what is now in attributes and tables."""

@@ -11,23 +11,35 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ..errors import user_line
+from .known import Known
 from .rebinding import Tables, check_alike
 
 _CHECKS = {torch.ops.aten._linalg_check_errors.default}
+_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 class Functional(FunctionalTensorMode):
     """Turns in-place updates into values; leaves out the checks of values, which a program has only when it runs."""
 
-    def __init__(self, tables: Tables):
+    def __init__(self, tables: Tables, known: Known):
         super().__init__()
-        self.tables = tables
+        self.tables, self.known = tables, known
+        known.entry_of = self._entry
         self.views: dict[int, tuple[Tensor, tuple | None]] = {}             # of tensors that are no inputs: and the entry that holds those
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in _CHECKS:
             return None
+        if func is _ITEM:
+            if (found := self.ask(args[0])) is not None:
+                return found
+            if (entry := self._entry(args[0])) is not None:
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                    self.known.see(*entry, user_line())
         if func._schema.is_mutable:
             for parameter, value in zip(func._schema.arguments, args):
                 if parameter.alias_info is not None and (entry := self._entry(value)) is not None:
@@ -37,6 +49,15 @@ class Functional(FunctionalTensorMode):
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
             self.views[id(result)] = result, self._entry(args[0])
         return result
+
+    def ask(self, tensor: Tensor) -> Any:
+        """Its number, or numbers in lists, if they are known while it is traced; else None."""
+        tracer = get_proxy_mode().tracer
+        slot = get_proxy_slot(unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor, tracer, None)
+        if slot is None:
+            return None
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return self.known.ask(slot.proxy.node, tracer.root, user_line())
 
     def _entry(self, value: Any) -> tuple | None:
         """The entry of a table that holds it, if it is no tensor of the program."""

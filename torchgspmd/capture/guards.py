@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.flex_attention import math_attention
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import flex_attention
@@ -54,6 +55,16 @@ def check_module(module: nn.Module) -> None:
 _COMMUNICATES = ("from the function c10d.", "torch.distributed.nn.functional")
 
 
+class NeedsValues(ShardingError):
+    """The program asks for values that it does not have."""
+
+    def __init__(self, what: str, where: str | None):
+        slices = "; on torch 2.9, for x[:n]: x.index_select(0, torch.arange(n))" if _OLD else ""
+        super().__init__(f"the program depends on values: {what} needs numbers that are known only when it runs", where=where,
+                         why="one program is made for all values, before any device computes",
+                         fix="use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument" + slices)
+
+
 class one_error:
     """What cannot be captured becomes a ShardingError; other errors of the program stay what they are."""
 
@@ -64,11 +75,7 @@ class one_error:
         sized = isinstance(error, RuntimeError) and "expected to contain only concrete integers" in str(error)
         if sized or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
             what = str(getattr(error, "func", "an `if`, a loop or a slice" if _OLD else "an `if` or a loop"))
-            slices = "; on torch 2.9, for x[:n]: x.index_select(0, torch.arange(n))" if _OLD else ""
-            raise ShardingError(f"the program depends on values: {what} needs numbers that are known only when it runs",
-                                where=user_line_of(error), why="one program is made for all values, before any device computes",
-                                fix="use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument"
-                                    + slices) from error
+            raise NeedsValues(what, user_line_of(error)) from error
         if _OLD and isinstance(error, TypeError) and "SymBool" in str(error):
             raise ShardingError("torch 2.9 cannot compute with a truth value that is known only when the program runs",
                                 where=user_line_of(error), fix="keep it a tensor: (x == y).all() instead of torch.equal(x, y)") from error
@@ -110,6 +117,7 @@ class _Checkpoint:
 
 
 _batch_norm = _BatchNorm.forward
+_equal_truths = torch.SymBool.__eq__
 
 
 def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
@@ -133,6 +141,8 @@ _REPLACED = (
     (flex_attention, "flex_attention_hop", math_attention), (flex_attention, "_validate_device", lambda *_: None),
     (transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True),
     (Distribution, "_validate_args", False),
+    (FunctionalTensor, "tolist", Tensor.tolist),
+    (torch.SymBool, "__eq__", lambda self, other: bool(self) == other if isinstance(other, (int, float)) else _equal_truths(self, other)),
     (_BatchNorm, "forward", _cumulative_batch_norm),
     (nn.SyncBatchNorm, "forward", _cumulative_batch_norm),
 )

@@ -36,7 +36,8 @@ from .counts import numbers
 from .effects import Effect, Left, Watched
 from .escaped import Constants
 from .functional import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
-from .guards import capturing, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
+from .guards import NeedsValues, capturing, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
+from .known import Known
 from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
 from .reads import recorded_reads
@@ -58,8 +59,9 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     besides = frozenset(map(id, own.values()))
     while True:
         places, numbered = state.places(besides), state.numbers(varying.now)
+        known = Known(_buffers(fn, own) | _behind(own, (args, kwargs), places), state.is_looking)
         try:
-            captured, settle = _capture(fn, own, args, kwargs, mesh, grad, hooks, state, [*places, *numbered], varying)
+            captured, settle = _capture(fn, own, args, kwargs, mesh, grad, hooks, state, [*places, *numbered], varying, known)
             settle()
         except Changes as found:
             if found.entry in state:
@@ -67,6 +69,11 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
                                     where=user_line_of(found), why="each tensor that a module keeps is an input of its own",
                                     fix="keep one of them, and take views of it in forward") from None
             state.add(*found.entry)
+            continue
+        except NeedsValues:
+            if not known.could_look:
+                raise
+            state.is_looking = True
             continue
         except Exception:
             if numbered:
@@ -79,7 +86,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
 
 
 def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kwargs: dict, mesh: Mesh, grad: bool, hooks: bool,
-             known: State, places: list[Place], varying: Varying) -> tuple[Captured, Callable[[], None]]:
+             keeps: State, places: list[Place], varying: Varying, known: Known) -> tuple[Captured, Callable[[], None]]:
     """A program, and what then gives values to constants of the trace that are still there."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -89,8 +96,8 @@ def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kw
     kept = [place.tensor() for place in places]
     inputs += [_input(ARGUMENT, place.name, tensor, mesh) for place, tensor in zip(places, kept)]
     real = [*state.values(), *(leaves[i] for i in slots), *kept]
-    tables = Tables(fn, FunctionalTensor, known, varying.now)
-    program = _Program(fn, fn if hooks else fn.forward, list(state), _without(leaves, slots), slots, tree, grad, tables, places)
+    tables = Tables(fn, FunctionalTensor, keeps, varying.now)
+    program = _Program(fn, fn if hooks else fn.forward, list(state), _without(leaves, slots), slots, tree, grad, tables, places, known)
     watched = recorded_reads(fn) if isinstance(fn, nn.Module) else nullcontext()
     with one_error(), watched as recorder, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode:
         fakes = [_fake(t) for t in real]
@@ -108,7 +115,7 @@ def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kw
     captured = Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree, _without(leaves, slots), program.results,
                         _without(program.result_leaves, program.result_slots), tuple(program.result_slots), bool(program.tangents),
                         program.opened, tuple(program.effects), left, observed, real[:len(state)], tables.reads(recorder, used),
-                        tuple(place for i, place in enumerate(places) if i in used))
+                        tuple(place for i, place in enumerate(places) if i in used), tuple(known.looks.values()))
     return captured, lambda escaped=program.constants: escaped.settle(constants, traced)
 
 
@@ -120,11 +127,12 @@ def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:
 class _Program:
     """The user's program as a function of flat tensors that returns flat tensors."""
 
-    def __init__(self, fn, call, names, leaves, slots, tree, grad, tables, places):
+    def __init__(self, fn, call, names, leaves, slots, tree, grad, tables, places, known):
         self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = fn, call, names, leaves, slots, tree, grad
         self.parameters = [name for name, _ in fn.named_parameters()] if isinstance(fn, nn.Module) else []
         self.tables: Tables = tables
         self.places: list[Place] = places
+        self.known: Known = known
         self.constants = Constants(FunctionalTensor)
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
@@ -136,7 +144,7 @@ class _Program:
         self.seen: list[Tensor] = []                                        # by hooks of gradients
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
-        with Functional(self.tables):
+        with (mode := Functional(self.tables, self.known)):
             inputs = [FunctionalTensor.to_functional(t) for t in flat]
             self.shapes = [t.shape for t in flat]
             before = [unwrap(t) for t in inputs]
@@ -144,7 +152,7 @@ class _Program:
                 if needed:
                     tensor.requires_grad_()
             tracker = _SourceTracker()
-            with _Interceptor(tracker, self.constants), capturing():
+            with _Interceptor(tracker, self.constants, mode), capturing():
                 outs, grads = self._with_state(inputs, tracker)
             tracker.clear()
             mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if i in self.rebound or was_mutated(t, old)]
@@ -301,9 +309,9 @@ class _Wrapper(nn.Module):
 class _Interceptor(TorchFunctionMode):
     """Sees every call of PyTorch's Python interface: notes its source line and makes the replacements of products and values."""
 
-    def __init__(self, tracker: _SourceTracker, constants: Constants):
+    def __init__(self, tracker: _SourceTracker, constants: Constants, mode: Functional):
         super().__init__()
-        self.tracker, self.constants = tracker, constants
+        self.tracker, self.constants, self.mode = tracker, constants, mode
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -323,6 +331,8 @@ class _Interceptor(TorchFunctionMode):
                                 fix="leave the generator out and call torch.manual_seed, or draw outside and pass the numbers")
         if func == _SET_DATA:
             return set_data(*args)
+        if func is Tensor.tolist and (found := self.mode.ask(args[0])) is not None:
+            return found
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
         if kwargs.get("out") is not None or is_transforming():         # torch.func does not take operations of ours
             replacement = None
@@ -412,6 +422,23 @@ def _set_source(source: str | None) -> Callable:
 def _module_state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name; of tied ones only the first name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _buffers(module: Any, own: dict[str, Tensor]) -> dict[int, tuple[Place, Tensor]]:
+    """Where a module's buffers are, and what is there, by their place among the inputs."""
+    names = {name: i for i, name in enumerate(own)}
+    found = {}
+    for name, tensor in own.items():
+        if not isinstance(tensor, nn.Parameter):
+            owner, _, last = name.rpartition(".")
+            found[names[name]] = Place(module.get_submodule(owner)._buffers, (last,)), tensor
+    return found
+
+
+def _behind(own: dict[str, Tensor], given: Any, places: list[Place]) -> dict[int, tuple[Place, Tensor]]:
+    """The same of tensors that are kept in these places: they are inputs behind the module's own and those that are given."""
+    first = len(own) + sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(given))
+    return {first + i: (place, place.tensor()) for i, place in enumerate(places)}
 
 
 def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:

@@ -87,6 +87,10 @@ def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_gra
     return torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False) if sparse else NotImplemented
 
 
+def _tolist(input: Tensor):
+    return [_tolist(row) for row in input.unbind()] if input.dim() else input.item()
+
+
 # ---------------------------------------------------------------- indices that are numbers known only when the program runs
 
 def _is_number(entry: Any) -> bool:
@@ -149,5 +153,5 @@ VALUE_REPLACEMENTS: dict[Callable, Callable] = {
     torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
     torch.embedding: _embedding, F.gaussian_nll_loss: _gaussian_nll, F.ctc_loss: _ctc,
     Tensor.__getitem__: _getitem, Tensor.__setitem__: _setitem,
-    torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,
+    Tensor.tolist: _tolist, torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,
 }

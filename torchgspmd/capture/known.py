@@ -1,0 +1,128 @@
+"""What a program asks of values while it is traced, and is told: constants, and buffers and tensors that a module keeps.
+
+    for h, w in torch.tensor([[32, 32], [16, 16]]).tolist():        a constant
+    if self.ready:                          a buffer: the program holds as long as this comes out alike, and is made anew otherwise
+    if self.table[0] > 0:                   a tensor in an attribute, all of it
+    if x.sum() > 0:                         an argument: an error, as one program is made for all batches
+
+What is asked for is computed by the operations that have been traced so far.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .guards import NeedsValues
+from .state import Place
+
+_MANY = 100                     # operations from a buffer to what is asked
+_LARGE = 1000                   # elements of a tensor in an attribute that is not compared
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """Something that a program has asked of tensors in places, and what came out."""
+    function: Callable[..., Tensor]
+    of: tuple[Place, ...]
+    found: Any                              # a number, or numbers in lists
+    where: str | None
+
+    def holds(self) -> bool:
+        return all(place.holds() for place in self.of) and _asked(self.function, [place.tensor() for place in self.of]) == self.found
+
+
+class Known:
+    """The values that one trace may ask for."""
+
+    entry_of: Callable[[Tensor], tuple | None]                              # the entry of a table that holds a tensor
+
+    def __init__(self, places: dict[int, tuple[Place, Tensor]], is_looking: bool):
+        """places: of inputs that may be looked at, by their place among the inputs, and what is there before the trace. is_looking:
+        whether buffers are looked at, or only constants, as numbers that come of buffers may be computed with as they are."""
+        self.places, self.is_looking = places, is_looking
+        self.looks: dict[Any, Look] = {}                                    # by node, or by entry of a table
+        self.could_look = False             # whether it would have said more, had it looked
+
+    def see(self, root: dict | list, path: tuple, where: str | None) -> None:
+        """Something is asked of a tensor of the module's that is no input."""
+        place = Place(root, path)
+        if place.holds() and place.tensor().numel() <= _LARGE:
+            self.looks[id(root), path] = Look(_itself, (place,), _asked(_itself, [place.tensor()]), where)
+
+    def ask(self, node: fx.Node, owner: nn.Module, where: str | None) -> Any:
+        """The number that a node computes, or numbers in lists; None if it is not known."""
+        inputs = _inputs(node)
+        if inputs is None:
+            return None
+        order = {placeholder: i for i, placeholder in enumerate(node.graph.find_nodes(op="placeholder"))}
+        known = [self.places.get(order[placeholder]) for placeholder in inputs]
+        if any(entry is None or _plain(entry[1]) is None for entry in known):
+            return None
+        if inputs and not self.is_looking:
+            self.could_look = True
+            if node.meta["val"].dtype is torch.bool:                        # for a branch: nothing is computed with truth values
+                raise NeedsValues("a truth value", where)
+            return None
+        if node not in self.looks:
+            function = _function(node, inputs, owner)
+            for tensor in function.buffers():
+                if (entry := self.entry_of(tensor)) is not None:
+                    self.see(*entry, where)
+            found = _asked(function, [tensor for _, tensor in known])
+            if not inputs:
+                return found
+            self.looks[node] = Look(function, tuple(place for place, _ in known), found, where)
+        return self.looks[node].found
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _inputs(node: fx.Node) -> list[fx.Node] | None:
+    """The placeholders that a node comes from; None if it draws random numbers on the way, or comes from them by many operations."""
+    seen, stack = {node: None}, [node]
+    while stack:
+        node = stack.pop()
+        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            return None
+        new = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(dict.fromkeys(new))
+        stack += new
+    found = [n for n in seen if n.op == "placeholder"]
+    return None if found and len(seen) > _MANY else found
+
+
+def _function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) -> fx.GraphModule:
+    """What computes a node from these placeholders."""
+    needed, stack = {node}, [node]
+    while stack:
+        new = set(stack.pop().all_input_nodes) - needed
+        needed |= new
+        stack += new
+    graph, made = fx.Graph(), {}
+    for placeholder in inputs:
+        made[placeholder] = graph.placeholder(placeholder.name)
+    for each in node.graph.nodes:
+        if each in needed and each not in made:
+            made[each] = graph.node_copy(each, made.__getitem__)
+    graph.output(made[node])
+    return fx.GraphModule({n.target: getattr(owner, n.target) for n in needed if n.op == "get_attr"}, graph)
+
+
+def _asked(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Any:
+    with torch.no_grad():
+        return function(*map(_plain, tensors)).tolist()
+
+
+def _plain(tensor: Tensor) -> Tensor | None:
+    """Its values; None if this process does not have all of them."""
+    if tensor.is_meta:
+        return None
+    if hasattr(tensor, "placements"):
+        return tensor.to_local() if all(p.is_replicate() for p in tensor.placements) else None
+    return tensor.cpu() if tensor.device.type == "xla" else tensor
