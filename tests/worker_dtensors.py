@@ -98,6 +98,19 @@ def check_data_and_entries(mesh):
     assert "redistribute that one first" in error_of(lambda: setattr(model.up.weight, "data", other))
 
 
+def check_optimizers(mesh):
+    """Those that need more than torch's DTensor: masks, and norms that are changed in place."""
+    for kind in (torch.optim.Rprop, torch.optim.Adafactor):
+        model, reference = pair(mesh)
+        optimizers = [kind(m.parameters(), 0.01) for m in (model, reference)]
+        for step in range(3):
+            for m, optimizer in zip((model, reference), optimizers):
+                optimizer.zero_grad()
+                loss_of(m, step).backward()
+                optimizer.step()
+        same_parameters(model, reference)
+
+
 def check_results_as_they_are_laid_out(mesh):
     """A loss of a DTensor and plain targets."""
     model, reference = pair(mesh)

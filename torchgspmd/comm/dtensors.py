@@ -3,6 +3,7 @@
     p.data = other                      sets what the DTensor says of itself, not what it stores
     p.grad.norm().item()                is this device's term of a reduction that is pending
     w[3] = 0                            is lost where dimension 0 is sharded
+    g.norm(dim=0).square_()             is an error, as of all that is not linear and in place of what is pending
     loss + 0.01 * p.pow(2).sum()        is an error, a plain tensor beside a DTensor; so is loss += ...
     f"{clip_grad_norm_(...):.2f}"       is an error, and so are numpy() and tolist()
     y.cumsum(-1)                        is of each device's part alone (2.13: where the sharded dimension is counted from the end)
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ..errors import ShardingError, user_line
 from .agreement import agree
@@ -29,6 +30,7 @@ from .groups import known_groups
 _DATA, _NUMPY, _TOLIST, _SETITEM = Tensor.data, Tensor.numpy, Tensor.tolist, Tensor.__setitem__
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+_NOT_LINEAR = (torch.ops.aten.pow_.Scalar, torch.ops.aten.clamp_.default, torch.ops.aten.sqrt_.default, torch.ops.aten.rsqrt_.default)
 _SCANS = tuple(getattr(torch.ops.aten, name).default for name in ("cumsum", "cumprod", "logcumsumexp"))
 _MEAN, _SUM = 1, 2              # reductions
 _IN_PLACE = tuple(getattr(torch.ops.aten, name).Tensor for name in ("add_", "sub_", "mul_", "div_"))
@@ -41,7 +43,8 @@ def complete_dtensors() -> None:
     """
     DTensor.data = property(_DATA.__get__, _assign)
     DTensor.__setitem__, DTensor.__format__, DTensor.numpy, DTensor.tolist = _setitem, _format, _numpy, _tolist
-    handlers().update({_ITEM: _item, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_SCANS, _scan)})
+    handlers().update({_ITEM: _item, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_SCANS, _scan),
+                       **dict.fromkeys(_NOT_LINEAR, _of_reduced)})
     for name in _LOSSES:
         handlers()[getattr(torch.ops.aten, name).default] = _mean_of_sum(0)
         if hasattr(torch.ops.aten, f"{name}_backward"):
@@ -80,12 +83,16 @@ def _assign(self: DTensor, value: Tensor) -> None:
 
 
 def _setitem(self: DTensor, index: Any, value: Any) -> None:
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (self, value)) or not _is_cut(self):
+    mask = isinstance(index, DTensor) and index.dtype is torch.bool and index.shape == self.shape and not isinstance(value, Tensor)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (self, value)) or not (mask or _is_cut(self)):
         _SETITEM(self, index, value)
-        return
-    whole = _whole(self)
-    whole[index] = _whole(value) if isinstance(value, DTensor) else value
-    self.copy_(_like(self, whole))
+    elif mask:
+        self.copy_(torch.where(index, value, self))                         # nothing is sent
+    else:
+        whole = _whole(self)
+        entries = [_whole(e) if isinstance(e, DTensor) else e for e in (index if isinstance(index, tuple) else (index,))]
+        whole[tuple(entries)] = _whole(value) if isinstance(value, DTensor) else value
+        self.copy_(_like(self, whole))
 
 
 def _format(self: DTensor, spec: str) -> str:
@@ -110,6 +117,15 @@ def _into_plain(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     if isinstance(args[0], DTensor):
         return as_before(op, args, kwargs)
     return op(args[0], args[1].full_tensor(), **kwargs)
+
+
+def _of_reduced(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """In place of a DTensor whose pending reduction is done before."""
+    tensor: DTensor = args[0]
+    if _is_ours(tensor) and any(p.is_partial() for p in tensor.placements):
+        reduced = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+        tensor._local_tensor, tensor._spec = reduced._local_tensor, reduced._spec
+    return as_before(op, args, kwargs)
 
 
 def _scan(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
