@@ -479,6 +479,39 @@ def check_values_that_forward_looks_at(mesh):
     close(model.mean, reference.mean)
 
 
+ROUNDS, LAST = 0, None
+
+
+def count_round():
+    global ROUNDS
+    ROUNDS += 1
+    return ROUNDS
+
+
+class Global(Net):
+    """Global variables that forward, and a function that it calls, assign."""
+
+    def forward(self, x):
+        global LAST
+        n = count_round()
+        y = super().forward(x if LAST is None else x + LAST) * n
+        LAST = y.mean().detach()
+        return y + 1 if n % 2 else y
+
+
+def check_global_variables(mesh):
+    global ROUNDS, LAST
+    found = []
+    model, reference = pair(mesh, Global)
+    for m in (model, reference):
+        ROUNDS, LAST = 0, None
+        found.append([m(batch(step)) for step in range(6)] + [LAST])
+        assert ROUNDS == 6 and type(ROUNDS) is int
+    for mine, theirs in zip(*found):
+        close(mine, theirs)
+    assert len(model._all_programs()) <= 4, len(model._all_programs())      # without a last one, and for either outcome
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 

@@ -48,6 +48,12 @@ def global_names(code: CodeType) -> frozenset[str]:
     return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
 
 
+@functools.lru_cache(maxsize=4096)
+def assigned_globals(code: CodeType) -> frozenset[str]:
+    """The global variables that it assigns."""
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL")
+
+
 def named(function: Any) -> Iterator[Any]:
     """What a function can reach by name: variables around it and global ones, the object it is a method of, arguments it was given."""
     if hasattr(function, "__wrapped__"):

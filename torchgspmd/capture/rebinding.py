@@ -17,7 +17,7 @@ from ..errors import ShardingError, user_line
 from .clean import NUMBERS
 from .counts import Count, Tally, tally_of
 from .effects import Left, made
-from .names import called, named
+from .names import assigned_globals, called, named
 from .objects import opened
 from .reads import ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, Recorder, frozen, is_plain, named_objects, same
 from .state import LISTS, LONG, NumberPlace, Place, State, is_table
@@ -63,6 +63,11 @@ class _Table:
     root: dict | list                       # where it is: in the attributes of a module or object or in a table that a function names,
     path: tuple = ()                        # under these keys; () for the root itself
     attributes: bool = False                # whether it is such attributes: what is no tensor and no plain value is left alone there
+    names: frozenset[str] | None = None     # of global variables: those that functions assign
+
+    def entries(self) -> dict:
+        entries = _entries(self.container)
+        return entries if self.names is None else {name: entries[name] for name in self.names & entries.keys()}
 
 
 class Tables:
@@ -80,7 +85,8 @@ class Tables:
             self.functions += [(m.forward, type(m)), *((hook, None) for table in hooks for hook in table.values())]
         self.tables = [*self._all()]
         own = {id(holder.__dict__) for holder in (*self.modules, *self.objects)} | {id(m._buffers) for m in self.modules}
-        self.roots = [t for t in self.tables if not t.path and id(t.root) not in own]
+        self.roots = [t for t in self.tables if not t.path and t.names is None and id(t.root) not in own]
+        self.globals = {id(t.container): t.names for t in self.tables if t.names is not None}
         self.changed: set[tuple[int, Any]] = set()                          # entries of roots
         self.places: dict[int, tuple[Tensor, int, Kind]] = {}               # what stands in a place, which, and what was there
         self.numbers: list[Tally] = []
@@ -99,7 +105,7 @@ class Tables:
             for tally in self.numbers:
                 tally.place.put(Count(tally))
             for table in self.tables:
-                table.known = _entries(table.container)
+                table.known = table.entries()
             self.start = {id(table.container): table.known for table in self.tables}
             self.named = [(table, frozen(table.root)) for table in self.roots]
             yield
@@ -117,7 +123,7 @@ class Tables:
                 container.clear()
                 container.extend(before.values())
             return
-        for name, value in [*container.items()]:
+        for name, value in table.entries().items():
             if value is not before.get(name, ABSENT) and self._is_left(name, value):
                 _put(container, name, before.get(name, ABSENT))
         for name, value in before.items():
@@ -128,7 +134,7 @@ class Tables:
         and buffers do not count: an LSTM has its weights in a list, too."""
         found, state_ids = [], frozenset(map(id, state))
         for table in self.tables:
-            old, now = table.known, _entries(table.container)
+            old, now = table.known, table.entries()
             table.known = now
             for name, value in now.items():
                 if isinstance(value, NUMBERS) and value is not old.get(name):
@@ -173,7 +179,11 @@ class Tables:
 
     def _watched(self, used: Container[int], table: dict, name: str, value: Any, then: Any) -> Any:
         """What is compared of an entry that was read with this value, which was this then."""
-        start = self.start.get(id(table))
+        start, assigned = self.start.get(id(table)), self.globals.get(id(table))
+        if assigned is not None and name not in assigned:
+            start = None
+        elif assigned is not None:                                          # it was read before stand-ins were put there
+            value = then = start.get(name, ABSENT)
         if start is None:                                                   # global variables; lists and tables: see `reads`
             is_changed = table.get(name, ABSENT) is not value or any(entry[0] == id(value) for entry in self.changed)
             return ANY if is_changed else then
@@ -221,6 +231,14 @@ class Tables:
                 attributes = value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
                 if is_table(attributes) and not isinstance(value, (Tensor, ModuleType)):
                     yield from _tables(attributes, seen, attributes, (), attributes is not value)
+        assigned: dict[int, tuple[dict, frozenset[str]]] = {}
+        for function in called(self.functions):
+            table, names = function.__globals__, assigned_globals(function.__code__)
+            assigned[id(table)] = table, names | assigned.get(id(table), (table, names))[1]
+        for table, names in assigned.values():
+            if names:
+                entries = {name: table[name] for name in names & table.keys()}
+                yield _Table(table, entries, entries, table, (), True, names)
 
 
 def _tables(container: dict | list, seen: set[int], root: dict | list, path: tuple = (), attributes: bool = False) -> Iterator[_Table]:
