@@ -70,13 +70,10 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
                                     fix="keep one of them, and take views of it in forward") from None
             state.add(*found.entry)
             continue
-        except NeedsValues:
-            if not known.could_look:
-                raise
-            state.is_looking = True
-            continue
-        except Exception:
-            if numbered:
+        except Exception as error:
+            if isinstance(error, NeedsValues) and known.could_look:
+                state.is_looking = True
+            elif numbered:
                 state.is_counting = False                                   # of what is not written in Python some take numbers only
             elif len(state.places(besides)) == len(places):
                 raise
@@ -426,12 +423,11 @@ def _module_state(module: nn.Module) -> dict[str, Tensor]:
 
 def _buffers(module: Any, own: dict[str, Tensor]) -> dict[int, tuple[Place, Tensor]]:
     """Where a module's buffers are, and what is there, by their place among the inputs."""
-    names = {name: i for i, name in enumerate(own)}
     found = {}
-    for name, tensor in own.items():
+    for i, (name, tensor) in enumerate(own.items()):
         if not isinstance(tensor, nn.Parameter):
             owner, _, last = name.rpartition(".")
-            found[names[name]] = Place(module.get_submodule(owner)._buffers, (last,)), tensor
+            found[i] = Place(module.get_submodule(owner)._buffers, (last,)), tensor
     return found
 
 
