@@ -5,6 +5,7 @@ one device, over several calls.
 """
 import collections
 import copy
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -510,6 +511,44 @@ def check_global_variables(mesh):
     for mine, theirs in zip(*found):
         close(mine, theirs)
     assert len(model._all_programs()) <= 4, len(model._all_programs())      # without a last one, and for either outcome
+
+
+class Settings:
+    shift = 1.0
+
+
+OPTIONS = SimpleNamespace(scale=1.0)
+
+
+def check_what_forward_reads_by_name(mesh):
+    """Attributes of classes and of objects that are global variables, and variables around a function."""
+    power = 1.0
+
+    def scaled(y):
+        return y * power
+
+    class Reads(Net):
+        factors = [1.0, 2.0]
+
+        def forward(self, x):
+            return scaled(super().forward(x) * OPTIONS.scale * self.factors[1]) + Settings.shift
+
+    def all_alike():
+        close(model(batch(0)), reference(batch(0)))
+    model, reference = pair(mesh, Reads)
+    try:
+        all_alike()
+        Settings.shift = 2.0
+        all_alike()
+        OPTIONS.scale = 3.0
+        all_alike()
+        Reads.factors[1] = 4.0
+        all_alike()
+        power = 5.0
+        all_alike()
+        assert len(model._all_programs()) == 5
+    finally:
+        Settings.shift, OPTIONS.scale = 1.0, 1.0
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

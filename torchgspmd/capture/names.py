@@ -8,7 +8,7 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 _EMPTY = CellType()
-_LIBRARIES = ("torch", __name__.partition(".")[0])
+LIBRARIES = ("torch", __name__.partition(".")[0])
 FAR = 3                         # calls from a forward
 
 
@@ -30,7 +30,7 @@ def _plain_functions(function: Any) -> Iterator[FunctionType]:
         elif isinstance(function, MethodType):
             function = function.__func__
         else:
-            if isinstance(function, FunctionType) and (function.__module__ or "").partition(".")[0] not in _LIBRARIES:
+            if isinstance(function, FunctionType) and (function.__module__ or "").partition(".")[0] not in LIBRARIES:
                 yield function
             function = getattr(function, "__wrapped__", None)
 
@@ -40,6 +40,9 @@ def _callees(function: FunctionType, owner: type | None) -> Iterator[tuple[Any, 
         yield function.__globals__.get(name), None
         if owner is not None:
             yield getattr(owner, name, None), owner
+    for cell in function.__closure__ or ():
+        if cell != _EMPTY and isinstance(cell.cell_contents, (FunctionType, MethodType, functools.partial)):
+            yield cell.cell_contents, None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,15 +4,18 @@
         return self.head(x) / self.temperature * self.config.scale + OFFSET         # read: temperature, scale, OFFSET
 
 A program whose reads do not hold any more (`model.temperature = 1.0`, `model.config.scale = 2`) is made anew; of a tensor or an
-object, if it is not the same one.
+object, if it is not the same one. What functions find by name is read as well: global variables and those around a function, and plain
+values in attributes of objects, modules and classes among them.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .counts import Conditions, Count
-from .names import called, global_names
+from .names import LIBRARIES, called, global_names
 from .objects import OF_PYTHON, is_object
 from .state import COUNTED, DEEP, LISTS, LONG, is_table
 
@@ -76,6 +79,7 @@ class Reads:
         self.names: list[str] = []
         self.values: list[Any] = []         # plain ones, tensors and objects; behind them Kind and Contents
         self.simple = 0                     # how many are not such
+        self.others: list[tuple[str, Callable[[], Any], Any]] = []          # attributes of classes, variables around functions
 
     def add(self, table: dict[str, Any], name: str, value: Any) -> None:
         is_simple = not isinstance(value, (Kind, Contents, Conditions))
@@ -96,18 +100,20 @@ class Reads:
 
     def differing(self) -> list[str]:
         """Names of those that are not as they were."""
-        return [name for name, now, value in zip(self.names, self.now(), self.values) if not same(now, value)]
+        return [*(name for name, now, value in zip(self.names, self.now(), self.values) if not same(now, value)),
+                *(name for name, get, value in self.others if not same(get(), value))]
 
     def described(self, now: bool = False) -> list[Any]:
         """What they held, or hold now, as every process writes it."""
-        return [_described(v) for v in (self.now() if now else self.values)]
+        others = [get() if now else value for _, get, value in self.others]
+        return [_described(v) for v in (*(self.now() if now else self.values), *others)]
 
     def hold(self) -> bool:
         """Whether all is as it was."""
         now = self.now()
         if not all(map(is_, now[:self.simple], self.values)) and not all(map(same, now[:self.simple], self.values)):
             return False
-        return all(map(same, now[self.simple:], self.values[self.simple:]))
+        return all(map(same, now[self.simple:], self.values[self.simple:])) and all(same(get(), value) for _, get, value in self.others)
 
 
 class Recorder:
@@ -115,14 +121,47 @@ class Recorder:
 
     def __init__(self) -> None:
         self.seen: dict[tuple[int, str], tuple[Any, dict, Any, Any]] = {}
+        self.others: dict[tuple[Any, str], tuple[Callable[[], Any], Any]] = {}      # by class, or id of a cell
 
     def see(self, holder: Any, table: dict, name: str) -> None:
         value = table.get(name, ABSENT)
         self.seen[id(holder), name] = holder, table, value, frozen(value)
 
+    def see_class(self, cls: type, name: str) -> None:
+        """What instances find in the class, or one that it inherits from."""
+        owner = next((c for c in cls.__mro__ if name in c.__dict__), None)
+        if owner is not None and owner.__flags__ & OF_PYTHON and is_plain(owner.__dict__[name]) and (owner, name) not in self.others:
+            self.others[owner, name] = lambda: owner.__dict__.get(name, ABSENT), frozen(owner.__dict__[name])
+
+    def see_around(self, function: FunctionType) -> None:
+        """Variables of the function that it was made in."""
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            if cell != CellType() and is_plain(cell.cell_contents):
+                self.others.setdefault((id(cell), name), (lambda cell=cell: cell.cell_contents, frozen(cell.cell_contents)))
+
+    def see_named(self, value: Any, names: Iterable[str]) -> None:
+        """Attributes of these names of something that a function names."""
+        if isinstance(value, type):
+            for name in names:
+                self.see_class(value, name)
+        elif is_object(value) or isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in LIBRARIES:
+            table = getattr(value, "__dict__", {})
+            for name in names:
+                if name not in table:
+                    self.see_class(type(value), name)
+                elif (id(value), name) not in self.seen and is_plain(table[name]):
+                    self.see(value, table, name)
+
     def settled(self, watch: Callable[[dict, str, Any, Any], Any]) -> Reads:
         """watch: what is compared of an entry that was read with this value, which was this then; ANY if nothing."""
         reads = Reads()
+        for (holder, name), (get, value) in self.others.items():
+            if same(get(), value):
+                reads.others.append((name, get, value))
+            else:
+                where = f"of class {holder.__name__}" if isinstance(holder, type) else "around a function"
+                warnings.warn(f"forward assigns '{name}' {where}: runs of the program do not; keep it in an attribute of the module",
+                              stacklevel=2)
         for (_, name), (_, table, value, then) in self.seen.items():
             compared = watch(table, name, value, then)
             if compared is not ANY:
@@ -138,14 +177,22 @@ def recorded_reads(module: nn.Module) -> Iterator[Recorder]:
     seen = recorder.seen
     objects = named_objects(module)
     own = {id(holder) for holder in (*module.modules(), *objects)}
-    for table, name in _globals(module):
-        recorder.see(table, table, name)
+    for function in called((getattr(cls, "forward", None), cls) for cls in dict.fromkeys(map(type, module.modules()))):
+        table = function.__globals__
+        for name in global_names(function.__code__):
+            if is_plain(value := table.get(name, ABSENT)) or isinstance(value, Tensor):
+                recorder.see(table, table, name)
+            else:
+                recorder.see_named(value, function.__code__.co_names)
+        recorder.see_around(function)
 
     def recording(before: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def record(self: Any, name: str) -> Any:
             value = before(self, name)
             if name not in KEPT_BY_TORCH and id(self) in own and (id(self), name) not in seen:
                 table = object.__getattribute__(self, "__dict__")
+                if name not in table:
+                    recorder.see_class(type(self), name)
                 if name == "forward" or is_plain(value) or name in table and (id(value) in own or _is_watched(value)):
                     recorder.see(self, table, name)
             return value
@@ -180,15 +227,6 @@ def named_objects(module: nn.Module) -> list[Any]:
         holders = [v for v in values if id(v) not in found and is_object(v) and hasattr(v, "__dict__")]
         found.update((id(v), v) for v in holders)
     return list(found.values())
-
-
-def _globals(module: nn.Module) -> Iterator[tuple[dict, str]]:
-    """Global variables of plain values, or that are tensors, which forwards and what they call read, and where they are."""
-    for function in called((getattr(cls, "forward", None), cls) for cls in dict.fromkeys(map(type, module.modules()))):
-        table = function.__globals__
-        for name in global_names(function.__code__):
-            if is_plain(value := table.get(name, ABSENT)) or isinstance(value, Tensor):
-                yield table, name
 
 
 def is_plain(value: Any) -> bool:

@@ -179,11 +179,11 @@ class Tables:
 
     def _watched(self, used: Container[int], table: dict, name: str, value: Any, then: Any) -> Any:
         """What is compared of an entry that was read with this value, which was this then."""
-        start, assigned = self.start.get(id(table)), self.globals.get(id(table))
-        if assigned is not None and name not in assigned:
+        start = self.start.get(id(table))
+        if start is not None and name not in self.globals.get(id(table), (name,)):
             start = None
-        elif assigned is not None:                                          # it was read before stand-ins were put there
-            value = then = start.get(name, ABSENT)
+        elif start is not None and (type(before := start.get(name, ABSENT)) is Count or id(before) in self.places):
+            value = then = before                                           # it may have been read before the stand-in was put there
         if start is None:                                                   # global variables; lists and tables: see `reads`
             is_changed = table.get(name, ABSENT) is not value or any(entry[0] == id(value) for entry in self.changed)
             return ANY if is_changed else then
