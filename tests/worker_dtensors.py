@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node 3 worker_dtensors.py model=3
 """
+import copy
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,6 +41,7 @@ def check_numbers_and_text(mesh):
                 a, b = statistic(a.detach()).item(), statistic(b.detach()).item()
                 assert abs(a - b) <= 1e-5 * max(1.0, abs(b)), (statistic, a, b)
         assert mine.tolist() == theirs.tolist() and (mine.detach().cpu().numpy() == theirs.detach().numpy()).all()
+    assert abs(copy.deepcopy(model).up.weight.norm().item() - reference.up.weight.norm().item()) < 1e-5
     norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, reference)]
     assert f"{norms[0]:.3f}" == f"{norms[1]:.3f}" and norms[0] < 100
 

@@ -69,7 +69,7 @@ def groups_of(mesh: Mesh, device_type: str) -> Groups:
 
 def known_groups(device_mesh: DeviceMesh) -> Groups | None:
     """Those of the mesh whose parameters are stored on this one."""
-    return next((groups for groups in _MADE.values() if groups.device_mesh is device_mesh), None)
+    return next((groups for groups in _MADE.values() if groups.device_mesh == device_mesh), None)
 
 
 def check_world(mesh: Mesh) -> None:
