@@ -80,13 +80,24 @@ def check_data_and_entries(mesh):
         m.up.bias.data[:] = 0.5
 
     @torch.no_grad()
+    def parts(m):
+        m.embedding.weight[3].zero_()
+        m.up.weight[2:5].fill_(0.5)
+        m.up.weight.data[-1] += 1
+        m.down.weight[..., 7].mul_(2)
+        nn.init.constant_(m.up.bias[8:24], 0.25)
+        m.down.weight[torch.tensor([1, 2])].zero_()                         # a copy
+        if torch.__version__ >= "2.10":                                     # before, what is changed in a part of a part has another shape
+            m.up.weight[4:10][:, 2:4][1].copy_(torch.ones(2))
+
+    @torch.no_grad()
     def noise(m):
         generator = torch.Generator().manual_seed(0)
         for p in m.parameters():
             p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
             p.mul_(torch.rand(p.shape, generator=generator))
 
-    for change in (clip, swap, vector, entries, noise):
+    for change in (clip, swap, vector, entries, parts, noise):
         model, reference = pair(mesh)
         for m in (model, reference):
             m(tokens())

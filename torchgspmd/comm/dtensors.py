@@ -2,7 +2,7 @@
 
     p.data = other                      sets what the DTensor says of itself, not what it stores
     p.grad.norm().item()                is this device's term of a reduction that is pending
-    w[3] = 0                            is lost where dimension 0 is sharded
+    w[3] = 0, w[3].zero_()              are lost where dimension 0 is sharded
     g.norm(dim=0).square_()             is an error, as of all that is not linear and in place of what is pending
     loss + 0.01 * p.pow(2).sum()        is an error, a plain tensor beside a DTensor; so is loss += ...
     f"{clip_grad_norm_(...):.2f}"       is an error, and so are numpy() and tolist()
@@ -13,6 +13,7 @@ Private API of torch (DTensor's local tensor, spec and dispatcher); checked on 2
 """
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -27,7 +28,9 @@ from ..errors import ShardingError, user_line
 from .agreement import agree
 from .groups import known_groups
 
-_DATA, _NUMPY, _TOLIST, _SETITEM = Tensor.data, Tensor.numpy, Tensor.tolist, Tensor.__setitem__
+_DATA, _NUMPY, _TOLIST = Tensor.data, Tensor.numpy, Tensor.tolist
+_GETITEM, _SETITEM, _COPY = Tensor.__getitem__, Tensor.__setitem__, Tensor.copy_
+_CHANGES = ("zero_", "fill_", "copy_", "normal_", "uniform_", "add_", "sub_", "mul_", "div_", "clamp_")
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 _NOT_LINEAR = (torch.ops.aten.pow_.Scalar, torch.ops.aten.clamp_.default, torch.ops.aten.sqrt_.default, torch.ops.aten.rsqrt_.default)
@@ -42,7 +45,10 @@ def complete_dtensors() -> None:
     A plain tensor beside a DTensor is the whole tensor, the same on every rank.
     """
     DTensor.data = property(_DATA.__get__, _assign)
-    DTensor.__setitem__, DTensor.__format__, DTensor.numpy, DTensor.tolist = _setitem, _format, _numpy, _tolist
+    DTensor.__getitem__, DTensor.__setitem__ = _getitem, _setitem
+    for name in _CHANGES:
+        setattr(DTensor, name, _changing(getattr(Tensor, name)))
+    DTensor.__format__, DTensor.numpy, DTensor.tolist = _format, _numpy, _tolist
     handlers().update({_ITEM: _item, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_SCANS, _scan),
                        **dict.fromkeys(_NOT_LINEAR, _of_reduced)})
     for name in _LOSSES:
@@ -82,17 +88,55 @@ def _assign(self: DTensor, value: Tensor) -> None:
     self._local_tensor, self._spec = value._local_tensor.detach(), value._spec
 
 
+def _getitem(self: DTensor, index: Any) -> Any:
+    """Where DTensor gathers what would be a view, the result knows of what it is a part."""
+    part = _GETITEM(self, index)
+    if isinstance(part, DTensor) and all(e is None or isinstance(e, (int, slice, type(...))) for e in _entries(index)):
+        if _is_cut(self) and not _share_memory(part, self) or hasattr(self, "_part_of"):
+            part._part_of = self, index
+    return part
+
+
+def _changing(method: Callable) -> Callable:
+    """A method that changes a DTensor in place, and with it what it is a part of."""
+    @functools.wraps(method)
+    def changing(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        if isinstance(self, DTensor):
+            _spread(self)
+        return result
+    return changing
+
+
+def _spread(part: DTensor) -> None:
+    """Changes what it is a part of as it has been changed."""
+    whole, index = getattr(part, "_part_of", (None, None))
+    if whole is not None and _share_memory(part, whole):
+        _spread(whole)
+    elif whole is not None:
+        _setitem(whole, index, part)
+
+
+def _share_memory(one: DTensor, other: DTensor) -> bool:
+    return one._local_tensor.untyped_storage()._cdata == other._local_tensor.untyped_storage()._cdata
+
+
+def _entries(index: Any) -> tuple:
+    return index if isinstance(index, tuple) else (index,)
+
+
 def _setitem(self: DTensor, index: Any, value: Any) -> None:
     mask = isinstance(index, DTensor) and index.dtype is torch.bool and index.shape == self.shape and not isinstance(value, Tensor)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (self, value)) or not (mask or _is_cut(self)):
         _SETITEM(self, index, value)
     elif mask:
-        self.copy_(torch.where(index, value, self))                         # nothing is sent
+        _COPY(self, torch.where(index, value, self))                        # nothing is sent
     else:
         whole = _whole(self)
-        entries = [_whole(e) if isinstance(e, DTensor) else e for e in (index if isinstance(index, tuple) else (index,))]
+        entries = [_whole(e) if isinstance(e, DTensor) else e for e in _entries(index)]
         whole[tuple(entries)] = _whole(value) if isinstance(value, DTensor) else value
-        self.copy_(_like(self, whole))
+        _COPY(self, _like(self, whole))
+    _spread(self)
 
 
 def _format(self: DTensor, spec: str) -> str:
