@@ -55,12 +55,10 @@ def check_module(module: nn.Module) -> None:
 _COMMUNICATES = ("from the function c10d.", "torch.distributed.nn.functional")
 
 
-class NeedsValues(ShardingError):
-    """The program asks for values that it does not have."""
-
-    def __init__(self, what: str, where: str | None):
-        slices = "; on torch 2.9, for x[:n]: x.index_select(0, torch.arange(n))" if _OLD else ""
-        super().__init__(f"the program depends on values: {what} needs numbers that are known only when it runs", where=where,
+def needs_values(what: str, where: str | None) -> ShardingError:
+    """That a program asks for values which it does not have."""
+    slices = "; on torch 2.9, for x[:n]: x.index_select(0, torch.arange(n))" if _OLD else ""
+    return ShardingError(f"the program depends on values: {what} needs numbers that are known only when it runs", where=where,
                          why="one program is made for all values, before any device computes",
                          fix="use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument" + slices)
 
@@ -75,7 +73,7 @@ class one_error:
         sized = isinstance(error, RuntimeError) and "expected to contain only concrete integers" in str(error)
         if sized or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)):
             what = str(getattr(error, "func", "an `if`, a loop or a slice" if _OLD else "an `if` or a loop"))
-            raise NeedsValues(what, user_line_of(error)) from error
+            raise needs_values(what, user_line_of(error)) from error
         if _OLD and isinstance(error, TypeError) and "SymBool" in str(error):
             raise ShardingError("torch 2.9 cannot compute with a truth value that is known only when the program runs",
                                 where=user_line_of(error), fix="keep it a tensor: (x == y).all() instead of torch.equal(x, y)") from error

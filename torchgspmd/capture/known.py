@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .guards import NeedsValues
+from .guards import needs_values
 from .state import Place
 
 _MANY = 100                     # operations from a buffer to what is asked
@@ -65,7 +65,7 @@ class Known:
         if inputs and not self.is_looking:
             self.could_look = True
             if node.meta["val"].dtype is torch.bool:                        # for a branch: nothing is computed with truth values
-                raise NeedsValues("a truth value", where)
+                raise needs_values("a truth value", where)
             return None
         if node not in self.looks:
             function = _function(node, inputs, owner)

@@ -46,15 +46,15 @@ def _callees(function: FunctionType, owner: type | None) -> Iterator[tuple[Any, 
 
 
 @functools.lru_cache(maxsize=4096)
-def global_names(code: CodeType) -> frozenset[str]:
-    """The global variables that it reads."""
-    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """The global variables that it reads; in one order in all processes."""
+    return tuple(dict.fromkeys(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"))
 
 
 @functools.lru_cache(maxsize=4096)
-def assigned_globals(code: CodeType) -> frozenset[str]:
+def assigned_globals(code: CodeType) -> tuple[str, ...]:
     """The global variables that it assigns."""
-    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL")
+    return tuple(dict.fromkeys(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"))
 
 
 def named(function: Any) -> Iterator[Any]:

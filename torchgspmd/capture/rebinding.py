@@ -63,11 +63,11 @@ class _Table:
     root: dict | list                       # where it is: in the attributes of a module or object or in a table that a function names,
     path: tuple = ()                        # under these keys; () for the root itself
     attributes: bool = False                # whether it is such attributes: what is no tensor and no plain value is left alone there
-    names: frozenset[str] | None = None     # of global variables: those that functions assign
+    names: tuple[str, ...] | None = None    # of global variables: those that functions assign
 
     def entries(self) -> dict:
         entries = _entries(self.container)
-        return entries if self.names is None else {name: entries[name] for name in self.names & entries.keys()}
+        return entries if self.names is None else {name: entries[name] for name in self.names if name in entries}
 
 
 class Tables:
@@ -231,14 +231,14 @@ class Tables:
                 attributes = value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
                 if is_table(attributes) and not isinstance(value, (Tensor, ModuleType)):
                     yield from _tables(attributes, seen, attributes, (), attributes is not value)
-        assigned: dict[int, tuple[dict, frozenset[str]]] = {}
+        assigned: dict[int, tuple[dict, dict[str, None]]] = {}
         for function in called(self.functions):
-            table, names = function.__globals__, assigned_globals(function.__code__)
-            assigned[id(table)] = table, names | assigned.get(id(table), (table, names))[1]
+            table = function.__globals__
+            assigned.setdefault(id(table), (table, {}))[1].update(dict.fromkeys(assigned_globals(function.__code__)))
         for table, names in assigned.values():
             if names:
-                entries = {name: table[name] for name in names & table.keys()}
-                yield _Table(table, entries, entries, table, (), True, names)
+                entries = {name: table[name] for name in names if name in table}
+                yield _Table(table, entries, entries, table, (), True, tuple(names))
 
 
 def _tables(container: dict | list, seen: set[int], root: dict | list, path: tuple = (), attributes: bool = False) -> Iterator[_Table]:

@@ -36,7 +36,7 @@ from .counts import numbers
 from .effects import Effect, Left, Watched
 from .escaped import Constants
 from .functional import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
-from .guards import NeedsValues, capturing, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
+from .guards import capturing, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
 from .known import Known
 from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
@@ -71,7 +71,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
             state.add(*found.entry)
             continue
         except Exception as error:
-            if isinstance(error, NeedsValues) and known.could_look:
+            if isinstance(error, ShardingError) and known.could_look:           # not when it has looked
                 state.is_looking = True
             elif numbered:
                 state.is_counting = False                                   # of what is not written in Python some take numbers only
