@@ -253,6 +253,7 @@ class Pyramid(nn.Module):
             x = x.view(-1, rows, columns).transpose(1, 2).flatten(1)
         if (torch.arange(6).view(2, 3) > 4).any() and torch.equal(shapes[0], shapes[1].flip(0)):
             x = x * int(shapes.prod(1)[0])
+        x = x * {"2": 2, "3": 5}[f"{self.count.item():d}"]
         for _ in range(self.count):
             x = x + self.offsets[1].item()
         for scale in self.scales.tolist():

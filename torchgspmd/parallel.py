@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
@@ -30,7 +29,7 @@ from .capture import (
     not_compiled,
     opened,
 )
-from .comm.agreement import Agreement, agree, differing, is_room
+from .comm.agreement import Agreement, agree, differing, gathered, is_room
 from .comm.dtensors import complete_dtensors
 from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups, groups_of
@@ -194,9 +193,8 @@ class ShardedModule(Wrapped):
         passed = varying.now if varying else {}
         found = [program.captured for program in self._programs.get(key, ())]
         read = [(captured.reads.described(now=True), captured.numbers(besides=passed)) for captured in found]
-        given, models = [None] * self._mesh.size, [None] * self._mesh.size
-        dist.all_gather_object(given, [*filter(None, map(_shown, key[1])), *([passed] if passed else [])])
-        dist.all_gather_object(models, as_text((key[2:], read)))
+        shown = [*filter(None, map(_shown, key[1])), *([passed] if passed else [])]
+        given, models = zip(*gathered(self._groups, (shown, as_text((key[2:], read)))))
         if all(g == given[0] for g in given) and any(m != models[0] for m in models):
             raise ShardingError("the models differ between ranks", where=user_line(),
                                 why="a mode (train or eval, grad or no_grad), an attribute, a frozen parameter or a submodule is another",

@@ -31,7 +31,7 @@ def rebound_parameters(module: nn.Module, names: Sequence[str], inputs: Sequence
         owner, _, last = name.rpartition(".")
         module.get_submodule(owner)._parameters.pop(last, None)             # a new one is of the trace
         raise ShardingError(f"forward {'makes' if name in now else 'takes away'} parameter '{name}'", where=user_line(),
-                            why="a program has those that the module has before", fix="make it in __init__, and keep it" )
+                            why="a program has those that the module has before", fix="make it in __init__, and keep it")
     found = {i: now[name] for i, (name, tensor) in enumerate(zip(names, inputs)) if now[name] is not tensor}
     for i, tensor in found.items():
         check_alike(f"parameter '{names[i]}'", inputs[i], tensor)

@@ -70,8 +70,8 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
                                     fix="keep one of them, and take views of it in forward") from None
             state.add(*found.entry)
             continue
-        except Exception as error:
-            if isinstance(error, ShardingError) and known.could_look:           # not when it has looked
+        except Exception:
+            if known.could_look:                                            # not when it has looked
                 state.is_looking = True
             elif numbered:
                 state.is_counting = False                                   # of what is not written in Python some take numbers only

@@ -61,11 +61,16 @@ def agree(groups: Groups, number: int, otherwise: Callable[[], None]) -> None:
     Agreement(groups, number, otherwise).begin().check()
 
 
-def differing(groups: Groups, tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Which of these tensors, that should be the same everywhere, have other values on a rank than on rank 0: (place, first such rank)."""
-    mine = [_fingerprint(t) for t in tensors]
+def gathered(groups: Groups, mine: Any) -> list[Any]:
+    """What each rank has. Ranks that disagree all come here, with a pair: what one is given or does, and what its model is like."""
     found: list[Any] = [None] * groups.mesh.size
     dist.all_gather_object(found, mine, group=groups.checks)
+    return found
+
+
+def differing(groups: Groups, tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Which of these tensors, that should be the same everywhere, have other values on a rank than on rank 0: (place, first such rank)."""
+    found = gathered(groups, [_fingerprint(t) for t in tensors])
     apart = [[not _alike(own, found[0][i]) for own in column] for i, column in enumerate(zip(*found))]
     return [(i, row.index(True)) for i, row in enumerate(apart) if any(row)]
 

@@ -20,13 +20,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ..errors import ShardingError, user_line
-from .agreement import agree
-from .groups import known_groups
+from .agreement import agree, gathered
+from .groups import Groups, known_groups
 
 _DATA, _NUMPY, _TOLIST = Tensor.data, Tensor.numpy, Tensor.tolist
 _GETITEM, _SETITEM, _COPY = Tensor.__getitem__, Tensor.__setitem__, Tensor.copy_
@@ -66,11 +65,12 @@ def handlers() -> dict:
 def as_before(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     """As DTensor itself does it."""
     table = handlers()
-    handler = table.pop(op)
+    handler = table.pop(op, None)                                           # None: another thread is at it
     try:
         return op(*args, **kwargs)
     finally:
-        table[op] = handler
+        if handler is not None:
+            table[op] = handler
 
 
 def _assign(self: DTensor, value: Tensor) -> None:
@@ -207,16 +207,16 @@ def _like(tensor: DTensor, whole: Tensor) -> DTensor:
 
 def _whole(tensor: DTensor) -> Tensor:
     """Its values, for which all ranks have to ask if devices have parts of them."""
-    if not _is_cut(tensor):
+    groups = known_groups(tensor.device_mesh)
+    if groups is None or not _is_cut(tensor):
         return tensor.to_local()
     line = user_line()
-    agree(known_groups(tensor.device_mesh), zlib.crc32(f"reads a DTensor at {line}".encode()), lambda: _not_alike(line))
+    agree(groups, zlib.crc32(f"reads a DTensor at {line}".encode()), lambda: _not_alike(groups, line))
     return tensor.full_tensor()
 
 
-def _not_alike(line: str | None) -> NoReturn:
+def _not_alike(groups: Groups, line: str | None) -> NoReturn:
     """What a rank raises that reads while others do something else; it takes part as they find out what (parallel.py)."""
-    for _ in range(2):
-        dist.all_gather_object([None] * dist.get_world_size(), f"reads a DTensor at {line}")
+    gathered(groups, (f"reads a DTensor at {line}", None))
     raise ShardingError("the ranks do different things", where=line, why="this one reads a DTensor of which each device has a part, others "
                         "do not", fix="read it on every rank, also where only one prints it")
