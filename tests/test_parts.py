@@ -121,3 +121,17 @@ def test_parts_that_are_used_with_what_comes_of_all_of_them() -> None:
     x = torch.randn(4, 4, 3)
     plan = gspmd.plan(largest, x, mesh=mesh)
     assert_same(plan.simulate(x, _poison=True), largest(x))
+
+
+@pytest.mark.parametrize("specs", [("_ _", "_ m", "_ m", "m"), ("_ m", "_ _", "m _", "_")], ids=str)
+def test_parts_of_a_product_that_are_joined_again(specs: tuple[str, ...]) -> None:
+    """What is cut of the product is cut of the weight first: it has a layout, and is what its users take, when parts are joined."""
+    def step(*arguments):
+        x, w, v, b = leaves = [t.detach().requires_grad_() for t in arguments]
+        first, second, third, last = (x @ w + b).chunk(4, -1)
+        found = last.sum(1), torch.cat([third, second], 1) @ v, third.exp(), first @ v[:4]
+        return *found, torch.autograd.grad(sum(t.square().mean() for t in found), leaves)
+
+    arguments = [torch.randn(shape) for shape in ((64, 4), (4, 16), (8, 3), (16,))]
+    plan = gspmd.plan(step, *arguments, mesh=Mesh(m=2), in_specs=specs)
+    assert_same(plan.simulate(*arguments, _poison=True), step(*arguments), terms=2048)

@@ -42,7 +42,8 @@ def use_parts(graph: fx.Graph, layouts: Layouts, rules: Rules) -> bool:
 
 class _Parts:
     def __init__(self, graph: fx.Graph, layouts: Layouts, rules: Rules):
-        self.graph, self.layouts, self.rules = graph, layouts, rules
+        self.graph, self.rules, self.mesh = graph, rules, layouts.mesh
+        self.specs = dict(layouts.spec)                                     # of new values those of what they are parts of
         self.ops: dict[fx.Node, Op] = {op.node: op for op in rules.ops(graph)}
         self.taken: dict[tuple[fx.Node, int, Span], fx.Node] = {}           # new slices
         self.order = {node: i for i, node in enumerate(graph.nodes)}
@@ -54,11 +55,11 @@ class _Parts:
 
     def _elements(self, place: Place) -> float:
         value = place[0]
-        return math.prod(self.layouts.spec[value].local_shape(value.meta["val"].shape, self.layouts.mesh))
+        return math.prod(self.specs[value].local_shape(value.meta["val"].shape, self.mesh))
 
     def _fits(self, place: Place, borders: Iterable[int]) -> bool:
         """Whether the dimension is sharded, and its parts can be as evenly."""
-        count = self.layouts.mesh.count(self.layouts.spec[place[0]].dims[place[1]])
+        count = self.mesh.count(self.specs[place[0]].dims[place[1]])
         return count > 1 and all(border % count == 0 for border in borders)
 
     def _factor(self, value: fx.Node, dim: int) -> str | None:
@@ -101,7 +102,9 @@ class _Parts:
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         """Puts a node in the place of another; what only that one needed goes with it."""
-        old.replace_all_uses_with(new)
+        for user in old.replace_all_uses_with(new):
+            if user in self.ops:
+                self.ops[user] = self.rules.op(user)
         dead = [old]
         while dead:
             node = dead.pop()
@@ -131,7 +134,7 @@ class _Parts:
         key = (value, dim, span)
         if key not in self.taken or self.order[self.taken[key]] > self.order[before]:
             with self.graph.inserting_before(before):
-                self.taken[key] = self._new(of_rules.take(self.graph, value, dim, *span), before)
+                self.taken[key] = self._new(of_rules.take(self.graph, value, dim, *span), value, before)
         return self.taken[key]
 
     def _again(self, op: Op, parts: Mapping[fx.Node, fx.Node], before: fx.Node, val: Tensor) -> fx.Node:
@@ -139,10 +142,10 @@ class _Parts:
         with self.graph.inserting_before(before):
             copy = self.graph.node_copy(op.node, lambda n: parts.get(n, n))
         copy.meta = {key: item for key, item in op.node.meta.items() if key not in ("captured", "spec")} | {"val": val}
-        return self._new(copy, before)
+        return self._new(copy, op.node, before)
 
-    def _new(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        self.order[node], self.ops[node] = self.order[before], self.rules.op(node)
+    def _new(self, node: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node:
+        self.order[node], self.ops[node], self.specs[node] = self.order[before], self.rules.op(node), self.specs[like]
         return node
 
     # -------------------------------------------------------------------------------------- joined parts
@@ -212,8 +215,8 @@ class _Parts:
                 self._use(user, at, made, spans, way)
                 continue
             with self.graph.inserting_before(user):
-                self._replace(user, of_rules.add(self.graph, made, val, user.meta) if at is None else
-                              of_rules.join(self.graph, made, at, val, user.meta))
+                whole = of_rules.add(self.graph, made, val, user.meta) if at is None else of_rules.join(self.graph, made, at, val, user.meta)
+            self._replace(user, self._new(whole, user, user))
 
 
 def _with_factor(op: Op, factor: str) -> list[Place]:
