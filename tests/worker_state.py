@@ -480,6 +480,35 @@ def check_values_that_forward_looks_at(mesh):
     close(model.mean, reference.mean)
 
 
+class Masked(Net):
+    """Of features and rows by masks, in a buffer and in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.arange(6) > 2)
+        self.kept = torch.arange(4) != 2
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y[self.kept].sum() + y[:, self.mask].exp().sum()
+
+
+def check_masks_that_change(mesh):
+    """A program for each of four masks; for more of them what they select is found when the program runs."""
+    model, reference = pair(mesh, Masked)
+    for step in range(9):
+        for m in (model, reference):
+            m.kept[0] = step < 8
+            m.mask.data.copy_(torch.tensor([step + 1 >> i & 1 for i in range(6)]))
+        mine, theirs = model(batch(step)), reference(batch(step))
+        close(mine, theirs)
+        mine.backward()
+        theirs.backward()
+    for p, q in zip(model.parameters(), reference.parameters()):
+        close(p.grad, q.grad)
+    assert len(model._all_programs()) == 6, len(model._all_programs())
+
+
 ROUNDS, LAST = 0, None
 
 

@@ -365,3 +365,21 @@ def test_what_is_computed_again_is_behind_a_barrier():
         for got, want in zip(grads, reference.parameters()):
             torch.testing.assert_close(got.cpu(), want.grad, rtol=1e-4, atol=1e-5)
     assert barriers == {"again": 1, "kept": 0}
+
+
+class Masked(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.arange(12) > 5)
+
+    def forward(self, x):
+        return super().forward(x)[:, self.mask]
+
+
+def test_a_mask_that_is_known_has_a_shape():
+    model, reference = on_both(Masked())
+    for seed in range(6):
+        results = [m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))) for m in (model, reference)]
+        torch.testing.assert_close(results[0].detach().cpu(), results[1].detach(), rtol=1e-5, atol=1e-5)
+        for m in (model, reference):
+            m.mask[seed] = True

@@ -232,7 +232,7 @@ class ShardedModule(Wrapped):
                             plain=[not isinstance(t, DTensor) for t in tensors], device=self._groups.device_type, **self._options)
         agree(self._groups, _hash(made.program.code), _programs_differ)
         program = _Program(made, self._groups, self._model, tensors, self._backend, 
-                           _hash(as_text((key, captured.reads.described(), [look.found for look in captured.looks]))))
+                           _hash(as_text((key, captured.reads.described(), [look.described() for look in captured.looks]))))
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         return program
 

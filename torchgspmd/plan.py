@@ -146,6 +146,9 @@ class Plan:
                 raise ShardingError(f"argument '{want.name}' is {dtype_name(tensor.dtype)}{list(tensor.shape)}, the plan was made for "
                                     f"{dtype_name(want.dtype)}{list(want.shape)}", where=user_line(), fix="make a plan for these shapes")
         summed = self.captured.visible()
+        if any(not isinstance(n, int) for i in self.captured.inputs for n in i.shape):
+            raise ShardingError("a result has a size that is known only when the program runs, and so has its gradient", where=user_line(),
+                                why="the devices are simulated forward and backward at once", fix="return a sum of it, or a loss")
         cotangents = [(torch.ones if i.output in summed else torch.zeros)(i.shape, dtype=i.dtype)
                       for i in self.captured.inputs if i.kind == TANGENT]
         return [*self.captured.tensors, *given, *cotangents]

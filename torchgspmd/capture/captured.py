@@ -93,7 +93,7 @@ class Captured:
         for look in self.looks:
             if not look.holds():
                 raise ShardingError("a buffer has another value than when this was planned", where=look.where,
-                                    why=f"the program is the one for {look.found}", fix="plan it again")
+                                    why=f"the program is the one for {look.described()}", fix="plan it again")
 
     def at_places(self) -> list[Tensor]:
         """The arguments that no caller passes: what is now in attributes and tables."""

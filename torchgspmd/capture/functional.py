@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import user_line
 from .known import Known
 from .rebinding import Tables, check_alike
+from .selection import SELECTING
 
 _CHECKS = {torch.ops.aten._linalg_check_errors.default}
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -36,10 +38,12 @@ class Functional(FunctionalTensorMode):
             return None
         if func is _ITEM:
             if (found := self.ask(args[0])) is not None:
-                return found
+                return found.item()
             if (entry := self._entry(args[0])) is not None:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     self.known.see(*entry, user_line())
+        if func in SELECTING and (found := self._selected(func, args, kwargs or {})) is not None:
+            return found
         if func._schema.is_mutable:
             for parameter, value in zip(func._schema.arguments, args):
                 if parameter.alias_info is not None and (entry := self._entry(value)) is not None:
@@ -50,14 +54,39 @@ class Functional(FunctionalTensorMode):
             self.views[id(result)] = result, self._entry(args[0])
         return result
 
-    def ask(self, tensor: Tensor) -> Any:
-        """Its number, or numbers in lists, if they are known while it is traced; else None."""
+    def ask(self, tensor: Tensor, is_shape: bool = False) -> Tensor | None:
+        """Its values, if they are known while it is traced; else None. is_shape: they decide on the shape of something."""
         tracer = get_proxy_mode().tracer
         slot = get_proxy_slot(unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor, tracer, None)
-        if slot is None:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            if slot is not None:
+                return self.known.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
+            if not is_shape or type(tensor) is not Tensor:
+                return None
+            found = self._entry(tensor) or ({"a tensor": tensor}, ("a tensor",))
+            return tensor if self.known.see(*found, user_line()) else None
+
+    def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
+        """The indices of what a mask selects, a constant for each of its dimensions; None if its values are not known."""
+        if (known := self.ask(mask, True)) is None:
             return None
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return self.known.ask(slot.proxy.node, tracer.root, user_line())
+            rows = known.nonzero().unbind(1)
+        return self._constants(rows)
+
+    def _constants(self, values: Any) -> Any:
+        with self:
+            return pytree.tree_map_only(Tensor, torch.ops.aten.lift_fresh.default, values)
+
+    def _selected(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+        """The results of an operation on values that are known, as constants; None if they are not."""
+        known = {id(t): self.ask(t, True) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if any(values is None for values in known.values()):
+            return None
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: known[id(t)], (args, kwargs))
+            results = func(*args, **kwargs)
+        return self._constants(results)
 
     def _entry(self, value: Any) -> tuple | None:
         """The entry of a table that holds it, if it is no tensor of the program."""

@@ -102,6 +102,7 @@ class State:
         self.counted: dict[tuple[int, tuple], Place] = {}                   # numbers that a program writes, or that have changed
         self.varying: dict[Any, Varying] = {}                               # by what else calls are alike in
         self.is_looking = False                                             # whether traces look at the values of buffers (known.py)
+        self.shapes: set[Any] = set()                                       # values of buffers that decided on a shape
         self.is_counting = True                                             # whether numbers may be Counts (counts.py) in a trace
 
     def __contains__(self, entry: tuple[dict | list, tuple]) -> bool:

@@ -42,6 +42,7 @@ from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
 from .reads import recorded_reads
 from .rebinding import Tables, rebound_buffers, rebound_parameters
+from .selection import SELECTIONS
 from .state import NumberPlace, Place, State, Varying
 from .values import VALUE_REPLACEMENTS
 
@@ -59,7 +60,7 @@ def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, 
     besides = frozenset(map(id, own.values()))
     while True:
         places, numbered = state.places(besides), state.numbers(varying.now)
-        known = Known(_buffers(fn, own) | _behind(own, (args, kwargs), places), state.is_looking)
+        known = Known(_buffers(fn, own) | _behind(own, (args, kwargs), places), state.is_looking, state.shapes)
         try:
             captured, settle = _capture(fn, own, args, kwargs, mesh, grad, hooks, state, [*places, *numbered], varying, known)
             settle()
@@ -329,7 +330,9 @@ class _Interceptor(TorchFunctionMode):
         if func == _SET_DATA:
             return set_data(*args)
         if func is Tensor.tolist and (found := self.mode.ask(args[0])) is not None:
-            return found
+            return found.tolist()
+        if func in SELECTIONS and len(args) > 1 and "out" not in kwargs:
+            func, args = SELECTIONS[func](self.mode, *args)
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
         if kwargs.get("out") is not None or is_transforming():         # torch.func does not take operations of ours
             replacement = None

@@ -104,20 +104,26 @@ def _is_number(entry: Any) -> bool:
 def _selected(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
     """The view of x at the entries of the index that are such numbers, and the index of what is left. Slices are taken first: torch 2.9
     cannot assign to a slice of a row whose number it does not know."""
-    at, numbers, left = 0, [], []
-    for place, entry in enumerate(index):
-        if entry is Ellipsis:
-            at = x.dim() - sum(_dims(e) for e in index[place + 1:])
-        elif isinstance(entry, slice):
+    numbers, left = [], []
+    for at, entry in zip(positions(x, index), index):
+        if isinstance(entry, slice):
             x, entry = x[(slice(None),) * at + (_untensored(entry),)], slice(None)
         if not isinstance(entry, slice) and _is_number(entry):
             numbers.append((at, entry))
         else:
             left.append(entry)
-        at += 0 if entry is Ellipsis else _dims(entry)
     for dim, number in reversed(numbers):
         x = x.select(dim, number)
     return x, tuple(left)
+
+
+def positions(x: Tensor, index: tuple) -> list[int]:
+    """The dimension of x at which each entry of an index begins."""
+    at, found = 0, []
+    for place, entry in enumerate(index):
+        found.append(at)
+        at = x.dim() - sum(map(_dims, index[place + 1:])) if entry is Ellipsis else at + _dims(entry)
+    return found
 
 
 def _untensored(entry: slice) -> slice:

@@ -1,0 +1,98 @@
+"""x[mask], nonzero, unique and the like of values that are known when a program is made: results with a shape, which stay sharded."""
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from helpers import assert_same
+from torch import Tensor, nn
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh, ShardingError
+
+ROWS = torch.tensor([True, False, True, True, False, True])
+
+
+class Selecting(nn.Module):
+    """f of the module and x @ w [6, 6]; a mask and ids in buffers, another mask in an attribute."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.f, self.w = f, nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
+        self.register_buffer("mask", ROWS.clone())
+        self.register_buffer("grid", torch.rand(6, 6, generator=torch.Generator().manual_seed(1)) > 0.5)
+        self.register_buffer("ids", torch.tensor([0, 3, 3, 1]))
+        self.kept = ROWS.flip(0)
+
+    def forward(self, x: Tensor):
+        return self.f(self, x @ self.w)
+
+
+SELECTED = {
+    "a constant": lambda m, x: x[torch.tensor([True, False, True, True, False, True])],
+    "an array of NumPy": lambda m, x: x[:, numpy.array([True, False, True, True, False, True])],
+    "a buffer": lambda m, x: x[:, m.mask],
+    "an attribute": lambda m, x: x[m.kept],
+    "a global variable": lambda m, x: x[ROWS],
+    "a comparison": lambda m, x: x[torch.arange(6) > 2],
+    "both dimensions": lambda m, x: x[m.grid],
+    "off the diagonal": lambda m, x: x[~torch.eye(6, dtype=torch.bool)].view(6, 5),
+    "beside indices": lambda m, x: x[m.mask, torch.tensor([0, 1, 2, 3])],
+    "in the middle": lambda m, x: x.view(2, 3, 6)[:, m.mask[:3], None, 1:3],
+    "nonzero": lambda m, x: x[torch.nonzero(m.mask).squeeze(1)],
+    "where": lambda m, x: x[torch.where(m.grid)],
+    "argwhere": lambda m, x: x[torch.argwhere(m.mask)[:, 0]],
+    "repeat_interleave": lambda m, x: torch.repeat_interleave(x, torch.tensor([1, 2, 0, 1, 1, 2]), 0),
+    "rows by count": lambda m, x: x[torch.repeat_interleave(torch.tensor([1, 2, 3]))],
+    "unique": lambda m, x: x[torch.unique(m.ids)] * torch.unique(m.ids, return_counts=True)[1][:, None],
+    "unique_consecutive": lambda m, x: x[torch.unique_consecutive(m.ids)],
+    "masked_select": lambda m, x: torch.masked_select(x, m.mask),
+    "masked_select of a matrix": lambda m, x: x.masked_select(m.grid),
+    "combinations": lambda m, x: x[torch.combinations(torch.arange(6), 2)[:, 0]],
+    "tensor_split": lambda m, x: torch.tensor_split(x, torch.tensor([2, 5]), dim=1)[1],
+    "parts": lambda m, x: torch.cat([x[m.mask].exp(), x[~m.mask]]),
+}
+
+
+@pytest.mark.parametrize("spec", ["a _", "_ a"])
+@pytest.mark.parametrize("name", SELECTED)
+def test_what_known_values_select(name: str, spec: str) -> None:
+    module, x = Selecting(SELECTED[name]), torch.randn(6, 6)
+    want = module(x)
+    gradient, = torch.autograd.grad(want.sum(), [module.w])
+    mesh = Mesh(a=2)
+    gspmd.mark_sharding(module.w, mesh, spec)
+    plan = gspmd.plan(module, x, mesh=mesh, in_specs="a _", grad=True)
+    got, gradients = plan.simulate(x, _poison=True)
+    assert_same(got, want, name)
+    assert_same(gradients["w"], gradient, name)
+    assert not any("values" in r.why for r in plan.replicated_ops)
+
+
+def test_other_dimensions_stay_sharded() -> None:
+    """Where the rows of a batch are sharded, and features are selected, nothing is sent."""
+    module, x = Selecting(lambda m, x: x[:, m.mask][:, torch.arange(4) > 0].unbind(1)[0]), torch.randn(6, 6)
+    plan = gspmd.plan(module, x, mesh=Mesh(a=2), in_specs="a _", out_specs="a")
+    assert not plan.collectives and not plan.replicated_ops
+
+
+def test_a_plan_is_for_the_mask_that_it_was_made_for() -> None:
+    module, x = Selecting(lambda m, x: x[:, m.mask]), torch.randn(6, 6)
+    plan = gspmd.plan(module, x, mesh=Mesh(a=2), in_specs="a _")
+    module.mask[1] = True
+    with pytest.raises(ShardingError, match="a buffer has another value"):
+        plan.simulate(x)
+
+
+def test_a_mask_of_another_size_is_the_error_that_it_is_on_one_device() -> None:
+    with pytest.raises(IndexError, match="shape of the mask"):
+        gspmd.plan(lambda x: x[:, ROWS], torch.randn(6, 7), mesh=Mesh(a=2))
+
+
+def test_values_that_are_not_known_select_when_the_program_runs() -> None:
+    module, x = Selecting(lambda m, x: x[x > 0].sum() + x[m.mask].sum()), torch.randn(6, 6)
+    plan = gspmd.plan(module, x, mesh=Mesh(a=2), in_specs="a _", grad=True)
+    assert_same(plan.simulate(x)[0], module(x))
+    module.f = lambda m, x: x[x > 0]
+    with pytest.raises(ShardingError, match="a size that is known only when the program runs, and so has its gradient"):
+        gspmd.plan(module, x, mesh=Mesh(a=2), in_specs="a _", grad=True).simulate(x)
