@@ -158,6 +158,16 @@ def test_sparse_arguments():
         "argument 'arg0' is sparse_coo, and a layout is one of dense tensors")
 
 
+def test_sparse_and_nested_tensors_inside():
+    near = torch.eye(4).to_sparse()
+    for program in (lambda x: near @ x, lambda x: torch.sparse.mm(near, x), lambda x: x.to_sparse() @ x):
+        assert "is sparse_coo, and a layout is one of dense tensors" in message(lambda: plan(program, torch.ones(4, 4), mesh=MESH))
+    padded = "pad it to the longest (torch.nested.to_padded_tensor), with a mask, before the program"
+    ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    assert padded in message(lambda: plan(lambda x: nn.functional.linear(ragged, x), torch.ones(4, 4), mesh=MESH))
+    assert padded in message(lambda: plan(torch.sin, ragged, mesh=MESH))
+
+
 def test_sparse_buffers_and_factors_that_do_not_match():
     net = nn.Linear(8, 4)
     net.register_buffer("near", torch.eye(4).to_sparse())

@@ -34,6 +34,9 @@ _OLD = torch.__version__ < "2.10"           # which cannot trace slices by numbe
 
 
 def check_dense(what: str, tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise ShardingError(f"{what} is a nested tensor, and a layout is one of dense tensors", where=user_line(),
+                            fix="pad it to the longest (torch.nested.to_padded_tensor), with a mask, before the program")
     if tensor.layout is not torch.strided:
         raise ShardingError(f"{what} is {str(tensor.layout).removeprefix('torch.')}, and a layout is one of dense tensors",
                             where=user_line(), fix="call to_dense() on it")
@@ -100,6 +103,10 @@ class one_error:
             raise ShardingError("the program changes a tensor in place that it finds in a global variable, or in one around a function",
                                 where=user_line_of(error), why="it is none of the program's inputs, and would stay as it is",
                                 fix="make it a buffer or attribute of the module, or pass it as an argument") from error
+        if isinstance(error, RuntimeError) and "SymInt" in str(error) and "not tracked with proxy" in str(error):
+            raise ShardingError("the program makes a tensor of a size that has no number", where=user_line_of(error),
+                                why="it is that of a nested tensor, or of one that comes of values",
+                                fix="pad nested tensors to the longest (torch.nested.to_padded_tensor), with a mask") from error
         if isinstance(error, NotImplementedError) and (name := re.search(r"HigherOrderOperator (\w+)", str(error))) is not None:
             raise ShardingError(f"this cannot be captured: {name[1]}, whose branches or body are programs of their own",
                                 where=user_line_of(error), fix="instead of torch.cond use torch.where, instead of a scan or while_loop "

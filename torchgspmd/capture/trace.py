@@ -333,6 +333,9 @@ class _Interceptor(TorchFunctionMode):
             return found.tolist()
         if func in SELECTIONS and len(args) > 1 and "out" not in kwargs:
             func, args = SELECTIONS[func](self.mode, *args)
+        for value in args if func in REPLACEMENTS or func is torch.sparse.mm else ():
+            if isinstance(value, Tensor) and (func in REPLACEMENTS or type(value) is Tensor):
+                check_dense(f"an operand of {func.__name__}", value)
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
         if kwargs.get("out") is not None or is_transforming():         # torch.func does not take operations of ours
             replacement = None

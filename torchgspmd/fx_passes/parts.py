@@ -215,8 +215,9 @@ class _Parts:
                 self._use(user, at, made, spans, way)
                 continue
             with self.graph.inserting_before(user):
-                whole = of_rules.add(self.graph, made, val, user.meta) if at is None else of_rules.join(self.graph, made, at, val, user.meta)
-            self._replace(user, self._new(whole, user, user))
+                total = of_rules.add(self.graph, made, val, user.meta) if at is None else of_rules.join(
+                    self.graph, made, at, val, user.meta)
+            self._replace(user, self._new(total, user, user))
 
 
 def _with_factor(op: Op, factor: str) -> list[Place]:
