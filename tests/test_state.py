@@ -341,3 +341,29 @@ def test_batch_norm_is_of_the_whole_batch():
     plan = gspmd.plan(synced, x, mesh=gspmd.Mesh(data=4), in_specs="data _")
     torch.testing.assert_close(plan.simulate(x), net(x))
     torch.testing.assert_close(synced.running_var, net.running_var)
+
+
+class Frozen(dict):
+    """A configuration that nobody may change, as those of diffusers."""
+
+    def _refuse(self, *_):
+        raise TypeError("this is frozen")
+
+    __setitem__ = __delitem__ = setdefault = update = pop = clear = _refuse
+
+
+def test_a_table_that_refuses_changes_is_read():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = Frozen(scale=2.0, sizes=Frozen(first=3))
+
+        def forward(self, x):
+            self.last = x.sum()
+            return x * self.config["scale"] * self.config["sizes"]["first"]
+    net, x = Net(), rand(4, 6)
+    plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2), in_specs="data _")
+    torch.testing.assert_close(plan.simulate(x), x * 6)
+    assert plan.captured.holds()
+    net.config = Frozen(scale=3.0, sizes=Frozen(first=3))
+    assert not plan.captured.holds()

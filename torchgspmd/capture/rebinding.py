@@ -126,8 +126,8 @@ class Tables:
         for name, value in table.entries().items():
             if value is not before.get(name, ABSENT) and self._is_left(name, value):
                 _put(container, name, before.get(name, ABSENT))
-        for name, value in before.items():
-            container.setdefault(name, value)
+        for name in [name for name in before if name not in container]:     # nothing is written to a table that nobody may write to
+            container[name] = before[name]
 
     def left(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[Left]:
         """What has been put into tables since the last look; tensors are added to the outputs of the program. Parameters
