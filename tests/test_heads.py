@@ -51,6 +51,31 @@ def test_numbers(module, tensors, call):
     assert_same(got, want, terms=256)
 
 
+class AttentionPool(nn.Module):
+    """CLIP's: the mean of all positions asks, and what comes out is wider than what goes in."""
+
+    def __init__(self, out: int):
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(E, E), nn.Linear(E, E), nn.Linear(E, E), nn.Linear(E, out)
+
+    def forward(self, x):
+        x = torch.cat([x.mean(0, keepdim=True), x])
+        y, _ = nn.functional.multi_head_attention_forward(
+            x[:1], x, x, E, H, None, torch.cat([self.q.bias, self.k.bias, self.v.bias]), None, None, False, 0.0, self.out.weight,
+            self.out.bias, need_weights=False, use_separate_proj_weight=True, q_proj_weight=self.q.weight,
+            k_proj_weight=self.k.weight, v_proj_weight=self.v.weight)
+        return y.squeeze(0)
+
+
+@pytest.mark.parametrize("out", [8, 20])
+def test_what_comes_out_may_have_another_width(out):
+    torch.manual_seed(0)
+    model = AttentionPool(out)
+    gspmd.annotate(model, MESH, {"*.weight": "model _", "out.weight": "_ model"})
+    plan = gspmd.plan(model, KEY, mesh=MESH, in_specs="_ data _", grad=True)
+    assert_same(plan.simulate(KEY), eager(model, KEY), terms=256)
+
+
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_batch_and_heads_stay_sharded(batch_first):
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("worker_state.py")
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_modules_that_keep_something_between_calls(mesh):
-    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 14
+    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 15
 
 
 class Recurrent(nn.Module):

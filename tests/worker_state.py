@@ -480,6 +480,24 @@ def check_values_that_forward_looks_at(mesh):
     close(model.mean, reference.mean)
 
 
+class Configured(Net):
+    """With names in the order of a set, which is another one in each process."""
+
+    def __init__(self):
+        super().__init__()
+        names = [f"option {i}" for i in range(20)]
+        self.config = {"scale": 2.0, "defaults": list(set(names)), "by name": {name: len(name) for name in set(names)}}
+
+    def forward(self, x, without):
+        return super().forward(x) * self.config["scale"] * self.config["by name"]["option 7"] * (1 if "first" in without else 2)
+
+
+def check_names_in_the_order_of_a_set(mesh):
+    model, reference = pair(mesh, Configured)
+    for without in ({"first", "second", "third", "fourth"}, frozenset({"second", "third"})):
+        close(model(batch(1), without), reference(batch(1), without))
+
+
 class Masked(Net):
     """Of features and rows by masks, in a buffer and in an attribute."""
 

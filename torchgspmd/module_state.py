@@ -85,6 +85,8 @@ def _content(value: Any, around: tuple[int, ...]) -> Any:
         return type(value), *((repr(name), _content(v, around)) for name, v in value.items())
     if isinstance(value, (list, tuple)):
         return type(value), *(_content(v, around) for v in value)
+    if isinstance(value, (set, frozenset)):
+        return type(value), *sorted(map(repr, value))                       # their order is another one in each process
     return repr(value) if attributes is None else (type(value), as_text(repr(value)), _content(attributes, around))
 
 

@@ -36,7 +36,7 @@ def multi_head_attention(query: Tensor, key: Tensor, value: Tensor, embed_dim_to
     dropout = dropout_p if training else 0.0
     attend: Callable = _with_weights if need_weights else _without_weights
     out, seen = attend(q, k, v, mask, dropout, causal)
-    y = torch.einsum("nhld,ohd->lno", out, out_proj_weight.view(width, num_heads, -1))
+    y = torch.einsum("nhld,ohd->lno", out, out_proj_weight.view(out_proj_weight.shape[0], num_heads, -1))
     y = y if out_proj_bias is None else y + out_proj_bias.to(y.dtype)
     seen = seen.mean(1) if need_weights and average_attn_weights else seen  # [n, l, s]
     if query.dim() == 2:

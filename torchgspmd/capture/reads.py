@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
-from operator import is_
+from operator import is_, itemgetter
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -269,6 +269,7 @@ def same(now: Any, value: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
+    """As all processes write it that have the same: names in the order of a set, which is another in each, count in any order."""
     if isinstance(value, (Tensor, Kind)):
         return tuple(value.shape), value.dtype
     if isinstance(value, _CONTAINERS):
@@ -276,6 +277,9 @@ def _described(value: Any) -> Any:
     if isinstance(value, Conditions):
         return value.cls.__name__, value.found
     if isinstance(value, Contents):
-        keys = [key if isinstance(key, str) else type(key).__name__ for key in value.keys]
-        return value.cls.__name__, keys, [_described(item) for item in value.items]
+        items = [_described(item) for item in value.items]
+        if value.keys and all(isinstance(key, str) for key in value.keys):
+            return value.cls.__name__, sorted(zip(value.keys, items), key=itemgetter(0))
+        keys = [type(key).__name__ for key in value.keys]
+        return value.cls.__name__, keys, sorted(items) if all(isinstance(item, str) for item in value.items) else items
     return value if isinstance(value, _PLAIN) else type(value).__name__
