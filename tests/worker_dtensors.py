@@ -46,6 +46,56 @@ def check_numbers_and_text(mesh):
     assert f"{norms[0]:.3f}" == f"{norms[1]:.3f}" and norms[0] < 100
 
 
+def _added(tensors):
+    torch._foreach_add_(tensors, 0.5)
+    torch._foreach_addcmul_(tensors, tensors, tensors)
+    return tensors
+
+
+WITHOUT_A_LAYOUT = {                        # of a matrix w and its gradient g
+    "foreach copy": lambda w, g: torch._foreach_copy_([torch.zeros_like(w)], [g])[0],
+    "foreach maximum": lambda w, g: torch._foreach_maximum([w, g], 0.01)[1],
+    "in place of what is pending": lambda w, g: g.norm().add_(1.0).sqrt_(),
+    "lists in place": lambda w, g: torch.stack(_added([w.norm(dim=0), w.norm(dim=1)[:1].repeat(16), g.norm(dim=0)])),
+    "in place of a largest one": lambda w, g: g.abs().max().add_(1.0),
+    "average in place": lambda w, g: g.mean().lerp_(g.sum(), 0.3),
+    "into a plain state": lambda w, g: torch.zeros(16, 16).lerp_(g.T @ g, 0.1).addcmul_(g.T @ g, w.T @ w),
+    "into plain rows": lambda w, g: torch.zeros(len(g), 16).add_(g).copy_(w),
+    "out": lambda w, g: torch.mul(torch.ones(len(g), 16), 2.0, out=torch.zeros_like(w)) + torch.mul(w, g, out=torch.zeros_like(w)),
+    "transposed in place": lambda w, g: g.clone().transpose_(0, 1),
+    "by a mask": lambda w, g: w[g > 0].sum() + w.masked_select(g > 0).sum(),
+    "triangle": lambda w, g: torch.linalg.qr(g)[1].abs(),
+    "inverse": lambda w, g: torch.linalg.inv(w.T @ w + torch.eye(16)),
+    "sorted": lambda w, g: w.flatten().sort().values + g.flatten().topk(w.numel()).values,
+    "middle": lambda w, g: torch.stack([w.median(), w.quantile(0.3), g.flatten().kthvalue(5).values]),
+    "different ones": lambda w, g: (w > 0).float().unique(),
+    "largest": lambda w, g: w.max(0).indices + g.min(0).indices,
+    "close": lambda w, g: torch.tensor(torch.allclose(w, w + 1e-9) and torch.equal(g, g + 0)),
+    "rows in turn": lambda w, g: w.roll(1, 0) + w.flip(0) + g.diff(dim=0, prepend=g[:1]),
+    "convolution": lambda w, g: F.conv1d(torch.ones(1, 16, 9), w[:, :, None].repeat(1, 1, 3)),
+    "convolution of rows": lambda w, g: F.conv1d(w.T[:, None], torch.ones(2, 1, 3)),
+    "scattered": lambda w, g: g.scatter_add(0, torch.zeros(1, 16, dtype=torch.int64), w[:1]),
+}
+
+
+def check_operations_without_a_layout(mesh):
+    """Are computed of whole tensors, by all ranks; what they change in place is stored in parts."""
+    model, reference = pair(mesh)
+    for m in (model, reference):
+        loss_of(m).backward()
+    for name, operation in WITHOUT_A_LAYOUT.items():
+        mine, theirs = (operation(m.up.weight.detach(), m.up.weight.grad.clone()) for m in (model, reference))
+        assert torch.allclose(whole(mine), theirs, rtol=1e-4, atol=1e-5), name
+    for m in (model, reference):
+        with torch.no_grad():
+            torch._foreach_copy_([m.up.weight, m.down.weight], [m.up.weight.grad, m.down.weight.grad])
+    same_parameters(model, reference)
+    assert model.up.weight.placements == model.up.weight.grad.placements
+    for m in (model, reference):
+        F.conv1d(m.up.weight.T[:, None], torch.ones(2, 1, 3)).square().sum().backward()
+    same_gradients(model, reference)
+
+
 def check_reading_on_one_rank(mesh):
     """What a reduction is pending of is read by all ranks: a rank that does alone, and those that go on, are told."""
     model, _ = pair(mesh)
@@ -113,15 +163,22 @@ def check_data_and_entries(mesh):
 
 
 def check_optimizers(mesh):
-    """Those that need more than torch's DTensor: masks, and norms that are changed in place."""
-    for kind in (torch.optim.Rprop, torch.optim.Adafactor):
+    """Those that need more than torch's DTensor: masks, norms that are changed in place, lists, products of flattened parameters."""
+    kinds = [(kind, {"foreach": foreach}) for kind in (torch.optim.Rprop, torch.optim.Adafactor) for foreach in (False, True)]
+    if torch.__version__ >= "2.10":                                         # before, parts of different sizes cannot be flattened
+        kinds.append((torch.optim.LBFGS, {}))
+    for kind, options in kinds:
         model, reference = pair(mesh)
-        optimizers = [kind(m.parameters(), 0.01) for m in (model, reference)]
-        for step in range(3):
-            for m, optimizer in zip((model, reference), optimizers):
-                optimizer.zero_grad()
-                loss_of(m, step).backward()
-                optimizer.step()
+        for m in (model, reference):
+            m.double()                                                      # some of these amplify rounding
+            optimizer = kind(m.parameters(), 0.01, **options)
+            for step in range(3):
+                def loss(m=m, step=step, optimizer=optimizer):
+                    optimizer.zero_grad()
+                    found = loss_of(m, step)
+                    found.backward()
+                    return found
+                optimizer.step(loss)
         same_parameters(model, reference)
 
 

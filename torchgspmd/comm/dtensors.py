@@ -7,6 +7,8 @@
     loss + 0.01 * p.pow(2).sum()        is an error, a plain tensor beside a DTensor; so is loss += ...
     f"{clip_grad_norm_(...):.2f}"       is an error, and so are numpy() and tolist()
     y.cumsum(-1)                        is of each device's part alone (2.13: where the sharded dimension is counted from the end)
+    F.conv1d(x, w)                      is of parts, where not the batch is sharded
+    y.mean()                            is of the means of parts, of different sizes (2.9)
     F.mse_loss(sharded, target)         has n times the gradient over n devices; so have other losses that are means
 
 Private API of torch (DTensor's local tensor, spec and dispatcher); checked on 2.9.0 and 2.13.0.
@@ -15,17 +17,16 @@ from __future__ import annotations
 
 import functools
 import math
-import zlib
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..errors import ShardingError, user_line
-from .agreement import agree, gathered
-from .groups import Groups, known_groups
+from .groups import known_groups
+from .on_whole import compute_on_whole, is_cut, like, on_whole, whole
 
 _DATA, _NUMPY, _TOLIST = Tensor.data, Tensor.numpy, Tensor.tolist
 _GETITEM, _SETITEM, _COPY = Tensor.__getitem__, Tensor.__setitem__, Tensor.copy_
@@ -34,8 +35,13 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 _LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 _NOT_LINEAR = (torch.ops.aten.pow_.Scalar, torch.ops.aten.clamp_.default, torch.ops.aten.sqrt_.default, torch.ops.aten.rsqrt_.default)
 _SCANS = tuple(getattr(torch.ops.aten, name).default for name in ("cumsum", "cumprod", "logcumsumexp"))
+_CONVOLUTIONS = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 _MEAN, _SUM = 1, 2              # reductions
-_IN_PLACE = tuple(getattr(torch.ops.aten, name).Tensor for name in ("add_", "sub_", "mul_", "div_"))
+_IN_PLACE = tuple(getattr(getattr(torch.ops.aten, name), overload) for overload, names in {
+    "Tensor": "add_ sub_ mul_ div_ lerp_", "Scalar": "lerp_", "default": "copy_ addcmul_ addcdiv_ addmm_ baddbmm_ addmv_"}.items()
+    for name in names.split())
+_LINEAR = _IN_PLACE[:4]
+_OUT = tuple(getattr(torch.ops.aten, name).out for name in ("add", "sub", "mul", "div", "maximum", "minimum"))
 
 
 def complete_dtensors() -> None:
@@ -48,13 +54,17 @@ def complete_dtensors() -> None:
     for name in _CHANGES:
         setattr(DTensor, name, _changing(getattr(Tensor, name)))
     DTensor.__format__, DTensor.numpy, DTensor.tolist = _format, _numpy, _tolist
-    handlers().update({_ITEM: _item, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_SCANS, _scan),
-                       **dict.fromkeys(_NOT_LINEAR, _of_reduced)})
+    handlers().update({_ITEM: _item, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_OUT, _out), **dict.fromkeys(_SCANS, _scan),
+                       **dict.fromkeys((*_NOT_LINEAR, *_foreach_in_place()), _of_reduced), **dict.fromkeys(_CONVOLUTIONS, _convolution),
+                       torch.ops.aten.mean.default: _mean, torch.ops.aten.mean.dim: _mean})
+    if torch.__version__ < "2.10":                                          # whose indices are of each device's part
+        handlers().update(dict.fromkeys((torch.ops.aten.max.dim, torch.ops.aten.min.dim), _of_whole))
     for name in _LOSSES:
         handlers()[getattr(torch.ops.aten, name).default] = _mean_of_sum(0)
         if hasattr(torch.ops.aten, f"{name}_backward"):
             handlers()[getattr(torch.ops.aten, f"{name}_backward").default] = _mean_of_sum(1)
     DTensor._op_dispatcher._allow_implicit_replication = True
+    compute_on_whole()
 
 
 def handlers() -> dict:
@@ -80,7 +90,7 @@ def _assign(self: DTensor, value: Tensor) -> None:
                             f"{list(value.shape)}", where=user_line(), why="programs were made for the one that was there",
                             fix="model.to(dtype) changes types; change shapes before the model is wrapped")
     if not isinstance(value, DTensor):
-        value = _like(self, value)
+        value = like(self, value)
     elif value.device_mesh != self.device_mesh or value.placements != self.placements:
         raise ShardingError(f"the data of a DTensor on {self.device_mesh} with {self.placements} is set to one on {value.device_mesh} "
                             f"with {value.placements}", where=user_line(), fix="redistribute that one first")
@@ -92,7 +102,7 @@ def _getitem(self: DTensor, index: Any) -> Any:
     """Where DTensor gathers what would be a view, the result knows of what it is a part."""
     part = _GETITEM(self, index)
     if isinstance(part, DTensor) and all(e is None or isinstance(e, (int, slice, type(...))) for e in _entries(index)):
-        if _is_cut(self) and not _share_memory(part, self) or hasattr(self, "_part_of"):
+        if is_cut(self) and not _share_memory(part, self) or hasattr(self, "_part_of"):
             part._part_of = self, index
     return part
 
@@ -110,11 +120,11 @@ def _changing(method: Callable) -> Callable:
 
 def _spread(part: DTensor) -> None:
     """Changes what it is a part of as it has been changed."""
-    whole, index = getattr(part, "_part_of", (None, None))
-    if whole is not None and _share_memory(part, whole):
-        _spread(whole)
-    elif whole is not None:
-        _setitem(whole, index, part)
+    owner, index = getattr(part, "_part_of", (None, None))
+    if owner is not None and _share_memory(part, owner):
+        _spread(owner)
+    elif owner is not None:
+        _setitem(owner, index, part)
 
 
 def _share_memory(one: DTensor, other: DTensor) -> bool:
@@ -127,15 +137,15 @@ def _entries(index: Any) -> tuple:
 
 def _setitem(self: DTensor, index: Any, value: Any) -> None:
     mask = isinstance(index, DTensor) and index.dtype is torch.bool and index.shape == self.shape and not isinstance(value, Tensor)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (self, value)) or not (mask or _is_cut(self)):
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (self, value)) or not (mask or is_cut(self)):
         _SETITEM(self, index, value)
     elif mask:
         _COPY(self, torch.where(index, value, self))                        # nothing is sent
     else:
-        whole = _whole(self)
-        entries = [_whole(e) if isinstance(e, DTensor) else e for e in _entries(index)]
-        whole[tuple(entries)] = _whole(value) if isinstance(value, DTensor) else value
-        _COPY(self, _like(self, whole))
+        values = whole(self)
+        entries = [whole(e) if isinstance(e, DTensor) else e for e in _entries(index)]
+        values[tuple(entries)] = whole(value) if isinstance(value, DTensor) else value
+        _COPY(self, like(self, values))
     _spread(self)
 
 
@@ -145,36 +155,88 @@ def _format(self: DTensor, spec: str) -> str:
 
 
 def _numpy(self: DTensor, **options: Any) -> Any:
-    return _whole(self.detach() if options.get("force") else self).numpy(**options) if _is_ours(self) else _NUMPY(self, **options)
+    return whole(self.detach() if options.get("force") else self).numpy(**options) if _is_ours(self) else _NUMPY(self, **options)
 
 
 def _tolist(self: DTensor) -> list:
-    return _whole(self).tolist() if _is_ours(self) else _TOLIST(self)
+    return whole(self).tolist() if _is_ours(self) else _TOLIST(self)
 
 
 def _item(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    return (_whole(args[0]) if _is_ours(args[0]) else args[0].to_local()).item()
+    return (whole(args[0]) if _is_ours(args[0]) else args[0].to_local()).item()
 
 
 def _into_plain(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """In place; a plain tensor stays one."""
+    """In place; a plain tensor stays one, and what is pending of a DTensor is reduced before, unless it is a sum that stays one."""
     if isinstance(args[0], DTensor):
-        return as_before(op, args, kwargs)
-    return op(args[0], args[1].full_tensor(), **kwargs)
+        return (as_before if op in _LINEAR and _stays_a_sum(op, args) else _of_reduced)(op, args, kwargs)
+    return op(args[0], *(whole(a) if isinstance(a, DTensor) else a for a in args[1:]), **kwargs)
+
+
+def _stays_a_sum(op: torch._ops.OpOverload, args: tuple) -> bool:
+    pending = [p for p in args[0].placements if p.is_partial()]
+    if not pending or any(p != Partial() for p in pending):
+        return not pending
+    other = args[1].placements if isinstance(args[1], DTensor) else None
+    return other == args[0].placements if op in _LINEAR[:2] else not isinstance(args[1], Tensor)
+
+
+def _out(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """DTensor looks for its mesh among the operands."""
+    others = {name: value for name, value in kwargs.items() if name != "out"}
+    return kwargs["out"].copy_(op.overloadpacket(*args, **others))
 
 
 def _of_reduced(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """In place of a DTensor whose pending reduction is done before."""
-    tensor: DTensor = args[0]
-    if _is_ours(tensor) and any(p.is_partial() for p in tensor.placements):
-        reduced = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    """In place of a DTensor, or of a list of them, whose pending reductions are done before; so are those of the other operands."""
+    first = [*map(_settle, args[0])] if isinstance(args[0], (list, tuple)) else _settle(args[0])
+    return as_before(op, (first, *map(_reduced, args[1:])), kwargs)
+
+
+def _reduced(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [*map(_reduced, value)]
+    if not isinstance(value, DTensor) or not _is_ours(value) or not any(p.is_partial() for p in value.placements):
+        return value
+    return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
+
+
+def _settle(tensor: DTensor) -> DTensor:
+    reduced = _reduced(tensor)
+    if reduced is not tensor:
         tensor._local_tensor, tensor._spec = reduced._local_tensor, reduced._spec
-    return as_before(op, args, kwargs)
+    return tensor
+
+
+def _foreach_in_place() -> list[torch._ops.OpOverload]:
+    """All such operations on lists of tensors."""
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads() if overload != "out"]
 
 
 def _scan(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     tensor, dim, *rest = args
     return as_before(op, (tensor, dim % max(tensor.dim(), 1), *rest), kwargs)
+
+
+def _of_whole(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    return on_whole(op, args, kwargs, args[0]) if is_cut(args[0]) else as_before(op, args, kwargs)
+
+
+def _mean(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Of a sum: that of the parts' means is another one, where parts are of different sizes."""
+    total = args[0].sum(*args[1:], **kwargs)
+    return total / (args[0].numel() // max(1, total.numel()))
+
+
+def _convolution(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Of whole tensors, unless the batch alone is sharded: DTensor takes any dimension but the last for it."""
+    *inputs, weight = args[:3 if op is _CONVOLUTIONS[1] else 2]             # the gradient comes before
+    by_batch = all(p == Shard(0) or p.is_replicate() for t in inputs if isinstance(t, DTensor) for p in t.placements)
+    if by_batch and not (isinstance(weight, DTensor) and is_cut(weight)):
+        return as_before(op, args, kwargs)
+    operands = [t for t in (*inputs, weight) if isinstance(t, DTensor)]
+    return on_whole(op, args, kwargs, operands[0]) if _is_ours(operands[0]) else as_before(op, args, kwargs)
 
 
 def _mean_of_sum(gradients: int) -> Callable:
@@ -194,29 +256,3 @@ def _mean_of_sum(gradients: int) -> Callable:
 
 def _is_ours(tensor: DTensor) -> bool:
     return known_groups(tensor.device_mesh) is not None
-
-
-def _is_cut(tensor: DTensor) -> bool:
-    """Whether devices that we know have different parts or terms of it."""
-    return _is_ours(tensor) and not all(p.is_replicate() for p in tensor.placements)
-
-
-def _like(tensor: DTensor, whole: Tensor) -> DTensor:
-    return distribute_tensor(whole.detach().to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
-
-
-def _whole(tensor: DTensor) -> Tensor:
-    """Its values, for which all ranks have to ask if devices have parts of them."""
-    groups = known_groups(tensor.device_mesh)
-    if groups is None or not _is_cut(tensor):
-        return tensor.to_local()
-    line = user_line()
-    agree(groups, zlib.crc32(f"reads a DTensor at {line}".encode()), lambda: _not_alike(groups, line))
-    return tensor.full_tensor()
-
-
-def _not_alike(groups: Groups, line: str | None) -> NoReturn:
-    """What a rank raises that reads while others do something else; it takes part as they find out what (parallel.py)."""
-    gathered(groups, (f"reads a DTensor at {line}", None))
-    raise ShardingError("the ranks do different things", where=line, why="this one reads a DTensor of which each device has a part, others "
-                        "do not", fix="read it on every rank, also where only one prints it")

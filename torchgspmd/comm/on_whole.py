@@ -1,0 +1,123 @@
+"""Operations that torch's DTensor has no way for, computed of whole tensors: right, not fast.
+
+    torch._foreach_copy_(ps, qs)            no sharding strategy
+    g.norm().add_(eps)                      in place of what is pending
+    torch.linalg.qr(p), p[g > 0]            sharding propagation failed
+
+What is written in place is stored in its parts again; results are replicated. Optimizers and loops written for one device do such
+things; a program that parallelize has made does not come here.
+
+Private API of torch (DTensor's local tensor, spec and dispatcher); checked on 2.9.0 and 2.13.0.
+"""
+from __future__ import annotations
+
+import functools
+import logging
+import zlib
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import ShardingError, user_line
+from .agreement import agree, gathered
+from .groups import Groups, known_groups
+
+_FAILED = "Sharding propagation failed", "found no DeviceMesh from dtensor args"
+_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"                    # from torch 2.10 on
+
+
+def compute_on_whole() -> None:
+    """From here on, for DTensors on the meshes of parallelize."""
+    dispatcher: Any = DTensor._op_dispatcher
+    name = _PROPAGATE if hasattr(dispatcher, _PROPAGATE) else "dispatch"
+    before = getattr(dispatcher, name)
+    if not hasattr(before, "__wrapped__"):
+        setattr(dispatcher, name, _or_on_whole(before))
+
+
+def is_cut(tensor: DTensor) -> bool:
+    """Whether devices that we know have different parts or terms of it."""
+    return known_groups(tensor.device_mesh) is not None and not all(p.is_replicate() for p in tensor.placements)
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """Its values, for which all ranks have to ask if devices have parts of them."""
+    groups = known_groups(tensor.device_mesh)
+    if groups is None or not is_cut(tensor):
+        return tensor.to_local()
+    line = user_line()
+    agree(groups, zlib.crc32(f"reads a DTensor at {line}".encode()), lambda: _not_alike(groups, line))
+    return tensor.full_tensor()
+
+
+def like(tensor: DTensor, values: Tensor) -> DTensor:
+    """A DTensor of whole values, laid out as another one; nothing is sent."""
+    return distribute_tensor(values.detach().to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def _not_alike(groups: Groups, line: str | None) -> NoReturn:
+    """What a rank raises that reads while others do something else; it takes part as they find out what (parallel.py)."""
+    gathered(groups, (f"reads a DTensor at {line}", None))
+    raise ShardingError("the ranks do different things", where=line, why="this one reads a DTensor of which each device has a part, others "
+                        "do not", fix="read it on every rank, also where only one prints it")
+
+
+def _or_on_whole(before: Callable) -> Callable:
+    @functools.wraps(before)
+    def dispatched(op: torch._ops.OpOverload, args: tuple, kwargs: dict, *others: Any) -> Any:
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        was, log.disabled = log.disabled, True                              # it would show a traceback of what is caught here
+        try:
+            return before(op, args, kwargs, *others)
+        except (NotImplementedError, RuntimeError, AssertionError) as error:            # of layouts only: all ranks come to this alike
+            ours = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor) and known_groups(t.device_mesh)]
+            if not ours or not isinstance(error, NotImplementedError) and not any(words in str(error) for words in _FAILED):
+                raise
+        finally:
+            log.disabled = was
+        return on_whole(op, args, kwargs, ours[0])
+    return dispatched
+
+
+def on_whole(op: torch._ops.OpOverload, args: tuple, kwargs: dict, one: DTensor) -> Any:
+    """The operation on whole tensors; one: of the DTensors among them."""
+    wholes: dict[int, tuple[DTensor, Tensor]] = {}
+
+    def opened(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return wholes.setdefault(id(value), (value, whole(value)))[1]
+        return value
+    results = op(*pytree.tree_map(opened, args), **pytree.tree_map(opened, kwargs))
+    for value in _written(op, args, kwargs):
+        if isinstance(value, DTensor):
+            _store(value, wholes[id(value)][1])
+    owners = {id(values): tensor for tensor, values in wholes.values() if values.shape == tensor.shape}
+
+    def closed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        replicated = [Replicate()] * one.device_mesh.ndim
+        return owners[id(value)] if id(value) in owners else DTensor.from_local(value, one.device_mesh, replicated, run_check=False)
+    return pytree.tree_map(closed, results)
+
+
+def _written(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list:
+    """The tensors that an operation changes."""
+    named = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
+    changed = [named.get(a.name) for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return pytree.tree_leaves(changed)
+
+
+def _store(tensor: DTensor, values: Tensor) -> None:
+    """Gives a DTensor these values; what was pending is not any more."""
+    if values is tensor._local_tensor:
+        return
+    if values.shape == tensor.shape and not any(p.is_partial() for p in tensor.placements):
+        tensor._local_tensor.copy_(like(tensor, values)._local_tensor)
+        return
+    replicated = DTensor.from_local(values, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
+    tensor._local_tensor, tensor._spec = replicated._local_tensor, replicated._spec
