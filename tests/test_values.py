@@ -122,3 +122,18 @@ def test_a_branch_on_values_is_one_sentence():
 
 def test_a_number_as_result_is_one_sentence():
     assert "return the tensor" in message(lambda: gspmd.plan(lambda x: x.sum().item(), X, mesh=BIG))
+
+
+BY_NAME = {                                 # functions whose arguments have several names
+    "tensor_split": lambda x: torch.tensor_split(x, indices=(1, 3), dim=0)[1] * x.tensor_split(sections=3, dim=1)[1].sum(),
+    "matmul": lambda x: torch.matmul(input=x, other=x.mT) + torch.mm(x, mat2=x.mT) + torch.linalg.vecdot(x=x, y=x),
+    "linear": lambda x: torch.nn.functional.linear(input=x, weight=x) + torch.inner(input=x, other=x),
+    "masked_select": lambda x: torch.masked_select(x, mask=torch.eye(4, 6, dtype=torch.bool)).sum() + x,
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_arguments_by_name(name):
+    x = torch.randn(4, 6)
+    plan = gspmd.plan(BY_NAME[name], x, mesh=gspmd.Mesh(a=2), in_specs="a _")
+    assert_same(plan.simulate(x, _poison=True), BY_NAME[name](x), name, terms=64)

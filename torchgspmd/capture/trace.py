@@ -337,8 +337,8 @@ class _Interceptor(TorchFunctionMode):
             if isinstance(value, Tensor) and (func in REPLACEMENTS or type(value) is Tensor):
                 check_dense(f"an operand of {func.__name__}", value)
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
-        if kwargs.get("out") is not None or is_transforming():         # torch.func does not take operations of ours
-            replacement = None
+        if kwargs.get("out") is not None or is_transforming() or kwargs and not _takes(replacement, args, kwargs):
+            replacement = None                                              # torch.func does not take operations of ours
         result = replacement(*args, **kwargs) if replacement is not None else NotImplemented
         if result is NotImplemented:
             result = self._run(func, args, kwargs)
@@ -353,6 +353,14 @@ class _Interceptor(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         return func(*args, **kwargs)
+
+
+def _takes(function: Callable | None, args: tuple, kwargs: dict) -> bool:
+    """Whether it has arguments of these names; some of PyTorch's functions have several names for one."""
+    try:
+        return function is not None and inspect.signature(function).bind(*args, **kwargs) is not None
+    except TypeError:
+        return False
 
 
 def _grad(outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, only_inputs=True, allow_unused=None,

@@ -75,8 +75,8 @@ def _ctc(log_probs: Tensor, targets: Tensor, input_lengths, target_lengths, blan
     return losses.sum() if reduction == "sum" else losses.squeeze(0) if single else losses
 
 
-def _tensor_split(input: Tensor, tensor_indices_or_sections, dim: int = 0):
-    if not isinstance(tensor_indices_or_sections, Tensor):
+def _tensor_split(input: Tensor, *sections: Any, **named: Any):
+    if not any(isinstance(given, Tensor) for given in (*sections, *named.values())):
         return NotImplemented
     raise ShardingError("tensor_split by a tensor needs its values before the program runs", where=user_line(),
                         fix="give the sections as a number or a tuple")
