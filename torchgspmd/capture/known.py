@@ -60,8 +60,8 @@ class Known:
 
     def __init__(self, places: dict[int, tuple[Place, Tensor]], is_looking: bool, shapes: set[Any]):
         """places: of inputs that may be looked at, by their place among the inputs, and what is there before the trace. is_looking:
-        whether buffers are looked at, or only constants, as numbers that come of buffers may be computed with as they are. shapes:
-        what decided on a shape in earlier traces."""
+        whether buffers are looked at for numbers, or only constants, as numbers that come of buffers may be computed with as they are.
+        shapes: what decided on a shape in earlier traces."""
         self.places, self.is_looking, self.shapes = places, is_looking, shapes
         self.looks: dict[Any, Look] = {}                                    # by node, or by entry of a table
         self.could_look = False             # whether it would have said more, had it looked
@@ -82,10 +82,10 @@ class Known:
         known = [self.places.get(order[placeholder]) for placeholder in inputs]
         if any(entry is None or _plain(entry[1]) is None for entry in known):
             return None
-        if inputs and not self.is_looking:
+        if inputs and not (self.is_looking or is_shape):
             self.could_look = True
-            if is_shape or node.meta["val"].dtype is torch.bool:            # for a branch: nothing is computed with truth values
-                raise needs_values("a shape" if is_shape else "a truth value", where)
+            if node.meta["val"].dtype is torch.bool:                        # for a branch: nothing is computed with truth values
+                raise needs_values("a truth value", where)
             return None
         if node not in self.looks:
             function = _function(node, inputs, owner)

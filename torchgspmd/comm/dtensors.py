@@ -8,7 +8,7 @@
     f"{clip_grad_norm_(...):.2f}"       is an error, and so are numpy() and tolist()
     y.cumsum(-1)                        is of each device's part alone (2.13: where the sharded dimension is counted from the end)
     F.conv1d(x, w)                      is of parts, where not the batch is sharded
-    y.mean()                            is of the means of parts, of different sizes (2.9)
+    y.mean(), y.max(0).indices          are of the means of parts of different sizes, and in each part (2.9)
     F.mse_loss(sharded, target)         has n times the gradient over n devices; so have other losses that are means
 
 Private API of torch (DTensor's local tensor, spec and dispatcher); checked on 2.9.0 and 2.13.0.
@@ -36,6 +36,8 @@ _LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "bina
 _NOT_LINEAR = (torch.ops.aten.pow_.Scalar, torch.ops.aten.clamp_.default, torch.ops.aten.sqrt_.default, torch.ops.aten.rsqrt_.default)
 _SCANS = tuple(getattr(torch.ops.aten, name).default for name in ("cumsum", "cumprod", "logcumsumexp"))
 _CONVOLUTIONS = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+_OF_PARTS = tuple(getattr(getattr(torch.ops.aten, name), overload) for name, overload in (
+    ("max", "dim"), ("min", "dim"), ("mean", "default"), ("mean", "dim")))  # as torch 2.9 has them
 _MEAN, _SUM = 1, 2              # reductions
 _IN_PLACE = tuple(getattr(getattr(torch.ops.aten, name), overload) for overload, names in {
     "Tensor": "add_ sub_ mul_ div_ lerp_", "Scalar": "lerp_", "default": "copy_ addcmul_ addcdiv_ addmm_ baddbmm_ addmv_"}.items()
@@ -55,10 +57,9 @@ def complete_dtensors() -> None:
         setattr(DTensor, name, _changing(getattr(Tensor, name)))
     DTensor.__format__, DTensor.numpy, DTensor.tolist = _format, _numpy, _tolist
     handlers().update({_ITEM: _item, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_OUT, _out), **dict.fromkeys(_SCANS, _scan),
-                       **dict.fromkeys((*_NOT_LINEAR, *_foreach_in_place()), _of_reduced), **dict.fromkeys(_CONVOLUTIONS, _convolution),
-                       torch.ops.aten.mean.default: _mean, torch.ops.aten.mean.dim: _mean})
-    if torch.__version__ < "2.10":                                          # whose indices are of each device's part
-        handlers().update(dict.fromkeys((torch.ops.aten.max.dim, torch.ops.aten.min.dim), _of_whole))
+                       **dict.fromkeys((*_NOT_LINEAR, *_foreach_in_place()), _of_reduced), **dict.fromkeys(_CONVOLUTIONS, _convolution)})
+    if torch.__version__ < "2.10":
+        handlers().update(dict.fromkeys(_OF_PARTS, _of_whole))
     for name in _LOSSES:
         handlers()[getattr(torch.ops.aten, name).default] = _mean_of_sum(0)
         if hasattr(torch.ops.aten, f"{name}_backward"):
@@ -183,8 +184,8 @@ def _stays_a_sum(op: torch._ops.OpOverload, args: tuple) -> bool:
 
 def _out(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     """DTensor looks for its mesh among the operands."""
-    others = {name: value for name, value in kwargs.items() if name != "out"}
-    return kwargs["out"].copy_(op.overloadpacket(*args, **others))
+    found = op.overloadpacket(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    return kwargs["out"].copy_(found) if kwargs["out"].shape == found.shape else as_before(op, args, kwargs)
 
 
 def _of_reduced(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -221,12 +222,6 @@ def _scan(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def _of_whole(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     return on_whole(op, args, kwargs, args[0]) if is_cut(args[0]) else as_before(op, args, kwargs)
-
-
-def _mean(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Of a sum: that of the parts' means is another one, where parts are of different sizes."""
-    total = args[0].sum(*args[1:], **kwargs)
-    return total / (args[0].numel() // max(1, total.numel()))
 
 
 def _convolution(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
