@@ -85,16 +85,18 @@ def as_before(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def _assign(self: DTensor, value: Tensor) -> None:
-    """value: a DTensor, or a whole tensor; nothing is sent. ShardingError where it does not fit."""
+    """value: a DTensor, or a whole tensor; nothing is sent, unless it is laid out otherwise. ShardingError where it does not fit."""
     if value.shape != self.shape or value.dtype != self.dtype:
         raise ShardingError(f"the data of a DTensor, {self.dtype} of shape {list(self.shape)}, is set to {value.dtype} of shape "
                             f"{list(value.shape)}", where=user_line(), why="programs were made for the one that was there",
                             fix="model.to(dtype) changes types; change shapes before the model is wrapped")
     if not isinstance(value, DTensor):
         value = like(self, value)
-    elif value.device_mesh != self.device_mesh or value.placements != self.placements:
-        raise ShardingError(f"the data of a DTensor on {self.device_mesh} with {self.placements} is set to one on {value.device_mesh} "
-                            f"with {value.placements}", where=user_line(), fix="redistribute that one first")
+    elif value.device_mesh != self.device_mesh:
+        raise ShardingError(f"the data of a DTensor on {self.device_mesh} is set to one on {value.device_mesh}", where=user_line(),
+                            fix="give it a DTensor on its own mesh, or the whole tensor")
+    else:
+        value = value.redistribute(placements=self.placements)
     _DATA.__set__(self, value)
     self._local_tensor, self._spec = value._local_tensor.detach(), value._spec
 
