@@ -378,8 +378,8 @@ class Masked(Net):
 
 def test_a_mask_that_is_known_has_a_shape():
     model, reference = on_both(Masked())
-    for seed in range(6):
-        results = [m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))) for m in (model, reference)]
-        torch.testing.assert_close(results[0].detach().cpu(), results[1].detach(), rtol=1e-5, atol=1e-5)
+    for seed in range(4):
         for m in (model, reference):
             m.mask[seed] = True
+        results = [m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))) for m in (model, reference)]
+        torch.testing.assert_close(results[0].detach().cpu(), results[1].detach(), rtol=1e-5, atol=1e-5)
