@@ -36,7 +36,8 @@ class Watch:
         import torch_xla.debug.metrics as met
         self.model, self.optimizer, self.met, self.wait = model, optimizer, met, xm.wait_device_ops
         self.compiled, self.ran, self.fallbacks = [], [], set()
-        self.wait()                                                         # what has begun before is not counted
+        sync()                                                              # what other tests have left is not counted,
+        self.wait()                                                         # nor what has begun before
         met.clear_all()
 
     def __call__(self, step: int) -> None:
