@@ -199,7 +199,7 @@ def _of_reduced(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
 def _reduced(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [*map(_reduced, value)]
-    if not isinstance(value, DTensor) or not _is_ours(value) or not any(p.is_partial() for p in value.placements):
+    if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements) or not _is_ours(value):
         return value
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
 
