@@ -89,6 +89,15 @@ def test_a_mask_of_another_size_is_the_error_that_it_is_on_one_device() -> None:
         gspmd.plan(lambda x: x[:, ROWS], torch.randn(6, 7), mesh=Mesh(a=2))
 
 
+def test_masks_inside_of_torch_func() -> None:
+    def squares(x):
+        return torch.func.grad(lambda y: (y[:, ROWS].square().sum() + y.masked_select(ROWS).square().sum()))(x)
+
+    x = torch.randn(6, 6)
+    plan = gspmd.plan(squares, x, mesh=Mesh(a=2), in_specs="a _")
+    assert_same(plan.simulate(x), squares(x))
+
+
 def test_values_that_are_not_known_select_when_the_program_runs() -> None:
     module, x = Selecting(lambda m, x: x[x > 0].sum() + x[m.mask].sum()), torch.randn(6, 6)
     plan = gspmd.plan(module, x, mesh=Mesh(a=2), in_specs="a _", grad=True)

@@ -231,8 +231,9 @@ class ShardedModule(Wrapped):
                             stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
                             plain=[not isinstance(t, DTensor) for t in tensors], device=self._groups.device_type, **self._options)
         agree(self._groups, _hash(made.program.code), _programs_differ)
-        program = _Program(made, self._groups, self._model, tensors, self._backend, 
-                           _hash(as_text((key, captured.reads.described(), [look.described() for look in captured.looks]))))
+        looked = [look.described() for look in captured.looks]
+        program = _Program(made, self._groups, self._model, tensors, self._backend,
+                           _hash(as_text((key, captured.reads.described(), looked, made.program.code))))
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         return program
 

@@ -61,7 +61,7 @@ class Functional(FunctionalTensorMode):
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             if slot is not None:
                 return self.known.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
-            if not is_shape or type(tensor) is not Tensor:
+            if not is_shape or type(tensor) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 return None
             found = self._entry(tensor) or ({"a tensor": tensor}, ("a tensor",))
             return tensor if self.known.see(*found, user_line()) else None
