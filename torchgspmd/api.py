@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     device = device or max((n.meta["val"].device.type for n in captured.graph.find_nodes(op="placeholder")), default="cpu")
     rules, clock, dump = Rules(), _Clock(), Dump(mesh)
     dump("capture", captured.graph)
-    options = {"whole": stored is not None, "parts": True, "rules": rules, "clock": clock, "dump": dump}
+    options = {"whole": stored is not None, "parts": True, "rules": rules, "clock": clock, "dump": dump, "expand": partial(expand, traced={})}
     made = lay_out(captured, mesh, arguments, out_specs, stored, pieces=True, **options)
     memories: Memories = {}
     sharded = decide(made, plain, rules, memories=memories)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from .errors import ShardingError, did_you_mean, user_line
@@ -72,17 +72,17 @@ class Mesh:
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the axes, the major one first."""
         return tuple(name for name, _ in self.axes)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Number of devices along every axis."""
         return tuple(size for _, size in self.axes)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of devices."""
         return math.prod(self.shape)

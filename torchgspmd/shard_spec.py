@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, Union
 
 from .errors import ShardingError, user_line
@@ -40,8 +40,19 @@ SpecLike = Union[str, "ShardSpec", Sequence]
 REDUCTIONS = ("sum", "max", "min", "prod")
 
 
-@dataclass(frozen=True)
-class ShardSpec:
+class _Interned(type):
+    """Makes equal objects one, so that they are compared and hashed by identity: planning does so millions of times."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        return _INTERNED.setdefault(made.fields(), made)
+
+
+_INTERNED: dict[tuple, Any] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSpec(metaclass=_Interned):
     """For every dimension its axes (major first) and whether it is open; and the axes of a pending reduction.
 
     windows: for every dimension None or the rows that a device holds instead of its part; empty if there are none.
@@ -60,10 +71,12 @@ class ShardSpec:
             object.__setattr__(self, "reduction", "sum")                    # so that equal layouts are equal
         if not any(self.windows):
             object.__setattr__(self, "windows", ())
-        object.__setattr__(self, "_hash", hash((self.dims, self.open, self.pending, self.reduction, self.windows)))
 
-    def __hash__(self) -> int:
-        return self._hash
+    def fields(self) -> tuple:
+        return self.dims, self.open, self.pending, self.reduction, self.windows
+
+    def __reduce__(self) -> tuple:
+        return ShardSpec, self.fields()
 
     @classmethod
     def replicated(cls, rank: int) -> ShardSpec:
@@ -96,7 +109,7 @@ class ShardSpec:
         """Number of dimensions."""
         return len(self.dims)
 
-    @property
+    @cached_property
     def sharding_axes(self) -> Axes:
         """All axes that shard some dimension."""
         return tuple(axis for axes in self.dims for axis in axes)

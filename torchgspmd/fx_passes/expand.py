@@ -18,16 +18,20 @@ from ..rules import RENAMED, decomposition_of, simplified, trace
 from .graph import is_number, signature
 
 
+Traced = dict[tuple, fx.Graph | None]   # decompositions that were found, by what determines them
+
+
 def expand(graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset(),
-           lookup: Callable = decomposition_of) -> fx.Graph:
+           lookup: Callable = decomposition_of, traced: Traced | None = None) -> fx.Graph:
     """A copy of the graph. splitting: nodes with a rule that are to be taken apart all the same; over how many devices the
-    dimension is sharded that they need whole, if that is known. lookup: as decomposition_of."""
-    return _Expander(splitting if isinstance(splitting, Mapping) else dict.fromkeys(splitting, 1), lookup).run(graph)
+    dimension is sharded that they need whole, if that is known. lookup: as decomposition_of. traced: of like graphs, to go on with."""
+    devices = splitting if isinstance(splitting, Mapping) else dict.fromkeys(splitting, 1)
+    return _Expander(devices, lookup, {} if traced is None else traced).run(graph)
 
 
 class _Expander:
-    def __init__(self, splitting: Mapping[fx.Node, int], lookup: Callable):
-        self.splitting, self.lookup, self.graph, self.traced = splitting, lookup, fx.Graph(), {}
+    def __init__(self, splitting: Mapping[fx.Node, int], lookup: Callable, traced: Traced):
+        self.splitting, self.lookup, self.graph, self.traced = splitting, lookup, fx.Graph(), traced
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         new: dict[fx.Node, Any] = {}

@@ -17,22 +17,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
 from ..mesh import Mesh
-from ..shard_spec import ShardSpec
+from ..shard_spec import Axes, ShardSpec
 from .graph import Op, Rules, values
 from .insert import insert
 from .layout import Crowded, crowded, layouts_behind
 from .reshard import Resharder
-from .strategies import Around, Available, Strategies, Strategy, local_bytes, marked
+from .strategies import Around, Available, Strategies, Strategy, marked
 from .together import Together
 
 LATE = 1 / 8                    # of its bytes is what a sum is favoured by that stays pending: it may meet another one
 TIE = 1e-9                      # the same, where it decides between equals only
 DEPTH = 4                       # operations through which it is looked for whether a sum might have been left pending
+DECIDED = ("chosen", "held", "needs", "views", "surroundings", "costs_behind", "stale", "version")
 SWEEPS = 6                      # at most, in each round
 PHASES = ((LATE, 0), (TIE, 3), (LATE, 3), (TIE, 3))     # that favour, and how often, at most, bodies are laid out anew
 
@@ -42,8 +45,26 @@ class Memory:
 
     def __init__(self, mesh: Mesh, crowded: Crowded):
         self.resharder, self.strategies = Resharder(mesh), Strategies(mesh, crowded)
-        self.around: dict[tuple, Around] = {}                               # by its content
+        self.available: dict[tuple, Available] = {}                         # by their content
+        self.around: dict[tuple, Around] = {}
         self.choices: dict[tuple, Strategy | None] = {}                     # by operation and what is around it
+        self.proposals: dict[tuple, list[Strategy] | None] = {}             # of Together, by region and what is around it
+        self.numbers: dict[tuple, int] = {}                                 # of situations, and of the names of classes
+        self.vain: set[tuple] = set()                                       # situations of bodies in which a way was no better
+
+
+    def layouts(self, layouts: tuple[ShardSpec, ...], sharers: int = 1, deferrable: Axes = ()) -> Available:
+        """The object for this."""
+        key = layouts, sharers, deferrable
+        if (found := self.available.get(key)) is None:
+            found = self.available[key] = Available(*key)
+        return found
+
+    def surroundings(self, *content: Any) -> Around:
+        """The object for this."""
+        if (found := self.around.get(content)) is None:
+            found = self.around[content] = Around(*content)
+        return found
 
 
 Memories = dict[tuple[Mesh, Crowded], Memory]
@@ -70,6 +91,7 @@ class Solver:
         self.graph, self.mesh, self.given, self.outputs, self.rules = graph, mesh, given, outputs, rules
         self.leaving, self.cotangents = leaving, cotangents
         self.ops: dict[fx.Node, Op] = {op.node: op for op in rules.ops(graph)}
+        self.of_inputs = {node: all(value.op == "placeholder" for value in op.operands) for node, op in self.ops.items()}
         self.held = {n: n.meta["spec"] for n in graph.nodes if n.op in ("placeholder", "get_attr")}     # layout of each value
         for node in graph.nodes:
             if node.op == "get_attr":
@@ -85,7 +107,7 @@ class Solver:
         self.needs: dict[fx.Node, dict] = {}                                # value -> {(user, operand index): layout}
         self.versions = itertools.count()
         self.version = next(self.versions)                                  # of all that decisions depend on
-        self.views: dict[fx.Node, dict] = {}                                # value -> what _available and _wanted say, until that changes
+        self.views: dict[fx.Node, dict] = {}                                # value -> what available and _wanted say, until that changes
         self.surroundings: dict[fx.Node, Around] = {}                       # of operations, until they change
         self.left_out: set[fx.Node] = set()                                 # marks
         self.sizes = {v: (tuple(v.meta["val"].shape), v.meta["val"].element_size()) for v in values(graph)}     # shape, bytes of an element
@@ -95,12 +117,21 @@ class Solver:
         for op in self.ops.values():
             for value in filter(None, (*op.operands, *op.results)):
                 self.near[value].add(op.node)
+        self.sharers: dict[tuple[fx.Node, int], int] = {}                   # of a value, among operations of one key
         self.together = Together(self)
         self.made_of: dict = {}
         self.costs_behind: dict[tuple[fx.Node, ShardSpec], float] = {}      # while no value is held otherwise
         self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
 
     # -------------------------------------------------------------------------------------- choosing
+
+    def state(self) -> dict[str, Any]:
+        """All that decisions change, to come back to."""
+        return {name: copy(getattr(self, name)) for name in DECIDED}
+
+    def back_to(self, state: dict[str, Any]) -> None:
+        """The state is used up."""
+        vars(self).update(state)
 
     def solve(self) -> None:
         for op in self.ops.values():
@@ -116,12 +147,8 @@ class Solver:
                     break
                 self._settle()
             if rounds and self.late == TIE:
-                found.append((self.together.exact(self.ops.values()), dict(self.chosen), dict(self.held)))
-        _, chosen, held = min(found, key=lambda state: state[0])
-        for value, spec in held.items():
-            self._hold(value, spec)
-        for node, strategy in chosen.items():
-            self.take(self.ops[node], strategy)
+                found.append((self.together.exact(self.ops.values()), self.state()))
+        self.back_to(min(found, key=lambda found: found[0])[1])
         self._settle_outputs()
 
     def leave_out_marks(self) -> None:
@@ -188,9 +215,9 @@ class Solver:
             self._touch_users(value, before is None or before.pending != spec.pending)
 
     def _need(self, value: fx.Node, user: fx.Node, operand: int, spec: ShardSpec) -> None:
-        needs = self.needs.setdefault(value, {})
+        needs = self.needs.get(value, {})
         if needs.get((user, operand)) != spec:
-            needs[user, operand] = spec
+            self.needs[value] = needs | {(user, operand): spec}             # a new one: states have the former
             self.version = next(self.versions)
             self.views.pop(value, None)
             for node in self.near[value]:
@@ -212,23 +239,25 @@ class Solver:
                     for result in filter(None, op.results):
                         self._touch_users(result, pending, depth - 1)
 
-    def _available(self, value: fx.Node, op: Op, first: bool) -> Available:
+    def available(self, value: fx.Node, op: Op, first: bool = False) -> Available:
         """The layouts in which a value exists anyhow; at first, before they are known, how many operations share it."""
         if first:
-            return Available((self.held[value],), self.alike(value, op))
+            return self.memory.layouts((self.held[value],), self.alike(value, op))
         views = self.views.setdefault(value, {})
         if (view := views.get(op.node)) is None:
             others = (spec for (user, _), spec in self.needs.get(value, {}).items() if user is not op.node)
-            view = views[op.node] = Available(tuple(dict.fromkeys((self.held[value], *others))), 1)
+            view = views[op.node] = self.memory.layouts(tuple(dict.fromkeys((self.held[value], *others))))
         if op.rule.joins:
             near = {axis for spec in (*map(self.held.get, op.operands), *self._wanted(op.results[0], False)) for axis in spec.pending}
             if near and (deferrable := tuple(a for a in self.mesh.names if a in near and self._deferrable(value, a))):
-                return replace(view, deferrable=deferrable)
+                return self.memory.layouts(view.layouts, view.sharers, deferrable)
         return view
 
     def alike(self, value: fx.Node, op: Op) -> int:
         """How many operations like this one share a value."""
-        return max(1, sum(user in self.ops and self.ops[user].key == op.key for user in value.users))
+        if (value, op.key) not in self.sharers:
+            self.sharers[value, op.key] = max(1, sum(user in self.ops and self.ops[user].key == op.key for user in value.users))
+        return self.sharers[value, op.key]
 
     def _deferrable(self, value: fx.Node, axis: str, depth: int = DEPTH) -> bool:
         """Whether a value is a sum over an axis that its operation, or one before, need not have asked for; or one number."""
@@ -263,7 +292,7 @@ class Solver:
         """first: as the layouts are propagated, not chosen."""
         found = self.surroundings.get(op.node)
         if found is None or first:
-            found = self.surrounded(op, tuple(self._available(v, op, first) for v in op.operands),
+            found = self.surrounded(op, tuple(self.available(v, op, first) for v in op.operands),
                                     tuple(self._wanted(v, first) for v in op.results), first)
             if not first:
                 self.surroundings[op.node] = found
@@ -271,18 +300,11 @@ class Solver:
 
     def surrounded(self, op: Op, available: tuple[Available, ...], wanted: tuple[tuple[ShardSpec, ...], ...],
                    first: bool = False) -> Around:
-        """The object for this."""
-        key = (available, wanted, first, all(value.op == "placeholder" for value in op.operands))
-        if (found := self.memory.around.get(key)) is None:
-            found = self.memory.around[key] = Around(*key)
-        return found
+        return self.memory.surroundings(available, wanted, first, self.of_inputs[op.node])
 
     def cost(self, op: Op, strategy: Strategy, around: Around, limit: float = math.inf) -> float:
         """Of one operation. limit: from there on it does not matter how much."""
-        cost = strategy.work
-        for value, made in zip(op.results, strategy.results):
-            if made.pending and value is not None:
-                cost -= self.late * local_bytes(value.meta["val"], made, self.mesh)
+        cost = strategy.work - self.late * strategy.pending
         for value, made, uses in zip(op.results, strategy.results, around.wanted):
             if cost >= limit:
                 return cost

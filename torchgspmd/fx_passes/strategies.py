@@ -30,12 +30,13 @@ class Strategy:
     operands: tuple[ShardSpec, ...]
     results: tuple[ShardSpec, ...]
     work: float                         # of one device, in bytes on the wire
+    pending: float = 0.0                # bytes of its results that are left pending
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Available:
     """The layouts of an operand that exist (the first: as it is made), how many operations share a new one, and the axes
-    over which it might be left pending as well."""
+    over which it might be left pending as well. One object for equal ones."""
     layouts: tuple[ShardSpec, ...]
     sharers: int
     deferrable: Axes = ()
@@ -148,7 +149,8 @@ class Strategies:
                 return None
             pending = tuple(a for a in self.mesh.names if a in reduced or a in through)
             results.append(ShardSpec(axes, (), pending, kind if reduced else "sum"))
-        return Strategy(tuple(assignment.items()), tuple(operands), tuple(results), self._work(op, assignment, operands, results))
+        pending = sum(local_bytes(v.meta["val"], s, self.mesh) for v, s in zip(op.results, results) if s.pending and v is not None)
+        return Strategy(tuple(assignment.items()), tuple(operands), tuple(results), self._work(op, assignment, operands, results), pending)
 
     def _work(self, op: Op, assignment, operands, results) -> float:
         rule, work = op.rule, 0.0

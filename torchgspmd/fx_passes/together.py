@@ -33,9 +33,7 @@ class Together:
     """The regions of a graph, and what was proposed for them."""
 
     def __init__(self, solver: Solver):
-        self.solver, self.memo = solver, {}
-        self.vain: set[tuple] = set()                                       # situations of bodies in which a way was no better
-        self.numbers: dict[tuple, int] = {}                                 # of situations, and of the names of classes
+        self.solver, self.memory = solver, solver.memory
         self.names: dict[tuple[Body, int | None], int] = {}
         self.situations: dict[Body, tuple[int, int]] = {}                   # the solver's version, and the situation then
         self.sums, self.chains, self.sources, self.bodies, self.threads = (
@@ -55,14 +53,14 @@ class Together:
         """
         chosen, late = self.solver.chosen, self.solver.late
         situation = (way, late, *((op.key, self.solver.around(op), chosen[op.node]) for op in region.ops))
-        if situation not in self.memo:
+        if situation not in self.memory.proposals:
             before, cost = [chosen[op.node] for op in region.ops], self._cost(region)
             cheaper = propose() and self._cost(region) < cost
-            self.memo[situation] = [chosen[op.node] for op in region.ops] if cheaper else None
+            self.memory.proposals[situation] = [chosen[op.node] for op in region.ops] if cheaper else None
             self._take(region, before)
-        if self.memo[situation] is not None:
-            self._take(region, self.memo[situation])
-        return self.memo[situation] is not None
+        if self.memory.proposals[situation] is not None:
+            self._take(region, self.memory.proposals[situation])
+        return self.memory.proposals[situation] is not None
 
     def _take(self, region: Region, strategies: list[Strategy]) -> None:
         for op, strategy in zip(region.ops, strategies):
@@ -215,10 +213,9 @@ class Together:
     def _lay_out(self, body: Body, axis: str, factors: int | None, saved: float = 0.0) -> bool:
         """factors: the place of their class; None for none. saved: which part of what is sent it has to save."""
         situation = self._situation(body), axis, saved, self._names(body, factors)
-        if situation in self.vain:
+        if situation in self.memory.vain:
             return False
-        around, version = self.around[body], self.solver.version
-        before = [self.solver.chosen[op.node] for op in around]
+        around, before = self.around[body], self.solver.state()
         sent = self._sent(around)
         cost = self._work(around) + sent - saved * sent
         self._force(body, axis, body.classes[factors] if factors is not None else {})
@@ -226,10 +223,8 @@ class Together:
             self.solver.choose(op)
         if self.exact(around) < cost:
             return True
-        for op, strategy in zip(around, before):
-            self.solver.take(op, strategy)
-        self.solver.version = version                                       # all is as it was
-        self.vain.add(situation)
+        self.solver.back_to(before)
+        self.memory.vain.add(situation)
         return False
 
     def _situation(self, body: Body) -> int:
@@ -237,7 +232,7 @@ class Together:
         version, situation = self.situations.get(body, (None, 0))
         if version != self.solver.version:
             found = (self.solver.late, *((op.key, self.solver.around(op), self.solver.chosen[op.node]) for op in self.around[body]))
-            situation = self.numbers.setdefault(found, len(self.numbers))
+            situation = self.memory.numbers.setdefault(found, len(self.memory.numbers))
             self.situations[body] = (self.solver.version, situation)
         return situation
 
@@ -246,7 +241,7 @@ class Together:
         key = body, factors
         if key not in self.names:
             found = tuple(map(body.classes[factors].get, (op.node for op in body.ops))) if factors is not None else ()
-            self.names[key] = self.numbers.setdefault(found, len(self.numbers))
+            self.names[key] = self.memory.numbers.setdefault(found, len(self.memory.numbers))
         return self.names[key]
 
     def _force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
@@ -254,8 +249,8 @@ class Together:
         for op in body.ops:
             if factors.get(op.node) in op.rule.whole:
                 continue
-            available = tuple(have if n == 1 else replace(have, sharers=n) for n, have in zip(
-                (self.solver.alike(v, op) for v in op.operands), self.solver.around(op).available))
+            available = tuple(self.memory.layouts(have.layouts, self.solver.alike(v, op), have.deferrable)
+                              for v, have in ((v, self.solver.available(v, op)) for v in op.operands))
             wanted = tuple(tuple(dict.fromkeys(spec for (user, _), spec in self.solver.needs.get(v, {}).items() if user not in inside))
                            for v in op.results)
             best = self.solver.best(op, self.solver.surrounded(op, available, wanted), None, (axis, factors.get(op.node)))
