@@ -97,7 +97,8 @@ def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | Non
     device = device or max((n.meta["val"].device.type for n in captured.graph.find_nodes(op="placeholder")), default="cpu")
     rules, clock, dump = Rules(), _Clock(), Dump(mesh)
     dump("capture", captured.graph)
-    options = {"whole": stored is not None, "parts": True, "rules": rules, "clock": clock, "dump": dump, "expand": partial(expand, traced={})}
+    options = {"whole": stored is not None, "parts": True, "rules": rules, "expand": partial(expand, traced={}),
+               "clock": clock, "dump": dump}
     made = lay_out(captured, mesh, arguments, out_specs, stored, pieces=True, **options)
     memories: Memories = {}
     sharded = decide(made, plain, rules, memories=memories)

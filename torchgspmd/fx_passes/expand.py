@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from ..rules import RENAMED, decomposition_of, simplified, trace
 from .graph import is_number, signature
 
-
 Traced = dict[tuple, fx.Graph | None]   # decompositions that were found, by what determines them
 
 

@@ -18,7 +18,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
