@@ -22,7 +22,7 @@ LAYERS = (                              # a file imports only from the lines bel
     ("capture",),
     ("fx_passes",),
     ("comm",),
-    ("rules", "specs", "once"),
+    ("rules", "specs", "once", "uncollected"),
     ("ops",),
     ("annotate",),
     ("shard_spec",),

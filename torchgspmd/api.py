@@ -32,6 +32,7 @@ from .plan import Plan
 from .rules import natively
 from .shard_spec import UNCONSTRAINED, ShardSpec
 from .specs import spread, spread_inputs
+from .uncollected import uncollected
 
 _MARK = mark_sharding_op._opoverload
 
@@ -81,6 +82,7 @@ class Annotated:
     stored: bool = False                    # whether what has a layout leaves the program as DTensors
 
 
+@uncollected()
 def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
                  stored: Mapping[str, ShardSpec] | None = None, plain: Sequence[bool] = (), strict: bool = False,
                  rng: str = "global", regather: str = "auto", skip_passes: Sequence[str] = (), device: str | None = None) -> Plan:
@@ -137,6 +139,7 @@ def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ShardingError(f"there is no {name} '{value}'; there are {', '.join(map(repr, known))}", where=user_line())
 
 
+@uncollected()
 def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
             stored: Mapping[str, ShardSpec] | None = None, *, whole: bool = False, parts: bool = False, pieces: bool = False,
             expand: Callable = expand, rules: Rules | None = None, clock: Callable = _ignore, dump: Callable = _ignore) -> Annotated:

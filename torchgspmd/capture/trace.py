@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from ..annotate import mark_sharding, recorded_mark
 from ..errors import ShardingError, user_line, user_line_of
 from ..mesh import Mesh
+from ..uncollected import uncollected
 from .bodies import bodies
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, Captured, Input, Output
 from .clean import NUMBERS, clean
@@ -47,6 +48,7 @@ from .state import NumberPlace, Place, State, Varying
 from .values import VALUE_REPLACEMENTS
 
 
+@uncollected()
 def capture(fn: Callable | nn.Module, args: tuple, kwargs: dict, mesh: Mesh, *, grad: bool = False, hooks: bool = True,
             state: State | None = None, varying: Varying | None = None) -> Captured:
     """Traces fn; with grad also its backward, whose cotangents become inputs (kind tangent). hooks: those of a module too. state: what
