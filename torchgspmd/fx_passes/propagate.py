@@ -12,8 +12,9 @@ through any operation, last the factors that are summed over and small operands 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -86,9 +87,20 @@ def _tie(a: fx.Node, b: fx.Node, why: str) -> Op:
     return Op(a, rule, (a,), (b,), None)
 
 
+class _Growth(NamedTuple):
+    """One tensor of an operation gets axes, since another one has them: by their places among operands and results taken."""
+    tensor: int
+    spec: ShardSpec
+    axes: Axes
+    source: int
+
+
 class _Propagation:
     def __init__(self, layouts: Layouts, ops: list[Op]):
         self.layouts, self.ops, self.mesh = layouts, ops, layouts.mesh
+        self.values = [(*op.operands, *(v for v in op.results if v is not None)) for op in ops]
+        self.kinds = [_kind(op) for op in ops]
+        self.known: dict[tuple, list[_Growth]] = {}                         # by kind, stage and layouts
         self.crowded = crowded(((v.meta["val"].shape, spec) for v, spec in layouts.spec.items()), layouts.mesh)
         self.near: dict[fx.Node, list[int]] = {}
         for i, op in enumerate(ops):
@@ -115,20 +127,32 @@ class _Propagation:
 
     def _changed(self, i: int, stage: int, todo: set[int], forward: bool) -> Iterable[int]:
         """Runs one operation; what its changes touch ahead is done in this sweep, the rest is returned."""
-        for value in self._step(self.ops[i], stage):
+        for value in self._step(i, stage):
             for j in self.near[value]:
                 if j != i and ((j > i) == forward):
                     todo.add(j)
                 elif j != i:
                     yield j
 
-    def _step(self, op: Op, stage: int) -> list[fx.Node]:
-        rule, spec = op.rule, self.layouts.spec
-        tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*rule.operands, *rule.results)) if v is not None]
-        if stage == ELEMENTWISE and (rule.reduce or rule.contraction) or not any(any(spec[v].dims) for v, _ in tensors):
+    def _step(self, i: int, stage: int) -> list[fx.Node]:
+        """The values that get more axes. Found once for like operations between like layouts."""
+        op, values, spec, fixed = self.ops[i], self.values[i], self.layouts.spec, self.layouts.fixed
+        if stage == ELEMENTWISE and (op.rule.reduce or op.rule.contraction) or not any(any(spec[v].dims) for v in values):
             return []
-        found = [project(dims, spec[v], rule.sizes, self.mesh) for v, dims in tensors]
-        changed = []
+        key = (self.kinds[i], stage, *map(spec.__getitem__, values), *map(fixed.__getitem__, values))
+        if key not in self.known:
+            self.known[key] = list(self._growths(op, stage))
+        for growth in self.known[key]:
+            value = values[growth.tensor]
+            spec[value] = growth.spec
+            for axis in growth.axes:
+                self.layouts.origin.setdefault((value, axis), (values[growth.source], f"{op.node.name}: {op.rule}"))
+        return [values[growth.tensor] for growth in self.known[key]]
+
+    def _growths(self, op: Op, stage: int) -> Iterator[_Growth]:
+        rule = op.rule
+        tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*rule.operands, *rule.results)) if v is not None]
+        found = [project(dims, self.layouts.spec[v], rule.sizes, self.mesh) for v, dims in tensors]
         for factor in self._order(rule, found, tensors):
             if factor in rule.whole and not rule.splits or stage < ALL and (factor in rule.reduce or factor in rule.special) or (
                     stage == ELEMENTWISE and factor in rule.windowed):
@@ -138,10 +162,7 @@ class _Propagation:
                 continue
             for t, (value, _) in enumerate(tensors):
                 if self._extend(rule, factor, longest, t, tensors, found):
-                    changed.append(value)
-                    for axis in longest:
-                        self.layouts.origin.setdefault((value, axis), (source, f"{op.node.name}: {rule}"))
-        return changed
+                    yield _Growth(t, self.layouts.spec[value], longest, source)
 
     def _order(self, rule: Rule, found: list[dict[str, Axes]], tensors: list) -> list[str]:
         """Sharded factors; those of tensors with most elements first."""
@@ -151,15 +172,15 @@ class _Propagation:
                 weight[factor] = max(weight.get(factor, 0), math.prod(value.meta["val"].shape))
         return sorted(weight, key=lambda f: -weight[f])
 
-    def _longest(self, rule: Rule, factor: str, found: list[dict[str, Axes]], tensors: list, stage: int) -> tuple[Axes, fx.Node | None]:
+    def _longest(self, rule: Rule, factor: str, found: list[dict[str, Axes]], tensors: list, stage: int) -> tuple[Axes, int]:
         """The longest list of axes that a tensor has for a factor. Small broadcast operands count in the last round only."""
         best: Axes = ()
-        source = None
-        for i, ((value, _), axes) in enumerate(zip(tensors, found)):
+        source = 0
+        for i, axes in enumerate(found):
             if stage < ALL and not rule.contraction and i < len(rule.operands) and rule.results and _broadcasts(rule, i):
                 continue
             if len(axes.get(factor, ())) > len(best):
-                best, source = axes[factor], value
+                best, source = axes[factor], i
         return best, source
 
     def _extend(self, rule: Rule, factor: str, longest: Axes, t: int, tensors: list, found: list[dict[str, Axes]]) -> bool:
@@ -186,6 +207,12 @@ class _Propagation:
         found[t][factor] = accepted[0]
         self.layouts.spec[value] = ShardSpec(accepted[1])
         return True
+
+
+def _kind(op: Op) -> tuple:
+    """Equal for like operations (which have one rule) that use one value in the same places and have the same results taken."""
+    values = (*op.operands, *op.results)
+    return id(op.rule), *(None if v is None else values.index(v) for v in values)
 
 
 def _broadcasts(rule: Rule, operand: int) -> bool:
