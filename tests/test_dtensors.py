@@ -9,4 +9,4 @@ WORKER = Path(__file__).with_name("worker_dtensors.py")
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_loops_for_one_device_do_the_same(mesh):
-    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 7
+    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 9

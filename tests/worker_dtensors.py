@@ -144,8 +144,7 @@ def check_data_and_entries(mesh):
         m.down.weight[..., 7].mul_(2)
         nn.init.constant_(m.up.bias[8:24], 0.25)
         m.down.weight[torch.tensor([1, 2])].zero_()                         # a copy
-        if torch.__version__ >= "2.10":                                     # before, what is changed in a part of a part has another shape
-            m.up.weight[4:10][:, 2:4][1].copy_(torch.ones(2))
+        m.up.weight[4:10][:, 2:4][1].copy_(torch.ones(2))
 
     @torch.no_grad()
     def noise(m):
@@ -170,6 +169,77 @@ def check_data_and_entries(mesh):
     assert model.up.weight.placements == before and whole(model.up.weight).eq(1).all()
     other = DTensor.from_local(torch.ones(32, 16), init_device_mesh("cpu", (dist.get_world_size(),)), run_check=False)
     assert "the data of a DTensor on" in error_of(lambda: setattr(model.up.weight, "data", other))
+
+
+def check_parts_in_place(mesh):
+    """What is written into views of sharded dimensions, by methods and functions, into parts of parts and in loops over rows."""
+    def scaled(rows):
+        for i, row in enumerate(rows):
+            row *= 1 + i
+
+    changes = {
+        "chunk": lambda w: [nn.init.constant_(part, i) for i, part in enumerate(w.chunk(3))],
+        "torch.split": lambda w: torch.split(w, [1, 4, w.shape[0] - 5])[1].mul_(3),
+        "the other dimension": lambda w: w.chunk(2, 1)[1].neg_(),
+        "tensor_split": lambda w: w.tensor_split(3)[2].clamp_(min=0),
+        "rows": scaled,
+        "unbind": lambda w: torch.unbind(w, 1)[3].sqrt_().nan_to_num_(0.5),
+        "select": lambda w: torch.select(w, 0, 2).masked_fill_(torch.arange(w.shape[1]) > 2, 0.25),
+        "narrow": lambda w: w.narrow(0, 1, 3).t()[1].fill_(7),
+        "diagonal": lambda w: w.diagonal().add_(1),
+        "view": lambda w: w.view(-1)[3:20].zero_(),
+        "reshape": lambda w: w.reshape(w.shape[0], 4, -1)[:, 1][2:7].flatten(1).fill_(2),
+        "transposed": lambda w: w.chunk(2)[1].T[:2].mul_(w[0, 0]),
+        "a copy of a part": lambda w: w.reshape(w.shape[0], 4, -1)[:, 1].flatten()[2:7].fill_(2),
+        "a part of a part": lambda w: w[1:8].chunk(2)[1][0, 1:3].copy_(torch.tensor([5.0, 6.0])),
+        "data": lambda w: w.data.chunk(2)[0].zero_(),
+    }
+    for name, change in changes.items():
+        model, reference = pair(mesh)
+        for m in (model, reference):
+            with torch.no_grad():
+                change(m.embedding.weight), change(m.up.weight), change(m.down.weight)
+        for key, parameter in reference.named_parameters():
+            assert torch.equal(whole(dict(model.named_parameters())[key]), parameter), (name, key)
+    model = gspmd.parallelize(pair(mesh)[0]._model, mesh, out_specs=f"_ _ {mesh.names[-1]}")
+    error = error_of(lambda: model(tokens())[..., 0].zero_())
+    assert error.startswith("a part of a sharded tensor is changed in place while gradients are recorded"), error
+
+
+def check_random_numbers(mesh):
+    """Initialization of what is wrapped already, on meta first too, and noise: the numbers of one device."""
+    kinds = [nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, nn.init.xavier_uniform_, nn.init.kaiming_normal_,
+             nn.init.orthogonal_, lambda w: nn.init.sparse_(w, 0.5), nn.init.eye_,
+             lambda w: nn.init.normal_(w, generator=torch.Generator().manual_seed(3)),
+             lambda w: w.exponential_(), lambda w: w.random_(5), lambda w: w.bernoulli_(0.3), lambda w: w.bernoulli_(w.sigmoid()),
+             lambda w: w.copy_(torch.bernoulli(w.sigmoid())), lambda w: w.add_(torch.randn_like(w), alpha=0.1),
+             lambda w: w.mul_(torch.rand_like(w)), lambda w: w.copy_(torch.randint_like(w, 9)), lambda w: w.copy_(F.dropout(w, 0.4)),
+             lambda w: w.copy_(torch.normal(w, 0.1)), lambda w: w.copy_(F.rrelu(w, training=True))]
+    for kind in kinds:
+        model, reference = pair(mesh)
+        for m in (model, reference):
+            torch.manual_seed(1)
+            with torch.no_grad():
+                kind(m.up.weight), kind(m.embedding.weight), kind(m.head.weight), kind(m.down.weight)
+        same_parameters(model, reference)
+    model, reference = pair(mesh)
+    with torch.device("meta"):
+        deferred = type(reference)()
+    gspmd.annotate(deferred, mesh, {"up.weight": f"{mesh.names[-1]} _", "down.weight": f"_ {mesh.names[-1]}"})
+    deferred = gspmd.parallelize(deferred, mesh)
+    deferred.to_empty(device="cpu")
+    for m in (deferred, reference):
+        torch.manual_seed(2)
+        for module in (m.embedding, m.up, m.down, m.head):
+            module.reset_parameters()
+        m.shift.zero_()
+    same_parameters(deferred, reference)
+    for m in (deferred, reference):
+        loss_of(m).backward()
+    same_gradients(deferred, reference)
+    torch.manual_seed(dist.get_rank())
+    error = error_of(model.up.reset_parameters)
+    assert error.startswith("the ranks would draw different random numbers") and "torch.manual_seed" in error, error
 
 
 def check_optimizers(mesh):

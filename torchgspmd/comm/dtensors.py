@@ -2,7 +2,9 @@
 
     p.data = other                      sets what the DTensor says of itself, not what it stores
     p.grad.norm().item()                is this device's term of a reduction that is pending
-    w[3] = 0, w[3].zero_()              are lost where dimension 0 is sharded
+    w[3] = 0, w.chunk(3)[0].zero_()     are lost where dimension 0 is sharded (views.py)
+    p.normal_(), torch.randn_like(p)    draw the same numbers in every part, on CPUs (drawn.py)
+    torch.linalg.qr(p)                  is an error, as of all that DTensor has no layouts for (on_whole.py)
     g.norm(dim=0).square_()             is an error, as of all that is not linear and in place of what is pending
     loss + 0.01 * p.pow(2).sum()        is an error, a plain tensor beside a DTensor; so is loss += ...
     f"{clip_grad_norm_(...):.2f}"       is an error, and so are numpy() and tolist()
@@ -15,7 +17,6 @@ Private API of torch (DTensor's local tensor, spec and dispatcher); checked on 2
 """
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +26,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..errors import ShardingError, user_line
-from .groups import known_groups
+from .drawn import draw_on_whole
+from .handlers import as_before, handlers, is_ours
 from .on_whole import compute_on_whole, is_cut, like, on_whole, whole
+from .views import become, complete_views
 
 _DATA, _NUMPY, _TOLIST = Tensor.data, Tensor.numpy, Tensor.tolist
-_GETITEM, _SETITEM, _COPY = Tensor.__getitem__, Tensor.__setitem__, Tensor.copy_
-_CHANGES = ("zero_", "fill_", "copy_", "normal_", "uniform_", "add_", "sub_", "mul_", "div_", "clamp_")
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 _NOT_LINEAR = (torch.ops.aten.pow_.Scalar, torch.ops.aten.clamp_.default, torch.ops.aten.sqrt_.default, torch.ops.aten.rsqrt_.default)
@@ -43,7 +44,8 @@ _IN_PLACE = tuple(getattr(getattr(torch.ops.aten, name), overload) for overload,
     "Tensor": "add_ sub_ mul_ div_ lerp_", "Scalar": "lerp_", "default": "copy_ addcmul_ addcdiv_ addmm_ baddbmm_ addmv_"}.items()
     for name in names.split())
 _LINEAR = _IN_PLACE[:4]
-_OUT = tuple(getattr(torch.ops.aten, name).out for name in ("add", "sub", "mul", "div", "maximum", "minimum"))
+_OUT = (torch.ops.aten.eye.m_out, *(getattr(torch.ops.aten, name).out for name in (
+    "add", "sub", "mul", "div", "maximum", "minimum", "eye", "full", "zeros", "ones")))
 
 
 def complete_dtensors() -> None:
@@ -51,10 +53,8 @@ def complete_dtensors() -> None:
 
     A plain tensor beside a DTensor is the whole tensor, the same on every rank.
     """
+    complete_views()
     DTensor.data = property(_DATA.__get__, _assign)
-    DTensor.__getitem__, DTensor.__setitem__ = _getitem, _setitem
-    for name in _CHANGES:
-        setattr(DTensor, name, _changing(getattr(Tensor, name)))
     DTensor.__format__, DTensor.numpy, DTensor.tolist = _format, _numpy, _tolist
     handlers().update({_ITEM: _item, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_OUT, _out), **dict.fromkeys(_SCANS, _scan),
                        **dict.fromkeys((*_NOT_LINEAR, *_foreach_in_place()), _of_reduced), **dict.fromkeys(_CONVOLUTIONS, _convolution)})
@@ -65,23 +65,8 @@ def complete_dtensors() -> None:
         if hasattr(torch.ops.aten, f"{name}_backward"):
             handlers()[getattr(torch.ops.aten, f"{name}_backward").default] = _mean_of_sum(1)
     DTensor._op_dispatcher._allow_implicit_replication = True
+    draw_on_whole()
     compute_on_whole()
-
-
-def handlers() -> dict:
-    """What computes an operation on DTensors in the place of DTensor itself: functions of (operation, args, kwargs)."""
-    return DTensor._op_dispatcher._custom_op_handlers
-
-
-def as_before(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """As DTensor itself does it."""
-    table = handlers()
-    handler = table.pop(op, None)                                           # None: another thread is at it
-    try:
-        return op(*args, **kwargs)
-    finally:
-        if handler is not None:
-            table[op] = handler
 
 
 def _assign(self: DTensor, value: Tensor) -> None:
@@ -97,59 +82,7 @@ def _assign(self: DTensor, value: Tensor) -> None:
                             fix="give it a DTensor on its own mesh, or the whole tensor")
     else:
         value = value.redistribute(placements=self.placements)
-    _DATA.__set__(self, value)
-    self._local_tensor, self._spec = value._local_tensor.detach(), value._spec
-
-
-def _getitem(self: DTensor, index: Any) -> Any:
-    """Where DTensor gathers what would be a view, the result knows of what it is a part."""
-    part = _GETITEM(self, index)
-    if isinstance(part, DTensor) and all(e is None or isinstance(e, (int, slice, type(...))) for e in _entries(index)):
-        if is_cut(self) and not _share_memory(part, self) or hasattr(self, "_part_of"):
-            part._part_of = self, index
-    return part
-
-
-def _changing(method: Callable) -> Callable:
-    """A method that changes a DTensor in place, and with it what it is a part of."""
-    @functools.wraps(method)
-    def changing(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        result = method(self, *args, **kwargs)
-        if isinstance(self, DTensor):
-            _spread(self)
-        return result
-    return changing
-
-
-def _spread(part: DTensor) -> None:
-    """Changes what it is a part of as it has been changed."""
-    owner, index = getattr(part, "_part_of", (None, None))
-    if owner is not None and _share_memory(part, owner):
-        _spread(owner)
-    elif owner is not None:
-        _setitem(owner, index, part)
-
-
-def _share_memory(one: DTensor, other: DTensor) -> bool:
-    return one._local_tensor.untyped_storage()._cdata == other._local_tensor.untyped_storage()._cdata
-
-
-def _entries(index: Any) -> tuple:
-    return index if isinstance(index, tuple) else (index,)
-
-
-def _setitem(self: DTensor, index: Any, value: Any) -> None:
-    mask = isinstance(index, DTensor) and index.dtype is torch.bool and index.shape == self.shape and not isinstance(value, Tensor)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (self, value)) or not (mask or is_cut(self)):
-        _SETITEM(self, index, value)
-    elif mask:
-        _COPY(self, torch.where(index, value, self))                        # nothing is sent
-    else:
-        values = whole(self)
-        entries = [whole(e) if isinstance(e, DTensor) else e for e in _entries(index)]
-        values[tuple(entries)] = whole(value) if isinstance(value, DTensor) else value
-        _COPY(self, like(self, values))
-    _spread(self)
+    become(self, value)
 
 
 def _format(self: DTensor, spec: str) -> str:
@@ -158,15 +91,15 @@ def _format(self: DTensor, spec: str) -> str:
 
 
 def _numpy(self: DTensor, **options: Any) -> Any:
-    return whole(self.detach() if options.get("force") else self).numpy(**options) if _is_ours(self) else _NUMPY(self, **options)
+    return whole(self.detach() if options.get("force") else self).numpy(**options) if is_ours(self) else _NUMPY(self, **options)
 
 
 def _tolist(self: DTensor) -> list:
-    return whole(self).tolist() if _is_ours(self) else _TOLIST(self)
+    return whole(self).tolist() if is_ours(self) else _TOLIST(self)
 
 
 def _item(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    return (whole(args[0]) if _is_ours(args[0]) else args[0].to_local()).item()
+    return (whole(args[0]) if is_ours(args[0]) else args[0].to_local()).item()
 
 
 def _into_plain(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -185,7 +118,7 @@ def _stays_a_sum(op: torch._ops.OpOverload, args: tuple) -> bool:
 
 
 def _out(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """DTensor looks for its mesh among the operands."""
+    """DTensor looks for its mesh among the operands, if there are any."""
     found = op.overloadpacket(*args, **{name: value for name, value in kwargs.items() if name != "out"})
     return kwargs["out"].copy_(found) if kwargs["out"].shape == found.shape else as_before(op, args, kwargs)
 
@@ -199,7 +132,7 @@ def _of_reduced(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
 def _reduced(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [*map(_reduced, value)]
-    if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements) or not _is_ours(value):
+    if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements) or not is_ours(value):
         return value
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
 
@@ -233,7 +166,7 @@ def _convolution(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     if by_batch and not (isinstance(weight, DTensor) and is_cut(weight)):
         return as_before(op, args, kwargs)
     operands = [t for t in (*inputs, weight) if isinstance(t, DTensor)]
-    return on_whole(op, args, kwargs, operands[0]) if _is_ours(operands[0]) else as_before(op, args, kwargs)
+    return on_whole(op, args, kwargs, operands[0]) if is_ours(operands[0]) else as_before(op, args, kwargs)
 
 
 def _mean_of_sum(gradients: int) -> Callable:
@@ -249,7 +182,3 @@ def _mean_of_sum(gradients: int) -> Callable:
         result = as_before(op, (), arguments)
         return result if gradients else result / count
     return computed
-
-
-def _is_ours(tensor: DTensor) -> bool:
-    return known_groups(tensor.device_mesh) is not None

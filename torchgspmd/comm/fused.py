@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .dtensors import as_before, handlers
+from .handlers import as_before, handlers
 
 _STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
 

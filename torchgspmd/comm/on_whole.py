@@ -51,7 +51,8 @@ def whole(tensor: DTensor) -> Tensor:
         return tensor.to_local()
     line = user_line()
     agree(groups, zlib.crc32(f"reads a DTensor at {line}".encode()), lambda: _not_alike(groups, line))
-    return tensor.full_tensor()
+    values = tensor.full_tensor()                                           # with gaps, if a minor dimension was gathered
+    return values.contiguous() if tensor.is_contiguous() else values
 
 
 def like(tensor: DTensor, values: Tensor) -> DTensor:
@@ -95,7 +96,7 @@ def on_whole(op: torch._ops.OpOverload, args: tuple, kwargs: dict, one: DTensor)
     results = op(*pytree.tree_map(opened, args), **pytree.tree_map(opened, kwargs))
     for value in _written(op, args, kwargs):
         if isinstance(value, DTensor):
-            _store(value, wholes[id(value)][1])
+            store(value, wholes[id(value)][1])
     owners = {id(values): tensor for tensor, values in wholes.values() if values.shape == tensor.shape}
 
     def closed(value: Any) -> Any:
@@ -113,7 +114,7 @@ def _written(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list:
     return pytree.tree_leaves(changed)
 
 
-def _store(tensor: DTensor, values: Tensor) -> None:
+def store(tensor: DTensor, values: Tensor) -> None:
     """Gives a DTensor these values; what was pending is not any more."""
     if values is tensor._local_tensor:
         return

@@ -1,0 +1,74 @@
+"""Random numbers on DTensors: those of one device, of which every rank takes its part.
+
+    model.to_empty(device="cpu"); model.reset_parameters()          after parallelize of a model on meta
+    p.add_(torch.randn_like(p), alpha=0.01)
+    F.dropout(y, 0.1)                                               of a sharded result
+
+By itself torch's DTensor draws the same numbers in every part of a tensor on CPUs, and such as depend on the mesh on GPUs. Here
+each rank draws those of the whole tensor, from generators in the same state, which is compared.
+"""
+from __future__ import annotations
+
+import zlib
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import ShardingError, user_line
+from .agreement import agree, gathered
+from .groups import Groups, known_groups
+from .handlers import as_before, handlers, ours_of
+from .on_whole import like, on_whole, store
+
+aten = torch.ops.aten
+_FILLED = tuple(getattr(packet, overload) for packet in (
+    aten.normal_, aten.uniform_, aten.exponential_, aten.cauchy_, aten.log_normal_, aten.geometric_, aten.random_, aten.bernoulli_)
+    for overload in packet.overloads() if overload not in ("out", "Tensor"))        # whatever was there before
+_LIKE = tuple(getattr(packet, overload) for packet in (aten.rand_like, aten.randn_like, aten.randint_like)
+              for overload in packet.overloads() if "out" not in overload)
+_OTHERS = (aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli_.Tensor, aten.multinomial.default, aten.poisson.default,
+           aten.binomial.default, aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor,
+           aten.rrelu_with_noise.default)
+
+
+def draw_on_whole() -> None:
+    """From here on, for DTensors on the meshes of parallelize."""
+    handlers().update(dict.fromkeys((*_FILLED, *_LIKE, *_OTHERS), _drawn))
+
+
+def _drawn(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    ours = ours_of(args, kwargs)
+    if not ours or ours[0].device.type == "meta":
+        return as_before(op, args, kwargs)
+    one, groups = ours[0], known_groups(ours[0].device_mesh)
+    state, line = _state(kwargs.get("generator"), one.device), user_line()
+    agree(groups, state ^ zlib.crc32(f"draws at {line}".encode()), lambda: _differ(groups, state, line))
+    if op in _OTHERS:
+        return on_whole(op, args, kwargs, one)
+    whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+    values = op(whole, *args[1:], **kwargs)
+    if op in _LIKE:
+        return like(one, values)
+    store(one, values)
+    return one
+
+
+def _state(generator: torch.Generator | None, device: torch.device) -> int:
+    """A number that is the same for generators in the same state."""
+    if generator is not None:
+        state: Tensor = generator.get_state()
+    else:
+        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return zlib.crc32(state.cpu().numpy())
+
+
+def _differ(groups: Groups, state: int, line: str | None) -> NoReturn:
+    """What a rank raises whose numbers others would not draw; it takes part as they find out what those do (parallel.py)."""
+    does, states = zip(*gathered(groups, (f"draws at {line}", state)))
+    if all(did == does[0] for did in does):
+        raise ShardingError("the ranks would draw different random numbers", where=line,
+                            why="the state of torch's generator differs between them",
+                            fix="call torch.manual_seed with the same number on every rank")
+    raise ShardingError("the ranks do different things", where=line, why="this one draws random numbers for a DTensor, others do not",
+                        fix="draw them on every rank")
