@@ -227,6 +227,8 @@ def check_random_numbers(mesh):
         deferred = type(reference)()
     gspmd.annotate(deferred, mesh, {"up.weight": f"{mesh.names[-1]} _", "down.weight": f"_ {mesh.names[-1]}"})
     deferred = gspmd.parallelize(deferred, mesh)
+    error = error_of(lambda: deferred(tokens()))
+    assert error.startswith("'embedding.weight' is on meta: it has no values") and "model.to_empty(device='cpu')" in error, error
     deferred.to_empty(device="cpu")
     for m in (deferred, reference):
         torch.manual_seed(2)

@@ -218,6 +218,10 @@ class ShardedModule(Wrapped):
 
     def _compile(self, args: tuple, kwargs: dict, key: Any, varying: Varying | None) -> _Program:
         start = time.perf_counter()
+        without = next((name for name, t in named_tensors(self._model) if t.device.type == "meta"), None)
+        if without is not None:
+            raise ShardingError(f"'{without}' is on meta: it has no values", where=user_line(),
+                                fix=f"model.to_empty(device='{self._groups.device_type}'), then initialize it or load its values")
         passed = varying.now if varying else {}
         agree(self._groups, _hash(f"a program for {as_text(key)} and {passed}"), lambda: self._differ(key, varying))
         grad = torch.is_grad_enabled()
