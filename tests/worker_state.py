@@ -337,13 +337,15 @@ class Annealed(Net):
     def __init__(self):
         super().__init__()
         self.temperature, self.options, self.rate = 1.0, Options(), 1.0
+        self.scales, self.options.weights = [1.0, 2.0], {"loss": {"first": 1.0}, "kept": [3.0]}
 
     def forward(self, x, weight, more):
         self.rate *= 0.9
+        self.scales[0] *= 0.5
         y = super().forward(x) / self.temperature * (1 - self.rate) + self.options.power
         parts = [y * weight, y.bfloat16() * weight, y.double() * weight, y.sum() * weight, y.sum().bfloat16() * weight, weight - y,
                  weight / (y.square() + 1), y + weight * (1 - weight), 0.5 ** weight * y, y.clone().mul_(weight), (y > weight) * y,
-                 more["scales"][0] * y, y * -weight]
+                 more["scales"][0] * y, y * -weight, y * self.scales[0] + self.options.weights["loss"]["first"], y * self.scales[0] * self.scales[1]]
         if self.is_exact:
             parts += [torch.arange(4) * weight, torch.full((3,), weight), torch.tensor([weight, 2.0])]
         return parts
@@ -362,13 +364,14 @@ def check_numbers_that_change(mesh):
             weight, results = 1 / (step + 2), []
             for m in (model, reference):
                 m.is_exact, m.temperature, m.options.power = is_exact, 1 + 0.5 * step, step
+                m.scales[1], m.options.weights["loss"]["first"] = 2.0 + step, 0.1 * step
                 m.zero_grad()
                 results.append(m(batch(step), weight, more={"scales": [3.0 * weight]}))
                 sum(y.float().mean() for y in results[-1] if y.dtype != torch.bfloat16).backward()
             for got, want in zip(*results):
                 tolerance = 2e-2 if got.dtype == torch.bfloat16 else 1e-5
                 torch.testing.assert_close(got.detach(), want.detach(), rtol=tolerance, atol=tolerance)
-            assert model.rate == reference.rate
+            assert model.rate == reference.rate and model.scales == reference.scales
             same_gradients(model, reference)
         assert len(model._all_programs()) == programs, len(model._all_programs())
         error = error_of(lambda model=model: model(batch(0), 0.5 + dist.get_rank(), more={"scales": [1.5]}))

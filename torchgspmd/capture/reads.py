@@ -92,11 +92,11 @@ class Reads:
         """What they hold at present."""
         return [*map(dict.get, self.tables, self.names, repeat(ABSENT))]
 
-    def changed_numbers(self) -> Iterator[tuple[dict, str]]:
-        """Where attributes are numbers that are others now."""
+    def changed_numbers(self) -> Iterator[tuple[dict, tuple]]:
+        """Where attributes, and lists and tables in them, hold numbers that are others now: the keys from their tables on."""
         for table, name, now, value in zip(self.tables, self.names, self.now(), self.values):
-            if type(now) is type(value) and type(now) in COUNTED and now != value and "__builtins__" not in table:
-                yield table, name
+            if "__builtins__" not in table:
+                yield from ((table, path) for path in _changed_numbers(now, value, (name,)))
 
     def differing(self) -> list[str]:
         """Names of those that are not as they were."""
@@ -253,6 +253,16 @@ def frozen(value: Any, depth: int = 0) -> Any:
 def _is_constant(value: Any) -> bool:
     """Whether it is a tuple of plain values, which stays what it is."""
     return type(value) is tuple and all(type(item) is not Count and isinstance(item, _PLAIN) for item in value)
+
+
+def _changed_numbers(now: Any, value: Any, path: tuple) -> Iterator[tuple]:
+    if isinstance(value, Contents) and type(now) is value.cls and is_table(now) and len(now) == len(value.items):
+        keys, items = (tuple(now), now.values()) if isinstance(now, dict) else (tuple(range(len(now))), now)
+        if keys == (value.keys or keys):
+            for key, one, other in zip(keys, items, value.items):
+                yield from _changed_numbers(one, other, (*path, key))
+    elif type(now) is type(value) and type(now) in COUNTED and now != value:
+        yield path
 
 
 def same(now: Any, value: Any) -> bool:
