@@ -193,3 +193,20 @@ def test_numbers_that_are_known_only_when_a_program_runs():
 def test_random_numbers_that_are_not_of_torch(draw, name):
     with pytest.warns(UserWarning, match=f"draws random numbers from {name}: every run of the program gets those that were drawn when"):
         plan(lambda x: x * draw(), X, mesh=MESH)
+
+
+def test_a_gradient_that_is_not_retained_is_warned_of():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.hidden = self.first(x)
+            self.hidden.retain_grad()
+            self.second.weight.retain_grad()                                # of a leaf it means nothing
+            return self.second(self.hidden).sum()
+
+    with pytest.warns(UserWarning, match="forward calls retain_grad.*register_hook") as found:
+        gspmd.plan(Keeps(), torch.randn(4, 4), mesh=Mesh(data=2), grad=True)
+    assert len([w for w in found if "retain_grad" in str(w.message)]) == 1

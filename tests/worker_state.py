@@ -345,7 +345,8 @@ class Annealed(Net):
         y = super().forward(x) / self.temperature * (1 - self.rate) + self.options.power
         parts = [y * weight, y.bfloat16() * weight, y.double() * weight, y.sum() * weight, y.sum().bfloat16() * weight, weight - y,
                  weight / (y.square() + 1), y + weight * (1 - weight), 0.5 ** weight * y, y.clone().mul_(weight), (y > weight) * y,
-                 more["scales"][0] * y, y * -weight, y * self.scales[0] + self.options.weights["loss"]["first"], y * self.scales[0] * self.scales[1]]
+                 more["scales"][0] * y, y * -weight,
+                 y * self.scales[0] + self.options.weights["loss"]["first"], y * self.scales[0] * self.scales[1]]
         if self.is_exact:
             parts += [torch.arange(4) * weight, torch.full((3,), weight), torch.tensor([weight, 2.0])]
         return parts

@@ -5,6 +5,7 @@ Checks of values (is a variance negative?) are left out, for a program has none 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,13 @@ def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_gra
     return torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False) if sparse else NotImplemented
 
 
+def _retain_grad(input: Tensor):
+    if not input.is_leaf:
+        warnings.warn("forward calls retain_grad() of a value, whose 'grad' stays None: on a mesh autograd does not see values inside of a "
+                      "model; a hook does (value.register_hook(keep))", stacklevel=2)
+    return NotImplemented
+
+
 def _tolist(input: Tensor):
     return [_tolist(row) for row in input.unbind()] if input.dim() else input.item()
 
@@ -159,5 +167,5 @@ VALUE_REPLACEMENTS: dict[Callable, Callable] = {
     torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
     torch.embedding: _embedding, F.gaussian_nll_loss: _gaussian_nll, F.ctc_loss: _ctc,
     Tensor.__getitem__: _getitem, Tensor.__setitem__: _setitem,
-    Tensor.tolist: _tolist, torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,
+    Tensor.tolist: _tolist, Tensor.retain_grad: _retain_grad, torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,
 }

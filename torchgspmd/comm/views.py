@@ -26,8 +26,8 @@ from .on_whole import is_cut, like, on_whole, whole
 aten = torch.ops.aten
 _SETITEM, _COPY = Tensor.__setitem__, Tensor.copy_
 _CUTS = (aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.diagonal.default)
-_RESHAPES = ("view", "view_as", "reshape", "flatten", "unflatten", "t", "transpose", "swapaxes", "permute", "movedim", "squeeze",
-             "unsqueeze", "expand")                                         # methods: what others do with DTensors calls the operations
+_RESHAPES = ("view", "view_as", "reshape", "flatten", "ravel", "unflatten", "t", "transpose", "swapaxes", "swapdims", "permute", "movedim",
+             "moveaxis", "squeeze", "unsqueeze", "expand")                  # methods: what others do with DTensors calls the operations
 _TURNS = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_")           # in place, of the shape alone
 _OF_METADATA = {*_TURNS, "as_strided_", "detach_", "requires_grad_", "rename_", "resize_", "resize_as_", "resize_as_sparse_", "set_",
                 "share_memory_", "sparse_resize_", "sparse_resize_and_clear_"}

@@ -34,7 +34,7 @@ from .together import Together
 LATE = 1 / 8                    # of its bytes is what a sum is favoured by that stays pending: it may meet another one
 TIE = 1e-9                      # the same, where it decides between equals only
 DEPTH = 4                       # operations through which it is looked for whether a sum might have been left pending
-DECIDED = ("chosen", "held", "needs", "views", "surroundings", "costs_behind", "stale", "version")
+DECIDED = ("chosen", "held", "needs", "views", "surroundings", "costs_behind", "stale", "version")      # of a Solver: what choices change
 SWEEPS = 6                      # at most, in each round
 PHASES = ((LATE, 0), (TIE, 3), (LATE, 3), (TIE, 3))     # that favour, and how often, at most, bodies are laid out anew
 
@@ -50,7 +50,6 @@ class Memory:
         self.proposals: dict[tuple, list[Strategy] | None] = {}             # of Together, by region and what is around it
         self.numbers: dict[tuple, int] = {}                                 # of situations, and of the names of classes
         self.vain: set[tuple] = set()                                       # situations of bodies in which a way was no better
-
 
     def layouts(self, layouts: tuple[ShardSpec, ...], sharers: int = 1, deferrable: Axes = ()) -> Available:
         """The object for this."""
