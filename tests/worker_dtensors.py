@@ -265,11 +265,20 @@ def check_optimizers(mesh):
 
 
 def check_results_as_they_are_laid_out(mesh):
-    """A loss of a DTensor and plain targets."""
+    """A loss of a DTensor and plain targets; entries that are assigned before."""
+    def assigned(y, *entries):
+        y = 1 * y
+        for index, value in entries:
+            y[index] = value(y) if callable(value) else value
+        return y.square().sum()
+
     model, reference = pair(mesh)
     model = gspmd.parallelize(model._model, mesh, out_specs=f"_ _ {mesh.names[-1]}")
     targets, signs = torch.linspace(0, 1, WORDS).expand(6, 5, WORDS), torch.ones(6, 5, WORDS)
-    losses = [lambda y: F.cross_entropy(y.flatten(0, 1), tokens().flatten()), lambda y: (y - targets).abs().sum()]
+    losses = [lambda y: F.cross_entropy(y.flatten(0, 1), tokens().flatten()), lambda y: (y - targets).abs().sum(),
+              lambda y: assigned(y, ((..., 0), 0.0), ((..., slice(2, 5)), -1.0)),
+              lambda y: assigned(y, ((..., 1), lambda y: 2 * y[..., 2]), ((0,), 0.5)),
+              lambda y: y.gather(-1, tokens()[..., None]).float().square().sum()]
     if torch.__version__ >= "2.10":                                         # before, DTensor does not have these
         losses += [lambda y: (y.cumsum(-1) * targets).sum(), lambda y: F.mse_loss(y, targets),
                    lambda y: F.smooth_l1_loss(y, targets, reduction="sum"),

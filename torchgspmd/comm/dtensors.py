@@ -8,6 +8,7 @@
     g.norm(dim=0).square_()             is an error, as of all that is not linear and in place of what is pending
     loss + 0.01 * p.pow(2).sum()        is an error, a plain tensor beside a DTensor; so is loss += ...
     f"{clip_grad_norm_(...):.2f}"       is an error, and so are numpy() and tolist()
+    y.gather(-1, index).square()        is an error, where dimension -1 is sharded
     y.cumsum(-1)                        is of each device's part alone (2.13: where the sharded dimension is counted from the end)
     F.conv1d(x, w)                      is of parts, where not the batch is sharded
     y.mean(), y.max(0).indices          are of the means of parts of different sizes, and in each part (2.9)
@@ -56,8 +57,10 @@ def complete_dtensors() -> None:
     complete_views()
     DTensor.data = property(_DATA.__get__, _assign)
     DTensor.__format__, DTensor.numpy, DTensor.tolist = _format, _numpy, _tolist
-    handlers().update({_ITEM: _item, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_OUT, _out), **dict.fromkeys(_SCANS, _scan),
-                       **dict.fromkeys((*_NOT_LINEAR, *_foreach_in_place()), _of_reduced), **dict.fromkeys(_CONVOLUTIONS, _convolution)})
+    handlers().update({
+        _ITEM: _item, torch.ops.aten.gather.default: _gather, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_OUT, _out),
+        **dict.fromkeys(_SCANS, _scan), **dict.fromkeys((*_NOT_LINEAR, *_foreach_in_place()), _of_reduced),
+        **dict.fromkeys(_CONVOLUTIONS, _convolution)})
     if torch.__version__ < "2.10":
         handlers().update(dict.fromkeys(_OF_PARTS, _of_whole))
     for name in _LOSSES:
@@ -153,6 +156,14 @@ def _foreach_in_place() -> list[torch._ops.OpOverload]:
 def _scan(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     tensor, dim, *rest = args
     return as_before(op, (tensor, dim % max(tensor.dim(), 1), *rest), kwargs)
+
+
+def _gather(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Along a whole dimension: what DTensor makes of parts of one fails in the next operation."""
+    tensor, dim, *rest = args
+    if is_ours(tensor) and any(p.is_shard(dim % max(tensor.dim(), 1)) for p in tensor.placements):
+        tensor = tensor.redistribute(placements=[Replicate() if p.is_shard(dim % tensor.dim()) else p for p in tensor.placements])
+    return as_before(op, (tensor, dim, *rest), kwargs)
 
 
 def _of_whole(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:

@@ -46,13 +46,17 @@ def is_cut(tensor: DTensor) -> bool:
 
 def whole(tensor: DTensor) -> Tensor:
     """Its values, for which all ranks have to ask if devices have parts of them."""
-    groups = known_groups(tensor.device_mesh)
-    if groups is None or not is_cut(tensor):
+    if not is_cut(tensor):
         return tensor.to_local()
-    line = user_line()
-    agree(groups, zlib.crc32(f"reads a DTensor at {line}".encode()), lambda: _not_alike(groups, line))
+    check_read_by_all(tensor)
     values = tensor.full_tensor()                                           # with gaps, if a minor dimension was gathered
     return values.contiguous() if tensor.is_contiguous() else values
+
+
+def check_read_by_all(tensor: DTensor) -> None:
+    """ShardingError on every rank, before any of them waits, unless all of them read one of which they have parts."""
+    groups, line = known_groups(tensor.device_mesh), user_line()
+    agree(groups, zlib.crc32(f"reads a DTensor at {line}".encode()), lambda: _not_alike(groups, line))
 
 
 def like(tensor: DTensor, values: Tensor) -> DTensor:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..errors import ShardingError, user_line
 from .handlers import as_before, handlers, is_ours
-from .on_whole import is_cut, like, on_whole, whole
+from .on_whole import check_read_by_all, is_cut, like, on_whole, whole
 
 aten = torch.ops.aten
 _SETITEM, _COPY = Tensor.__setitem__, Tensor.copy_
@@ -101,7 +101,7 @@ def _reshaping(method: Callable) -> Callable:
         try:
             found = method(self, *args, **kwargs)
         except RuntimeError:                                                # what is cut does not become that
-            found = method(self.redistribute(placements=[Replicate()] * self.device_mesh.ndim), *args, **kwargs)
+            found = method(_replicated(self), *args, **kwargs)
         _remember(found, self, lambda values: method(values, *args, **kwargs))
         return found
     return reshaping
@@ -142,7 +142,7 @@ def _spread(part: DTensor) -> None:
     if torch.is_grad_enabled() and (owner.requires_grad or part.requires_grad):
         raise ShardingError("a part of a sharded tensor is changed in place while gradients are recorded", where=user_line(),
                             why="the part was gathered, and autograd would not know that the whole has changed",
-                            fix="change it under torch.no_grad(), or make a new tensor of it (torch.where, torch.cat)")
+                            fix="assign to entries (y[..., 0] = 0), which it knows of, or make a new tensor (torch.where, torch.cat)")
     values = whole(owner)
     view(values).copy_(whole(part))
     _COPY(owner, like(owner, values))
@@ -158,13 +158,18 @@ def _storage(tensor: Tensor) -> int:
 
 def _setitem(self: DTensor, index: Any, value: Any) -> None:
     mask = isinstance(index, DTensor) and index.dtype is torch.bool and index.shape == self.shape and not isinstance(value, Tensor)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (self, value)) or not (mask or is_cut(self)):
+    if not (mask or is_cut(self)):
         _SETITEM(self, index, value)
     elif mask:
         _COPY(self, torch.where(index, value, self))                        # nothing is sent
     else:
-        values = whole(self)
-        entries = [whole(e) if isinstance(e, DTensor) else e for e in (index if isinstance(index, tuple) else (index,))]
-        values[tuple(entries)] = whole(value) if isinstance(value, DTensor) else value
-        _COPY(self, like(self, values))
+        check_read_by_all(self)
+        entries = tuple(_replicated(e) for e in (index if isinstance(index, tuple) else (index,)))
+        values = _replicated(self).clone()
+        _SETITEM(values, entries, _replicated(value))
+        _COPY(self, values.redistribute(placements=[Replicate() if p.is_partial() else p for p in self.placements]))
     _spread(self)
+
+
+def _replicated(value: Any) -> Any:
+    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim) if isinstance(value, DTensor) else value

@@ -107,11 +107,12 @@ class _Recorder(TorchDispatchMode):
                 result = op.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        node = self.graph.call_function(op, *self.nodes_of((args, kwargs)))
+        node = self.graph.create_node("call_function", op, *self.nodes_of((args, kwargs)), name=op.overloadpacket.__name__)
         result = node.meta["val"] = op(*args, **kwargs)
         if isinstance(result, Tensor):
             self._keep(result, node)
         for i, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
+            taken = self.graph.call_function(operator.getitem, (node, i))   # of None, too: names count on
             if isinstance(part, Tensor):
-                self._keep(part, self.graph.call_function(operator.getitem, (node, i)))
+                self._keep(part, taken)
         return result
