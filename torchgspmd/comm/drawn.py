@@ -65,8 +65,8 @@ def _state(generator: torch.Generator | None, device: torch.device) -> int:
 
 def _differ(groups: Groups, state: int, line: str | None) -> NoReturn:
     """What a rank raises whose numbers others would not draw; it takes part as they find out what those do (parallel.py)."""
-    does, states = zip(*gathered(groups, (f"draws at {line}", state)))
-    if all(did == does[0] for did in does):
+    does = [does for does, _ in gathered(groups, (f"draws at {line}", state))]
+    if all(each == does[0] for each in does):
         raise ShardingError("the ranks would draw different random numbers", where=line,
                             why="the state of torch's generator differs between them",
                             fix="call torch.manual_seed with the same number on every rank")
