@@ -73,6 +73,7 @@ class ShardSpec(metaclass=_Interned):
             object.__setattr__(self, "windows", ())
 
     def fields(self) -> tuple:
+        """dims, open, pending, reduction and windows: what makes two of them equal, and so one object."""
         return self.dims, self.open, self.pending, self.reduction, self.windows
 
     def __reduce__(self) -> tuple:
