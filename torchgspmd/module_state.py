@@ -148,8 +148,8 @@ class Wrapped(nn.Module):
             if program.captured.holds():
                 return program
         for program in self._all_programs():
-            for table, path in program.captured.reads.changed_numbers():
-                self._state.count(table, path)
+            for place in program.captured.reads.changed():
+                self._state.vary(*place)
         if len(programs) == MANY:
             names = ", ".join(sorted({f"'{name}'" for program in programs for name in program.captured.differing()}))
             warnings.warn(f"a program has been made anew {MANY} times, since forward reads {names} of the model, which changes between "

@@ -24,8 +24,9 @@ def clean(traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]
     placeholders = [n for n in old_nodes if n.op == "placeholder"]
     results = list(pytree.tree_leaves(old_nodes[-1].args, is_leaf=lambda x: x is None))
     inputs, graph, new = list(inputs), fx.Graph(), {}
-    for node, given in zip(placeholders, inputs):
-        new[node] = graph.placeholder(_identifier(given.name))
+    names = _identifiers([given.name for given in inputs])
+    for node, name in zip(placeholders, names):
+        new[node] = graph.placeholder(name)
         _copy_meta(node, new[node])
     for node, (output, seed) in zip(_seed_nodes(old_nodes, tangents), tangents):
         new[node] = graph.placeholder(f"tangent_{output}")
@@ -51,6 +52,14 @@ def _identifier(name: str) -> str:
     """A qualified name as a Python identifier: `0.weight` as `_0_weight`."""
     word = re.sub(r"\W", "_", name)
     return word if word.isidentifier() and not keyword.iskeyword(word) else f"_{word}"
+
+
+def _identifiers(names: list[str]) -> list[str]:
+    """Of names, another one for each: the second `h` is `h_1`."""
+    found: dict[str, None] = {}
+    for name in map(_identifier, names):
+        found[next(each for each in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1))) if each not in found)] = None
+    return list(found)
 
 
 def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:

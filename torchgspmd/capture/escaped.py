@@ -23,21 +23,19 @@ class Constants:
     def __init__(self, traced: type[Tensor]):
         self.traced = traced
         self.alive: dict[int, weakref.ref] = {}
+        self.given: set[int] = set()                    # ids of tensors with values that functions were called with
+
+    def see(self, args: tuple, kwargs: dict) -> None:
+        """Before a call of a function."""
+        self.given.update(id(x) for x in _tensors((*args, *kwargs.values())) if not isinstance(x, self.traced))
 
     def note(self, args: tuple, kwargs: dict, result: Any) -> None:
         """After a call of a function with this result."""
-        if any(id(x) not in self.alive for x in self._tensors((*args, *kwargs.values()))):
+        if any(id(x) not in self.alive for x in _tensors((*args, *kwargs.values())) if isinstance(x, self.traced)):
             return
-        for tensor in self._tensors((result,)):
-            if id(tensor) not in self.alive:
+        for tensor in _tensors((result,)):
+            if isinstance(tensor, self.traced) and id(tensor) not in self.alive:
                 self.alive[id(tensor)] = weakref.ref(tensor, lambda _, key=id(tensor): self.alive.pop(key, None))
-
-    def _tensors(self, values: Any) -> Iterator[Tensor]:
-        for value in values:
-            if isinstance(value, self.traced):
-                yield value
-            elif type(value) in (tuple, list):
-                yield from self._tensors(value)
 
     def now(self) -> list[Tensor]:
         return [tensor for ref in [*self.alive.values()] if (tensor := ref()) is not None]
@@ -51,6 +49,14 @@ class Constants:
             if tensor is not None and _is_computable(node) and tensor._use_count() == 1:
                 with torch.no_grad():
                     torch.utils.swap_tensors(tensor, _value(node, owner, values).clone())
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (tuple, list):
+            yield from _tensors(value)
 
 
 def _is_computable(node: fx.Node) -> bool:

@@ -52,7 +52,11 @@ class Functional(FunctionalTensorMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
             self.views[id(result)] = result, self._entry(args[0])
-        return result
+        return result if func.is_view or func._schema.is_mutable else pytree.tree_map_only(Tensor, self._of_program, result)
+
+    def _of_program(self, tensor: Tensor) -> Tensor:
+        """What has been computed, as a tensor of the program; torch leaves those alone that are computed of none of its tensors."""
+        return tensor if isinstance(tensor, FunctionalTensor) else FunctionalTensor(torch._to_functional_tensor(tensor), self)
 
     def ask(self, tensor: Tensor, is_shape: bool = False) -> Tensor | None:
         """Its values, if they are known while it is traced; else None. is_shape: they decide on the shape of something."""

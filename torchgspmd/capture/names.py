@@ -36,7 +36,7 @@ def _plain_functions(function: Any) -> Iterator[FunctionType]:
 
 
 def _callees(function: FunctionType, owner: type | None) -> Iterator[tuple[Any, type | None]]:
-    for name in function.__code__.co_names:
+    for name in names_in(function.__code__):
         yield function.__globals__.get(name), None
         if owner is not None:
             yield getattr(owner, name, None), owner
@@ -48,13 +48,27 @@ def _callees(function: FunctionType, owner: type | None) -> Iterator[tuple[Any, 
 @functools.lru_cache(maxsize=4096)
 def global_names(code: CodeType) -> tuple[str, ...]:
     """The global variables that it reads; in one order in all processes."""
-    return tuple(dict.fromkeys(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"))
+    return tuple(dict.fromkeys(i.argval for part in _parts(code) for i in dis.get_instructions(part) if i.opname == "LOAD_GLOBAL"))
 
 
 @functools.lru_cache(maxsize=4096)
 def assigned_globals(code: CodeType) -> tuple[str, ...]:
     """The global variables that it assigns."""
-    return tuple(dict.fromkeys(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"))
+    return tuple(dict.fromkeys(i.argval for part in _parts(code) for i in dis.get_instructions(part) if i.opname == "STORE_GLOBAL"))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """Names of global variables and of attributes in it."""
+    return tuple(dict.fromkeys(name for part in _parts(code) for name in part.co_names))
+
+
+def _parts(code: CodeType) -> Iterator[CodeType]:
+    """It, and the comprehensions and functions that are written in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _parts(constant)
 
 
 def named(function: Any) -> Iterator[Any]:
@@ -67,6 +81,6 @@ def named(function: Any) -> Iterator[Any]:
         yield from (function.__self__, *named(function.__func__))
     elif isinstance(function, FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-        yield from (*cells, *(function.__defaults__ or ()), *(function.__globals__.get(name) for name in function.__code__.co_names))
+        yield from (*cells, *(function.__defaults__ or ()), *(function.__globals__.get(name) for name in names_in(function.__code__)))
     else:
         yield function

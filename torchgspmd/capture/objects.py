@@ -1,6 +1,7 @@
 """Tensors inside of objects that pytree does not know, such as the key-value caches that transformers' models take and return."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -74,13 +75,13 @@ def _closed(leaf: Any, given: Any) -> Any:
 def is_object(leaf: Any) -> bool:
     """Whether a leaf of a pytree may hold tensors: no tensor itself, no class, no function and no module."""
     return (not isinstance(leaf, _NO_OBJECTS) and not callable(leaf)
-            and (isinstance(leaf, _COLLECTIONS) or bool(getattr(leaf, "__dict__", None)) or bool(_slots(type(leaf)))))
+            and (isinstance(leaf, _COLLECTIONS) or bool(getattr(leaf, "__dict__", None)) or bool(slots_of(type(leaf)))))
 
 
 def parts(container: Any) -> dict[Key, Any]:
     """What a collection or an object consists of."""
     items = container.items() if isinstance(container, dict) else enumerate(container) if isinstance(container, (list, tuple)) else ()
-    slots = {name: getattr(container, name) for name in _slots(type(container)) if hasattr(container, name)}
+    slots = {name: getattr(container, name) for name in slots_of(type(container)) if hasattr(container, name)}
     attributes = {**getattr(container, "__dict__", {}), **slots}
     return {**{(ITEM, key): value for key, value in items}, **{(ATTRIBUTE, name): value for name, value in attributes.items()}}
 
@@ -92,7 +93,8 @@ def follow(path: Path, tree: Any) -> Any:
     return tree
 
 
-def _slots(cls: type) -> list[str]:
+@functools.lru_cache(maxsize=4096)
+def slots_of(cls: type) -> tuple[str, ...]:
     """Names of the attributes that a class in Python keeps in slots."""
-    found = [getattr(c, "__slots__", ()) for c in cls.__mro__ if c.__module__ != "builtins"]
-    return [name for names in found for name in ((names,) if isinstance(names, str) else names) if not name.startswith("__")]
+    found = [c.__dict__.get("__slots__", ()) for c in cls.__mro__ if c.__module__ != "builtins"]
+    return tuple(name for names in found for name in ((names,) if isinstance(names, str) else names) if not name.startswith("__"))

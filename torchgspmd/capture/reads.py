@@ -1,35 +1,31 @@
-"""The attributes of modules that a traced program has read: numbers, strings and the like, which became part of it.
+"""What a traced program has read of attributes and variables, which became part of it (recorder.py).
 
     def forward(self, x):
-        return self.head(x) / self.temperature * self.config.scale + OFFSET         # read: temperature, scale, OFFSET
+        return self.act(self.head(x)) / self.temperature * self.config.scale + OFFSET       # read: act, temperature, scale, OFFSET
 
-A program whose reads do not hold any more (`model.temperature = 1.0`, `model.config.scale = 2`) is made anew; of a tensor or an
-object, if it is not the same one. What functions find by name is read as well: global variables and those around a function, and plain
-values in attributes of objects, modules and classes among them.
+A program whose reads do not hold any more (`model.temperature = 1.0`, `model.act = F.gelu`) is made anew: plain values, and those in
+tuples, lists, tables, sets and arrays of NumPy, are compared by value, a tensor, function or object, if it is the same one.
 """
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_, itemgetter
-from types import CellType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .counts import Conditions, Count
-from .names import LIBRARIES, called, global_names
-from .objects import OF_PYTHON, is_object
 from .state import COUNTED, DEEP, LISTS, LONG, is_table
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
 _CONTAINERS = (tuple, dict, *LISTS)
-_FIXED = 1 << 8                 # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
+_VERY_LONG = 100 * LONG         # plain values of a list that are compared
 KEPT_BY_TORCH = frozenset(nn.Module().__dict__)    # hooks, tables, `training`: others look after them
 
 
@@ -44,6 +40,7 @@ class _Nothing:
 
 
 ABSENT, ANY = _Nothing("absent"), _Nothing("anything")
+A_TABLE = "a table"             # in the place of a name: one that is around a function, or given to it
 
 
 @dataclass(frozen=True)
@@ -71,6 +68,19 @@ class Contents:
             yield from item.leaves() if isinstance(item, Contents) else (item,)
 
 
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """A set, an array of NumPy or a long list of plain values, as it was."""
+    value: Any
+
+    def hold(self, now: Any) -> bool:
+        if type(now) is not type(self.value):
+            return False
+        if isinstance(now, np.ndarray):
+            return now.shape == self.value.shape and now.dtype == self.value.dtype and now.tobytes() == self.value.tobytes()
+        return now == self.value
+
+
 class Reads:
     """What tables of attributes held under names; `absent`: nothing, a class did."""
 
@@ -82,7 +92,7 @@ class Reads:
         self.others: list[tuple[str, Callable[[], Any], Any]] = []          # attributes of classes, variables around functions
 
     def add(self, table: dict[str, Any], name: str, value: Any) -> None:
-        is_simple = not isinstance(value, (Kind, Contents, Conditions))
+        is_simple = not isinstance(value, (Kind, Contents, Conditions, Copied))
         place = self.simple if is_simple else len(self.values)
         for column, entry in ((self.tables, table), (self.names, name), (self.values, value)):
             column.insert(place, entry)
@@ -92,11 +102,12 @@ class Reads:
         """What they hold at present."""
         return [*map(dict.get, self.tables, self.names, repeat(ABSENT))]
 
-    def changed_numbers(self) -> Iterator[tuple[dict, tuple]]:
-        """Where attributes, and lists and tables in them, hold numbers that are others now: the keys from their tables on."""
+    def changed(self) -> Iterator[tuple[dict, tuple, Any]]:
+        """Where attributes, global variables, and lists and tables in them, hold other numbers and tensors now, by keys from there on:
+        and which."""
         for table, name, now, value in zip(self.tables, self.names, self.now(), self.values):
-            if "__builtins__" not in table:
-                yield from ((table, path) for path in _changed_numbers(now, value, (name,)))
+            root, path = (now, ()) if name == A_TABLE else (table, (name,))
+            yield from ((root, *found) for found in _changed(now, value, path))
 
     def differing(self) -> list[str]:
         """Names of those that are not as they were."""
@@ -116,126 +127,13 @@ class Reads:
         return all(map(same, now[self.simple:], self.values[self.simple:])) and all(same(get(), value) for _, get, value in self.others)
 
 
-class Recorder:
-    """The attributes that forwards read while they are traced, as they are when they are read first."""
-
-    def __init__(self) -> None:
-        self.seen: dict[tuple[int, str], tuple[Any, dict, Any, Any]] = {}
-        self.others: dict[tuple[Any, str], tuple[Callable[[], Any], Any]] = {}      # by class, or id of a cell
-
-    def see(self, holder: Any, table: dict, name: str) -> None:
-        value = table.get(name, ABSENT)
-        self.seen[id(holder), name] = holder, table, value, frozen(value)
-
-    def see_class(self, cls: type, name: str) -> None:
-        """What instances find in the class, or one that it inherits from."""
-        owner = next((c for c in cls.__mro__ if name in c.__dict__), None)
-        if owner is not None and owner.__flags__ & OF_PYTHON and is_plain(owner.__dict__[name]) and (owner, name) not in self.others:
-            self.others[owner, name] = lambda: owner.__dict__.get(name, ABSENT), frozen(owner.__dict__[name])
-
-    def see_around(self, function: FunctionType) -> None:
-        """Variables of the function that it was made in."""
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            if cell != CellType() and is_plain(cell.cell_contents):
-                self.others.setdefault((id(cell), name), (lambda cell=cell: cell.cell_contents, frozen(cell.cell_contents)))
-
-    def see_named(self, value: Any, names: Iterable[str]) -> None:
-        """Attributes of these names of something that a function names."""
-        if isinstance(value, type):
-            for name in names:
-                self.see_class(value, name)
-        elif is_object(value) or isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in LIBRARIES:
-            table = getattr(value, "__dict__", {})
-            for name in names:
-                if name not in table:
-                    self.see_class(type(value), name)
-                elif (id(value), name) not in self.seen and is_plain(table[name]):
-                    self.see(value, table, name)
-
-    def settled(self, watch: Callable[[dict, str, Any, Any], Any]) -> Reads:
-        """watch: what is compared of an entry that was read with this value, which was this then; ANY if nothing."""
-        reads = Reads()
-        for (holder, name), (get, value) in self.others.items():
-            if same(get(), value):
-                reads.others.append((name, get, value))
-            else:
-                where = f"of class {holder.__name__}" if isinstance(holder, type) else "around a function"
-                warnings.warn(f"forward assigns '{name}' {where}: runs of the program do not; keep it in an attribute of the module",
-                              stacklevel=2)
-        for (_, name), (_, table, value, then) in self.seen.items():
-            compared = watch(table, name, value, then)
-            if compared is not ANY:
-                reads.add(table, name, compared)
-        return reads
-
-
-@contextmanager
-def recorded_reads(module: nn.Module) -> Iterator[Recorder]:
-    """Of the module, those inside of it and the objects that their attributes name, there at the end, and of global variables in their
-    forwards."""
-    recorder = Recorder()
-    seen = recorder.seen
-    objects = named_objects(module)
-    own = {id(holder) for holder in (*module.modules(), *objects)}
-    for function in called((getattr(cls, "forward", None), cls) for cls in dict.fromkeys(map(type, module.modules()))):
-        table = function.__globals__
-        for name in global_names(function.__code__):
-            if is_plain(value := table.get(name, ABSENT)) or isinstance(value, Tensor):
-                recorder.see(table, table, name)
-            else:
-                recorder.see_named(value, function.__code__.co_names)
-        recorder.see_around(function)
-
-    def recording(before: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        def record(self: Any, name: str) -> Any:
-            value = before(self, name)
-            if name not in KEPT_BY_TORCH and id(self) in own and (id(self), name) not in seen:
-                table = object.__getattribute__(self, "__dict__")
-                if name not in table:
-                    recorder.see_class(type(self), name)
-                if name == "forward" or is_plain(value) or name in table and (id(value) in own or _is_watched(value)):
-                    recorder.see(self, table, name)
-            return value
-        return record
-
-    python: list[Any] = [cls for cls in dict.fromkeys(map(type, objects)) if cls.__flags__ & (OF_PYTHON | _FIXED) == OF_PYTHON]
-    for holder in objects:
-        if type(holder) not in python:                  # of a SimpleNamespace it is not seen what is read: all that it has
-            for name, value in holder.__dict__.items():
-                if _is_watched(value):
-                    recorder.see(holder, holder.__dict__, name)
-    classes: list[Any] = [nn.Module, *python]
-    originals = [cls.__dict__.get("__getattribute__") for cls in classes]
-    for cls in classes:
-        cls.__getattribute__ = recording(cls.__getattribute__)
-    try:
-        yield recorder
-    finally:
-        for cls, original in zip(classes, originals):
-            if original is None:
-                del cls.__getattribute__                # found without a look at it again
-            else:
-                cls.__getattribute__ = original
-
-
-def named_objects(module: nn.Module) -> list[Any]:
-    """What attributes of modules name, such as a configuration, and objects that those name."""
-    found: dict[int, Any] = {}
-    holders: list[Any] = list(module.modules())
-    for _ in range(2):
-        values = [value for holder in holders for value in holder.__dict__.values()]
-        holders = [v for v in values if id(v) not in found and is_object(v) and hasattr(v, "__dict__")]
-        found.update((id(v), v) for v in holders)
-    return list(found.values())
-
-
 def is_plain(value: Any) -> bool:
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value))
     return isinstance(value, _PLAIN)
 
 
-def _is_watched(value: Any) -> bool:
+def is_watched(value: Any) -> bool:
     """Whether it is a tensor or plain, or a table of such."""
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in pytree.tree_leaves(value))
@@ -243,11 +141,22 @@ def _is_watched(value: Any) -> bool:
 
 
 def frozen(value: Any, depth: int = 0) -> Any:
-    """The value as it is now; of a long table, or one that is deep in others, only that it is this one."""
+    """The value as it is now; of an object, a table that is deep in others, and what is very long only that it is this one."""
+    if (copied := _copied(value)) is not None:
+        return copied
     if not (isinstance(value, tuple) or is_table(value)) or len(value) > LONG or depth > DEEP or _is_constant(value):
         return value
     keys, items = (tuple(value), value.values()) if isinstance(value, dict) else ((), value)
     return Contents(type(value), keys, tuple(frozen(item, depth + 1) for item in items))
+
+
+def _copied(value: Any) -> Copied | None:
+    if isinstance(value, np.ndarray):
+        return Copied(value.copy()) if value.size <= LONG and not value.dtype.hasobject else None
+    is_long = type(value) is list and len(value) > LONG
+    if is_long or isinstance(value, (set, bytearray)):
+        return Copied(value.copy()) if len(value) <= _VERY_LONG and all(type(item) in _PLAIN for item in value) else None
+    return None
 
 
 def _is_constant(value: Any) -> bool:
@@ -255,14 +164,15 @@ def _is_constant(value: Any) -> bool:
     return type(value) is tuple and all(type(item) is not Count and isinstance(item, _PLAIN) for item in value)
 
 
-def _changed_numbers(now: Any, value: Any, path: tuple) -> Iterator[tuple]:
+def _changed(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
     if isinstance(value, Contents) and type(now) is value.cls and is_table(now) and len(now) == len(value.items):
         keys, items = (tuple(now), now.values()) if isinstance(now, dict) else (tuple(range(len(now))), now)
         if keys == (value.keys or keys):
             for key, one, other in zip(keys, items, value.items):
-                yield from _changed_numbers(one, other, (*path, key))
-    elif type(now) is type(value) and type(now) in COUNTED and now != value:
-        yield path
+                yield from _changed(one, other, (*path, key))
+    elif type(now) is type(value) and type(now) in COUNTED and now != value or isinstance(value, Tensor) and isinstance(now, Tensor):
+        if now is not value:
+            yield path, now
 
 
 def same(now: Any, value: Any) -> bool:
@@ -270,7 +180,7 @@ def same(now: Any, value: Any) -> bool:
         return True
     if isinstance(value, Kind):
         return isinstance(now, Tensor) and Kind.of(now) == value
-    if isinstance(value, Conditions):
+    if isinstance(value, (Conditions, Copied)):
         return value.hold(now)
     if isinstance(value, Contents):
         return (type(now) is value.cls and len(now) == len(value.items) and (not isinstance(now, dict) or tuple(now) == value.keys)
@@ -292,4 +202,7 @@ def _described(value: Any) -> Any:
             return value.cls.__name__, sorted(zip(value.keys, items), key=itemgetter(0))
         keys = [type(key).__name__ for key in value.keys]
         return value.cls.__name__, keys, sorted(items) if all(isinstance(item, str) for item in value.items) else items
-    return value if isinstance(value, _PLAIN) else type(value).__name__
+    if isinstance(value, Copied):
+        kept = sorted(map(repr, value.value)) if isinstance(value.value, set) else np.asarray(value.value).tolist()
+        return type(value.value).__name__, zlib.crc32(repr(kept).encode())
+    return value if isinstance(value, _PLAIN) else getattr(value, "__qualname__", type(value).__name__)

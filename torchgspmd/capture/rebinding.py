@@ -17,9 +17,10 @@ from ..errors import ShardingError, user_line
 from .clean import NUMBERS
 from .counts import Count, Tally, tally_of
 from .effects import Left, made
-from .names import assigned_globals, called, named
+from .names import assigned_globals, called, global_names, named
 from .objects import opened
-from .reads import ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, Recorder, frozen, is_plain, named_objects, same
+from .reads import A_TABLE, ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, frozen, is_plain, same
+from .recorder import Recorder, named_objects
 from .state import LISTS, LONG, NumberPlace, Place, State, is_table
 
 
@@ -60,9 +61,10 @@ class _Table:
     container: dict | list
     before: dict
     known: dict                             # and when it was looked at last
-    root: dict | list                       # where it is: in the attributes of a module or object or in a table that a function names,
-    path: tuple = ()                        # under these keys; () for the root itself
+    root: dict | list                       # where it is: in the attributes of a module or object, in global variables or in a table
+    path: tuple = ()                        # around a function, under these keys; () for the root itself
     attributes: bool = False                # whether it is such attributes: what is no tensor and no plain value is left alone there
+    is_named: bool = False                  # whether a function names it, or the object whose attributes it is
     names: tuple[str, ...] | None = None    # of global variables: those that functions assign
 
     def entries(self) -> dict:
@@ -78,18 +80,19 @@ class Tables:
     def __init__(self, fn: Callable | nn.Module, traced: type[Tensor], state: State, varying: dict[str, float]):
         self.traced, self.state, self.varying = traced, state, varying
         self.modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
-        self.objects = named_objects(fn) if isinstance(fn, nn.Module) else []
         self.functions: list[tuple[Any, type | None]] = [(fn, None)]        # and whose methods they are
         for m in self.modules:
             hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
             self.functions += [(m.forward, type(m)), *((hook, None) for table in hooks for hook in table.values())]
+        self.called = called(self.functions)
+        every = [*(function for function, _ in self.functions), *self.called]
+        self.objects = named_objects(self.modules, every) if self.modules else []
         self.tables = [*self._all()]
-        own = {id(holder.__dict__) for holder in (*self.modules, *self.objects)} | {id(m._buffers) for m in self.modules}
-        self.roots = [t for t in self.tables if not t.path and t.names is None and id(t.root) not in own]
         self.globals = {id(t.container): t.names for t in self.tables if t.names is not None}
         self.changed: set[tuple[int, Any]] = set()                          # entries of roots
         self.places: dict[int, tuple[Tensor, int, Kind]] = {}               # what stands in a place, which, and what was there
         self.numbers: list[Tally] = []
+        self.recorder: Recorder | None = None                               # of a module, while it is traced
 
     @contextmanager
     def kept(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
@@ -107,14 +110,19 @@ class Tables:
             for table in self.tables:
                 table.known = table.entries()
             self.start = {id(table.container): table.known for table in self.tables}
-            self.named = [(table, frozen(table.root)) for table in self.roots]
+            self.named = [(table, frozen(table.container)) for table in self.tables if table.is_named]
+            if self.recorder is not None:
+                self.recorder.see_variables(self.called)
             yield
         finally:
-            for tally in self.numbers:
-                if tally.place.root is self.varying:
-                    tally.place.put(tally.value)
             for table in self.tables:
                 self._restore(table)
+            for tally in self.numbers:
+                if tally.place.is_there() and type(tally.place.value()) is Count:
+                    tally.place.put(tally.value)
+            for place, tensor, value in zip(places, stand_ins, before):     # global variables
+                if place.is_there() and place.value() is tensor:
+                    place.put(value)
 
     def _restore(self, table: _Table) -> None:
         container, before = table.container, table.before
@@ -162,19 +170,19 @@ class Tables:
         """Whether an entry is one that a run leaves too: a tensor of the trace, or plain."""
         return name not in KEPT_BY_TORCH and (is_plain(value) or _holds(value, self.traced, known))
 
-    def reads(self, recorder: Recorder | None, used: Container[int]) -> Reads:
-        """What the program depends on of what was read, and of the tables and objects that functions name, if it uses their tensors or
-        changes the tables. used: the places whose tensors it uses."""
-        reads = recorder.settled(lambda *entry: self._watched(used, *entry)) if recorder is not None else Reads()
+    def reads(self, used: Container[int], given: Container[int]) -> Reads:
+        """What the program depends on of what was read, of the tables that functions name, and of the objects, if it uses their tensors.
+        used: the places whose tensors it uses; given: ids of the tensors elsewhere that functions were called with."""
+        self.given = given
+        reads = self.recorder.settled(lambda *entry: self._watched(used, *entry)) if self.recorder is not None else Reads()
         tallies = {tally.place.name: tally for tally in self.numbers if tally.place.root is self.varying}
         for name, value in self.varying.items():
             reads.add(self.varying, name, tallies[name].needed() if name in tallies else value)
         for table, contents in self.named:
-            is_changed = not table.attributes and any(entry[0] == id(table.root) for entry in self.changed)
-            if is_changed or any(self._is_used(leaf, used) for leaf in contents.leaves()):
-                compared = self._compared(contents, used, True)
+            if not table.attributes or any(self._is_used(leaf, used) for leaf in contents.leaves()):
+                compared = self._compared(contents, used, table.attributes or self._is_changed(table.root, table.path[:1]))
                 if compared is not ANY:
-                    reads.add({"a table": table.root}, "a table", compared)
+                    reads.add(*((table.root, table.path[0]) if table.path else ({A_TABLE: table.root}, A_TABLE)), compared)
         return reads
 
     def _watched(self, used: Container[int], table: dict, name: str, value: Any, then: Any) -> Any:
@@ -184,12 +192,13 @@ class Tables:
             start = None
         elif start is not None and (type(before := start.get(name, ABSENT)) is Count or id(before) in self.places):
             value = then = before                                           # it may have been read before the stand-in was put there
-        if start is None:                                                   # global variables; lists and tables: see `reads`
-            is_changed = table.get(name, ABSENT) is not value or any(entry[0] == id(value) for entry in self.changed)
-            return ANY if is_changed else then
-        if start.get(name, ABSENT) is not value:                            # the program had written it before
+        if start is not None and start.get(name, ABSENT) is not value:      # the program had written it before
             return ANY
-        return self._compared(then, used, (id(table), name) in self.changed)
+        return self._compared(then, used, self._is_changed(table, (name,)))
+
+    def _is_changed(self, root: dict | list, path: tuple) -> bool:
+        """Whether the program writes into the root, or into the entry of it."""
+        return any(entry[:1 + len(path)] == (id(root), *path) for entry in self.changed)
 
     def _compared(self, value: Any, used: Container[int], is_changed: bool) -> Any:
         """Of lists that are changed, and of whose tensors none is used, nothing: things are added to them only, unless they were empty."""
@@ -197,7 +206,7 @@ class Tables:
             if type(value) is Count:
                 return tally_of(value).needed()
             if not isinstance(value, self.traced):
-                return value
+                return ANY if isinstance(value, Tensor) and id(value) not in self.given else value
             return self.places[id(value)][2] if self._is_used(value, used) else ANY
 
         if not isinstance(value, Contents):
@@ -223,31 +232,36 @@ class Tables:
     def _all(self) -> Iterator[_Table]:
         seen: set[int] = set()
         for holder in (*self.modules, *self.objects):
-            yield from _tables(holder.__dict__, seen, holder.__dict__, (), True)
+            if is_table(attributes := getattr(holder, "__dict__", None)):   # not of an object with slots
+                yield from _tables(attributes, seen, attributes, (), True)
         for module in self.modules:
             yield from _tables(module._buffers, seen, module._buffers)
-        for function in (*(function for function, _ in self.functions), *called(self.functions)):
+        variables = {id(value): (function.__globals__, (name,)) for function in self.called for name in global_names(function.__code__)
+                     if is_table(value := function.__globals__.get(name))}
+        for function in (*(function for function, _ in self.functions), *self.called):
             for value in named(function):
                 attributes = value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
                 if is_table(attributes) and not isinstance(value, (Tensor, ModuleType)):
-                    yield from _tables(attributes, seen, attributes, (), attributes is not value)
+                    root, path = variables.get(id(value), (attributes, ()))
+                    yield from _tables(attributes, seen, root, path, attributes is not value, True)
         assigned: dict[int, tuple[dict, dict[str, None]]] = {}
-        for function in called(self.functions):
+        for function in self.called:
             table = function.__globals__
             assigned.setdefault(id(table), (table, {}))[1].update(dict.fromkeys(assigned_globals(function.__code__)))
         for table, names in assigned.values():
             if names:
                 entries = {name: table[name] for name in names if name in table}
-                yield _Table(table, entries, entries, table, (), True, tuple(names))
+                yield _Table(table, entries, entries, table, (), True, names=tuple(names))
 
 
-def _tables(container: dict | list, seen: set[int], root: dict | list, path: tuple = (), attributes: bool = False) -> Iterator[_Table]:
+def _tables(container: dict | list, seen: set[int], root: dict | list, path: tuple = (), attributes: bool = False,
+            is_named: bool = False) -> Iterator[_Table]:
     """A table, and the tables and lists in it, unless it is a long one."""
     if id(container) in seen:
         return
     seen.add(id(container))
     entries = _entries(container)
-    yield _Table(container, entries, entries, root, path, attributes)
+    yield _Table(container, entries, entries, root, path, attributes, is_named)
     for name, value in entries.items() if len(entries) <= LONG else ():
         if is_table(value) and name not in KEPT_BY_TORCH:
             yield from _tables(value, seen, root, (*path, name))

@@ -114,6 +114,13 @@ class State:
         if type(value) in COUNTED:
             self.count(root, path)
 
+    def vary(self, root: dict | list, path: tuple, value: Any) -> None:
+        """A number or tensor there, this one now, is another than before."""
+        if isinstance(value, Tensor):
+            self.add(root, path)
+        else:
+            self.count(root, path)
+
     def count(self, root: dict | list, path: tuple) -> None:
         """A number there changes from call to call."""
         self.counted[id(root), path] = NumberPlace(root, path)

@@ -41,8 +41,8 @@ from .guards import capturing, check_dense, check_module, is_transforming, no_ot
 from .known import Known
 from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
-from .reads import recorded_reads
 from .rebinding import Tables, rebound_buffers, rebound_parameters
+from .recorder import recorded_reads
 from .selection import SELECTIONS
 from .state import NumberPlace, Place, State, Varying
 from .values import VALUE_REPLACEMENTS
@@ -94,12 +94,14 @@ def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kw
     inputs = [_input(PARAMETER if isinstance(t, nn.Parameter) else BUFFER, name, t, mesh) for name, t in state.items()]
     inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
     kept = [place.tensor() for place in places]
-    inputs += [_input(ARGUMENT, place.name, tensor, mesh) for place, tensor in zip(places, kept)]
+    owners = {id(m.__dict__): f"{name}." for name, m in fn.named_modules() if name} if isinstance(fn, nn.Module) else {}
+    inputs += [_input(ARGUMENT, owners.get(id(place.root), "") + place.name, tensor, mesh) for place, tensor in zip(places, kept)]
     real = [*state.values(), *(leaves[i] for i in slots), *kept]
     tables = Tables(fn, FunctionalTensor, keeps, varying.now)
     program = _Program(fn, fn if hooks else fn.forward, list(state), _without(leaves, slots), slots, tree, grad, tables, places, known)
-    watched = recorded_reads(fn) if isinstance(fn, nn.Module) else nullcontext()
-    with one_error(), watched as recorder, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True) as mode:
+    watched = recorded_reads(tables.modules, tables.objects) if isinstance(fn, nn.Module) else nullcontext()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    with one_error(), watched as tables.recorder, mode:
         fakes = [_fake(t) for t in real]
         requires = [t.requires_grad for t in real]
         grad_mode = torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled())
@@ -108,13 +110,14 @@ def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kw
     del mode
     constants = program.take_constants(traced.graph)
     used = program.drop_unused(traced.graph)
+    reads = tables.reads(used, program.constants.given)
     first = len(real) - len(places)
     inputs = [given for i, given in enumerate(inputs) if i < first or i - first in used]
     graph, inputs = clean(traced.graph, inputs, program.tangents)
     left, observed = (tuple(each.settled() for each in found) for found in (program.left, program.observed))
     captured = Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree, _without(leaves, slots), program.results,
                         _without(program.result_leaves, program.result_slots), tuple(program.result_slots), bool(program.tangents),
-                        program.opened, tuple(program.effects), left, observed, real[:len(state)], tables.reads(recorder, used),
+                        program.opened, tuple(program.effects), left, observed, real[:len(state)], reads,
                         tuple(place for i, place in enumerate(places) if i in used), tuple(known.looks.values()))
     return captured, lambda escaped=program.constants: escaped.settle(constants, traced)
 
@@ -255,9 +258,8 @@ class _Program:
         tracker.start_backward([outs[i] for i in differentiable])
         seeds = []
         for i in differentiable:                                            # placeholders take their place in clean.py
-            seed = torch.ones_like(unwrap(outs[i]))
-            self.tangents.append((i, seed))
-            seeds.append(FunctionalTensor.to_functional(seed))
+            seeds.append(torch.ones_like(outs[i]))
+            self.tangents.append((i, unwrap(seeds[-1])))
         grads = _grad([outs[i] for i in differentiable], [inputs[i] for i in wanted], seeds, allow_unused=True)
         return {i: g for i, g in zip(wanted, grads) if g is not None}
 
@@ -316,6 +318,7 @@ class _Interceptor(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.tracker.before()
+        self.constants.see(args, kwargs)
         if func in (torch.tensor, torch.as_tensor):                         # which have their own way to look at what they are given
             args, kwargs = numbers(args), numbers(kwargs)
         if func in _BACKWARDS:

@@ -1,0 +1,190 @@
+"""What forwards read while they are traced: attributes of modules and of the objects that these name, and variables."""
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from .names import LIBRARIES, global_names, named, names_in
+from .objects import OF_PYTHON, slots_of
+from .reads import ABSENT, ANY, KEPT_BY_TORCH, Reads, frozen, is_watched, same
+from .state import DEEP, LONG, is_table
+
+_FIXED = 1 << 8                 # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
+_MANY = 10_000                  # objects that attributes are watched of
+_OTHERS = {*sys.stdlib_module_names, __name__.partition(".")[0]}
+_NO_OBJECTS = (Tensor, type, Enum, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+
+
+class Recorder:
+    """What is read, as it is when it is read first."""
+
+    def __init__(self, holders: Iterable[Any]):
+        """holders: whose attributes count."""
+        self.holders = {id(holder): holder for holder in holders}
+        self.passed: set[tuple[int, str]] = set()                           # what has been read
+        self.seen: dict[tuple[int, str], tuple[Any, dict, Any, Any]] = {}   # in tables
+        self.others: dict[tuple[int, str], tuple[str, Callable[[], Any], Any]] = {}     # elsewhere, and where that is
+
+    def read(self, holder: Any, name: str) -> None:
+        """Before an attribute is read for the first time."""
+        self.passed.add((id(holder), name))
+        if id(holder) not in self.holders or name in KEPT_BY_TORCH or name.startswith("__"):
+            return
+        if name in slots_of(type(holder)):
+            get = object.__getattribute__.__get__(holder)
+            self._see_elsewhere(holder, name, f"of a {type(holder).__name__}, which has slots", lambda: _slot(get, name))
+            return
+        table = _attributes(holder)
+        if table is None or name not in table:
+            self.see_class(type(holder), name)
+        if table is not None and not any(name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
+            if name in table or name == "forward" or not (isinstance(holder, nn.Module) and callable(getattr(nn.Module, name, None))):
+                self.see(table, name)
+
+    def see(self, table: dict, name: str) -> None:
+        if (id(table), name) not in self.seen:
+            value = table.get(name, ABSENT)
+            self.seen[id(table), name] = table, name, value, frozen(value)
+
+    def _see_elsewhere(self, holder: Any, name: str, where: str, get: Callable[[], Any]) -> None:
+        if (id(holder), name) not in self.others:
+            self.others[id(holder), name] = where, get, frozen(get())
+
+    def see_class(self, cls: type, name: str) -> None:
+        """What instances find in the class, or one that it inherits from; of methods and properties, nothing."""
+        owner = next((c for c in cls.__mro__ if name in c.__dict__), None)
+        if owner is not None and owner.__flags__ & OF_PYTHON and not hasattr(type(owner.__dict__[name]), "__get__"):
+            self._see_elsewhere(owner, name, f"of class {owner.__name__}", lambda: owner.__dict__.get(name, ABSENT))
+
+    def see_whole(self, holder: Any) -> None:
+        """All attributes of an object of which it is not seen what is read."""
+        for name in holder.__dict__:
+            self.see(holder.__dict__, name)
+        self._see_elsewhere(holder, "attributes", f"of a {type(holder).__name__}", lambda: tuple(holder.__dict__))
+
+    def see_variables(self, functions: Iterable[FunctionType]) -> None:
+        """Those that functions find by name; of lists and tables see Tables.reads."""
+        for function in functions:
+            table = function.__globals__
+            for name in global_names(function.__code__):
+                value = table.get(name, ABSENT)
+                if isinstance(value, (type, ModuleType)):
+                    self._see_named(value, names_in(function.__code__))
+                elif not is_table(value) and name in table:
+                    self.see(table, name)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+                if cell != CellType() and not is_table(cell.cell_contents):
+                    self._see_elsewhere(cell, name, "around a function", lambda cell=cell: cell.cell_contents)
+
+    def _see_named(self, value: type | ModuleType, names: Sequence[str]) -> None:
+        """Attributes of these names of a class or module that a function names."""
+        if isinstance(value, type):
+            for name in names:
+                self.see_class(value, name)
+        elif value.__name__.partition(".")[0] not in LIBRARIES:
+            for name in names:
+                if is_watched(value.__dict__.get(name, ABSENT)):
+                    self.see(value.__dict__, name)
+
+    def settled(self, watch: Callable[[dict, str, Any, Any], Any]) -> Reads:
+        """watch: what is compared of an entry that was read with this value, which was this then; ANY if nothing."""
+        reads = Reads()
+        for (_, name), (where, get, value) in self.others.items():
+            if same(get(), value):
+                reads.others.append((name, get, value))
+            else:
+                warnings.warn(f"forward assigns '{name}' {where}: runs of the program do not; keep it in an attribute of the module",
+                              stacklevel=2)
+        for table, name, value, then in self.seen.values():
+            compared = watch(table, name, value, then)
+            if compared is not ANY:
+                reads.add(table, name, compared)
+        return reads
+
+
+@contextmanager
+def recorded_reads(modules: Iterable[nn.Module], objects: Sequence[Any]) -> Iterator[Recorder]:
+    """Meanwhile it is written down which attributes of these are read."""
+    recorder = Recorder([*modules, *objects])
+    passed = recorder.passed
+
+    def recording(before: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def record(self: Any, name: str) -> Any:
+            if (id(self), name) not in passed:
+                recorder.read(self, name)
+            return before(self, name)
+        return record
+
+    python: list[Any] = [cls for cls in dict.fromkeys(map(type, objects)) if cls.__flags__ & (OF_PYTHON | _FIXED) == OF_PYTHON]
+    for holder in objects:
+        if type(holder) not in python:                  # a SimpleNamespace
+            recorder.see_whole(holder)
+    classes: list[Any] = [nn.Module, *(cls for cls in python if not issubclass(cls, nn.Module))]
+    originals = [cls.__dict__.get("__getattribute__") for cls in classes]
+    for cls in classes:
+        cls.__getattribute__ = recording(cls.__getattribute__)
+    try:
+        yield recorder
+    finally:
+        for cls, original in zip(classes, originals):
+            if original is None:
+                del cls.__getattribute__                # found without a look at it again
+            else:
+                cls.__getattribute__ = original
+
+
+def named_objects(modules: Sequence[nn.Module], functions: Iterable[Any]) -> list[Any]:
+    """The objects that attributes of modules and variables of functions name, such as a configuration, and what these name."""
+    found: dict[int, Any] = {}
+    values = [value for m in modules for value in m.__dict__.values()] + [value for function in functions for value in named(function)]
+    besides = {id(m) for m in modules}
+    while values and len(found) < _MANY:
+        new = {id(v): v for value in values for v in _items(value) if id(v) not in found and id(v) not in besides and _is_object(v)}
+        found.update(new)
+        values = [value for holder in new.values() for value in _values(holder)]
+    return list(found.values())
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it may have attributes that a user sets; of Python's own library only a namespace is one."""
+    cls = type(value)
+    is_known = cls.__module__.partition(".")[0] in _OTHERS and cls not in (SimpleNamespace, Namespace)
+    return not is_known and not isinstance(value, _NO_OBJECTS) and (_attributes(value) is not None or bool(slots_of(cls)))
+
+
+def _attributes(holder: Any) -> dict | None:
+    try:
+        table = object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def _slot(get: Callable[[str], Any], name: str) -> Any:
+    try:
+        return get(name)
+    except AttributeError:
+        return ABSENT
+
+
+def _values(holder: Any) -> Iterator[Any]:
+    yield from (_attributes(holder) or {}).values()
+    yield from (_slot(object.__getattribute__.__get__(holder), name) for name in slots_of(type(holder)))
+
+
+def _items(value: Any, depth: int = 0) -> Iterator[Any]:
+    """It, or what is in it if it is a tuple or table."""
+    if not (isinstance(value, tuple) or is_table(value)):
+        yield value
+    elif len(value) <= LONG and depth < DEEP:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _items(item, depth + 1)
