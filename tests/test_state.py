@@ -14,12 +14,16 @@ from torch import nn
 
 import torchgspmd as gspmd
 
-WORKER = Path(__file__).with_name("worker_state.py")
+WORKER, READER = (Path(__file__).with_name(f"worker_{name}.py") for name in ("state", "reads"))
 
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_modules_that_keep_something_between_calls(mesh):
     assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 15
+
+
+def test_what_forward_reads_changes_between_calls():
+    assert launch("data=2", worker=READER).count("holds on data=2") == 2
 
 
 class Recurrent(nn.Module):

@@ -8,19 +8,36 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 _EMPTY = CellType()
+_METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
 LIBRARIES = ("torch", __name__.partition(".")[0])
-FAR = 3                         # calls from a forward
+_MANY = 10_000                  # functions that are looked at
 
 
-def called(functions: Iterable[tuple[Any, type | None]]) -> list[FunctionType]:
-    """The functions in Python among these and those that they name, and so on; of methods, given with their class, also other ones of
-    it. Not those of torch."""
+def called(functions: Iterable[Any], classes: Iterable[type]) -> list[FunctionType]:
+    """The functions in Python among these and those that they name, and so on: global ones, those around them, and methods and properties
+    of these classes. Not those of torch."""
+    methods = _methods(classes)
     found: dict[int, FunctionType] = {}
-    for _ in range(FAR):
-        new = {id(f): (f, owner) for function, owner in functions for f in _plain_functions(function) if id(f) not in found}
-        found.update((key, f) for key, (f, _) in new.items())
-        functions = [pair for f, owner in new.values() for pair in _callees(f, owner)]
+    while functions and len(found) < _MANY:
+        new = {id(f): f for function in functions for f in _plain_functions(function) if id(f) not in found}
+        found.update(new)
+        functions = [callee for f in new.values() for callee in _callees(f, methods)]
     return list(found.values())
+
+
+def is_function(value: Any) -> bool:
+    return isinstance(value, (FunctionType, MethodType, functools.partial))
+
+
+def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for cls in dict.fromkeys(base for cls in classes for base in cls.__mro__):
+        if cls.__module__.partition(".")[0] not in (*LIBRARIES, "builtins"):
+            for name, value in cls.__dict__.items():
+                if isinstance(value, _METHODS):
+                    found.setdefault(name, []).append(getattr(value, "fget", None) or getattr(value, "func", None)
+                                                      or getattr(value, "__func__", value))
+    return found
 
 
 def _plain_functions(function: Any) -> Iterator[FunctionType]:
@@ -35,14 +52,13 @@ def _plain_functions(function: Any) -> Iterator[FunctionType]:
             function = getattr(function, "__wrapped__", None)
 
 
-def _callees(function: FunctionType, owner: type | None) -> Iterator[tuple[Any, type | None]]:
+def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[Any]:
     for name in names_in(function.__code__):
-        yield function.__globals__.get(name), None
-        if owner is not None:
-            yield getattr(owner, name, None), owner
+        yield function.__globals__.get(name)
+        yield from methods.get(name, ())
     for cell in function.__closure__ or ():
-        if cell != _EMPTY and isinstance(cell.cell_contents, (FunctionType, MethodType, functools.partial)):
-            yield cell.cell_contents, None
+        if cell != _EMPTY and is_function(cell.cell_contents):
+            yield cell.cell_contents
 
 
 @functools.lru_cache(maxsize=4096)

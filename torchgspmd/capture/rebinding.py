@@ -19,8 +19,8 @@ from .counts import Count, Tally, tally_of
 from .effects import Left, made
 from .names import assigned_globals, called, global_names, named
 from .objects import opened
-from .reads import A_TABLE, ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, frozen, is_plain, same
-from .recorder import Recorder, named_objects
+from .reads import A_TABLE, ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, frozen, is_plain, is_watched, same
+from .recorder import Recorder, functions_of, named_objects
 from .state import LISTS, LONG, NumberPlace, Place, State, is_table
 
 
@@ -80,19 +80,29 @@ class Tables:
     def __init__(self, fn: Callable | nn.Module, traced: type[Tensor], state: State, varying: dict[str, float]):
         self.traced, self.state, self.varying = traced, state, varying
         self.modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
-        self.functions: list[tuple[Any, type | None]] = [(fn, None)]        # and whose methods they are
+        self.functions, self.objects = [fn], []
         for m in self.modules:
             hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-            self.functions += [(m.forward, type(m)), *((hook, None) for table in hooks for hook in table.values())]
-        self.called = called(self.functions)
-        every = [*(function for function, _ in self.functions), *self.called]
-        self.objects = named_objects(self.modules, every) if self.modules else []
+            self.functions += [m.forward, *(hook for table in hooks for hook in table.values())]
+        self._reach()
         self.tables = [*self._all()]
         self.globals = {id(t.container): t.names for t in self.tables if t.names is not None}
         self.changed: set[tuple[int, Any]] = set()                          # entries of roots
         self.places: dict[int, tuple[Tensor, int, Kind]] = {}               # what stands in a place, which, and what was there
         self.numbers: list[Tally] = []
         self.recorder: Recorder | None = None                               # of a module, while it is traced
+
+    def _reach(self) -> None:
+        """Finds the functions in Python that a program may call, and the objects that may be read."""
+        objects: list[Any] = []
+        while True:
+            holders = [*self.modules, *objects]
+            functions = [*self.functions, *(function for holder in holders for function in functions_of(holder))]
+            self.called = called(functions, map(type, holders))
+            objects = named_objects(self.modules, [*functions, *self.called])
+            if len(objects) == len(holders) - len(self.modules):
+                break
+        self.functions, self.objects = functions, objects if self.modules else []
 
     @contextmanager
     def kept(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
@@ -194,6 +204,8 @@ class Tables:
             value = then = before                                           # it may have been read before the stand-in was put there
         if start is not None and start.get(name, ABSENT) is not value:      # the program had written it before
             return ANY
+        if table.get(name, ABSENT) is not value and not is_watched(value) and not is_table(value):
+            return ANY                                                      # an object, in whose place a trace puts another one
         return self._compared(then, used, self._is_changed(table, (name,)))
 
     def _is_changed(self, root: dict | list, path: tuple) -> bool:
@@ -238,7 +250,7 @@ class Tables:
             yield from _tables(module._buffers, seen, module._buffers)
         variables = {id(value): (function.__globals__, (name,)) for function in self.called for name in global_names(function.__code__)
                      if is_table(value := function.__globals__.get(name))}
-        for function in (*(function for function, _ in self.functions), *self.called):
+        for function in (*self.functions, *self.called):
             for value in named(function):
                 attributes = value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
                 if is_table(attributes) and not isinstance(value, (Tensor, ModuleType)):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .names import LIBRARIES, global_names, named, names_in
+from .names import LIBRARIES, global_names, is_function, named, names_in
 from .objects import OF_PYTHON, slots_of
 from .reads import ABSENT, ANY, KEPT_BY_TORCH, Reads, frozen, is_watched, same
 from .state import DEEP, LONG, is_table
@@ -82,7 +82,7 @@ class Recorder:
                 elif not is_table(value) and name in table:
                     self.see(table, name)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-                if cell != CellType() and not is_table(cell.cell_contents):
+                if cell != CellType() and is_watched(cell.cell_contents) and not is_table(cell.cell_contents):
                     self._see_elsewhere(cell, name, "around a function", lambda cell=cell: cell.cell_contents)
 
     def _see_named(self, value: type | ModuleType, names: Sequence[str]) -> None:
@@ -152,6 +152,13 @@ def named_objects(modules: Sequence[nn.Module], functions: Iterable[Any]) -> lis
         found.update(new)
         values = [value for holder in new.values() for value in _values(holder)]
     return list(found.values())
+
+
+def functions_of(holder: Any) -> Iterator[Any]:
+    """Those in attributes of a module or object, and, if it can be called, what that does."""
+    yield from (item for value in _values(holder) for item in _items(value) if is_function(item))
+    if not isinstance(holder, nn.Module):
+        yield getattr(type(holder), "__call__", None)
 
 
 def _is_object(value: Any) -> bool:
