@@ -78,7 +78,7 @@ class Net(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.tensor, self.table = torch.ones(4), {"used": torch.ones(4), "other": torch.ones(4), "scale": 1.0}
-        self.kind, self.activation, self.activations = Kind.SINGLE, torch.relu, [torch.relu]
+        self.kind, self.activation, self.activations, self.gain, self.share = Kind.SINGLE, torch.relu, [torch.relu], 1.0, 1
         self.names, self.array, self.many = {"a"}, np.ones(4), [float(i) for i in range(2000)]
         self.thing, self.things, self.space, self.slotted = Thing(), (Thing(gain=1.0), [Thing(gain=2.0)]), SimpleNamespace(), Slotted()
         self.nested = Thing(inner=Thing(inner=Thing(inner=Thing(gain=1.0))))
@@ -221,6 +221,8 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {                        # fo
     "a tensor or None": (lambda net, y: y if net.tensor is None else y * net.tensor, sets("tensor", lambda n: full(n) if n else None), 3),
     "a tensor in a table of its own": (lambda net, y: y * net.table["used"], of_nets(lambda net, n: net.table.update(used=full(n))), 2),
     "an unused one there": (lambda net, y: y * net.table["used"], of_nets(lambda net, n: net.table.update(other=full(n))), 1),
+    "two numbers in a product": (lambda net, y: y * (net.gain * (1 - net.share / 9)) + net.gain / net.share,
+                                 both(sets("gain", number), sets("share", lambda n: n + 2)), 2),
     "a function": (lambda net, y: net.activation(y), sets("activation", one_of(torch.relu, torch.tanh)), 2),
     "a function in a list": (lambda net, y: net.activations[0](y),
                              of_nets(lambda net, n: net.activations.__setitem__(0, [torch.relu, torch.tanh][n % 2])), 2),
@@ -229,7 +231,7 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {                        # fo
     "a set": (lambda net, y: y * 2 if "b" in net.names else y, of_nets(lambda net, n: net.names.add("b"), late=True), 2),
     "an array": (lambda net, y: y * float(net.array[0]), of_nets(lambda net, n: net.array.__setitem__(0, 1.0 + n % 2)), 2),
     "a long list": (lambda net, y: y * net.many[7], of_nets(lambda net, n: net.many.__setitem__(7, 1.0 + n % 2)), 2),
-    "what is there later": (lambda net, y: y * getattr(net, "gain", 1.0), sets("gain", number, late=True), 3),
+    "what is there later": (lambda net, y: y * getattr(net, "late", 1.0), sets("late", number, late=True), 3),
     "what the class has first": (lambda net, y: y * net.per_class, sets("per_class", number, late=True), 3),
     "the same of an object": (lambda net, y: y * net.thing.default, sets("default", number, True, "thing"), 3),
     "there later in an object": (lambda net, y: y * getattr(net.thing, "gain", 1.0), sets("gain", number, True, "thing"), 3),

@@ -82,11 +82,12 @@ class Computed:
 
 
 class Count:
-    """A function of a tallied number; of: the operation and operands that it was computed by."""
+    """A function of a tallied number; of: the operation and operands that it was computed by. Of several numbers there are only these."""
     __slots__ = ("__tally", "__function", "__value", "__of", "__size")
 
-    def __init__(self, tally: Tally, function: Function = _itself, of: tuple = ()):
-        self.__tally, self.__function, self.__value, self.__of = tally, function, function(tally.value), of
+    def __init__(self, tally: Tally | None, function: Function = _itself, of: tuple = (), value: int | float | None = None):
+        self.__tally, self.__function, self.__of = tally, function, of
+        self.__value = value if tally is None else function(tally.value)
         self.__size = sum(1 + o.__size for o in of if type(o) is Count)     # operations, each as often as it is computed
 
     @property
@@ -113,12 +114,17 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _demanded(count: Count, function: Function) -> Any:
+    if count._Count__tally is None:
+        return function(number(count))
     before = count._Count__function
     return count._Count__tally.demand(lambda value: function(before(value)))
 
 
 def number(count: Count) -> int | float:
     """What it is; from now on the program depends on it."""
+    if count._Count__tally is None:
+        operation, *operands = count._Count__of
+        return operation(*numbers(operands))
     return count._Count__tally.demand(count._Count__function)
 
 
@@ -129,24 +135,30 @@ def numbers(value: Any) -> Any:
 
 def settled(value: Any, root: Any, path: tuple) -> Any:
     """What a run is to write there for what is there after the trace."""
-    if type(value) is not Count:
+    if type(value) is not Count or value._Count__tally is None:
         return numbers(value)
     place = value._Count__tally.place
     return Computed(value._Count__function) if place.root is root and place.path == path else number(value)
 
 
-def tally_of(count: Count) -> Tally:
+def tally_of(count: Count) -> Tally | None:
     return count._Count__tally
 
 
 def _computed(operation: Callable, *operands: Any) -> Any:
-    """Of one Count, or several of one number; of what is tallied elsewhere, on the condition that it is the number that it is."""
+    """Of one Count, or several; where they are of several numbers and cannot be tensors, on the condition that these are what they are."""
     if any(isinstance(o, Tensor) for o in operands):
         return NotImplemented                                               # it is the tensor's turn
-    tally = tally_of(next(o for o in operands if type(o) is Count))
-    operands = tuple(o if type(o) is Count and tally_of(o) is tally else numbers(o) for o in operands)
     if any(type(o) not in (Count, *COUNTED) for o in operands):
         return operation(*numbers(operands))
+    tallies = {tally_of(o) for o in operands if type(o) is Count}
+    tally = tallies.pop()
+    if tallies or tally is None:
+        size = sum(o._Count__size for o in operands if type(o) is Count)
+        value = operation(*(o._Count__value if type(o) is Count else o for o in operands))
+        if operation not in _TENSORS or type(value) is not float or size >= _MANY:
+            return operation(*numbers(operands))
+        return Count(None, of=(operation, *operands), value=value)
     if (shorter := _as_one(operation, *operands)) is not None:
         return shorter
     functions = [o._Count__function if type(o) is Count else lambda value, o=o: o for o in operands]
