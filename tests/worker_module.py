@@ -243,7 +243,7 @@ def check_attributes(mesh):
         warnings.simplefilter("always")
         for step in range(9):
             for m in (model, reference):
-                m.temperature, m.scales = 1 + step / 8, (1.0, 1 + step / 4)   # entries of a tuple are no inputs
+                m.temperature, m.scales = 1 + step / 8, (1.0, 1 + step / 4, *range(step))
             compare()
     assert programs[-2:] == [8, 8] and any("since forward reads" in str(w.message) and "'scales'" in str(w.message) for w in caught)
     for before in ((1.0,), (1.0, 2.0, 4.0)):                                # it may be an input of the program by then

@@ -79,6 +79,7 @@ class Net(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.tensor, self.table = torch.ones(4), {"used": torch.ones(4), "other": torch.ones(4), "scale": 1.0}
         self.kind, self.activation, self.activations, self.gain, self.share = Kind.SINGLE, torch.relu, [torch.relu], 1.0, 1
+        self.halves, self.pair = [1.0, 2.0], (1.0, 2.0)
         self.names, self.array, self.many = {"a"}, np.ones(4), [float(i) for i in range(2000)]
         self.thing, self.things, self.space, self.slotted = Thing(), (Thing(gain=1.0), [Thing(gain=2.0)]), SimpleNamespace(), Slotted()
         self.nested = Thing(inner=Thing(inner=Thing(inner=Thing(gain=1.0))))
@@ -176,6 +177,14 @@ def decays_in_a_table(net, y):
     return y
 
 
+def puts_numbers_elsewhere(net, y):
+    """Into a new list and tuple, another attribute, another module and the result, each as it was before."""
+    net.halves, net.pair = [x * 0.5 for x in net.halves], (net.pair[1], net.pair[0] + 1)
+    net.share = net.share * 2
+    net.linear.before, net.gain = net.gain, net.gain + net.share
+    return y * net.halves[0] + net.pair[0] * net.pair[1] + net.gain + net.linear.before
+
+
 def inner_function(net, y):
     def inner(y):
         return y * SCALE * TABLE["scale"] * TABLE["state"]
@@ -245,6 +254,7 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {                        # fo
     "what forward makes first": (lazily, nothing, 2),
     "what it looks for": (if_it_is_there, nothing, 2),
     "objects that it changes": (of_things, nothing, 1),
+    "numbers that it puts elsewhere": (puts_numbers_elsewhere, nothing, 3),
     "of tensors in attributes alone": (decays, nothing, 1),
 }
 START = {name: globals()[name] for name in ("SCALE", "TENSOR", "PLAIN")}
@@ -316,7 +326,38 @@ def check_tensors_of_alike_names(mesh):
     assert net[1].calls == 3
 
 
-CHECKS = [check_what_is_read, check_tensors_of_alike_names]
+def check_numbers_that_come_out(mesh):
+    """One program for all calls; a number that forward and a hook of its backward count up, too."""
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.step, self.sum, self.tau, self.seen = nn.Linear(4, 4), 0, 0, 1.0, 0
+
+        def forward(self, x):
+            self.step += 1
+            self.tau, self.sum, self.seen = self.tau * 0.5 + self.step, self.sum + self.step, self.seen + 1
+            y = self.linear(x)
+            y.register_hook(self.count)
+            return y * self.tau * self.seen, {"step": self.step, "both": [self.sum, (self.step * self.tau,)]}
+
+        def count(self, gradient):
+            self.seen += 10
+    torch.manual_seed(0)
+    reference, net = Counts(), Counts()
+    net.load_state_dict(reference.state_dict())
+    sharded = gspmd.parallelize(net, mesh)
+    for step in range(CALLS):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        (mine, numbers), (theirs, expected) = sharded(x), reference(x)
+        torch.testing.assert_close(mine, theirs)
+        assert numbers == expected and type(numbers["step"]) is int, (numbers, expected)
+        mine.sum().backward()
+        theirs.sum().backward()
+        assert net.seen == reference.seen and net.sum == reference.sum
+    assert len(sharded._all_programs()) == 1
+
+
+CHECKS = [check_what_is_read, check_tensors_of_alike_names, check_numbers_that_come_out]
 
 
 if __name__ == "__main__":

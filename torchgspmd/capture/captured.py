@@ -55,6 +55,7 @@ class Captured:
     results: pytree.TreeSpec            # of the function's result
     result_leaves: tuple[Any, ...]      # its flat leaves; None where a tensor goes
     result_slots: tuple[int, ...]       # which leaves are tensors
+    number_slots: tuple[int, ...]       # and which are Computed
     has_backward: bool = False
     opened: bool = False                # whether the result has objects that hold tensors
     effects: tuple[Effect, ...] = ()    # on the containers among the arguments
@@ -73,11 +74,14 @@ class Captured:
         leaves = list(self.result_leaves)
         for slot, value in zip(self.result_slots, outputs):
             leaves[slot] = value
+        for slot in self.number_slots:
+            leaves[slot] = leaves[slot].now()
+        left_here = [left.filled(outputs) for left in self.left]            # before any of them is written
         tree = pytree.tree_unflatten(leaves, self.results)
         if self.effects:
             apply(self.effects, outputs, given)
-        for left in self.left:
-            left.write(outputs)
+        for left in left_here:
+            left.write()
         return closed(tree, given) if self.opened else tree
 
     def holds(self) -> bool:
@@ -123,7 +127,7 @@ class Captured:
     def observe(self, values: Sequence[Any]) -> None:
         """Puts the outputs of kind OBSERVED where the program's hooks of gradients put them."""
         for left in self.observed:
-            left.write(values)
+            left.filled(values).write()
 
     def visible(self) -> set[int]:
         """The outputs that pytree finds in the result; if all of its tensors are in objects, those in objects."""

@@ -26,6 +26,7 @@ Function = Callable[[Any], Any]
 _EXACT = 2.0 ** 53              # integers below it are doubles
 _MANY = 64                      # operations; of more it is a condition what comes out
 _TENSORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.truediv, operator.pow)     # computed alike of tensors
+_SUMS = (operator.add, operator.sub)        # of which 64 integers below 2 ** 53 fit into 64 bits
 _BESIDE_TENSORS = {getattr(of, f"{name}{end}") for of, ends in ((torch, ("",)), (Tensor, ("", "_"))) for end in ends
                    for name in "add sub rsub mul div true_divide gt ge lt le".split() if hasattr(of, f"{name}{end}")} | {
     getattr(Tensor, f"__{name}__") for name in "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv gt ge lt le".split()}
@@ -56,6 +57,21 @@ class Tally:
         return Conditions(type(self.value), *(zip(*self.conditions) if self.conditions else ((), ())))
 
 
+@dataclass(eq=False)
+class Later:
+    """The same of a number that forward has changed: in the backward it is the one that is in its place then."""
+    place: Place
+    value: int | float
+    count: Count
+
+    @property
+    def tensor(self) -> Tensor:
+        return _tensor(self.count)
+
+    def demand(self, function: Function) -> Any:
+        return _demanded(self.count, function)
+
+
 @dataclass(frozen=True)
 class Conditions:
     """What a program depends on of a number that it takes from its place."""
@@ -74,18 +90,15 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Computed:
-    """What every run makes of the number in an entry."""
-    function: Function
-
-    def to(self, value: int | float) -> int | float:
-        return self.function(value)
+    """What every run makes of the numbers that are in places then."""
+    now: Callable[[], int | float]
 
 
 class Count:
     """A function of a tallied number; of: the operation and operands that it was computed by. Of several numbers there are only these."""
     __slots__ = ("__tally", "__function", "__value", "__of", "__size")
 
-    def __init__(self, tally: Tally | None, function: Function = _itself, of: tuple = (), value: int | float | None = None):
+    def __init__(self, tally: Tally | Later | None, function: Function = _itself, of: tuple = (), value: int | float | None = None):
         self.__tally, self.__function, self.__of = tally, function, of
         self.__value = value if tally is None else function(tally.value)
         self.__size = sum(1 + o.__size for o in of if type(o) is Count)     # operations, each as often as it is computed
@@ -133,15 +146,32 @@ def numbers(value: Any) -> Any:
     return pytree.tree_map(lambda leaf: number(leaf) if type(leaf) is Count else leaf, value)
 
 
-def settled(value: Any, root: Any, path: tuple) -> Any:
-    """What a run is to write there for what is there after the trace."""
-    if type(value) is not Count or value._Count__tally is None:
-        return numbers(value)
-    place = value._Count__tally.place
-    return Computed(value._Count__function) if place.root is root and place.path == path else number(value)
+def settled(value: Any) -> Any:
+    """The same with Computed in the place of every Count in it."""
+    return pytree.tree_map(lambda leaf: Computed(_when_run(leaf)) if type(leaf) is Count else leaf, value)
 
 
-def tally_of(count: Count) -> Tally | None:
+def settled_there(value: Any, root: Any, path: tuple) -> Any:
+    """The same of an entry, where it is computed of the number there only; else with the numbers that they are."""
+    tally = value._Count__tally if type(value) is Count else None
+    return settled(value) if tally is not None and tally.place.root is root and tally.place.path == path else numbers(value)
+
+
+def _when_run(count: Count) -> Callable[[], Any]:
+    tally, function = count._Count__tally, count._Count__function
+    if tally is not None:
+        place = tally.place
+        return lambda: function(place.value())
+    operation, *operands = (_when_run(o) if type(o) is Count else o for o in count._Count__of)
+    return lambda: operation(*(o() if callable(o) else o for o in operands))
+
+
+def later(count: Count, place: Place) -> Count:
+    """What stands in a place from the end of forward on."""
+    return count if tally_of(count) is not None and count._Count__function is _itself else Count(Later(place, count._Count__value, count))
+
+
+def tally_of(count: Count) -> Tally | Later | None:
     return count._Count__tally
 
 
@@ -156,7 +186,7 @@ def _computed(operation: Callable, *operands: Any) -> Any:
     if tallies or tally is None:
         size = sum(o._Count__size for o in operands if type(o) is Count)
         value = operation(*(o._Count__value if type(o) is Count else o for o in operands))
-        if operation not in _TENSORS or type(value) is not float or size >= _MANY:
+        if size >= _MANY or operation not in (_TENSORS if type(value) is float else _SUMS):
             return operation(*numbers(operands))
         return Count(None, of=(operation, *operands), value=value)
     if (shorter := _as_one(operation, *operands)) is not None:
@@ -180,7 +210,7 @@ def _as_one(operation: Callable, one: Any, other: Any = None) -> Any:
 def _tensor(count: Count) -> Tensor | None:
     """It as a value of the program; None if it cannot be computed of tensors."""
     tally, value, of = count._Count__tally, count._Count__value, count._Count__of
-    if type(value) is int and not _demanded(count, _is_exact):              # else it might not fit into a tensor
+    if type(value) is int and tally is not None and not _demanded(count, _is_exact):    # else it might not fit into a tensor
         return None
     if not of:
         return tally.tensor

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .counts import Computed, numbers, settled
+from .counts import Computed, numbers, settled, settled_there
 from .objects import ATTRIBUTE, ITEM, Key, Path, closed, follow, is_object, opened, parts
 from .state import LISTS
 
@@ -53,25 +53,32 @@ class Left:
     added: list                             # to a list
     whole: bool = False                     # whether the list consists of these then
 
-    def write(self, outputs: Sequence[Any]) -> None:
+    def filled(self, outputs: Sequence[Any]) -> Left:
+        """With what this run has computed."""
+        return replace(self, entries={name: _filled(value, outputs, None) for name, value in self.entries.items()},
+                       added=_filled(self.added, outputs, None))
+
+    def write(self) -> None:
         container: Any = self.root
         for key in self.path:
             container = container[key]
         for name, value in self.entries.items():
             if isinstance(container, LISTS) and name >= len(container):     # it has been emptied meanwhile
                 continue
-            container[name] = value.to(container[name]) if isinstance(value, Computed) else _filled(value, outputs, None)
+            container[name] = value
         for name in self.gone:
             container.pop(name, None)
         if self.whole:
             container.clear()
         if self.added:
-            container.extend(_filled(self.added, outputs, None))
+            container.extend(self.added)
 
-    def settled(self) -> Left:
-        """With numbers in the place of each Count."""
-        return replace(self, entries={name: settled(value, self.root, (*self.path, name)) for name, value in self.entries.items()},
-                       added=numbers(self.added))
+    def settled(self, is_late: bool) -> Left:
+        """With Computed or numbers in the place of each Count. is_late: it is written by the backward, after what forward writes."""
+        if is_late:
+            entries = {name: settled_there(value, self.root, (*self.path, name)) for name, value in self.entries.items()}
+            return replace(self, entries=entries, added=numbers(self.added))
+        return replace(self, entries=settled(self.entries), added=settled(self.added))
 
     def made(self) -> Iterator[tuple[tuple, int]]:
         """Where below the root entries hold tensors that the program computes, and which of its outputs."""
@@ -131,7 +138,9 @@ def _made(value: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
 
 
 def _filled(part: Any, outputs: Sequence[Any], given: Any) -> Any:
-    return closed(pytree.tree_map_only(Made, lambda made: outputs[made.output], part), given)
+    def fill(leaf: Any) -> Any:
+        return outputs[leaf.output] if isinstance(leaf, Made) else leaf.now() if isinstance(leaf, Computed) else leaf
+    return closed(pytree.tree_map(fill, part), given)
 
 
 def _containers(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:

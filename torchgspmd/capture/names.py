@@ -31,7 +31,7 @@ def is_function(value: Any) -> bool:
 
 def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
-    for cls in dict.fromkeys(base for cls in classes for base in cls.__mro__):
+    for cls in dict.fromkeys(base for each in classes for base in each.__mro__):
         if cls.__module__.partition(".")[0] not in (*LIBRARIES, "builtins"):
             for name, value in cls.__dict__.items():
                 if isinstance(value, _METHODS):

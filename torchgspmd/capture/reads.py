@@ -165,7 +165,9 @@ def _is_constant(value: Any) -> bool:
 
 
 def _changed(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
-    if isinstance(value, Contents) and type(now) is value.cls and is_table(now) and len(now) == len(value.items):
+    if type(value) is tuple:
+        value = Contents(tuple, (), value)
+    if isinstance(value, Contents) and type(now) is value.cls and len(now) == len(value.items):
         keys, items = (tuple(now), now.values()) if isinstance(now, dict) else (tuple(range(len(now))), now)
         if keys == (value.keys or keys):
             for key, one, other in zip(keys, items, value.items):

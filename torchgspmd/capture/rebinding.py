@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ShardingError, user_line
 from .clean import NUMBERS
-from .counts import Count, Tally, tally_of
+from .counts import Count, Tally, later, tally_of
 from .effects import Left, made
 from .names import assigned_globals, called, global_names, named
 from .objects import opened
@@ -175,6 +175,14 @@ class Tables:
                 self.changed.add((id(table.root), (*table.path, name)[0]))
                 self.state.add(table.root, (*table.path, name), changed.get(name))
         return found
+
+    def continue_counting(self) -> None:
+        """At the end of forward: the backward is of the numbers that are in their places then."""
+        for tally in self.numbers:
+            if tally.place.is_there() and type(count := tally.place.value()) is Count:
+                tally.place.put(later(count, tally.place))
+        for table in self.tables:
+            table.known = table.entries()
 
     def _is_left(self, name: Any, value: Any, known: frozenset[int] = frozenset()) -> bool:
         """Whether an entry is one that a run leaves too: a tensor of the trace, or plain."""

@@ -158,7 +158,7 @@ def functions_of(holder: Any) -> Iterator[Any]:
     """Those in attributes of a module or object, and, if it can be called, what that does."""
     yield from (item for value in _values(holder) for item in _items(value) if is_function(item))
     if not isinstance(holder, nn.Module):
-        yield getattr(type(holder), "__call__", None)
+        yield type(holder).__dict__.get("__call__")
 
 
 def _is_object(value: Any) -> bool:

@@ -111,7 +111,7 @@ class State:
     def add(self, root: dict | list, path: tuple, value: Any = None) -> None:
         """value: what is written there."""
         self.entries[id(root), path[0]] = root
-        if type(value) in COUNTED:
+        if isinstance(value, COUNTED) and not isinstance(value, bool):      # a Count is one
             self.count(root, path)
 
     def vary(self, root: dict | list, path: tuple, value: Any) -> None:

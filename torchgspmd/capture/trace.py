@@ -33,7 +33,7 @@ from ..uncollected import uncollected
 from .bodies import bodies
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, Captured, Input, Output
 from .clean import NUMBERS, clean
-from .counts import numbers
+from .counts import Computed, numbers, settled
 from .effects import Effect, Left, Watched
 from .escaped import Constants
 from .functional import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
@@ -110,14 +110,15 @@ def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kw
     del mode
     constants = program.take_constants(traced.graph)
     used = program.drop_unused(traced.graph)
-    reads = tables.reads(used, program.constants.given)
     first = len(real) - len(places)
     inputs = [given for i, given in enumerate(inputs) if i < first or i - first in used]
     graph, inputs = clean(traced.graph, inputs, program.tangents)
-    left, observed = (tuple(each.settled() for each in found) for found in (program.left, program.observed))
+    left, observed = tuple(each.settled(False) for each in program.left), tuple(each.settled(True) for each in program.observed)
+    computed = tuple(i for i, leaf in enumerate(program.result_leaves) if isinstance(leaf, Computed))
+    reads = tables.reads(used, program.constants.given)
     captured = Captured(graph, traced, tuple(inputs), tuple(program.outputs), tree, _without(leaves, slots), program.results,
-                        _without(program.result_leaves, program.result_slots), tuple(program.result_slots), bool(program.tangents),
-                        program.opened, tuple(program.effects), left, observed, real[:len(state)], reads,
+                        _without(program.result_leaves, program.result_slots), tuple(program.result_slots), computed,
+                        bool(program.tangents), program.opened, tuple(program.effects), left, observed, real[:len(state)], reads,
                         tuple(place for i, place in enumerate(places) if i in used), tuple(known.looks.values()))
     return captured, lambda escaped=program.constants: escaped.settle(constants, traced)
 
@@ -225,7 +226,7 @@ class _Program:
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
         watched = Watched((args, kwargs))
         try:
-            result = opened(numbers(self.call(*args, **kwargs)), watched.origins)
+            result = opened(settled(self.call(*args, **kwargs)), watched.origins)
             self.result_leaves, self.results = pytree.tree_flatten(result)
             self.result_slots = [i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)]
             outs = [self.result_leaves[i] for i in self.result_slots]
@@ -242,6 +243,7 @@ class _Program:
             raise ShardingError("the program returns a number that is known only when it runs", where=user_line(),
                                 fix="return the tensor, and call item() on the result")
         self.opened = any(isinstance(x, Opened) for x in pytree.tree_leaves(result, is_leaf=lambda x: isinstance(x, Opened)))
+        self.tables.continue_counting()
         grads = self._backward(outs, inputs, tracker) if self.grad else {}
         self.observed = self.tables.left(self.seen, inputs[:len(self.names)])
         return outs, grads
