@@ -185,6 +185,11 @@ def puts_numbers_elsewhere(net, y):
     return y * net.halves[0] + net.pair[0] * net.pair[1] + net.gain + net.linear.before
 
 
+def counts_in_place(net, y):
+    TENSOR.add_(y.detach().mean(0))
+    return y * TENSOR
+
+
 def inner_function(net, y):
     def inner(y):
         return y * SCALE * TABLE["scale"] * TABLE["state"]
@@ -220,6 +225,7 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {                        # fo
     "one that is not read": (lambda net, y: y * TABLE["scale"], lambda step, *nets: TABLE.update(other=full(step)), 1),
     "its values": (lambda net, y: y * TABLE["state"].tolist()[0], lambda step, *nets: TABLE.update(state=full(step // 2)), 2),
     "a global tensor": (lambda net, y: y * TENSOR, global_tensor, 2),
+    "one that forward changes in place": (counts_in_place, nothing, 1),
     "a function in a table": (lambda net, y: ACTIVATIONS["one"](y),
                               lambda step, *nets: ACTIVATIONS.update(one=[torch.relu, torch.tanh][step % 2]), 2),
     "a table of a global object": (lambda net, y: y * SETTINGS.table["scale"] * SETTINGS.table["state"],
@@ -281,6 +287,7 @@ def around_functions():
 
 def check_case(name: str, use: Callable, change: Callable, programs: int, mesh: gspmd.Mesh) -> None:
     TABLE.update(state=torch.ones(4), scale=1.0, other=None)
+    START["TENSOR"].fill_(1.0)
     globals().update(START)
     Used = type("Used", (Net,), {"use": use})
     torch.manual_seed(0)
@@ -290,10 +297,11 @@ def check_case(name: str, use: Callable, change: Callable, programs: int, mesh: 
     for step in range(CALLS):
         change(step, reference, net)
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
-        before = TABLE["state"]
+        before, tensor = TABLE["state"], TENSOR.clone()
         theirs = reference(x)
-        if change is table and use is decays_in_a_table:                    # one state for both
+        if use in (decays_in_a_table, counts_in_place):                     # one state for both
             TABLE["state"] = before
+            TENSOR.copy_(tensor)
         torch.testing.assert_close(sharded(x), theirs, msg=lambda text, step=step: f"{name}, call {step}: {text}")
     made = len(sharded._all_programs())
     assert made == programs, f"{name}: {made} programs"

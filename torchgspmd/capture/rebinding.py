@@ -65,7 +65,7 @@ class _Table:
     path: tuple = ()                        # around a function, under these keys; () for the root itself
     attributes: bool = False                # whether it is such attributes: what is no tensor and no plain value is left alone there
     is_named: bool = False                  # whether a function names it, or the object whose attributes it is
-    names: tuple[str, ...] | None = None    # of global variables: those that functions assign
+    names: tuple[str, ...] | None = None    # of global variables: those that functions assign, and tensors
 
     def entries(self) -> dict:
         entries = _entries(self.container)
@@ -266,8 +266,9 @@ class Tables:
                     yield from _tables(attributes, seen, root, path, attributes is not value, True)
         assigned: dict[int, tuple[dict, dict[str, None]]] = {}
         for function in self.called:
-            table = function.__globals__
-            assigned.setdefault(id(table), (table, {}))[1].update(dict.fromkeys(assigned_globals(function.__code__)))
+            table, code = function.__globals__, function.__code__
+            tensors = [name for name in global_names(code) if isinstance(table.get(name), Tensor)]
+            assigned.setdefault(id(table), (table, {}))[1].update(dict.fromkeys([*assigned_globals(code), *tensors]))
         for table, names in assigned.values():
             if names:
                 entries = {name: table[name] for name in names if name in table}
