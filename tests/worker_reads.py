@@ -4,8 +4,10 @@ torchrun --nproc-per-node 2 worker_reads.py data=2: six calls of a module and of
 were made for them counted: a number or tensor that changes is an input of the second one.
 """
 import collections
+import contextvars
 import enum
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import settings_of_reads as settings
 import torch
 from torch import nn
 from worker_module import run
@@ -20,6 +23,7 @@ from worker_module import run
 import torchgspmd as gspmd
 
 CALLS = 6
+THREAD, CONTEXT = threading.local(), contextvars.ContextVar("context")
 SCALE, TENSOR, PLAIN = 1.0, torch.ones(4), {"scale": 1.0}
 TABLE = {"state": torch.ones(4), "scale": 1.0, "other": None}
 ACTIVATIONS = {"one": torch.relu, "other": torch.tanh}
@@ -132,6 +136,10 @@ def sets(name: str, value: Callable[[int], Any], late: bool = False, of: str = "
     return of_nets(change, late)
 
 
+def of_settings(holder: Any, name: str, value: Callable[[int], Any] = lambda step: 1.0 + step) -> Callable:
+    return lambda step, *nets: setattr(holder, name, value(step))
+
+
 def one_of(*values: Any) -> Callable[[int], Any]:
     return lambda step: values[step % len(values)]
 
@@ -190,6 +198,13 @@ def counts_in_place(net, y):
     return y * TENSOR
 
 
+def counts_in_a_module(net, y):
+    settings.CALLS[net.which] += 1
+    settings.PRODUCT = settings.PRODUCT * 0.5
+    settings.LAST = y.detach().mean()
+    return y * settings.CALLS[net.which] + settings.LAST
+
+
 def inner_function(net, y):
     def inner(y):
         return y * SCALE * TABLE["scale"] * TABLE["state"]
@@ -214,6 +229,14 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {                        # fo
     "in a property": (lambda net, y: y * net.thing.scale_of_all, scale, 2),
     "in a static method": (lambda net, y: net.static(y), scale, 2),
     "in a function of an attribute": (lambda net, y: net.function(y), scale, 2),
+    "in a function of a module": (lambda net, y: settings.scaled(y), of_settings(settings, "SCALE"), 2),
+    "a number of a module": (lambda net, y: y * settings.SCALE, of_settings(settings, "SCALE"), 2),
+    "what forward changes there": (counts_in_a_module, nothing, 2),
+    "a table of a module": (lambda net, y: y * settings.TABLE["scale"], lambda step, *nets: settings.TABLE.update(scale=1.0 + step), 2),
+    "in a method of a class": (lambda net, y: settings.Options.scaled(y), of_settings(settings.Options, "scale", one_of(1.0, 2.0)), 2),
+    "an object of a class": (lambda net, y: y * settings.Named.options.late, of_settings(settings.Named.options, "late"), 2),
+    "of a thread": (lambda net, y: y * THREAD.scale, of_settings(THREAD, "scale"), 2),
+    "of a context": (lambda net, y: y * CONTEXT.get(), lambda step, *nets: CONTEXT.set(1.0 + step % 2), 2),
     "a table with tensors": (lambda net, y: y * TABLE["state"] * TABLE["scale"], table, 2),
     "a table in a comprehension": (lambda net, y: sum([y * TABLE["state"] * TABLE["scale"] for _ in range(2)]), table, 2),
     "a table of a partial function": (lambda net, y: net.partial(y), table, 2),
@@ -292,6 +315,7 @@ def check_case(name: str, use: Callable, change: Callable, programs: int, mesh: 
     Used = type("Used", (Net,), {"use": use})
     torch.manual_seed(0)
     reference, net = Used(), Used()
+    reference.which, net.which = 0, 1
     net.load_state_dict(reference.state_dict())
     sharded = gspmd.parallelize(net, mesh)
     for step in range(CALLS):

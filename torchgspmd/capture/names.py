@@ -3,25 +3,35 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+from torch import Tensor
 
 _EMPTY = CellType()
 _METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
-LIBRARIES = ("torch", __name__.partition(".")[0])
-_MANY = 10_000                  # functions that are looked at
+_COMMON = {*dir(Tensor), *dir(dict), *dir(list), *dir(str)}
+_UNNAMED = ("__init__", "__post_init__", "__call__", "forward", "backward", "setup_context")     # called by other names
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
+_MANY = 500                     # functions that are looked at, those of few calls first
+_AGAIN = ("COPY", "DUP_TOP")                # of an augmented assignment
+_FAR = 3                        # calls from a forward, of functions in installed packages
 
 
 def called(functions: Iterable[Any], classes: Iterable[type]) -> list[FunctionType]:
-    """The functions in Python among these and those that they name, and so on: global ones, those around them, and methods and properties
-    of these classes. Not those of torch."""
+    """The functions in Python among these and those that they name, and so on: global ones, those of modules of Python and of classes,
+    those around them, and methods and properties of these classes. Not those of torch."""
     methods = _methods(classes)
     found: dict[int, FunctionType] = {}
+    calls = 0
     while functions and len(found) < _MANY:
-        new = {id(f): f for function in functions for f in _plain_functions(function) if id(f) not in found}
+        new = {id(f): f for function in functions for f in _plain_functions(function)
+               if id(f) not in found and (calls < _FAR or not is_installed(f.__module__))}
         found.update(new)
         functions = [callee for f in new.values() for callee in _callees(f, methods)]
+        calls += 1
     return list(found.values())
 
 
@@ -29,15 +39,92 @@ def is_function(value: Any) -> bool:
     return isinstance(value, (FunctionType, MethodType, functools.partial))
 
 
+def is_own(module: str | None) -> bool:
+    """Whether what is in a module of Python may be changed by a user: not torch, and not Python's own library."""
+    return (module or "").partition(".")[0] not in _LIBRARIES
+
+
+@functools.lru_cache(maxsize=4096)
+def is_installed(module: str) -> bool:
+    """Whether it is one of an installed package."""
+    file = getattr(sys.modules.get((module or "").partition(".")[0]), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def reached(function: FunctionType) -> Iterator[tuple[dict, str]]:
+    """Where what a function finds by name is: global variables, and attributes of modules of Python (`settings.SCALE`)."""
+    for names in _dotted(function.__code__):
+        yield from ((table, name) for table, name, _ in _way(function, names))
+
+
+def reached_classes(function: FunctionType) -> Iterator[tuple[type, str]]:
+    """The same of classes: and the name of an attribute, or that by which they are called."""
+    for names in _dotted(function.__code__):
+        for table, name, rest in _way(function, names):
+            if isinstance(table[name], type) and is_own(table[name].__module__):
+                yield table[name], *(rest[:1] or ("__init__",))
+
+
+def assigned(function: FunctionType) -> Iterator[tuple[dict, str]]:
+    """Where it assigns global variables, and may assign attributes of modules of Python."""
+    yield from ((function.__globals__, name) for name in _stored(function.__code__, "STORE_GLOBAL"))
+    for table, name in reached(function) if (stored := _stored(function.__code__, "STORE_ATTR")) else ():
+        if isinstance(value := table[name], ModuleType) and is_own(value.__name__):
+            yield from ((value.__dict__, attribute) for attribute in stored)
+
+
+def _way(function: FunctionType, names: tuple[str, ...]) -> Iterator[tuple[dict, str, tuple[str, ...]]]:
+    """The tables of modules in which these are looked for, each in the one before, and what is left behind each."""
+    table: dict = function.__globals__
+    for i, name in enumerate(names):
+        if name not in table:
+            return
+        yield table, name, names[i + 1:]
+        if not isinstance(value := table[name], ModuleType) or not is_own(value.__name__):
+            return
+        table = value.__dict__
+
+
+@functools.lru_cache(maxsize=4096)
+def _dotted(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    """Global variables that it reads, with the attributes that it takes of each; in one order in all processes."""
+    found: dict[tuple[str, ...], None] = {}
+    for part in _parts(code):
+        names: tuple[str, ...] = ()
+        for i in dis.get_instructions(part):
+            if names and i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                names += (i.argval,)
+            elif not names or i.opname not in _AGAIN:
+                found[names] = None
+                names = (i.argval,) if i.opname == "LOAD_GLOBAL" else ()
+    found.pop((), None)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored(code: CodeType, operation: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(i.argval for part in _parts(code) for i in dis.get_instructions(part) if i.opname == operation))
+
+
+def class_values(cls: type) -> Iterator[tuple[str, Any]]:
+    """What instances find in a class and those that it inherits from."""
+    for base in cls.__mro__:
+        if is_own(base.__module__):
+            yield from base.__dict__.items()
+
+
 def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
-    for cls in dict.fromkeys(base for each in classes for base in each.__mro__):
-        if cls.__module__.partition(".")[0] not in (*LIBRARIES, "builtins"):
-            for name, value in cls.__dict__.items():
-                if isinstance(value, _METHODS):
-                    found.setdefault(name, []).append(getattr(value, "fget", None) or getattr(value, "func", None)
-                                                      or getattr(value, "__func__", value))
+    for cls in dict.fromkeys(classes):
+        for name, value in class_values(cls):
+            if isinstance(value, _METHODS):
+                found.setdefault(name, []).append(_function_in(value))
     return found
+
+
+def _function_in(value: Any) -> Any:
+    """That of a method or property."""
+    return getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
 
 
 def _plain_functions(function: Any) -> Iterator[FunctionType]:
@@ -47,14 +134,19 @@ def _plain_functions(function: Any) -> Iterator[FunctionType]:
         elif isinstance(function, MethodType):
             function = function.__func__
         else:
-            if isinstance(function, FunctionType) and (function.__module__ or "").partition(".")[0] not in LIBRARIES:
+            if isinstance(function, FunctionType) and is_own(function.__module__):
                 yield function
             function = getattr(function, "__wrapped__", None)
 
 
 def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[Any]:
-    for name in names_in(function.__code__):
-        yield function.__globals__.get(name)
+    for table, name in reached(function):
+        yield table[name]
+    for cls, attribute in reached_classes(function):
+        unnamed = () if is_installed(cls.__module__) else _UNNAMED
+        yield from (_function_in(value) for name, value in class_values(cls)
+                    if isinstance(value, _METHODS) and (name == attribute or name in unnamed))
+    for name in _methods_in(function.__code__):
         yield from methods.get(name, ())
     for cell in function.__closure__ or ():
         if cell != _EMPTY and is_function(cell.cell_contents):
@@ -62,21 +154,16 @@ def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[
 
 
 @functools.lru_cache(maxsize=4096)
-def global_names(code: CodeType) -> tuple[str, ...]:
-    """The global variables that it reads; in one order in all processes."""
-    return tuple(dict.fromkeys(i.argval for part in _parts(code) for i in dis.get_instructions(part) if i.opname == "LOAD_GLOBAL"))
-
-
-@functools.lru_cache(maxsize=4096)
-def assigned_globals(code: CodeType) -> tuple[str, ...]:
-    """The global variables that it assigns."""
-    return tuple(dict.fromkeys(i.argval for part in _parts(code) for i in dis.get_instructions(part) if i.opname == "STORE_GLOBAL"))
-
-
-@functools.lru_cache(maxsize=4096)
-def names_in(code: CodeType) -> tuple[str, ...]:
-    """Names of global variables and of attributes in it."""
-    return tuple(dict.fromkeys(name for part in _parts(code) for name in part.co_names))
+def _methods_in(code: CodeType) -> tuple[str, ...]:
+    """Names of attributes in it that may be methods of a module or object: of its first argument, and others that tensors do not have."""
+    own: dict[str, None] = {}
+    for part in _parts(code):
+        before = None
+        for i in dis.get_instructions(part):
+            if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and (before == code.co_varnames[:1] or i.argval not in _COMMON):
+                own[i.argval] = None
+            before = (i.argval,) if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
+    return tuple(own)
 
 
 def _parts(code: CodeType) -> Iterator[CodeType]:
@@ -97,6 +184,7 @@ def named(function: Any) -> Iterator[Any]:
         yield from (function.__self__, *named(function.__func__))
     elif isinstance(function, FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-        yield from (*cells, *(function.__defaults__ or ()), *(function.__globals__.get(name) for name in names_in(function.__code__)))
+        found = (value for cls, attribute in reached_classes(function) for name, value in class_values(cls) if name == attribute)
+        yield from (*cells, *(function.__defaults__ or ()), *(table[name] for table, name in reached(function)), *found)
     else:
         yield function

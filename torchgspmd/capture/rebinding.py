@@ -17,7 +17,7 @@ from ..errors import ShardingError, user_line
 from .clean import NUMBERS
 from .counts import Count, Tally, later, tally_of
 from .effects import Left, made
-from .names import assigned_globals, called, global_names, named
+from .names import assigned, called, named, reached
 from .objects import opened
 from .reads import A_TABLE, ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, frozen, is_plain, is_watched, same
 from .recorder import Recorder, functions_of, named_objects
@@ -256,23 +256,22 @@ class Tables:
                 yield from _tables(attributes, seen, attributes, (), True)
         for module in self.modules:
             yield from _tables(module._buffers, seen, module._buffers)
-        variables = {id(value): (function.__globals__, (name,)) for function in self.called for name in global_names(function.__code__)
-                     if is_table(value := function.__globals__.get(name))}
+        variables = {id(table[name]): (table, (name,)) for function in self.called for table, name in reached(function)
+                     if is_table(table[name])}
         for function in (*self.functions, *self.called):
             for value in named(function):
                 attributes = value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
                 if is_table(attributes) and not isinstance(value, (Tensor, ModuleType)):
                     root, path = variables.get(id(value), (attributes, ()))
                     yield from _tables(attributes, seen, root, path, attributes is not value, True)
-        assigned: dict[int, tuple[dict, dict[str, None]]] = {}
+        written: dict[int, tuple[dict, dict[str, None]]] = {}
         for function in self.called:
-            table, code = function.__globals__, function.__code__
-            tensors = [name for name in global_names(code) if isinstance(table.get(name), Tensor)]
-            assigned.setdefault(id(table), (table, {}))[1].update(dict.fromkeys([*assigned_globals(code), *tensors]))
-        for table, names in assigned.values():
-            if names:
-                entries = {name: table[name] for name in names if name in table}
-                yield _Table(table, entries, entries, table, (), True, names=tuple(names))
+            tensors = ((table, name) for table, name in reached(function) if isinstance(table[name], Tensor))
+            for table, name in (*assigned(function), *tensors):
+                written.setdefault(id(table), (table, {}))[1][name] = None
+        for table, names in written.values():
+            entries = {name: table[name] for name in names if name in table}
+            yield _Table(table, entries, entries, table, (), True, names=tuple(names))
 
 
 def _tables(container: dict | list, seen: set[int], root: dict | list, path: tuple = (), attributes: bool = False,

@@ -2,25 +2,26 @@
 from __future__ import annotations
 
 import functools
-import sys
+import threading
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
-from .names import LIBRARIES, global_names, is_function, named, names_in
+from .names import class_values, is_function, is_installed, is_own, named, reached, reached_classes
 from .objects import OF_PYTHON, slots_of
 from .reads import ABSENT, ANY, KEPT_BY_TORCH, Reads, frozen, is_watched, same
 from .state import DEEP, LONG, is_table
 
 _FIXED = 1 << 8                 # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
 _MANY = 10_000                  # objects that attributes are watched of
-_OTHERS = {*sys.stdlib_module_names, __name__.partition(".")[0]}
+_NAMESPACES = (SimpleNamespace, Namespace, threading.local)
 _NO_OBJECTS = (Tensor, type, Enum, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 
 
@@ -74,26 +75,18 @@ class Recorder:
     def see_variables(self, functions: Iterable[FunctionType]) -> None:
         """Those that functions find by name; of lists and tables see Tables.reads."""
         for function in functions:
-            table = function.__globals__
-            for name in global_names(function.__code__):
-                value = table.get(name, ABSENT)
-                if isinstance(value, (type, ModuleType)):
-                    self._see_named(value, names_in(function.__code__))
-                elif not is_table(value) and name in table:
+            for table, name in reached(function):
+                value = table[name]
+                if isinstance(value, ContextVar):
+                    self._see_elsewhere(value, name, "of a context", lambda value=value: value.get(ABSENT))
+                elif not isinstance(value, (type, ModuleType)) and not is_table(value):
                     self.see(table, name)
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            for cls, attribute in reached_classes(function):
+                self.see_class(cls, attribute)
+            cells = () if is_installed(function.__module__) else function.__closure__ or ()
+            for name, cell in zip(function.__code__.co_freevars, cells):
                 if cell != CellType() and is_watched(cell.cell_contents) and not is_table(cell.cell_contents):
                     self._see_elsewhere(cell, name, "around a function", lambda cell=cell: cell.cell_contents)
-
-    def _see_named(self, value: type | ModuleType, names: Sequence[str]) -> None:
-        """Attributes of these names of a class or module that a function names."""
-        if isinstance(value, type):
-            for name in names:
-                self.see_class(value, name)
-        elif value.__name__.partition(".")[0] not in LIBRARIES:
-            for name in names:
-                if is_watched(value.__dict__.get(name, ABSENT)):
-                    self.see(value.__dict__, name)
 
     def settled(self, watch: Callable[[dict, str, Any, Any], Any]) -> Reads:
         """watch: what is compared of an entry that was read with this value, which was this then; ANY if nothing."""
@@ -143,9 +136,13 @@ def recorded_reads(modules: Iterable[nn.Module], objects: Sequence[Any]) -> Iter
 
 
 def named_objects(modules: Sequence[nn.Module], functions: Iterable[Any]) -> list[Any]:
-    """The objects that attributes of modules and variables of functions name, such as a configuration, and what these name."""
+    """The objects that attributes of modules and variables of functions name, such as a configuration, and what these name. Of variables
+    those that are made by no installed package: what such keeps for itself is not changed by a user."""
     found: dict[int, Any] = {}
-    values = [value for m in modules for value in m.__dict__.values()] + [value for function in functions for value in named(function)]
+    values = [value for m in modules for value in m.__dict__.values()]
+    values += [value for cls in dict.fromkeys(map(type, modules)) for _, value in class_values(cls)]
+    variables = (item for function in functions for value in named(function) for item in _items(value))
+    values += [value for value in variables if not is_installed(type(value).__module__)]
     besides = {id(m) for m in modules}
     while values and len(found) < _MANY:
         new = {id(v): v for value in values for v in _items(value) if id(v) not in found and id(v) not in besides and _is_object(v)}
@@ -164,13 +161,14 @@ def functions_of(holder: Any) -> Iterator[Any]:
 def _is_object(value: Any) -> bool:
     """Whether it may have attributes that a user sets; of Python's own library only a namespace is one."""
     cls = type(value)
-    is_known = cls.__module__.partition(".")[0] in _OTHERS and cls not in (SimpleNamespace, Namespace)
+    is_known = not is_own(cls.__module__) and not cls.__module__.startswith("torch.") and cls not in _NAMESPACES
     return not is_known and not isinstance(value, _NO_OBJECTS) and (_attributes(value) is not None or bool(slots_of(cls)))
 
 
 def _attributes(holder: Any) -> dict | None:
     try:
-        table = object.__getattribute__(holder, "__dict__")
+        of_thread = isinstance(holder, threading.local)
+        table = holder.__dict__ if of_thread else object.__getattribute__(holder, "__dict__")
     except AttributeError:
         return None
     return table if isinstance(table, dict) else None
@@ -184,6 +182,8 @@ def _slot(get: Callable[[str], Any], name: str) -> Any:
 
 
 def _values(holder: Any) -> Iterator[Any]:
+    if not isinstance(holder, nn.Module):
+        yield from (value for _, value in class_values(type(holder)))
     yield from (_attributes(holder) or {}).values()
     yield from (_slot(object.__getattribute__.__get__(holder), name) for name in slots_of(type(holder)))
 
