@@ -13,6 +13,7 @@ from test_parallelize import launch
 from torch import nn
 
 import torchgspmd as gspmd
+from torchgspmd.capture.recorder import Reach
 
 WORKER, READER = (Path(__file__).with_name(f"worker_{name}.py") for name in ("state", "reads"))
 
@@ -51,6 +52,24 @@ def test_a_plan_is_of_the_state_as_it_is():
     net.hidden = None
     with pytest.raises(gspmd.ShardingError, match="there is no tensor at 'hidden' any more"):
         then.simulate(x)
+
+
+class Node:
+    def __init__(self, depth):
+        self.value, self.rows = 1.0, [[0.0] * 10 for _ in range(10)]
+        self.children = [Node(depth - 1) for _ in range(4)] if depth else []
+
+
+def test_of_very_many_objects_the_nearest_are_watched():
+    """A module that names its trainer, which names all there is."""
+    net, x = Uses(lambda x, n: x), rand(4, 6)
+    net.trainer = Node(6)                                                   # 5,461 of them
+    net.use = lambda x, n: x * net.trainer.children[3].children[0].value
+    plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2))
+    assert len(plan.captured.reads.names) < 20 and plan.captured.reads.hold()
+    net.trainer.children[3].children[0].value = 2.0
+    assert not plan.captured.reads.hold()
+    assert len(Reach([net]).objects) == 1000
 
 
 USES = {

@@ -45,7 +45,7 @@ def is_own(module: str | None) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def is_installed(module: str) -> bool:
+def is_installed(module: str | None) -> bool:
     """Whether it is one of an installed package."""
     file = getattr(sys.modules.get((module or "").partition(".")[0]), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file

@@ -20,7 +20,7 @@ from .effects import Left, made
 from .names import assigned, called, named, reached
 from .objects import opened
 from .reads import A_TABLE, ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, frozen, is_plain, is_watched, same
-from .recorder import Recorder, functions_of, named_objects
+from .recorder import Reach, Recorder
 from .state import LISTS, LONG, NumberPlace, Place, State, is_table
 
 
@@ -53,6 +53,9 @@ def check_alike(what: str, old: Tensor, new: Tensor) -> None:
         raise ShardingError(f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} and shape {list(new.shape)}",
                             where=user_line(), why="a tensor of a program keeps its type and shape",
                             fix="register a buffer, and assign a new tensor to it")
+
+
+_MANY = 5000                    # tables that are looked into
 
 
 @dataclass
@@ -94,15 +97,13 @@ class Tables:
 
     def _reach(self) -> None:
         """Finds the functions in Python that a program may call, and the objects that may be read."""
-        objects: list[Any] = []
-        while True:
-            holders = [*self.modules, *objects]
-            functions = [*self.functions, *(function for holder in holders for function in functions_of(holder))]
-            self.called = called(functions, map(type, holders))
-            objects = named_objects(self.modules, [*functions, *self.called])
-            if len(objects) == len(holders) - len(self.modules):
-                break
-        self.functions, self.objects = functions, objects if self.modules else []
+        roots, reach, before = self.functions, Reach(self.modules), -1
+        while len(reach.objects) != before:
+            before = len(reach.objects)
+            self.functions = [*roots, *reach.functions.values()]
+            self.called = called(self.functions, map(type, (*self.modules, *reach.objects.values())))
+            reach.add((value for function in (*self.functions, *self.called) for value in named(function)), are_named=True)
+        self.objects = [*reach.objects.values()] if self.modules else []
 
     @contextmanager
     def kept(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
@@ -276,8 +277,8 @@ class Tables:
 
 def _tables(container: dict | list, seen: set[int], root: dict | list, path: tuple = (), attributes: bool = False,
             is_named: bool = False) -> Iterator[_Table]:
-    """A table, and the tables and lists in it, unless it is a long one."""
-    if id(container) in seen:
+    """A table, and the tables and lists in it, unless it is a long one or they are very many."""
+    if id(container) in seen or len(seen) > _MANY:
         return
     seen.add(id(container))
     entries = _entries(container)

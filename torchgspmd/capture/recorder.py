@@ -5,6 +5,7 @@ import functools
 import threading
 import warnings
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,13 +15,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .names import class_values, is_function, is_installed, is_own, named, reached, reached_classes
+from .names import class_values, is_function, is_installed, is_own, reached, reached_classes
 from .objects import OF_PYTHON, slots_of
 from .reads import ABSENT, ANY, KEPT_BY_TORCH, Reads, frozen, is_watched, same
-from .state import DEEP, LONG, is_table
+from .state import LONG, is_table
 
 _FIXED = 1 << 8                 # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
-_MANY = 10_000                  # objects that attributes are watched of
+_MANY, _MANY_VALUES = 1000, 100_000     # objects that attributes are watched of, and values that are looked at for these, the nearest first
+_SCALARS = {bool, int, float, complex, str, bytes, type(None)}
 _NAMESPACES = (SimpleNamespace, Namespace, threading.local)
 _NO_OBJECTS = (Tensor, type, Enum, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 
@@ -135,27 +137,37 @@ def recorded_reads(modules: Iterable[nn.Module], objects: Sequence[Any]) -> Iter
                 cls.__getattribute__ = original
 
 
-def named_objects(modules: Sequence[nn.Module], functions: Iterable[Any]) -> list[Any]:
-    """The objects that attributes of modules and variables of functions name, such as a configuration, and what these name. Of variables
-    those that are made by no installed package: what such keeps for itself is not changed by a user."""
-    found: dict[int, Any] = {}
-    values = [value for m in modules for value in m.__dict__.values()]
-    values += [value for cls in dict.fromkeys(map(type, modules)) for _, value in class_values(cls)]
-    variables = (item for function in functions for value in named(function) for item in _items(value))
-    values += [value for value in variables if not is_installed(type(value).__module__)]
-    besides = {id(m) for m in modules}
-    while values and len(found) < _MANY:
-        new = {id(v): v for value in values for v in _items(value) if id(v) not in found and id(v) not in besides and _is_object(v)}
-        found.update(new)
-        values = [value for holder in new.values() for value in _values(holder)]
-    return list(found.values())
+class Reach:
+    """What can be found from attributes and variables: objects, such as a configuration, what these name, and functions in Python."""
 
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.objects: dict[int, Any] = {}
+        self.functions: dict[int, Any] = {}
+        self.passed = {id(m) for m in modules}
+        self.left = _MANY_VALUES
+        self.add(value for m in modules for value in m.__dict__.values())
+        self.add(value for cls in dict.fromkeys(map(type, modules)) for value in _in_class(cls))
 
-def functions_of(holder: Any) -> Iterator[Any]:
-    """Those in attributes of a module or object, and, if it can be called, what that does."""
-    yield from (item for value in _values(holder) for item in _items(value) if is_function(item))
-    if not isinstance(holder, nn.Module):
-        yield type(holder).__dict__.get("__call__")
+    def add(self, values: Iterable[Any], are_named: bool = False) -> None:
+        """are_named: by functions; what an installed package has made counts as its own then, which a user does not change."""
+        rest = deque(values)
+        while rest and self.left and len(self.objects) < _MANY:
+            self.left -= 1
+            value = rest.popleft()
+            if type(value) in _SCALARS or id(value) in self.passed:
+                continue
+            self.passed.add(id(value))
+            if isinstance(value, tuple) or is_table(value):
+                if len(value) <= LONG:
+                    rest.extend(value.values() if isinstance(value, dict) else value)
+            elif is_function(value):
+                if not (are_named and is_installed(getattr(value, "__module__", None))):
+                    self.functions[id(value)] = value
+            elif _is_object(value) and not (are_named and is_installed(type(value).__module__)):
+                self.objects[id(value)] = value
+                rest.extend(_values(value))
+                if not isinstance(value, nn.Module) and (call := type(value).__dict__.get("__call__")) is not None:
+                    self.functions[id(call)] = call
 
 
 def _is_object(value: Any) -> bool:
@@ -181,17 +193,13 @@ def _slot(get: Callable[[str], Any], name: str) -> Any:
         return ABSENT
 
 
+def _in_class(cls: type) -> Iterator[Any]:
+    """Attributes of a class other than methods."""
+    return (value for _, value in class_values(cls) if not isinstance(value, FunctionType))
+
+
 def _values(holder: Any) -> Iterator[Any]:
     if not isinstance(holder, nn.Module):
-        yield from (value for _, value in class_values(type(holder)))
+        yield from _in_class(type(holder))
     yield from (_attributes(holder) or {}).values()
     yield from (_slot(object.__getattribute__.__get__(holder), name) for name in slots_of(type(holder)))
-
-
-def _items(value: Any, depth: int = 0) -> Iterator[Any]:
-    """It, or what is in it if it is a tuple or table."""
-    if not (isinstance(value, tuple) or is_table(value)):
-        yield value
-    elif len(value) <= LONG and depth < DEEP:
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _items(item, depth + 1)
