@@ -41,13 +41,13 @@ def is_function(value: Any) -> bool:
 
 def is_own(module: str | None) -> bool:
     """Whether what is in a module of Python may be changed by a user: not torch, and not Python's own library."""
-    return (module or "").partition(".")[0] not in _LIBRARIES
+    return str(module).partition(".")[0] not in _LIBRARIES
 
 
 @functools.lru_cache(maxsize=4096)
 def is_installed(module: str | None) -> bool:
     """Whether it is one of an installed package."""
-    file = getattr(sys.modules.get((module or "").partition(".")[0]), "__file__", None) or ""
+    file = str(getattr(sys.modules.get(str(module).partition(".")[0]), "__file__", None))
     return "site-packages" in file or "dist-packages" in file
 
 

@@ -144,18 +144,17 @@ class Reach:
         self.objects: dict[int, Any] = {}
         self.functions: dict[int, Any] = {}
         self.passed = {id(m) for m in modules}
-        self.left = _MANY_VALUES
-        self.add(value for m in modules for value in m.__dict__.values())
+        self.add(value for m in modules for name, value in m.__dict__.items() if name not in KEPT_BY_TORCH)
         self.add(value for cls in dict.fromkeys(map(type, modules)) for value in _in_class(cls))
 
     def add(self, values: Iterable[Any], are_named: bool = False) -> None:
         """are_named: by functions; what an installed package has made counts as its own then, which a user does not change."""
-        rest = deque(values)
-        while rest and self.left and len(self.objects) < _MANY:
-            self.left -= 1
+        rest, seen = deque(values), 0
+        while rest and seen < _MANY_VALUES and len(self.objects) < _MANY:
             value = rest.popleft()
             if type(value) in _SCALARS or id(value) in self.passed:
                 continue
+            seen += 1
             self.passed.add(id(value))
             if isinstance(value, tuple) or is_table(value):
                 if len(value) <= LONG:
@@ -173,7 +172,7 @@ class Reach:
 def _is_object(value: Any) -> bool:
     """Whether it may have attributes that a user sets; of Python's own library only a namespace is one."""
     cls = type(value)
-    is_known = not is_own(cls.__module__) and not cls.__module__.startswith("torch.") and cls not in _NAMESPACES
+    is_known = not is_own(cls.__module__) and not str(cls.__module__).startswith("torch.") and cls not in _NAMESPACES
     return not is_known and not isinstance(value, _NO_OBJECTS) and (_attributes(value) is not None or bool(slots_of(cls)))
 
 
