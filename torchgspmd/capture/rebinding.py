@@ -55,7 +55,7 @@ def check_alike(what: str, old: Tensor, new: Tensor) -> None:
                             fix="register a buffer, and assign a new tensor to it")
 
 
-_MANY = 5000                    # tables that are looked into
+_MANY = 2000                    # tables in the attributes of one module or object, or in a table, that are looked into
 
 
 @dataclass
@@ -276,16 +276,18 @@ class Tables:
 
 
 def _tables(container: dict | list, seen: set[int], root: dict | list, path: tuple = (), attributes: bool = False,
-            is_named: bool = False) -> Iterator[_Table]:
+            is_named: bool = False, inside: set[int] | None = None) -> Iterator[_Table]:
     """A table, and the tables and lists in it, unless it is a long one or they are very many."""
-    if id(container) in seen or len(seen) > _MANY:
+    if id(container) in seen:
         return
     seen.add(id(container))
     entries = _entries(container)
     yield _Table(container, entries, entries, root, path, attributes, is_named)
+    inside = set() if inside is None else inside
     for name, value in entries.items() if len(entries) <= LONG else ():
-        if is_table(value) and name not in KEPT_BY_TORCH:
-            yield from _tables(value, seen, root, (*path, name))
+        if is_table(value) and name not in KEPT_BY_TORCH and len(inside) < _MANY:
+            inside.add(id(value))
+            yield from _tables(value, seen, root, (*path, name), inside=inside)
 
 
 def _put(container: dict | list, name: Any, value: Any) -> None:
