@@ -24,7 +24,7 @@ def test_modules_that_keep_something_between_calls(mesh):
 
 
 def test_what_forward_reads_changes_between_calls():
-    assert launch("data=2", worker=READER).count("holds on data=2") == 3
+    assert launch("data=2", worker=READER).count("holds on data=2") == 4
 
 
 class Recurrent(nn.Module):

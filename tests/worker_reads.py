@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import settings_of_reads as settings
 import torch
+import torch.distributed as dist
 from torch import nn
 from worker_module import run
 
@@ -389,7 +390,28 @@ def check_numbers_that_come_out(mesh):
     assert len(sharded._all_programs()) == 1
 
 
-CHECKS = [check_what_is_read, check_tensors_of_alike_names, check_numbers_that_come_out]
+def check_what_is_not_read(mesh):
+    """Ranks may have other values there."""
+    space = SimpleNamespace(rank=dist.get_rank(), gain=2.0)
+
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.space, self.rank, self.thing = nn.Linear(4, 4), space, dist.get_rank(), Thing(rank=dist.get_rank(), gain=3.0)
+
+        def forward(self, x):
+            return self.linear(x) * self.space.gain * self.thing.gain + space.gain
+    torch.manual_seed(0)
+    net = Uses()
+    sharded = gspmd.parallelize(net, mesh)
+    x = torch.ones(4, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(x), net.linear(x) * 6.0 + 2.0)
+        space.gain = 3.0
+        torch.testing.assert_close(sharded(x), net.linear(x) * 9.0 + 3.0)
+
+
+CHECKS = [check_what_is_not_read, check_what_is_read, check_tensors_of_alike_names, check_numbers_that_come_out]
 
 
 if __name__ == "__main__":

@@ -166,6 +166,12 @@ def _methods_in(code: CodeType) -> tuple[str, ...]:
     return tuple(own)
 
 
+def mentioned(functions: Iterable[FunctionType]) -> set[str]:
+    """All names and texts that are written in these."""
+    parts = (part for function in functions for part in _parts(function.__code__))
+    return {name for part in parts for name in (*part.co_names, *part.co_consts) if isinstance(name, str)}
+
+
 def _parts(code: CodeType) -> Iterator[CodeType]:
     """It, and the comprehensions and functions that are written in it."""
     yield code

@@ -6,7 +6,7 @@ import threading
 import warnings
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .names import class_values, is_function, is_installed, is_own, reached, reached_classes
+from .names import class_values, is_function, is_installed, is_own, mentioned, reached, reached_classes
 from .objects import OF_PYTHON, slots_of
 from .reads import ABSENT, ANY, KEPT_BY_TORCH, Reads, frozen, is_watched, same
 from .state import LONG, is_table
@@ -68,11 +68,12 @@ class Recorder:
         if owner is not None and owner.__flags__ & OF_PYTHON and not hasattr(type(owner.__dict__[name]), "__get__"):
             self._see_elsewhere(owner, name, f"of class {owner.__name__}", lambda: owner.__dict__.get(name, ABSENT))
 
-    def see_whole(self, holder: Any) -> None:
-        """All attributes of an object of which it is not seen what is read."""
-        for name in holder.__dict__:
+    def see_whole(self, holder: Any, names: Container[str]) -> None:
+        """The attributes of these names of an object of which it is not seen what is read."""
+        for name in filter(names.__contains__, holder.__dict__):
             self.see(holder.__dict__, name)
-        self._see_elsewhere(holder, "attributes", f"of a {type(holder).__name__}", lambda: tuple(holder.__dict__))
+        self._see_elsewhere(holder, "attributes", f"of a {type(holder).__name__}",
+                            lambda: tuple(filter(names.__contains__, holder.__dict__)))
 
     def see_variables(self, functions: Iterable[FunctionType]) -> None:
         """Those that functions find by name; of lists and tables see Tables.reads."""
@@ -107,8 +108,8 @@ class Recorder:
 
 
 @contextmanager
-def recorded_reads(modules: Iterable[nn.Module], objects: Sequence[Any]) -> Iterator[Recorder]:
-    """Meanwhile it is written down which attributes of these are read."""
+def recorded_reads(modules: Iterable[nn.Module], objects: Sequence[Any], functions: Iterable[FunctionType]) -> Iterator[Recorder]:
+    """Meanwhile it is written down which attributes of these are read. functions: that may read them."""
     recorder = Recorder([*modules, *objects])
     passed = recorder.passed
 
@@ -122,7 +123,7 @@ def recorded_reads(modules: Iterable[nn.Module], objects: Sequence[Any]) -> Iter
     python: list[Any] = [cls for cls in dict.fromkeys(map(type, objects)) if cls.__flags__ & (OF_PYTHON | _FIXED) == OF_PYTHON]
     for holder in objects:
         if type(holder) not in python:                  # a SimpleNamespace
-            recorder.see_whole(holder)
+            recorder.see_whole(holder, mentioned(functions))
     classes: list[Any] = [nn.Module, *(cls for cls in python if not issubclass(cls, nn.Module))]
     originals = [cls.__dict__.get("__getattribute__") for cls in classes]
     for cls in classes:

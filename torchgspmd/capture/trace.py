@@ -99,7 +99,7 @@ def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kw
     real = [*state.values(), *(leaves[i] for i in slots), *kept]
     tables = Tables(fn, FunctionalTensor, keeps, varying.now)
     program = _Program(fn, fn if hooks else fn.forward, list(state), _without(leaves, slots), slots, tree, grad, tables, places, known)
-    watched = recorded_reads(tables.modules, tables.objects) if isinstance(fn, nn.Module) else nullcontext()
+    watched = recorded_reads(tables.modules, tables.objects, tables.called) if isinstance(fn, nn.Module) else nullcontext()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     with one_error(), watched as tables.recorder, mode:
         fakes = [_fake(t) for t in real]
