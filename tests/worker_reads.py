@@ -52,6 +52,16 @@ class Thing:
         return SCALE
 
 
+class Closed(type):
+    def __setattr__(cls, name, value):
+        raise TypeError("this class does not change")
+
+
+class OfClosed(metaclass=Closed):
+    def __init__(self):
+        self.gain = 1.0
+
+
 @dataclass(slots=True)
 class Slotted:
     gain: float = 1.0
@@ -87,6 +97,7 @@ class Net(nn.Module):
         self.halves, self.pair = [1.0, 2.0], (1.0, 2.0)
         self.names, self.array, self.many = {"a"}, np.ones(4), [float(i) for i in range(2000)]
         self.thing, self.things, self.space, self.slotted = Thing(), (Thing(gain=1.0), [Thing(gain=2.0)]), SimpleNamespace(), Slotted()
+        self.closed = OfClosed()
         self.nested = Thing(inner=Thing(inner=Thing(inner=Thing(gain=1.0))))
         self.function, self.partial = times, functools.partial(lambda table, y: y * table["scale"] + table["state"], TABLE)
 
@@ -280,6 +291,7 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {                        # fo
     "objects in lists": (lambda net, y: y * net.things[0].gain + net.things[1][0].gain,
                          of_nets(lambda net, n: [setattr(thing, "gain", n + 1.0) for thing in (net.things[0], *net.things[1])]), 2),
     "an object with slots": (lambda net, y: y * net.slotted.gain, sets("gain", one_of(1.0, 2.0), of="slotted"), 2),
+    "an object of a class that is closed": (lambda net, y: y * net.closed.gain, sets("gain", number, of="closed"), 2),
     "another object": (lambda net, y: y * net.thing.gain, of_nets(lambda net, n: setattr(net, "thing", Thing(gain=1.0 + n))), CALLS),
     "what forward makes first": (lazily, nothing, 2),
     "what it looks for": (if_it_is_there, nothing, 2),

@@ -7,7 +7,7 @@ import warnings
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -70,10 +70,10 @@ class Recorder:
 
     def see_whole(self, holder: Any, names: Container[str]) -> None:
         """The attributes of these names of an object of which it is not seen what is read."""
-        for name in filter(names.__contains__, holder.__dict__):
-            self.see(holder.__dict__, name)
-        self._see_elsewhere(holder, "attributes", f"of a {type(holder).__name__}",
-                            lambda: tuple(filter(names.__contains__, holder.__dict__)))
+        table: Any = _attributes(holder)
+        for name in filter(names.__contains__, table):
+            self.see(table, name)
+        self._see_elsewhere(holder, "attributes", f"of a {type(holder).__name__}", lambda: tuple(filter(names.__contains__, table)))
 
     def see_variables(self, functions: Iterable[FunctionType]) -> None:
         """Those that functions find by name; of lists and tables see Tables.reads."""
@@ -120,18 +120,21 @@ def recorded_reads(modules: Iterable[nn.Module], objects: Sequence[Any], functio
             return before(self, name)
         return record
 
-    python: list[Any] = [cls for cls in dict.fromkeys(map(type, objects)) if cls.__flags__ & (OF_PYTHON | _FIXED) == OF_PYTHON]
-    for holder in objects:
-        if type(holder) not in python:                  # a SimpleNamespace
-            recorder.see_whole(holder, mentioned(functions))
-    classes: list[Any] = [nn.Module, *(cls for cls in python if not issubclass(cls, nn.Module))]
-    originals = [cls.__dict__.get("__getattribute__") for cls in classes]
-    for cls in classes:
-        cls.__getattribute__ = recording(cls.__getattribute__)
+    classes: list[Any] = [nn.Module, *(cls for cls in dict.fromkeys(map(type, objects)) if not issubclass(cls, nn.Module))]
+    originals: dict[Any, Any] = {}
     try:
+        for cls in classes:
+            if cls.__flags__ & (OF_PYTHON | _FIXED) == OF_PYTHON:
+                with suppress(TypeError, AttributeError):                   # of a metaclass that forbids it
+                    original = cls.__dict__.get("__getattribute__")
+                    cls.__getattribute__ = recording(cls.__getattribute__)
+                    originals[cls] = original
+        for holder in objects:
+            if type(holder) not in originals and not isinstance(holder, nn.Module) and _attributes(holder) is not None:
+                recorder.see_whole(holder, mentioned(functions))            # a SimpleNamespace
         yield recorder
     finally:
-        for cls, original in zip(classes, originals):
+        for cls, original in originals.items():
             if original is None:
                 del cls.__getattribute__                # found without a look at it again
             else:
