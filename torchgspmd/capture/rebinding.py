@@ -23,6 +23,8 @@ from .reads import A_TABLE, ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, f
 from .recorder import Reach, Recorder
 from .state import LISTS, LONG, NumberPlace, Place, State, is_table
 
+_MANY = 2000                    # tables in the attributes of one module or object, or in a table, that are looked into
+
 
 def rebound_parameters(module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[int, Tensor]:
     """The parameters that forward put another one in the place of (self.weight = nn.Parameter(0.9 * self.weight + ...)), by place among
@@ -53,9 +55,6 @@ def check_alike(what: str, old: Tensor, new: Tensor) -> None:
         raise ShardingError(f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} and shape {list(new.shape)}",
                             where=user_line(), why="a tensor of a program keeps its type and shape",
                             fix="register a buffer, and assign a new tensor to it")
-
-
-_MANY = 2000                    # tables in the attributes of one module or object, or in a table, that are looked into
 
 
 @dataclass
