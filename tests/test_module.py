@@ -6,12 +6,16 @@ from test_parallelize import launch
 
 from torchgspmd.module_state import leaf_key
 
-WORKER = Path(__file__).with_name("worker_module.py")
+WORKER, OF_RANKS = (Path(__file__).with_name(f"worker_{name}.py") for name in ("module", "ranks"))
 
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_a_wrapped_module_is_used_as_the_model(mesh):
     assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 16
+
+
+def test_models_that_differ_between_ranks():
+    assert launch("data=2", worker=OF_RANKS).count("holds on data=2") == 4
 
 
 class Options:

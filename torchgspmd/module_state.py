@@ -134,6 +134,20 @@ class Wrapped(nn.Module):
             self._look()
         return self._version
 
+    def _described(self) -> list[tuple[str, str]]:
+        """What programs depend on of the model besides what forward reads, by names that are the same in every process."""
+        modules, tensors = self._model.named_modules(remove_duplicate=False), named_tensors(self._model)
+        found = [(name or "the model", m) for name, m in modules]
+        return [*((f"the class of {name}", type(m).__qualname__) for name, m in found),
+                *((f"the mode of {name}", "train" if m.training else "eval") for name, m in found),
+                *((f"the number of hooks of {name}", str(len(m._forward_hooks) + len(m._forward_pre_hooks))) for name, m in found),
+                *((f"the kind of {name}", as_text((tuple(t.shape), t.dtype, getattr(t, "placements", None)))) for name, t in tensors),
+                *((f"requires_grad of {name}", str(t.requires_grad)) for name, t in tensors)]
+
+    def _owners(self) -> dict[int, str]:
+        """What the names of attributes begin with, by the id of the table in which a module has them."""
+        return {id(m.__dict__): f"{name}." for name, m in self._model.named_modules() if name}
+
     def _program(self, key: Any, make: Callable[[], Any]) -> Any:
         """The program for calls of this key: made where there is none, or only such as read other attributes than those of now."""
         if is_transforming():

@@ -4,7 +4,7 @@ from __future__ import annotations
 import hashlib
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +29,8 @@ from .capture import (
     not_compiled,
     opened,
 )
-from .comm.agreement import Agreement, agree, differing, gathered, is_room
+from .comm.agreement import Agreement, agree, gathered, is_room
+from .comm.disagreement import Account, check_alike, raise_difference
 from .comm.dtensors import complete_dtensors
 from .comm.fused import step_on_local_tensors
 from .comm.groups import Groups, groups_of
@@ -77,6 +78,7 @@ from .xla_backend.runtime import is_started
 _IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 _REDUCTIONS = (torch.ops._c10d_functional.all_reduce.default, _IN_PLACE)
 _SENDING = {*STARTS, WAIT, ring_einsum_scatter, ring_gather_einsum}
+_MODES = ("torch.is_grad_enabled()", "torch.is_autocast_enabled()", "torch.get_autocast_dtype()", "torch.get_default_dtype()")
 BACKENDS = ("torch", "inductor", "xla")
 
 
@@ -169,8 +171,8 @@ class ShardedModule(Wrapped):
         leaf_keys, varying = [*map(_leaf_key, leaves)], None
         if float in map(type, leaves):
             varying = self._varying(tree, leaves, leaf_keys)
-        key = (tree, tuple(leaf_keys), self._current(), self._modes(), torch.is_grad_enabled(),
-               self._trainable(), torch.is_autocast_enabled(self._groups.device_type),
+        key = (tree, tuple(leaf_keys), self._current(), self._modes(), self._trainable(),
+               torch.is_grad_enabled(), torch.is_autocast_enabled(self._groups.device_type),
                torch.get_autocast_dtype(self._groups.device_type), torch.get_default_dtype())
         program = self._program(key, lambda: self._compile(args, kwargs, key, varying))
         self.__dict__["plan"] = program.plan
@@ -188,58 +190,65 @@ class ShardedModule(Wrapped):
                                 fix="change the model before it is wrapped, or put in a DTensor (torch's distribute_tensor)")
         return super()._kind(name, held)
 
-    def _differ(self, key: Any, varying: Varying | None, draws: bool = False) -> NoReturn:
-        """What every rank raises when calls differ; draws: if it is not by anything else, it is by their random numbers."""
+    def _differ(self, key: Any, varying: Varying | None, draws: bool = False, made: Captured | None = None) -> NoReturn:
+        """What every rank raises when they are about to do different things. made: all of them have made a program, this one."""
         passed = varying.now if varying else {}
-        found = [program.captured for program in self._programs.get(key, ())]
-        read = [(captured.reads.described(now=True), captured.numbers(besides=passed)) for captured in found]
-        shown = [*filter(None, map(_shown, key[1])), *([passed] if passed else [])]
-        given, models = zip(*gathered(self._groups, (shown, as_text((key[2:], read)))))
-        if all(g == given[0] for g in given) and any(m != models[0] for m in models):
-            raise ShardingError("the models differ between ranks", where=user_line(),
-                                why="a mode (train or eval, grad or no_grad), an attribute, a frozen parameter or a submodule is another",
-                                fix="change the model on every rank alike")
-        if draws and all(g == given[0] for g in given):
-            raise ShardingError("the ranks would draw different random numbers", where=user_line(),
-                                why="the state of torch's generator differs between them",
-                                fix="call torch.manual_seed with the same number on every rank")
-        raise ShardingError("the arguments differ between ranks", where=user_line(),
-                            why="; ".join(f"rank {r}: {g}" for r, g in enumerate(given) if g != given[0] or r == 0),
-                            fix="give every rank the same numbers and global batch, or its own part as a DTensor made by shard_batch")
+        arguments = [*filter(None, map(_shown, key[1])), *([str(passed)] if passed else [])]
+        programs = [program.captured for program in self._programs.get(key, ())] + ([made] if made else [])
+        owners = self._owners()
+        model = self._described() + [*zip(_MODES, map(str, key[-len(_MODES):]))]
+        model += [pair for captured in programs for pair in captured.described(owners, besides=passed)]
+        raise_difference(self._groups, Account(arguments, model, draws, made is not None))
 
-    def _compare(self, captured: Captured, tensors: Sequence[Tensor]) -> None:
-        """ShardingError on every rank where plain arguments have other values on one."""
+    def _compare(self, captured: Captured, tensors: Sequence[Tensor], differ: Callable[[], NoReturn]) -> None:
+        """ShardingError on every rank where tensors that are the same everywhere have other values on one."""
         names = [i.name for i in captured.inputs if i.kind == ARGUMENT]
-        plain = [(name, t) for name, t in zip(names, tensors) if not isinstance(t, DTensor)]
-        for place, rank in differing(self._groups, [t for _, t in plain]):
-            raise ShardingError(f"argument '{plain[place][0]}' has other values on rank {rank} than on rank 0", where=user_line(),
-                                why="a plain tensor is the global one, of which each rank takes its part",
-                                fix="give every rank the same global batch, or its own part as a DTensor made by shard_batch")
+        first = len(tensors) - len(captured.places)                         # of those from attributes
+        given = [(name, i < first, t) for i, (name, t) in enumerate(zip(names, tensors))
+                 if not isinstance(t, DTensor) and (i < first or captured.places[i - first].kind == "tensor")]
+        given += [(name, False, t) for name, t in captured.kept_tensors(self._owners()) if not isinstance(t, DTensor)]
+        check_alike(self._groups, given, differ)
 
     def _compile(self, args: tuple, kwargs: dict, key: Any, varying: Varying | None) -> _Program:
         start = time.perf_counter()
+        passed = varying.now if varying else {}
+        call = as_text((key[:2], key[3:], passed))                          # without _current, which counts changes of this rank
+        agree(self._groups, _hash(f"a program for {call}"), lambda: self._differ(key, varying))
+        try:
+            made, tensors = self._planned(args, kwargs, varying)
+        except Exception as error:
+            failure = Account([], [], failure=f"{type(error).__name__}: {error}".splitlines()[0])
+            agree(self._groups, _hash("no program"), lambda: gathered(self._groups, failure))
+            raise
+        captured = made.captured
+
+        def differ() -> NoReturn:
+            self._differ(key, varying, made=captured)
+
+        looked = [look.described() for look in captured.looks]
+        signature = _hash(as_text((call, looked, made.program.code)))
+        agree(self._groups, signature, differ)
+        self._compare(captured, tensors, differ)
+        program = _Program(made, self._groups, self._model, tensors, self._backend, signature)
+        self.__dict__["planning_seconds"] = time.perf_counter() - start
+        return program
+
+    def _planned(self, args: tuple, kwargs: dict, varying: Varying | None) -> tuple[Plan, list[Tensor]]:
+        """And the tensors that it takes besides parameters and buffers."""
         without = next((name for name, t in named_tensors(self._model) if t.device.type == "meta"), None)
         if without is not None:
             raise ShardingError(f"'{without}' is on meta: it has no values", where=user_line(),
                                 fix=f"model.to_empty(device='{self._groups.device_type}'), then initialize it or load its values")
-        passed = varying.now if varying else {}
-        agree(self._groups, _hash(f"a program for {as_text(key)} and {passed}"), lambda: self._differ(key, varying))
-        grad = torch.is_grad_enabled()
-        captured = capture(self._model, args, kwargs, self._mesh, grad=grad, hooks=self._hooks, state=self._state, varying=varying)
+        captured = capture(self._model, args, kwargs, self._mesh, grad=torch.is_grad_enabled(), hooks=self._hooks, state=self._state,
+                           varying=varying)
         state = captured.at_places()
-        self._compare(captured, [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
         wanted = [*spread_inputs(self._in_specs, args, kwargs, self._mesh), *(None for _ in state)]
         tensors = [*(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *state]
         wanted = [spec_of(t, self._mesh) if isinstance(t, DTensor) else spec for t, spec in zip(tensors, wanted)]
         made = compile_plan(captured, self._mesh, wanted, self._out_specs,
                             stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
                             plain=[not isinstance(t, DTensor) for t in tensors], device=self._groups.device_type, **self._options)
-        agree(self._groups, _hash(made.program.code), _programs_differ)
-        looked = [look.described() for look in captured.looks]
-        program = _Program(made, self._groups, self._model, tensors, self._backend,
-                           _hash(as_text((key, captured.reads.described(), looked, made.program.code))))
-        self.__dict__["planning_seconds"] = time.perf_counter() - start
-        return program
+        return made, tensors
 
 
 class _Program:
@@ -470,20 +479,15 @@ def _leaf_key(leaf: Any) -> Any:
     return leaf_key(leaf)
 
 
-def _shown(key: Any) -> Any:
+def _shown(key: Any) -> str | None:
     """Of what is known of an argument: the shape of a tensor, or a number or text."""
     if isinstance(key, tuple) and isinstance(key[0], tuple):
-        return list(key[0])
+        return str(list(key[0]))
     return as_text(key)[:40] if isinstance(key, str) and key != "None" else None
 
 
 def _generator_state() -> int:
     return zlib.crc32(torch.get_rng_state().numpy())
-
-
-def _programs_differ() -> NoReturn:
-    raise ShardingError("the ranks have made different programs", where=user_line(),
-                        why="the model, its marks or the versions of torch differ between ranks")
 
 
 def _hash(text: str) -> int:

@@ -1,7 +1,7 @@
 """What a capture gives: a graph, and how values go in and out of it."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +106,16 @@ class Captured:
     def numbers(self, besides: dict | None = None) -> list[tuple[str, int | float]]:
         """Those that it takes as tensors, by their names; other than those in this table."""
         return [(place.name, place.value()) for place in self.places if place.kind == "number" and place.root is not besides]
+
+    def described(self, owners: Mapping[int, str], besides: dict | None = None) -> list[tuple[str, str]]:
+        """What it has read, and the numbers that it takes: their names and values now. owners: see Reads.described."""
+        return [*self.reads.described(owners), *((f"'{name}'", str(value)) for name, value in self.numbers(besides))]
+
+    def kept_tensors(self, owners: Mapping[int, str]) -> list[tuple[str, Tensor]]:
+        """Tensors with values that are part of it: those that it has read, by their names, and others without one."""
+        names = self.reads.tensors(owners)
+        held = [getattr(self.constants, node.target) for node in self.graph.nodes if node.op == "get_attr"]
+        return [(names.get(id(tensor), ""), tensor) for tensor in held if isinstance(tensor, Tensor)]
 
     def check_aliases(self, tensors: Sequence[Tensor]) -> None:
         """ShardingError if one tensor is given as two inputs, of which the program changes one."""

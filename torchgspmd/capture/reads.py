@@ -8,11 +8,10 @@ tuples, lists, tables, sets and arrays of NumPy, are compared by value, a tensor
 """
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -114,10 +113,19 @@ class Reads:
         return [*(name for name, now, value in zip(self.names, self.now(), self.values) if not same(now, value)),
                 *(name for name, get, value in self.others if not same(get(), value))]
 
-    def described(self, now: bool = False) -> list[Any]:
-        """What they held, or hold now, as every process writes it."""
-        others = [get() if now else value for _, get, value in self.others]
-        return [_described(v) for v in (*(self.now() if now else self.values), *others)]
+    def described(self, owners: Mapping[int, str]) -> list[tuple[str, str]]:
+        """What is under the names now, as every process writes it. owners: what the names of a module begin with, by its table's id."""
+        now = [*zip(self._qualified(owners), self.now()), *((name, get()) for name, get, _ in self.others)]
+        return [(f"'{name}'", _described(value)) for name, value in now]
+
+    def tensors(self, owners: Mapping[int, str]) -> dict[int, str]:
+        """The names under which tensors were found, by the ids of these."""
+        found = [*zip(self._qualified(owners), self.values), *((name, value) for name, _, value in self.others)]
+        return {id(leaf): name for name, value in found
+                for leaf in (value.leaves() if isinstance(value, Contents) else (value,)) if isinstance(leaf, Tensor)}
+
+    def _qualified(self, owners: Mapping[int, str]) -> list[str]:
+        return [owners.get(id(table), "") + name for table, name in zip(self.tables, self.names)]
 
     def hold(self) -> bool:
         """Whether all is as it was."""
@@ -190,21 +198,21 @@ def same(now: Any, value: Any) -> bool:
     return type(now) is type(value) and type(now) is not Count and (isinstance(now, _PLAIN) or _is_constant(now)) and now == value
 
 
-def _described(value: Any) -> Any:
+def _described(value: Any) -> str:
     """As all processes write it that have the same: names in the order of a set, which is another in each, count in any order."""
+    value = frozen(value)
     if isinstance(value, (Tensor, Kind)):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, _CONTAINERS):
-        value = frozen(value)
+        return f"a tensor {list(value.shape)} of {value.dtype}"
     if isinstance(value, Conditions):
-        return value.cls.__name__, value.found
-    if isinstance(value, Contents):
-        items = [_described(item) for item in value.items]
-        if value.keys and all(isinstance(key, str) for key in value.keys):
-            return value.cls.__name__, sorted(zip(value.keys, items), key=itemgetter(0))
-        keys = [type(key).__name__ for key in value.keys]
-        return value.cls.__name__, keys, sorted(items) if all(isinstance(item, str) for item in value.items) else items
+        return f"{value.cls.__name__} {value.found}"
     if isinstance(value, Copied):
-        kept = sorted(map(repr, value.value)) if isinstance(value.value, set) else np.asarray(value.value).tolist()
-        return type(value.value).__name__, zlib.crc32(repr(kept).encode())
-    return value if isinstance(value, _PLAIN) else getattr(value, "__qualname__", type(value).__name__)
+        return str(sorted(map(repr, value.value)) if isinstance(value.value, set) else np.asarray(value.value).tolist())
+    if not isinstance(value, Contents):
+        return repr(value) if isinstance(value, (tuple, *_PLAIN)) else getattr(value, "__qualname__", type(value).__name__)
+    items = [_described(item) for item in value.items]
+    if not value.keys:
+        is_unordered = all(isinstance(item, str) for item in value.items)
+        return f"{value.cls.__name__}[{', '.join(sorted(items) if is_unordered else items)}]"
+    if all(isinstance(key, str) for key in value.keys):
+        return f"{value.cls.__name__}({', '.join(sorted(f'{key}={item}' for key, item in zip(value.keys, items)))})"
+    return f"{value.cls.__name__}({', '.join(f'{type(key).__name__}: {item}' for key, item in zip(value.keys, items))})"
