@@ -20,7 +20,7 @@ WORKER, READER = (Path(__file__).with_name(f"worker_{name}.py") for name in ("st
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_modules_that_keep_something_between_calls(mesh):
-    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 15
+    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 16
 
 
 def test_what_forward_reads_changes_between_calls():
@@ -177,14 +177,38 @@ def test_a_number_that_is_put_into_an_argument():
     assert log == {"calls": [1]} and type(log["calls"][0]) is int and not plan.captured.reads.hold()
 
 
-def test_a_global_tensor_that_is_changed_in_place_is_an_error():
-    total = torch.zeros(6)
+def add(total, x):
+    total.add_(x.sum(0))
+    return x * 1
 
-    def add(x):
-        total.add_(x.sum(0))
-        return x * 1
-    with pytest.raises(gspmd.ShardingError, match="changes a tensor in place that it finds in a global variable"):
-        gspmd.plan(add, rand(4, 6), mesh=gspmd.Mesh(data=2))
+
+def test_a_tensor_around_a_function_is_changed_in_place():
+    total, x = torch.zeros(6), rand(4, 6)
+    plan = gspmd.plan(lambda x: add(total, x), x, mesh=gspmd.Mesh(data=2), in_specs="data _")
+    for step in range(3):
+        torch.testing.assert_close(total, step * x.sum(0))
+        plan.simulate(x)
+
+
+class Elsewhere:
+    last = torch.zeros(6)
+
+
+def kept_where_nobody_looks(x):
+    y = x + getattr(Elsewhere, "la" + "st")
+    setattr(Elsewhere, "la" + "st", y.mean(0))
+    return y
+
+
+def test_a_tensor_that_was_kept_where_nobody_looks_is_an_error():
+    gspmd.plan(kept_where_nobody_looks, rand(4, 6), mesh=gspmd.Mesh(data=2))
+    with pytest.raises(gspmd.ShardingError, match="uses a tensor without values"):
+        gspmd.plan(kept_where_nobody_looks, rand(4, 6), mesh=gspmd.Mesh(data=2))
+
+
+def test_a_tensor_given_to_a_function_that_it_changes_in_place_is_an_error():
+    with pytest.raises(gspmd.ShardingError, match="changes a tensor in place that"):
+        gspmd.plan(functools.partial(add, torch.zeros(6)), rand(4, 6), mesh=gspmd.Mesh(data=2))
 
 
 @functools.lru_cache(None)

@@ -5,7 +5,9 @@ one device, over several calls.
 """
 import collections
 import copy
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -600,6 +602,92 @@ def check_what_forward_reads_by_name(mesh):
         assert len(model._all_programs()) == 5
     finally:
         Settings.shift, OPTIONS.scale = 1.0, 1.0
+
+
+@dataclass(slots=True)
+class Seen:
+    steps: int = 0
+    mean: Any = None
+
+
+def of_slots():
+    """Nets that keep something in an object with slots, and what they have kept."""
+    class Kept(Net):
+        def __init__(self):
+            super().__init__()
+            self.seen = Seen()
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.seen.steps += 1
+            self.seen.mean = y.mean() if self.seen.mean is None else self.seen.mean.detach() + y.mean()
+            return y * self.seen.steps * self.seen.mean
+    return Kept, lambda net: [net.seen.steps, net.seen.mean]
+
+
+def of_classes():
+    class Counter:
+        steps, mean = 0, None
+
+    class Kept(Net):
+        calls = 0
+
+        def forward(self, x):
+            y = super().forward(x)
+            Counter.steps += 2
+            type(self).calls += 1
+            if Counter.steps > 2:
+                y = y + Counter.mean
+            Counter.mean = y.detach().mean()
+            Counter.last = y.detach().sum()
+            return y * Counter.steps / type(self).calls
+    return Kept, lambda net: [Counter.steps, Counter.mean, Counter.last, Kept.calls]
+
+
+def of_hooks():
+    steps, features, total = 0, None, torch.zeros(WIDTH)
+
+    def hook(module, given, result):
+        nonlocal steps, features
+        steps, features = steps + 1, result.detach()
+        total.add_(features.sum(0))
+        return result * steps
+
+    class Hooked(Net):
+        def __init__(self):
+            super().__init__()
+            self.up.register_forward_hook(hook)
+
+        def forward(self, x):
+            return super().forward(x if features is None else x + features.mean())
+    return Hooked, lambda net: [steps, features, total]
+
+
+def of_methods():
+    class Kept(Net):
+        @classmethod
+        def count(cls):
+            cls.steps = getattr(cls, "steps", 0) + 1
+            return cls.steps
+
+        def forward(self, x):
+            return super().forward(x) * self.count()
+    return Kept, lambda net: [Kept.steps]
+
+
+def check_slots_classes_and_variables_around_functions(mesh):
+    for made in (of_slots, of_classes, of_hooks, of_methods):
+        (kind, kept_by), (other, kept_by_other) = made(), made()
+        model, _ = pair(mesh, kind)
+        _, reference = pair(mesh, other)
+        for step in range(5):
+            for m in (model, reference):
+                m(batch(step)).square().mean().backward()
+            same_gradients(model, reference)
+            for mine, theirs in zip(kept_by(model), kept_by_other(reference), strict=True):
+                assert type(whole(mine)) is type(theirs), (made, mine, theirs)
+                close(torch.as_tensor(mine), torch.as_tensor(theirs))
+        assert len(model._all_programs()) <= 3, (made, len(model._all_programs()))
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

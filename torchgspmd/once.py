@@ -1,4 +1,4 @@
-"""What autograd is told of a program: which results have no gradient; and that gradients cannot be differentiated again."""
+"""What autograd is told of a program: which inputs and results have no gradient; and that gradients cannot be differentiated again."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,6 +16,15 @@ def apart(outputs: Sequence[Tensor], differentiable: Sequence[int]) -> Sequence[
         return outputs
     taken = {id(outputs[i]) for i in differentiable}
     return [y.detach() if id(y) in taken and i not in differentiable else y for i, y in enumerate(outputs)]
+
+
+def without_history(inputs: list[Tensor], places: Sequence[int]) -> list[Tensor]:
+    """The inputs; those in these places, of which no gradient is computed, without what they come of: no backward is to go on there
+    (`self.hidden.detach()` in forward)."""
+    for i in places:
+        if inputs[i].requires_grad:
+            inputs[i] = inputs[i].detach()
+    return inputs
 
 
 def once(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -66,7 +66,7 @@ from .fx_passes.tidy import tidy
 from .mesh import Mesh
 from .module_state import Wrapped, as_text, leaf_key, mark_on, named_tensors, slot_of
 from .module_state import shard_updates as mark_updates
-from .once import apart, once
+from .once import apart, once, without_history
 from .parallel_xla import XlaModule
 from .plan import Plan
 from .shard_spec import ShardSpec, SpecLike
@@ -260,6 +260,7 @@ class _Program:
         self.slots = [slot_of(model, i.name) for i in self.captured.inputs if i.kind in (PARAMETER, BUFFER)]
         self.out_kinds = [o.kind for o in self.captured.outputs]
         self.gradient_inputs = [o.input for o in self.captured.outputs if o.kind == GRADIENT]
+        self.apart = self.captured.without_gradient()
         self.tangent_outputs = [i.output for i in self.captured.inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in self.captured.outputs if o.kind == MUTATION]
         self.outputs = self.out_kinds.count(OUTPUT)
@@ -341,7 +342,7 @@ class _Program:
             self.captured.check_aliases(flat)
         self.agreement = agreement if self.carries else agreement.begin()
         if self.captured.has_backward:
-            outs = _Run.apply(self, *flat)
+            outs = _Run.apply(self, *without_history(flat, self.apart))
         else:
             outs = self.run_forward(flat)[0]
         return self.captured.result([self._wrap(i, value) for i, value in enumerate(outs)], given)
@@ -399,6 +400,8 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         program: _Program = ctx.program
+        if all(grad is None for grad in grads):                             # autograd comes here from a node that needs nothing of it
+            return (None,) * (1 + ctx.count)
         tangents = [torch.zeros(shape, dtype=dtype, device=device) if grads[i] is None else whole_of(grads[i])
                     for i, (shape, dtype, device) in zip(program.tangent_outputs, ctx.shapes)]
         saved = ctx.saved_tensors

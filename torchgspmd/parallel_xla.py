@@ -19,7 +19,7 @@ from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.split import split
 from .mesh import Mesh
 from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
-from .once import apart, once
+from .once import apart, once, without_history
 from .shard_spec import ShardSpec
 from .specs import spread_inputs
 from .xla_backend.host import report_host_operations
@@ -140,6 +140,7 @@ class _Program:
         inputs, outputs = self.captured.inputs, self.captured.outputs
         self.slots = [slot_of(model, i.name) for i in inputs if i.kind in (PARAMETER, BUFFER)]
         self.gradient_inputs = [o.input for o in outputs if o.kind == GRADIENT]
+        self.apart = self.captured.without_gradient()
         self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in outputs if o.kind == MUTATION]
         self.outputs = sum(o.kind == OUTPUT for o in outputs)
@@ -162,7 +163,7 @@ class _Program:
         flat = [*(table[key] for table, key in self.slots), *arguments]
         self.captured.check_aliases([*flat[:len(self.slots)], *tensors])
         with torch.autocast("xla", enabled=False):
-            outs = _Run.apply(self, *flat) if self.captured.has_backward else self.run_forward(flat)[0]
+            outs = _Run.apply(self, *without_history(flat, self.apart)) if self.captured.has_backward else self.run_forward(flat)[0]
         originals = [*flat[:len(self.slots)], *tensors]
         with torch.no_grad():
             for index in self.mutated:
@@ -210,6 +211,8 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         program: _Program = ctx.program
+        if all(grad is None for grad in grads):                             # autograd comes here from a node that needs nothing of it
+            return (None,) * (1 + ctx.count)
         tangents = [torch.zeros_like(like) if grads[i] is None else grads[i] for i, like in zip(program.tangent_outputs, ctx.like)]
         with torch.no_grad(), torch.autocast("xla", enabled=False):
             results = program.backward([*ctx.saved_tensors, *tangents])

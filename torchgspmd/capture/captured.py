@@ -129,6 +129,11 @@ class Captured:
                 raise ShardingError(f"one tensor is passed as {names}, and changed in place", where=user_line(),
                                     why="a program takes them for two tensors", fix="pass a clone() of it")
 
+    def without_gradient(self) -> list[int]:
+        """The arguments that it computes no gradients of: in eager PyTorch no backward comes to what these were computed of."""
+        through = {out.input for out in self.outputs if out.kind == GRADIENT}
+        return [i for i, given in enumerate(self.inputs) if given.kind == ARGUMENT and i not in through]
+
     def flowing(self, given: set[int], gradients: Sequence[Any]) -> Sequence[Any]:
         """Outputs of kind GRADIENT: None where eager PyTorch computes none, as it comes from outputs of which none has a cotangent."""
         made = (out for out in self.outputs if out.kind == GRADIENT)

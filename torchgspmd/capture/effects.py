@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from .counts import Computed, numbers, settled, settled_there
 from .objects import ATTRIBUTE, ITEM, Key, Path, closed, follow, is_object, opened, parts
 from .state import LISTS
+from .variables import Table
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
@@ -46,7 +47,7 @@ class Effect:
 @dataclass(frozen=True)
 class Left:
     """What a program leaves in a table or list that is no argument of it: pytrees with Made in the place of tensors."""
-    root: dict | list                       # attributes of a module, or a table that a function names
+    root: Table                       # attributes of a module, or a table that a function names
     path: tuple                             # from there to the table or list: keys
     entries: dict
     gone: tuple                             # entries that are there no more

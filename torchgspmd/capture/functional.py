@@ -19,6 +19,7 @@ from ..errors import user_line
 from .known import Known
 from .rebinding import Tables, check_alike
 from .selection import SELECTING
+from .variables import Table
 
 _CHECKS = {torch.ops.aten._linalg_check_errors.default}
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -102,7 +103,7 @@ class Functional(FunctionalTensorMode):
 class Changes(Exception):
     """The program changes a tensor in place that is in this entry, a root and a path, and none of its inputs."""
 
-    def __init__(self, entry: tuple[dict | list, tuple]):
+    def __init__(self, entry: tuple[Table, tuple]):
         super().__init__()
         self.entry = entry
 

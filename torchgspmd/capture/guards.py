@@ -15,9 +15,14 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._higher_order_ops.flex_attention import math_attention
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -66,6 +71,19 @@ def needs_values(what: str, where: str | None) -> ShardingError:
                          fix="use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument" + slices)
 
 
+def check_constants(graph: fx.Graph, owner: nn.Module) -> None:
+    """ShardingError where a constant has no values."""
+    for node in graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(owner, node.target, None), FakeTensor):
+            raise _without_values(node.meta.get("source"))
+
+
+def _without_values(where: str | None) -> ShardingError:
+    return ShardingError("the program uses a tensor without values, which somebody has kept from an earlier trace", where=where,
+                         why="what a trace computes of its inputs has values only when it runs",
+                         fix="keep it in an attribute of the module, or return it")
+
+
 class one_error:
     """What cannot be captured becomes a ShardingError; other errors of the program stay what they are."""
 
@@ -96,11 +114,9 @@ class one_error:
             raise ShardingError("the program turns a tensor into a NumPy array, which has values only when it runs",
                                 where=user_line_of(error), fix="compute it with torch, or outside and pass it as an argument") from error
         if isinstance(error, RuntimeError) and "FunctionalTensor on its own" in str(error):
-            raise ShardingError("the program uses a tensor without values, which somebody has kept from an earlier trace",
-                                where=user_line_of(error), why="what a trace computes of its inputs has values only when it runs",
-                                fix="keep it in an attribute of the module, or return it") from error
+            raise _without_values(user_line_of(error)) from error
         if isinstance(error, RuntimeError) and "mutating a non-functional tensor" in str(error):
-            raise ShardingError("the program changes a tensor in place that it finds in a global variable, or in one around a function",
+            raise ShardingError("the program changes a tensor in place that is no argument and found under no name, such as a default",
                                 where=user_line_of(error), why="it is none of the program's inputs, and would stay as it is",
                                 fix="make it a buffer or attribute of the module, or pass it as an argument") from error
         if isinstance(error, RuntimeError) and "SymInt" in str(error) and "not tracked with proxy" in str(error):

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from .guards import needs_values
 from .state import Place
+from .variables import Table
 
 _MANY = 100                     # operations from a buffer to what is asked
 _LARGE = 1 << 20                # elements of a tensor in an attribute that is not compared
@@ -66,7 +67,7 @@ class Known:
         self.looks: dict[Any, Look] = {}                                    # by node, or by entry of a table
         self.could_look = False             # whether it would have said more, had it looked
 
-    def see(self, root: dict | list, path: tuple, where: str | None) -> bool:
+    def see(self, root: Table, path: tuple, where: str | None) -> bool:
         """Something is asked of a tensor that is no input, in this entry; whether it will be noticed that its values are others."""
         place = Place(root, path)
         if is_compared := place.holds() and place.tensor().numel() <= _LARGE:

@@ -63,6 +63,10 @@ def reached_classes(function: FunctionType) -> Iterator[tuple[type, str]]:
         for table, name, rest in _way(function, names):
             if isinstance(table[name], type) and is_own(table[name].__module__):
                 yield table[name], *(rest[:1] or ("__init__",))
+    around = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()) if cell != _EMPTY}
+    for name, *rest in _dotted(function.__code__, "LOAD_DEREF") if around else ():
+        if isinstance(cls := around.get(name), type) and name != "__class__" and is_own(cls.__module__):
+            yield cls, *(rest[:1] or ("__init__",))
 
 
 def assigned(function: FunctionType) -> Iterator[tuple[dict, str]]:
@@ -71,6 +75,24 @@ def assigned(function: FunctionType) -> Iterator[tuple[dict, str]]:
     for table, name in reached(function) if (stored := _stored(function.__code__, "STORE_ATTR")) else ():
         if isinstance(value := table[name], ModuleType) and is_own(value.__name__):
             yield from ((value.__dict__, attribute) for attribute in stored)
+
+
+def assigned_around(function: FunctionType) -> Iterator[tuple[str, CellType]]:
+    """The variables around it that it assigns (`nonlocal`), and those that hold tensors."""
+    stored = _stored(function.__code__, "STORE_DEREF")
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        if name in stored or cell != _EMPTY and isinstance(cell.cell_contents, Tensor):
+            yield name, cell
+
+
+def assigned_attributes(function: FunctionType) -> tuple[str, ...]:
+    """Names of attributes that it assigns, of whatever."""
+    return _stored(function.__code__, "STORE_ATTR")
+
+
+def may_name_its_class(function: FunctionType) -> bool:
+    """Whether it may reach the class of an object: as type(self), self.__class__ or the first argument of a class method."""
+    return function.__code__.co_varnames[:1] == ("cls",) or not {"type", "__class__"}.isdisjoint(function.__code__.co_names)
 
 
 def _way(function: FunctionType, names: tuple[str, ...]) -> Iterator[tuple[dict, str, tuple[str, ...]]]:
@@ -86,7 +108,7 @@ def _way(function: FunctionType, names: tuple[str, ...]) -> Iterator[tuple[dict,
 
 
 @functools.lru_cache(maxsize=4096)
-def _dotted(code: CodeType) -> tuple[tuple[str, ...], ...]:
+def _dotted(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, ...], ...]:
     """Global variables that it reads, with the attributes that it takes of each; in one order in all processes."""
     found: dict[tuple[str, ...], None] = {}
     for part in _parts(code):
@@ -96,7 +118,7 @@ def _dotted(code: CodeType) -> tuple[tuple[str, ...], ...]:
                 names += (i.argval,)
             elif not names or i.opname not in _AGAIN:
                 found[names] = None
-                names = (i.argval,) if i.opname == "LOAD_GLOBAL" else ()
+                names = (i.argval,) if i.opname == operation else ()
     found.pop((), None)
     return tuple(found)
 

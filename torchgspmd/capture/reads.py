@@ -8,7 +8,7 @@ tuples, lists, tables, sets and arrays of NumPy, are compared by value, a tensor
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from .counts import Conditions, Count
 from .state import COUNTED, DEEP, LISTS, LONG, is_table
+from .variables import Variables
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format)
 _CONTAINERS = (tuple, dict, *LISTS)
@@ -88,9 +89,13 @@ class Reads:
         self.names: list[str] = []
         self.values: list[Any] = []         # plain ones, tensors and objects; behind them Kind and Contents
         self.simple = 0                     # how many are not such
-        self.others: list[tuple[str, Callable[[], Any], Any]] = []          # attributes of classes, variables around functions
+        self.others: list[tuple[Any, str, Any]] = []    # of what is no dict: table, name and value
 
-    def add(self, table: dict[str, Any], name: str, value: Any) -> None:
+    def add(self, table: Any, name: str, value: Any) -> None:
+        """table: a dict, Variables or whatever else has `get`."""
+        if not isinstance(table, dict):
+            self.others.append((table, name, value))
+            return
         is_simple = not isinstance(value, (Kind, Contents, Conditions, Copied))
         place = self.simple if is_simple else len(self.values)
         for column, entry in ((self.tables, table), (self.names, name), (self.values, value)):
@@ -101,26 +106,27 @@ class Reads:
         """What they hold at present."""
         return [*map(dict.get, self.tables, self.names, repeat(ABSENT))]
 
-    def changed(self) -> Iterator[tuple[dict, tuple, Any]]:
-        """Where attributes, global variables, and lists and tables in them, hold other numbers and tensors now, by keys from there on:
+    def changed(self) -> Iterator[tuple[Any, tuple, Any]]:
+        """Where attributes and variables, and lists and tables in them, hold other numbers and tensors now, by keys from there on:
         and which."""
-        for table, name, now, value in zip(self.tables, self.names, self.now(), self.values):
+        others = ((table, name, table.get(name, ABSENT), value) for table, name, value in self.others if isinstance(table, Variables))
+        for table, name, now, value in (*zip(self.tables, self.names, self.now(), self.values), *others):
             root, path = (now, ()) if name == A_TABLE else (table, (name,))
             yield from ((root, *found) for found in _changed(now, value, path))
 
     def differing(self) -> list[str]:
         """Names of those that are not as they were."""
         return [*(name for name, now, value in zip(self.names, self.now(), self.values) if not same(now, value)),
-                *(name for name, get, value in self.others if not same(get(), value))]
+                *(name for table, name, value in self.others if not same(table.get(name, ABSENT), value))]
 
     def described(self, owners: Mapping[int, str]) -> list[tuple[str, str]]:
         """What is under the names now, as every process writes it. owners: what the names of a module begin with, by its table's id."""
-        now = [*zip(self._qualified(owners), self.now()), *((name, get()) for name, get, _ in self.others)]
+        now = [*zip(self._qualified(owners), self.now()), *((name, table.get(name, ABSENT)) for table, name, _ in self.others)]
         return [(f"'{name}'", _described(value)) for name, value in now]
 
     def tensors(self, owners: Mapping[int, str]) -> dict[int, str]:
         """The names under which tensors were found, by the ids of these."""
-        found = [*zip(self._qualified(owners), self.values), *((name, value) for name, _, value in self.others)]
+        found = [*zip(self._qualified(owners), self.values), *((name, value) for _, name, value in self.others)]
         return {id(leaf): name for name, value in found
                 for leaf in (value.leaves() if isinstance(value, Contents) else (value,)) if isinstance(leaf, Tensor)}
 
@@ -132,7 +138,8 @@ class Reads:
         now = self.now()
         if not all(map(is_, now[:self.simple], self.values)) and not all(map(same, now[:self.simple], self.values)):
             return False
-        return all(map(same, now[self.simple:], self.values[self.simple:])) and all(same(get(), value) for _, get, value in self.others)
+        return (all(map(same, now[self.simple:], self.values[self.simple:]))
+                and all(same(table.get(name, ABSENT), value) for table, name, value in self.others))
 
 
 def is_plain(value: Any) -> bool:

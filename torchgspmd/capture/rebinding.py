@@ -2,7 +2,8 @@
 trace alone."""
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import is_
@@ -17,11 +18,22 @@ from ..errors import ShardingError, user_line
 from .clean import NUMBERS
 from .counts import Count, Tally, later, tally_of
 from .effects import Left, made
-from .names import assigned, called, named, reached
-from .objects import opened
+from .names import (
+    assigned,
+    assigned_around,
+    assigned_attributes,
+    called,
+    is_own,
+    may_name_its_class,
+    named,
+    reached,
+    reached_classes,
+)
+from .objects import opened, slots_of
 from .reads import A_TABLE, ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, frozen, is_plain, is_watched, same
 from .recorder import Reach, Recorder
 from .state import LISTS, LONG, NumberPlace, Place, State, is_table
+from .variables import OfClass, Table, Variables, around, of_class, slots
 
 _MANY = 2000                    # tables in the attributes of one module or object, or in a table, that are looked into
 
@@ -60,18 +72,19 @@ def check_alike(what: str, old: Tensor, new: Tensor) -> None:
 @dataclass
 class _Table:
     """A dict or list, and what was in it before."""
-    container: dict | list
+    container: Table
     before: dict
     known: dict                             # and when it was looked at last
-    root: dict | list                       # where it is: in the attributes of a module or object, in global variables or in a table
+    root: Table                             # where it is: in the attributes of a module or object, in global variables or in a table
     path: tuple = ()                        # around a function, under these keys; () for the root itself
     attributes: bool = False                # whether it is such attributes: what is no tensor and no plain value is left alone there
     is_named: bool = False                  # whether a function names it, or the object whose attributes it is
     names: tuple[str, ...] | None = None    # of global variables: those that functions assign, and tensors
 
     def entries(self) -> dict:
-        entries = _entries(self.container)
-        return entries if self.names is None else {name: entries[name] for name in self.names if name in entries}
+        if self.names is None:
+            return _entries(self.container)
+        return {name: value for name in self.names if (value := self.container.get(name, ABSENT)) is not ABSENT}
 
 
 class Tables:
@@ -196,6 +209,12 @@ class Tables:
         tallies = {tally.place.name: tally for tally in self.numbers if tally.place.root is self.varying}
         for name, value in self.varying.items():
             reads.add(self.varying, name, tallies[name].needed() if name in tallies else value)
+        classes = {id(table.container): table.container for table in self.tables if isinstance(table.container, OfClass)}
+        for holder, name in self.changed:                                   # it may have been read of type(self)
+            if holder in classes and (self.recorder is None or (holder, name) not in self.recorder.seen):
+                compared = self._compared(self.start[holder].get(name, ABSENT), used, True)
+                if compared is not ANY:
+                    reads.add(classes[holder], name, compared)
         for table, contents in self.named:
             if not table.attributes or any(self._is_used(leaf, used) for leaf in contents.leaves()):
                 compared = self._compared(contents, used, table.attributes or self._is_changed(table.root, table.path[:1]))
@@ -208,7 +227,12 @@ class Tables:
         start = self.start.get(id(table))
         if start is not None and name not in self.globals.get(id(table), (name,)):
             start = None
-        elif start is not None and (type(before := start.get(name, ABSENT)) is Count or id(before) in self.places):
+        stood_in = any(type(x) is Count or id(x) in self.places for x in (then.leaves() if isinstance(then, Contents) else (then,)))
+        if start is None and isinstance(table, Variables) and not stood_in and not same(table.get(name, ABSENT), then):
+            warnings.warn(f"forward assigns '{name}' in a way that is not seen: runs of the program do not; keep it in an attribute of the "
+                          "module", stacklevel=2)
+            return ANY
+        if start is not None and (type(before := start.get(name, ABSENT)) is Count or id(before) in self.places):
             value = then = before                                           # it may have been read before the stand-in was put there
         if start is not None and start.get(name, ABSENT) is not value:      # the program had written it before
             return ANY
@@ -216,7 +240,7 @@ class Tables:
             return ANY                                                      # an object, in whose place a trace puts another one
         return self._compared(then, used, self._is_changed(table, (name,)))
 
-    def _is_changed(self, root: dict | list, path: tuple) -> bool:
+    def _is_changed(self, root: Table, path: tuple) -> bool:
         """Whether the program writes into the root, or into the entry of it."""
         return any(entry[:1 + len(path)] == (id(root), *path) for entry in self.changed)
 
@@ -239,7 +263,7 @@ class Tables:
     def _is_used(self, value: Any, used: Container[int]) -> bool:
         return id(value) in self.places and self.places[id(value)][1] in used
 
-    def owner_of(self, tensor: Tensor) -> tuple[dict | list, tuple] | None:
+    def owner_of(self, tensor: Tensor) -> tuple[Table, tuple] | None:
         """The entry that holds a tensor, or the one that it is a view of."""
         memory = tensor.untyped_storage()._cdata
         for table in self.tables:
@@ -252,8 +276,10 @@ class Tables:
     def _all(self) -> Iterator[_Table]:
         seen: set[int] = set()
         for holder in (*self.modules, *self.objects):
-            if is_table(attributes := getattr(holder, "__dict__", None)):   # not of an object with slots
+            if is_table(attributes := getattr(holder, "__dict__", None)):
                 yield from _tables(attributes, seen, attributes, (), True)
+            if slots_of(type(holder)):
+                yield from _tables(slots(holder), seen, slots(holder), (), True)
         for module in self.modules:
             yield from _tables(module._buffers, seen, module._buffers)
         variables = {id(table[name]): (table, (name,)) for function in self.called for table, name in reached(function)
@@ -264,17 +290,37 @@ class Tables:
                 if is_table(attributes) and not isinstance(value, (Tensor, ModuleType)):
                     root, path = variables.get(id(value), (attributes, ()))
                     yield from _tables(attributes, seen, root, path, attributes is not value, True)
-        written: dict[int, tuple[dict, dict[str, None]]] = {}
+        written: dict[int, tuple[Table, dict[str, None]]] = {}
         for function in self.called:
             tensors = ((table, name) for table, name in reached(function) if isinstance(table[name], Tensor))
-            for table, name in (*assigned(function), *tensors):
+            cells = ((around(name, cell), name) for name, cell in assigned_around(function))
+            for table, name in (*assigned(function), *tensors, *cells):
                 written.setdefault(id(table), (table, {}))[1][name] = None
+        for table, name in self._of_classes():
+            written.setdefault(id(table), (table, {}))[1][name] = None
         for table, names in written.values():
             entries = {name: table[name] for name in names if name in table}
             yield _Table(table, entries, entries, table, (), True, names=tuple(names))
 
 
-def _tables(container: dict | list, seen: set[int], root: dict | list, path: tuple = (), attributes: bool = False,
+    def _of_classes(self) -> Iterator[tuple[Table, str]]:
+        """Attributes of classes that functions may assign, and those that hold tensors."""
+        def own(types: Iterable[type]) -> list[type]:
+            return [*dict.fromkeys(base for cls in types for base in cls.__mro__ if is_own(base.__module__))]
+
+        kinds, stored_anywhere = own(map(type, (*self.modules, *self.objects))), set()
+        for function in self.called:
+            stored, named = assigned_attributes(function), own(cls for cls, _ in reached_classes(function))
+            stored_anywhere.update(stored)
+            for cls in (*named, *(kinds if stored and may_name_its_class(function) else ())):
+                yield from ((of_class(cls), name) for name in stored if not hasattr(type(cls.__dict__.get(name)), "__get__"))
+        for cls in kinds:
+            for name, value in cls.__dict__.items():
+                if isinstance(value, Tensor) or name in stored_anywhere and not hasattr(type(value), "__get__"):
+                    yield of_class(cls), name
+
+
+def _tables(container: Table, seen: set[int], root: Table, path: tuple = (), attributes: bool = False,
             is_named: bool = False, inside: set[int] | None = None) -> Iterator[_Table]:
     """A table, and the tables and lists in it, unless it is a long one or they are very many."""
     if id(container) in seen:
@@ -289,14 +335,14 @@ def _tables(container: dict | list, seen: set[int], root: dict | list, path: tup
             yield from _tables(value, seen, root, (*path, name), inside=inside)
 
 
-def _put(container: dict | list, name: Any, value: Any) -> None:
+def _put(container: Table, name: Any, value: Any) -> None:
     if value is ABSENT:
         del container[name]
     else:
         container[name] = value
 
 
-def _entries(container: dict | list) -> dict:
+def _entries(container: Table) -> dict:
     return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container)
 
 

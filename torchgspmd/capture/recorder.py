@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 
 from .names import class_values, is_function, is_installed, is_own, mentioned, reached, reached_classes
 from .objects import OF_PYTHON, slots_of
-from .reads import ABSENT, ANY, KEPT_BY_TORCH, Reads, frozen, is_watched, same
+from .reads import ABSENT, ANY, KEPT_BY_TORCH, Reads, frozen, is_watched
 from .state import LONG, is_table
+from .variables import around, of_class, of_context, slots
 
 _FIXED = 1 << 8                 # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
 _MANY, _MANY_VALUES = 1000, 100_000     # objects that attributes are watched of, and values that are looked at for these, the nearest first
@@ -34,8 +34,7 @@ class Recorder:
         """holders: whose attributes count."""
         self.holders = {id(holder): holder for holder in holders}
         self.passed: set[tuple[int, str]] = set()                           # what has been read
-        self.seen: dict[tuple[int, str], tuple[Any, dict, Any, Any]] = {}   # in tables
-        self.others: dict[tuple[int, str], tuple[str, Callable[[], Any], Any]] = {}     # elsewhere, and where that is
+        self.seen: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 
     def read(self, holder: Any, name: str) -> None:
         """Before an attribute is read for the first time."""
@@ -43,8 +42,7 @@ class Recorder:
         if id(holder) not in self.holders or name in KEPT_BY_TORCH or name.startswith("__"):
             return
         if name in slots_of(type(holder)):
-            get = object.__getattribute__.__get__(holder)
-            self._see_elsewhere(holder, name, f"of a {type(holder).__name__}, which has slots", lambda: _slot(get, name))
+            self.see(slots(holder), name)
             return
         table = _attributes(holder)
         if table is None or name not in table:
@@ -53,27 +51,23 @@ class Recorder:
             if name in table or name == "forward" or not (isinstance(holder, nn.Module) and callable(getattr(nn.Module, name, None))):
                 self.see(table, name)
 
-    def see(self, table: dict, name: str) -> None:
+    def see(self, table: Any, name: str) -> None:
         if (id(table), name) not in self.seen:
             value = table.get(name, ABSENT)
             self.seen[id(table), name] = table, name, value, frozen(value)
-
-    def _see_elsewhere(self, holder: Any, name: str, where: str, get: Callable[[], Any]) -> None:
-        if (id(holder), name) not in self.others:
-            self.others[id(holder), name] = where, get, frozen(get())
 
     def see_class(self, cls: type, name: str) -> None:
         """What instances find in the class, or one that it inherits from; of methods and properties, nothing."""
         owner = next((c for c in cls.__mro__ if name in c.__dict__), None)
         if owner is not None and owner.__flags__ & OF_PYTHON and not hasattr(type(owner.__dict__[name]), "__get__"):
-            self._see_elsewhere(owner, name, f"of class {owner.__name__}", lambda: owner.__dict__.get(name, ABSENT))
+            self.see(of_class(owner), name)
 
     def see_whole(self, holder: Any, names: Container[str]) -> None:
         """The attributes of these names of an object of which it is not seen what is read."""
         table: Any = _attributes(holder)
         for name in filter(names.__contains__, table):
             self.see(table, name)
-        self._see_elsewhere(holder, "attributes", f"of a {type(holder).__name__}", lambda: tuple(filter(names.__contains__, table)))
+        self.see(_Present(table, names), "attributes")
 
     def see_variables(self, functions: Iterable[FunctionType]) -> None:
         """Those that functions find by name; of lists and tables see Tables.reads."""
@@ -81,7 +75,7 @@ class Recorder:
             for table, name in reached(function):
                 value = table[name]
                 if isinstance(value, ContextVar):
-                    self._see_elsewhere(value, name, "of a context", lambda value=value: value.get(ABSENT))
+                    self.see(of_context(name, value), name)
                 elif not isinstance(value, (type, ModuleType)) and not is_table(value):
                     self.see(table, name)
             for cls, attribute in reached_classes(function):
@@ -89,22 +83,26 @@ class Recorder:
             cells = () if is_installed(function.__module__) else function.__closure__ or ()
             for name, cell in zip(function.__code__.co_freevars, cells):
                 if cell != CellType() and is_watched(cell.cell_contents) and not is_table(cell.cell_contents):
-                    self._see_elsewhere(cell, name, "around a function", lambda cell=cell: cell.cell_contents)
+                    self.see(around(name, cell), name)
 
     def settled(self, watch: Callable[[dict, str, Any, Any], Any]) -> Reads:
         """watch: what is compared of an entry that was read with this value, which was this then; ANY if nothing."""
         reads = Reads()
-        for (_, name), (where, get, value) in self.others.items():
-            if same(get(), value):
-                reads.others.append((name, get, value))
-            else:
-                warnings.warn(f"forward assigns '{name}' {where}: runs of the program do not; keep it in an attribute of the module",
-                              stacklevel=2)
         for table, name, value, then in self.seen.values():
             compared = watch(table, name, value, then)
             if compared is not ANY:
                 reads.add(table, name, compared)
         return reads
+
+
+class _Present:
+    """Which attributes of these names an object has, as an entry of a table."""
+
+    def __init__(self, table: dict, names: Container[str]):
+        self.table, self.names = table, names
+
+    def get(self, name: str, default: Any) -> tuple[str, ...]:
+        return tuple(filter(self.names.__contains__, self.table))
 
 
 @contextmanager
@@ -189,13 +187,6 @@ def _attributes(holder: Any) -> dict | None:
     return table if isinstance(table, dict) else None
 
 
-def _slot(get: Callable[[str], Any], name: str) -> Any:
-    try:
-        return get(name)
-    except AttributeError:
-        return ABSENT
-
-
 def _in_class(cls: type) -> Iterator[Any]:
     """Attributes of a class other than methods."""
     return (value for _, value in class_values(cls) if not isinstance(value, FunctionType))
@@ -205,4 +196,4 @@ def _values(holder: Any) -> Iterator[Any]:
     if not isinstance(holder, nn.Module):
         yield from _in_class(type(holder))
     yield from (_attributes(holder) or {}).values()
-    yield from (_slot(object.__getattribute__.__get__(holder), name) for name in slots_of(type(holder)))
+    yield from slots(holder).values()

@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .variables import Table
+
 LISTS = (list, deque)
 COUNTED = (int, float)          # what may be a Count (counts.py)
 LARGE = 2 ** 62                 # integers from here on are no inputs
@@ -29,7 +31,7 @@ DEEP = 8                        # tables in tables; one may be in itself
 @dataclass(frozen=True, eq=False)
 class Place:
     """Where a tensor is: below a table of attributes, or a table or list that a function names."""
-    root: dict | list
+    root: Table
     path: tuple                             # keys and positions from there
     kind: ClassVar[str] = "tensor"
 
@@ -98,30 +100,30 @@ class State:
     """The entries that programs of a module write, or whose tensors they change in place; each with all tensors that are below it."""
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[int, Any], dict | list] = {}
+        self.entries: dict[tuple[int, Any], Table] = {}
         self.counted: dict[tuple[int, tuple], Place] = {}                   # numbers that a program writes, or that have changed
         self.varying: dict[Any, Varying] = {}                               # by what else calls are alike in
         self.is_looking = False                                             # whether traces look at the values of buffers (known.py)
         self.shapes: set[Any] = set()                                       # values of buffers that decided on a shape
         self.is_counting = True                                             # whether numbers may be Counts (counts.py) in a trace
 
-    def __contains__(self, entry: tuple[dict | list, tuple]) -> bool:
+    def __contains__(self, entry: tuple[Table, tuple]) -> bool:
         return (id(entry[0]), entry[1][0]) in self.entries
 
-    def add(self, root: dict | list, path: tuple, value: Any = None) -> None:
+    def add(self, root: Table, path: tuple, value: Any = None) -> None:
         """value: what is written there."""
         self.entries[id(root), path[0]] = root
         if isinstance(value, COUNTED) and not isinstance(value, bool):      # a Count is one
             self.count(root, path)
 
-    def vary(self, root: dict | list, path: tuple, value: Any) -> None:
+    def vary(self, root: Table, path: tuple, value: Any) -> None:
         """A number or tensor there, this one now, is another than before."""
         if isinstance(value, Tensor):
             self.add(root, path)
         else:
             self.count(root, path)
 
-    def count(self, root: dict | list, path: tuple) -> None:
+    def count(self, root: Table, path: tuple) -> None:
         """A number there changes from call to call."""
         self.counted[id(root), path] = NumberPlace(root, path)
 

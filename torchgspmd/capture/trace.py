@@ -37,7 +37,7 @@ from .counts import Computed, numbers, settled
 from .effects import Effect, Left, Watched
 from .escaped import Constants
 from .functional import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
-from .guards import capturing, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
+from .guards import capturing, check_constants, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
 from .known import Known
 from .objects import Opened, closed, opened
 from .products import REPLACEMENTS
@@ -113,6 +113,7 @@ def _capture(fn: Callable | nn.Module, state: dict[str, Tensor], args: tuple, kw
     first = len(real) - len(places)
     inputs = [given for i, given in enumerate(inputs) if i < first or i - first in used]
     graph, inputs = clean(traced.graph, inputs, program.tangents)
+    check_constants(graph, traced)
     left, observed = tuple(each.settled(False) for each in program.left), tuple(each.settled(True) for each in program.observed)
     computed = tuple(i for i, leaf in enumerate(program.result_leaves) if isinstance(leaf, Computed))
     reads = tables.reads(used, program.constants.given)
