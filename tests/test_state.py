@@ -20,7 +20,7 @@ WORKER, READER = (Path(__file__).with_name(f"worker_{name}.py") for name in ("st
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_modules_that_keep_something_between_calls(mesh):
-    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 16
+    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 18
 
 
 def test_what_forward_reads_changes_between_calls():

@@ -205,7 +205,9 @@ def pair(mesh, kind):
 def same_gradients(model, reference):
     wanted = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        close(parameter.grad, wanted[name].grad)
+        assert (parameter.grad is None) == (wanted[name].grad is None), name
+        if parameter.grad is not None:
+            close(parameter.grad, wanted[name].grad)
         parameter.grad = wanted[name].grad = None
 
 
@@ -688,6 +690,63 @@ def check_slots_classes_and_variables_around_functions(mesh):
                 assert type(whole(mine)) is type(theirs), (made, mine, theirs)
                 close(torch.as_tensor(mine), torch.as_tensor(theirs))
         assert len(model._all_programs()) <= 3, (made, len(model._all_programs()))
+
+
+class TwoHeads(Net):
+    """Results of which the third has nothing in common with the others, and a parameter that none needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.other, self.unused = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.square(), self.other(x)
+
+
+def check_backwards_from_single_results(mesh):
+    model, reference = pair(mesh, TwoHeads)
+    for m in (model, reference):
+        m.unused.register_hook(lambda gradient: gradient * 2)
+        m.unused.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+        y, _, z = m(batch(0))
+        y.sum().backward()
+        z.square().sum().backward()                                         # nothing that it needs has been freed
+    same_gradients(model, reference)
+    for m in (model, reference):
+        y, square, z = m(batch(1))
+        (y.sum() + z.sum()).backward()
+        try:
+            square.sum().backward()
+        except RuntimeError as error:
+            assert "Trying to backward through the graph a second time" in str(error)
+        else:
+            raise AssertionError(type(m))
+    same_gradients(model, reference)
+    for m in (model, reference):
+        y = m(batch(2))[0]
+        m.up.weight.requires_grad_(False)
+        y.square().sum().backward()
+        m.up.weight.requires_grad_(True)
+    same_gradients(model, reference)
+
+
+class Truncated(Net):
+    """A state whose history ends in forward."""
+    hidden = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.hidden = y if self.hidden is None else y + self.hidden.detach()
+        return self.hidden
+
+
+def check_backward_through_time_that_forward_truncates(mesh):
+    model, reference = pair(mesh, Truncated)
+    for step in range(STEPS):
+        for m in (model, reference):
+            m(batch(step)).square().sum().backward()
+        same_gradients(model, reference)
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

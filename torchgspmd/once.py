@@ -27,6 +27,17 @@ def without_history(inputs: list[Tensor], places: Sequence[int]) -> list[Tensor]
     return inputs
 
 
+def saved_for(ctx: Any, parts: dict[int, int], given: set[int]) -> Sequence[Tensor]:
+    """What forward saved, for a backward from these outputs. parts: of outputs (Captured.parts). As long as there was none from some part
+    it is kept: in eager PyTorch what such outputs need is not freed either."""
+    if not parts:
+        return ctx.saved_tensors
+    saved, before = getattr(ctx, "kept", None) or (ctx.saved_tensors, set())
+    used = before | {parts[i] for i in given}
+    ctx.kept = None if used == {*parts.values()} else (saved, used)
+    return saved
+
+
 def once(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients that a backward with create_graph=True found. Its program is not differentiable: what used them as if it was
     would lose a term."""

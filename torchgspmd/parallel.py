@@ -66,7 +66,7 @@ from .fx_passes.tidy import tidy
 from .mesh import Mesh
 from .module_state import Wrapped, as_text, leaf_key, mark_on, named_tensors, slot_of
 from .module_state import shard_updates as mark_updates
-from .once import apart, once, without_history
+from .once import apart, once, saved_for, without_history
 from .parallel_xla import XlaModule
 from .plan import Plan
 from .shard_spec import ShardSpec, SpecLike
@@ -260,7 +260,7 @@ class _Program:
         self.slots = [slot_of(model, i.name) for i in self.captured.inputs if i.kind in (PARAMETER, BUFFER)]
         self.out_kinds = [o.kind for o in self.captured.outputs]
         self.gradient_inputs = [o.input for o in self.captured.outputs if o.kind == GRADIENT]
-        self.apart = self.captured.without_gradient()
+        self.apart, self.parts = self.captured.without_gradient(), self.captured.parts()
         self.tangent_outputs = [i.output for i in self.captured.inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in self.captured.outputs if o.kind == MUTATION]
         self.outputs = self.out_kinds.count(OUTPUT)
@@ -404,11 +404,11 @@ class _Run(torch.autograd.Function):
             return (None,) * (1 + ctx.count)
         tangents = [torch.zeros(shape, dtype=dtype, device=device) if grads[i] is None else whole_of(grads[i])
                     for i, (shape, dtype, device) in zip(program.tangent_outputs, ctx.shapes)]
-        saved = ctx.saved_tensors
+        given = {i for i, grad in enumerate(grads) if grad is not None}
+        saved = saved_for(ctx, program.parts, given)
         if program.by_values:
             saved = [t if n is None else n for t, n in zip(saved, ctx.numbers)]
         boxed = [*saved, *tangents]
-        given = {i for i, grad in enumerate(grads) if grad is not None}
         ctx.maybe_clear_saved_tensors()                                     # unless the backward is to run again
         del saved, tangents, grads
         with torch.no_grad():

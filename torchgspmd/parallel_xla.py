@@ -19,7 +19,7 @@ from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.split import split
 from .mesh import Mesh
 from .module_state import Wrapped, leaf_key, mark_on, named_tensors, slot_of
-from .once import apart, once, without_history
+from .once import apart, once, saved_for, without_history
 from .shard_spec import ShardSpec
 from .specs import spread_inputs
 from .xla_backend.host import report_host_operations
@@ -140,7 +140,7 @@ class _Program:
         inputs, outputs = self.captured.inputs, self.captured.outputs
         self.slots = [slot_of(model, i.name) for i in inputs if i.kind in (PARAMETER, BUFFER)]
         self.gradient_inputs = [o.input for o in outputs if o.kind == GRADIENT]
-        self.apart = self.captured.without_gradient()
+        self.apart, self.parts = self.captured.without_gradient(), self.captured.parts()
         self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in outputs if o.kind == MUTATION]
         self.outputs = sum(o.kind == OUTPUT for o in outputs)
@@ -213,11 +213,11 @@ class _Run(torch.autograd.Function):
         program: _Program = ctx.program
         if all(grad is None for grad in grads):                             # autograd comes here from a node that needs nothing of it
             return (None,) * (1 + ctx.count)
+        given = {i for i, grad in enumerate(grads) if grad is not None}
         tangents = [torch.zeros_like(like) if grads[i] is None else grads[i] for i, like in zip(program.tangent_outputs, ctx.like)]
         with torch.no_grad(), torch.autocast("xla", enabled=False):
-            results = program.backward([*ctx.saved_tensors, *tangents])
+            results = program.backward([*saved_for(ctx, program.parts, given), *tangents])
         flat: list[Tensor | None] = [None] * ctx.count
-        given = {i for i, grad in enumerate(grads) if grad is not None}
         for index, value in zip(program.gradient_inputs, program.captured.flowing(given, results)):
             flat[index] = value
         program.captured.observe(results[len(program.gradient_inputs):])

@@ -41,6 +41,7 @@ class Output:
     input: int = -1                     # which input is mutated or differentiated; of an output: in whose place it is put
     open: bool = False                  # of an output: it leaves the program as it is laid out, if nobody asks for a layout
     of: frozenset[int] = frozenset()    # of a gradient: the outputs whose cotangents flow to it
+    part: int = 0                       # of an output: autograd's graph of it has no operation in common with those of other parts
 
 
 @dataclass
@@ -130,9 +131,14 @@ class Captured:
                                     why="a program takes them for two tensors", fix="pass a clone() of it")
 
     def without_gradient(self) -> list[int]:
-        """The arguments that it computes no gradients of: in eager PyTorch no backward comes to what these were computed of."""
+        """The parameters and arguments that it computes no gradients of: in eager PyTorch no backward comes to these."""
         through = {out.input for out in self.outputs if out.kind == GRADIENT}
-        return [i for i, given in enumerate(self.inputs) if given.kind == ARGUMENT and i not in through]
+        return [i for i, given in enumerate(self.inputs) if given.kind in (PARAMETER, ARGUMENT) and i not in through]
+
+    def parts(self) -> dict[int, int]:
+        """Of outputs that have a cotangent; none if all are one part."""
+        found = {given.output: self.outputs[given.output].part for given in self.inputs if given.kind == TANGENT}
+        return found if len(set(found.values())) > 1 else {}
 
     def flowing(self, given: set[int], gradients: Sequence[Any]) -> Sequence[Any]:
         """Outputs of kind GRADIENT: None where eager PyTorch computes none, as it comes from outputs of which none has a cotangent."""

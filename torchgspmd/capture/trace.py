@@ -12,8 +12,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import torch
@@ -36,6 +34,7 @@ from .clean import NUMBERS, clean
 from .counts import Computed, numbers, settled
 from .effects import Effect, Left, Watched
 from .escaped import Constants
+from .flows import apart, reached
 from .functional import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
 from .guards import capturing, check_constants, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
 from .known import Known
@@ -161,7 +160,8 @@ class _Program:
                 outs, grads = self._with_state(inputs, tracker)
             tracker.clear()
             mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if i in self.rebound or was_mutated(t, old)]
-            self.outputs = [*(Output(OUTPUT, self._place_of(i, t), i >= self.asked) for i, t in enumerate(outs)),
+            parts = apart(outs)
+            self.outputs = [*(Output(OUTPUT, self._place_of(i, t), i >= self.asked, part=parts[i]) for i, t in enumerate(outs)),
                             *(Output(MUTATION, i) for i in mutated), *(Output(GRADIENT, i, of=self.sources[i]) for i in grads),
                             *(Output(OBSERVED, open=True) for _ in self.seen)]
             constants = self.constants.now()
@@ -252,10 +252,10 @@ class _Program:
     def _backward(self, outs: list[Tensor], inputs: list[Tensor], tracker: _SourceTracker) -> dict[int, Tensor | None]:
         differentiable = [i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad]
         wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
-        reached = _reached([outs[i] for i in differentiable], [inputs[i] for i in wanted])
+        found = reached([outs[i] for i in differentiable], [inputs[i] for i in wanted])
         if self.rebound:
             self._check_rebound([outs[i] for i in differentiable], inputs)
-        self.sources = {i: frozenset(out for out, to in zip(differentiable, reached) if to >> k & 1) for k, i in enumerate(wanted)}
+        self.sources = {i: frozenset(out for out, to in zip(differentiable, found) if to >> k & 1) for k, i in enumerate(wanted)}
         if not differentiable or not wanted:
             return {}
         tracker.start_backward([outs[i] for i in differentiable])
@@ -269,34 +269,10 @@ class _Program:
     def _check_rebound(self, outs: list[Tensor], inputs: list[Tensor]) -> None:
         """ShardingError if results depend on a parameter that forward replaced, or on the one that it put there."""
         for i, now in self.rebound.items():
-            if i < len(self.parameters) and any(_reached(outs, [inputs[i], now])):
+            if i < len(self.parameters) and any(reached(outs, [inputs[i], now])):
                 raise ShardingError(f"forward puts another parameter in the place of '{self.parameters[i]}', on which its result depends",
                                     where=user_line(), why="an optimizer has the one that was there: the gradient would be lost silently",
                                     fix="change its values in the optimizer's step, or make it a buffer")
-
-
-def _reached(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
-    """For each of these results the inputs that gradients flow to from there: bit k is that of input k. ShardingError if one would
-    flow to another tensor: it would be lost without a word."""
-    bits = {id(tensor): 1 << k for k, tensor in enumerate(inputs)}
-    found: dict[Any, int] = {}
-    stack = [out.grad_fn for out in outs if out.grad_fn is not None]
-    while stack:
-        node = stack[-1]
-        before = [n for n, _ in node.next_functions if n is not None]
-        rest = [n for n in before if n not in found] if node not in found else ()
-        stack += rest
-        if rest:
-            continue
-        stack.pop()
-        leaf = node.variable if node.name() == "torch::autograd::AccumulateGrad" else None
-        if leaf is not None and not isinstance(leaf, FunctionalTensor):
-            raise ShardingError(f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is no parameter or argument",
-                                where=user_line(), why="a gradient is computed for what the program is given: it would be lost silently",
-                                fix="make it a parameter of the module or an argument, or detach() it; if the module keeps what an "
-                                    "earlier call computed, empty that, or call under torch.no_grad()")
-        found[node] = reduce(or_, (found[n] for n in before), bits.get(id(leaf), 0))
-    return [bits.get(id(out), 0) if out.grad_fn is None else found[out.grad_fn] for out in outs]
 
 
 class _Wrapper(nn.Module):

@@ -113,7 +113,8 @@ def takes_gradient(parameter: DTensor, accumulator: Any) -> bool:
     we rather do it ourselves, as FSDP2 does. False under torch.autograd.grad, where there is a gradient already, and
     where there are hooks.
     """
-    if not parameter.is_leaf or parameter.grad is not None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if (not parameter.is_leaf or parameter.grad is not None or not parameter.requires_grad or parameter._backward_hooks
+            or parameter._post_accumulate_grad_hooks):
         return False
     try:
         return torch._C._will_engine_execute_node(accumulator)
