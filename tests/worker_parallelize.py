@@ -461,6 +461,34 @@ class Kinds(nn.Module):
         return results
 
 
+class Chain(nn.Module):
+    """A conditional random field: pairs of tags read the table of transitions, whose rows are on several devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.emissions, self.transitions = nn.Linear(6, 4), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):                                                   # [b, s, 6]
+        emissions, (b, s) = self.emissions(x), x.shape[:2]
+        scores = emissions[:, 0]
+        for i in range(1, s):
+            scores = torch.logsumexp(scores[:, :, None] + self.transitions + emissions[:, i, None], 1)
+        tags = torch.arange(b * s).view(b, s) % 4
+        path = emissions.gather(2, tags[..., None]).sum() + self.transitions[tags[:, :-1], tags[:, 1:]].sum()
+        return scores.logsumexp(1).sum() - path
+
+
+def check_a_coordinate_that_forward_and_backward_compare(mesh):
+    torch.manual_seed(0)
+    axis, reference, x = mesh.names[0], Chain(), torch.randn(2, 5, 6)
+    model = gspmd.parallelize(gspmd.annotate(copy.deepcopy(reference), mesh, {"transitions": f"{axis} _"}), mesh, in_specs=f"{axis} _ _")
+    for m in (model, reference):
+        m(x).backward()
+    close(model(x), reference(x))
+    for name, parameter in reference.named_parameters():
+        close(model.get_parameter(name).grad, parameter.grad)
+
+
 def check_types(mesh):
     """Numbers of all types, gloo's and others."""
     reductions = [lambda x: x.sum(0, dtype=x.dtype), lambda x: x.prod(0, dtype=x.dtype)]
@@ -566,6 +594,7 @@ def load(mesh, path):
 
 
 CHECKS = (check_training, check_sharded_updates, check_fused_steps, check_modes, check_ways_to_a_gradient, check_scaler,
+          check_a_coordinate_that_forward_and_backward_compare,
           check_layouts_of_results, check_errors, check_a_sum_that_travels_with_the_comparison,
           check_nothing_is_sent_before_the_comparison_ends, check_uneven_weights, check_sizes_that_depend_on_values,
           check_native_random_numbers, check_exchanges, check_parts_of_axes, check_passes, check_types, check_same_text)

@@ -13,7 +13,7 @@ from .functional import FunctionalTensor
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
-def apart(outs: list[Tensor]) -> list[int]:
+def parts_of(outs: list[Tensor]) -> list[int]:
     """For each of these results the first one that it is connected with: by an operation that comes before both, and so on."""
     part: list[int] = [*range(len(outs))]
     owners: dict[Any, int] = {}

@@ -34,7 +34,7 @@ from .clean import NUMBERS, clean
 from .counts import Computed, numbers, settled
 from .effects import Effect, Left, Watched
 from .escaped import Constants
-from .flows import apart, reached
+from .flows import parts_of, reached
 from .functional import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
 from .guards import capturing, check_constants, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
 from .known import Known
@@ -160,7 +160,7 @@ class _Program:
                 outs, grads = self._with_state(inputs, tracker)
             tracker.clear()
             mutated = [i for i, (t, old) in enumerate(zip(inputs, before)) if i in self.rebound or was_mutated(t, old)]
-            parts = apart(outs)
+            parts = parts_of(outs)
             self.outputs = [*(Output(OUTPUT, self._place_of(i, t), i >= self.asked, part=parts[i]) for i, t in enumerate(outs)),
                             *(Output(MUTATION, i) for i in mutated), *(Output(GRADIENT, i, of=self.sources[i]) for i in grads),
                             *(Output(OBSERVED, open=True) for _ in self.seen)]

@@ -298,7 +298,8 @@ def _reduction(reduction: str) -> str:
     return {"prod": "product"}.get(reduction, reduction)
 
 
-_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg}
+_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg,
+               operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
 _LOWERINGS: dict[str, Callable] = {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter,
                                    "all_to_all": _all_to_all, "halo": _halo, "permute": _permute}
 _MERGED: dict[str, Callable] = {"all_reduce": _merged_all_reduce, "all_gather": _merged_all_gather,
