@@ -15,7 +15,7 @@ def test_a_wrapped_module_is_used_as_the_model(mesh):
 
 
 def test_models_that_differ_between_ranks():
-    assert launch("data=2", worker=OF_RANKS).count("holds on data=2") == 4
+    assert launch("data=2", worker=OF_RANKS).count("holds on data=2") == 5
 
 
 class Options:

@@ -108,6 +108,13 @@ def check_reads_that_make_no_difference(mesh):
     assert log.lines == (3 if rank == 0 else 0)
 
 
+def check_random_numbers(mesh):
+    model = wrapped(mesh, lambda model, y: nn.functional.dropout(y) if model.rank else nn.functional.dropout(y), rank=dist.get_rank())
+    model(torch.ones(6, 4))
+    torch.manual_seed(dist.get_rank())
+    assert error_of(model).startswith("the ranks would draw different random numbers")
+
+
 def check_reads_that_make_other_programs(mesh):
     rank = dist.get_rank()
     for use in (of_one_rank, kept_on_one_rank):
@@ -183,5 +190,5 @@ def check_what_is_changed_on_one_rank(mesh):
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    run([check_reads_that_make_no_difference, check_reads_that_make_other_programs, check_errors_of_one_rank,
+    run([check_reads_that_make_no_difference, check_random_numbers, check_reads_that_make_other_programs, check_errors_of_one_rank,
          check_what_is_changed_on_one_rank])

@@ -79,6 +79,7 @@ _IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 _REDUCTIONS = (torch.ops._c10d_functional.all_reduce.default, _IN_PLACE)
 _SENDING = {*STARTS, WAIT, ring_einsum_scatter, ring_gather_einsum}
 _MODES = ("torch.is_grad_enabled()", "torch.is_autocast_enabled()", "torch.get_autocast_dtype()", "torch.get_default_dtype()")
+_CALLS = "calls a module"
 BACKENDS = ("torch", "inductor", "xla")
 
 
@@ -198,7 +199,7 @@ class ShardedModule(Wrapped):
         owners = self._owners()
         model = self._described() + [*zip(_MODES, map(str, key[-len(_MODES):]))]
         model += [pair for captured in programs for pair in captured.described(owners, besides=passed)]
-        raise_difference(self._groups, Account(arguments, model, draws, made is not None))
+        raise_difference(self._groups, Account(_CALLS, arguments, model, _generator_state() if draws else None, made is not None))
 
     def _compare(self, captured: Captured, tensors: Sequence[Tensor], differ: Callable[[], NoReturn]) -> None:
         """ShardingError on every rank where tensors that are the same everywhere have other values on one."""
@@ -217,7 +218,7 @@ class ShardedModule(Wrapped):
         try:
             made, tensors = self._planned(args, kwargs, varying)
         except Exception as error:
-            failure = Account([], [], failure=f"{type(error).__name__}: {error}".splitlines()[0])
+            failure = Account(_CALLS, failure=f"{type(error).__name__}: {error}".splitlines()[0])
             agree(self._groups, _hash("no program"), lambda: gathered(self._groups, failure))
             raise
         captured = made.captured

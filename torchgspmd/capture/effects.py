@@ -47,7 +47,7 @@ class Effect:
 @dataclass(frozen=True)
 class Left:
     """What a program leaves in a table or list that is no argument of it: pytrees with Made in the place of tensors."""
-    root: Table                       # attributes of a module, or a table that a function names
+    root: Table                             # attributes of a module, or a table that a function names
     path: tuple                             # from there to the table or list: keys
     entries: dict
     gone: tuple                             # entries that are there no more

@@ -79,7 +79,7 @@ class _Table:
     path: tuple = ()                        # around a function, under these keys; () for the root itself
     attributes: bool = False                # whether it is such attributes: what is no tensor and no plain value is left alone there
     is_named: bool = False                  # whether a function names it, or the object whose attributes it is
-    names: tuple[str, ...] | None = None    # of global variables: those that functions assign, and tensors
+    names: tuple[str, ...] | None = None    # of variables and classes: those that functions assign, and tensors
 
     def entries(self) -> dict:
         if self.names is None:
@@ -227,8 +227,7 @@ class Tables:
         start = self.start.get(id(table))
         if start is not None and name not in self.globals.get(id(table), (name,)):
             start = None
-        stood_in = any(type(x) is Count or id(x) in self.places for x in (then.leaves() if isinstance(then, Contents) else (then,)))
-        if start is None and isinstance(table, Variables) and not stood_in and not same(table.get(name, ABSENT), then):
+        if start is None and isinstance(table, Variables) and not self._stood_in(then) and not same(table.get(name, ABSENT), then):
             warnings.warn(f"forward assigns '{name}' in a way that is not seen: runs of the program do not; keep it in an attribute of the "
                           "module", stacklevel=2)
             return ANY
@@ -239,6 +238,11 @@ class Tables:
         if table.get(name, ABSENT) is not value and not is_watched(value) and not is_table(value):
             return ANY                                                      # an object, in whose place a trace puts another one
         return self._compared(then, used, self._is_changed(table, (name,)))
+
+    def _stood_in(self, value: Any) -> bool:
+        """Whether what stands for something from a place is in it."""
+        leaves = value.leaves() if isinstance(value, Contents) else (value,)
+        return any(type(leaf) is Count or id(leaf) in self.places for leaf in leaves)
 
     def _is_changed(self, root: Table, path: tuple) -> bool:
         """Whether the program writes into the root, or into the entry of it."""
@@ -302,22 +306,27 @@ class Tables:
             entries = {name: table[name] for name in names if name in table}
             yield _Table(table, entries, entries, table, (), True, names=tuple(names))
 
-
     def _of_classes(self) -> Iterator[tuple[Table, str]]:
         """Attributes of classes that functions may assign, and those that hold tensors."""
-        def own(types: Iterable[type]) -> list[type]:
-            return [*dict.fromkeys(base for cls in types for base in cls.__mro__ if is_own(base.__module__))]
-
-        kinds, stored_anywhere = own(map(type, (*self.modules, *self.objects))), set()
+        kinds, assigned_anywhere = _bases(map(type, (*self.modules, *self.objects))), set()
         for function in self.called:
-            stored, named = assigned_attributes(function), own(cls for cls, _ in reached_classes(function))
-            stored_anywhere.update(stored)
-            for cls in (*named, *(kinds if stored and may_name_its_class(function) else ())):
-                yield from ((of_class(cls), name) for name in stored if not hasattr(type(cls.__dict__.get(name)), "__get__"))
+            names = assigned_attributes(function)
+            assigned_anywhere.update(names)
+            classes = [*_bases(cls for cls, _ in reached_classes(function)), *(kinds if may_name_its_class(function) else ())]
+            yield from ((of_class(cls), name) for cls in classes for name in names if not _is_descriptor(cls.__dict__.get(name)))
         for cls in kinds:
-            for name, value in cls.__dict__.items():
-                if isinstance(value, Tensor) or name in stored_anywhere and not hasattr(type(value), "__get__"):
-                    yield of_class(cls), name
+            yield from ((of_class(cls), name) for name, value in cls.__dict__.items()
+                        if isinstance(value, Tensor) or name in assigned_anywhere and not _is_descriptor(value))
+
+
+def _bases(classes: Iterable[type]) -> list[type]:
+    """The classes and those that they inherit from, but for Python's and torch's own."""
+    return [*dict.fromkeys(base for cls in classes for base in cls.__mro__ if is_own(base.__module__))]
+
+
+def _is_descriptor(value: Any) -> bool:
+    """Whether it is a method, a property or the like."""
+    return hasattr(type(value), "__get__")
 
 
 def _tables(container: Table, seen: set[int], root: Table, path: tuple = (), attributes: bool = False,

@@ -62,7 +62,7 @@ def agree(groups: Groups, number: int, otherwise: Callable[[], None]) -> None:
 
 
 def gathered(groups: Groups, mine: Any) -> list[Any]:
-    """What each rank has. Ranks that disagree all come here, with a pair: what one is given or does, and what its model is like."""
+    """What each rank has. Ranks that disagree all come here, each with an Account (disagreement.py)."""
     found: list[Any] = [None] * groups.mesh.size
     dist.all_gather_object(found, mine, group=groups.checks)
     return found

@@ -16,15 +16,16 @@ from .groups import Groups
 
 _SHOWN, _SHORT = 3, 60          # differences in a message, and characters of a value
 
-Described = list[tuple[str, str]]           # names and values, as every process writes them
+Described = Sequence[tuple[str, str]]       # names and values, as every process writes them
 
 
 @dataclass(frozen=True)
 class Account:
-    """What one rank is about to do."""
-    arguments: list[str]
-    model: Described                        # what its programs depend on
-    draws: bool = False                     # it runs a program that draws random numbers
+    """What one rank is about to do, and with what."""
+    does: str                               # "calls a module"
+    arguments: Sequence[str] = ()
+    model: Described = ()                   # what the programs of the module depend on
+    generator: int | None = None            # the state of torch's, if it draws random numbers
     is_made: bool = False                   # it has made a program
     failure: str = ""                       # why it could not
 
@@ -32,6 +33,10 @@ class Account:
 def raise_difference(groups: Groups, mine: Account) -> NoReturn:
     """Every rank comes here, with its account."""
     accounts = gathered(groups, mine)
+    if any(account.does != accounts[0].does for account in accounts):
+        raise ShardingError("the ranks do different things", where=user_line(),
+                            why="; ".join(f"rank {r} {account.does}" for r, account in enumerate(accounts)),
+                            fix="do it on every rank, also where only one needs what comes of it")
     failed = next((r for r, account in enumerate(accounts) if account.failure), None)
     if failed is not None:
         raise ShardingError(f"rank {failed} could not make its program", where=user_line(), why=accounts[failed].failure,
@@ -47,7 +52,7 @@ def raise_difference(groups: Groups, mine: Account) -> NoReturn:
         raise ShardingError("the ranks have made different programs", where=user_line(),
                             why=found or "the model, its marks or the versions of torch differ between ranks",
                             fix=alone if found else None)
-    if not found and any(account.draws for account in accounts):
+    if len({account.generator for account in accounts} - {None}) > 1:
         raise ShardingError("the ranks would draw different random numbers", where=user_line(),
                             why="the state of torch's generator differs between them",
                             fix="call torch.manual_seed with the same number on every rank")

@@ -10,14 +10,15 @@ each rank draws those of the whole tensor, from generators in the same state, wh
 from __future__ import annotations
 
 import zlib
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ShardingError, user_line
-from .agreement import agree, gathered
-from .groups import Groups, known_groups
+from ..errors import user_line
+from .agreement import agree
+from .disagreement import Account, raise_difference
+from .groups import known_groups
 from .handlers import as_before, handlers, ours_of
 from .on_whole import like, on_whole, store
 
@@ -42,8 +43,8 @@ def _drawn(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     if not ours or ours[0].device.type == "meta":
         return as_before(op, args, kwargs)
     one, groups = ours[0], known_groups(ours[0].device_mesh)
-    state, line = _state(kwargs.get("generator"), one.device), user_line()
-    agree(groups, state ^ zlib.crc32(f"draws at {line}".encode()), lambda: _differ(groups, state, line))
+    state, does = _state(kwargs.get("generator"), one.device), f"draws random numbers for a DTensor at {user_line()}"
+    agree(groups, state ^ zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does, generator=state)))
     if op in _OTHERS:
         return on_whole(op, args, kwargs, one)
     whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
@@ -61,14 +62,3 @@ def _state(generator: torch.Generator | None, device: torch.device) -> int:
     else:
         state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     return zlib.crc32(state.cpu().numpy())
-
-
-def _differ(groups: Groups, state: int, line: str | None) -> NoReturn:
-    """What a rank raises whose numbers others would not draw; it takes part as they find out what those do (parallel.py)."""
-    does = [does for does, _ in gathered(groups, (f"draws at {line}", state))]
-    if all(each == does[0] for each in does):
-        raise ShardingError("the ranks would draw different random numbers", where=line,
-                            why="the state of torch's generator differs between them",
-                            fix="call torch.manual_seed with the same number on every rank")
-    raise ShardingError("the ranks do different things", where=line, why="this one draws random numbers for a DTensor, others do not",
-                        fix="draw them on every rank")

@@ -15,16 +15,17 @@ import functools
 import logging
 import zlib
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import ShardingError, user_line
-from .agreement import agree, gathered
-from .groups import Groups, known_groups
+from ..errors import user_line
+from .agreement import agree
+from .disagreement import Account, raise_difference
+from .groups import known_groups
 
 _FAILED = "Sharding propagation failed", "found no DeviceMesh from dtensor args"
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"                    # from torch 2.10 on
@@ -55,20 +56,13 @@ def whole(tensor: DTensor) -> Tensor:
 
 def check_read_by_all(tensor: DTensor) -> None:
     """ShardingError on every rank, before any of them waits, unless all of them read one of which they have parts."""
-    groups, line = known_groups(tensor.device_mesh), user_line()
-    agree(groups, zlib.crc32(f"reads a DTensor at {line}".encode()), lambda: _not_alike(groups, line))
+    groups, does = known_groups(tensor.device_mesh), f"reads a DTensor, of which each device has a part, at {user_line()}"
+    agree(groups, zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does)))
 
 
 def like(tensor: DTensor, values: Tensor) -> DTensor:
     """A DTensor of whole values, laid out as another one; nothing is sent."""
     return distribute_tensor(values.detach().to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
-
-
-def _not_alike(groups: Groups, line: str | None) -> NoReturn:
-    """What a rank raises that reads while others do something else; it takes part as they find out what (parallel.py)."""
-    gathered(groups, (f"reads a DTensor at {line}", None))
-    raise ShardingError("the ranks do different things", where=line, why="this one reads a DTensor of which each device has a part, others "
-                        "do not", fix="read it on every rank, also where only one prints it")
 
 
 def _or_on_whole(before: Callable) -> Callable:
