@@ -24,12 +24,20 @@ class Net(nn.Module):
     def __init__(self, use, **attributes):
         super().__init__()
         self.head, self.use = nn.Linear(4, 4), use
-        self.register_buffer("table", torch.arange(4.0))
         for name, value in attributes.items():
             setattr(self, name, value)
 
     def forward(self, x):
         return self.use(self, self.head(x))
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Net(of_one_rank, rank=dist.get_rank()) for _ in range(2))
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x))
 
 
 class Log:
@@ -46,10 +54,10 @@ def wrapped(mesh, use, **attributes):
     return gspmd.parallelize(Net(use, **attributes), mesh)
 
 
-def error_of(model, *args):
-    """The first line of what every rank raises, and the rest."""
+def error_of(model):
+    """The message that every rank raises."""
     try:
-        model(*(args or (torch.ones(6, 4),)))
+        model(torch.ones(6, 4))
     except gspmd.ShardingError as error:
         found = str(error)
     else:
@@ -120,6 +128,7 @@ def check_reads_that_make_other_programs(mesh):
     for use in (of_one_rank, kept_on_one_rank):
         message = error_of(wrapped(mesh, use, rank=rank))
         assert message.startswith("the ranks have made different programs") and "'rank'" in message, message
+    assert "'blocks.1.rank' is 0 on rank 0 and 1 on rank 1" in error_of(gspmd.parallelize(Deep(), mesh))
     for value in (torch.tensor([1.0, 2.0, 3.0, rank]), np.arange(4.0) + rank, [1, 2, 3, rank]):
         model = wrapped(mesh, lambda model, y: y * torch.as_tensor(model.given), given=value)
         message = error_of(model)

@@ -75,6 +75,37 @@ def test_what_forward_leaves_in_objects_and_attributes():
         torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
+class Truncated(Net):
+    """A state whose history ends in forward, counted in the class, and a second result that has nothing in common with the first."""
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.other, self.unused = None, nn.Linear(16, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        type(self).calls += 1
+        y = super().forward(x)
+        self.hidden = y if self.hidden is None else y + self.hidden.detach()
+        return self.hidden * type(self).calls, self.other(x)
+
+
+def test_backwards_from_single_results():
+    model, reference = on_both(Truncated())
+    left = []
+    for m in (model, reference):
+        m.unused.register_hook(lambda gradient: gradient * 2)               # never called
+        Truncated.calls = 0
+        for seed in range(3):
+            y, z = m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)))
+            y.square().sum().backward()
+            z.square().sum().backward()
+        assert Truncated.calls == 3 and m.unused.grad is None
+        left.append([m.hidden, m.up.weight.grad, m.other.weight.grad])
+    for mine, theirs in zip(*left):
+        torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-5)
+
+
 class Recurrent(Net):
     """A hidden state, a cache that is written in place, a flag and a number."""
 

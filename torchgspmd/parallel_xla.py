@@ -162,9 +162,9 @@ class _Program:
         arguments = [place_tensor(t, spec, self.mesh, self.device) for t, spec in zip(tensors, self.arguments)]
         flat = [*(table[key] for table, key in self.slots), *arguments]
         self.captured.check_aliases([*flat[:len(self.slots)], *tensors])
+        originals = [*flat[:len(self.slots)], *tensors]
         with torch.autocast("xla", enabled=False):
             outs = _Run.apply(self, *without_history(flat, self.apart)) if self.captured.has_backward else self.run_forward(flat)[0]
-        originals = [*flat[:len(self.slots)], *tensors]
         with torch.no_grad():
             for index in self.mutated:
                 if originals[index] is not flat[index]:

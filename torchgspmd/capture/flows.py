@@ -19,7 +19,9 @@ def parts_of(outs: list[Tensor]) -> list[int]:
     owners: dict[Any, int] = {}
 
     def first(i: int) -> int:
-        return i if part[i] == i else first(part[i])
+        while part[i] != i:
+            i = part[i]
+        return i
 
     for i, out in enumerate(outs):
         stack = [out.grad_fn]

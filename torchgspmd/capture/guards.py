@@ -1,7 +1,7 @@
 """What surrounds a capture: what library code is told meanwhile, and which of its errors become ShardingErrors.
 
-Private APIs of PyTorch (exceptions, flags, the class behind reentrant checkpointing, what computes flex_attention, the stack of hooks for
-saved tensors); checked on 2.9.0 and 2.13.0.
+Private APIs of PyTorch (exceptions, fake tensors, flags, the class behind reentrant checkpointing, what computes flex_attention, the
+stack of hooks for saved tensors); checked on 2.9.0 and 2.13.0.
 """
 from __future__ import annotations
 
