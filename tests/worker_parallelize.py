@@ -489,6 +489,24 @@ def check_a_coordinate_that_forward_and_backward_compare(mesh):
         close(model.get_parameter(name).grad, parameter.grad)
 
 
+def check_recurrent_layers(mesh):
+    """Their lists of weights hold what is stored, not the whole, and no call makes another program of it."""
+    torch.manual_seed(0)
+    axis, reference = mesh.names[0], nn.GRU(6, 5, batch_first=True)
+    model = gspmd.parallelize(gspmd.annotate(copy.deepcopy(reference), mesh, {"weight_*": f"{axis} _"}), mesh, in_specs=f"{axis} _ _")
+    assert all(isinstance(weight, DTensor) for weight in model._flat_weights)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(3):
+        x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(step))
+        losses = [m(x)[0].square().mean() for m in (model, reference)]
+        close(*losses, 1e-5)
+        for loss, optimizer in zip(losses, optimizers):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert len(model._all_programs()) == 1
+
+
 def check_types(mesh):
     """Numbers of all types, gloo's and others."""
     reductions = [lambda x: x.sum(0, dtype=x.dtype), lambda x: x.prod(0, dtype=x.dtype)]
@@ -594,7 +612,7 @@ def load(mesh, path):
 
 
 CHECKS = (check_training, check_sharded_updates, check_fused_steps, check_modes, check_ways_to_a_gradient, check_scaler,
-          check_a_coordinate_that_forward_and_backward_compare,
+          check_a_coordinate_that_forward_and_backward_compare, check_recurrent_layers,
           check_layouts_of_results, check_errors, check_a_sum_that_travels_with_the_comparison,
           check_nothing_is_sent_before_the_comparison_ends, check_uneven_weights, check_sizes_that_depend_on_values,
           check_native_random_numbers, check_exchanges, check_parts_of_axes, check_passes, check_types, check_same_text)

@@ -166,6 +166,8 @@ _REPLACED = (
     (torch.SymBool, "__eq__", lambda self, other: bool(self) == other if isinstance(other, (int, float)) else _equal_truths(self, other)),
     (_BatchNorm, "forward", _cumulative_batch_norm),
     (nn.SyncBatchNorm, "forward", _cumulative_batch_norm),
+    (nn.RNNBase, "_flat_weights", property(lambda self: [getattr(self, name, None) for name in self._flat_weights_names])),
+    (nn.RNNBase, "_update_flat_weights", lambda self: None), (nn.RNNBase, "flatten_parameters", lambda self: None),
 )
 
 
@@ -174,7 +176,7 @@ class capturing:
     kind that can be captured: use_reentrant=True runs a backward of its own; and nn.Transformer takes a mask for what it is,
     without looking whether its values are those of a causal one, which only chooses the kernel. Distributions do not look whether
     their parameters are in range. BatchNorm does not turn its count of batches into a number, and SyncBatchNorm is the same, since
-    batches are whole. Nobody looks for nan. What torch.compile made of functions and modules is not used: they run as they were
+    batches are whole. Recurrent layers take their weights as they are now, without a list of them. Nobody looks for nan. What torch.compile made of functions and modules is not used: they run as they were
     written, and flex_attention as what it is, a softmax of scores. Hooks for saved tensors, such as those of a checkpoint around the
     call, are for what runs."""
 
@@ -188,13 +190,13 @@ class capturing:
             self.hooks.append(hooks)
             _autograd._pop_saved_tensors_default_hooks()
         self.stance = torch.compiler.set_stance("force_eager")
-        self.before = [(owner, name, getattr(owner, name)) for owner, name, _ in _REPLACED]
+        self.before = [(owner, name, vars(owner).get(name)) for owner, name, _ in _REPLACED]
         for owner, name, value in _REPLACED:
             setattr(owner, name, value)
 
     def __exit__(self, *_: Any) -> None:
         for owner, name, value in self.before:
-            setattr(owner, name, value)
+            delattr(owner, name) if value is None else setattr(owner, name, value)
         self.stance.__exit__(None, None, None)
         for hooks in reversed(self.hooks):
             _autograd._push_saved_tensors_default_hooks(*hooks)

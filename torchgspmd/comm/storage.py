@@ -77,7 +77,7 @@ def stored_shape(spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh, coordinate
 
 
 def shard_module(module: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, device_mesh: DeviceMesh) -> None:
-    """Puts DTensors in place of a module's parameters and buffers; tied ones stay tied."""
+    """Puts DTensors in place of a module's parameters and buffers; tied ones stay tied. By assignment: a recurrent layer lists its own."""
     made: dict[int, Tensor] = {}
     for prefix, owner in module.named_modules():
         for table in (owner._parameters, owner._buffers):
@@ -88,7 +88,7 @@ def shard_module(module: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, dev
                     stored = distribute(tensor, specs[f"{prefix}.{name}" if prefix else name], mesh, device_mesh)
                     made[id(tensor)] = nn.Parameter(stored, tensor.requires_grad) if table is owner._parameters else stored
                     copy_mark(tensor, made[id(tensor)])
-                table[name] = made[id(tensor)]
+                setattr(owner, name, made[id(tensor)])
 
 
 def local_of(tensor: Tensor) -> Tensor:
