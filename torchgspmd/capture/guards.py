@@ -176,9 +176,9 @@ class capturing:
     kind that can be captured: use_reentrant=True runs a backward of its own; and nn.Transformer takes a mask for what it is,
     without looking whether its values are those of a causal one, which only chooses the kernel. Distributions do not look whether
     their parameters are in range. BatchNorm does not turn its count of batches into a number, and SyncBatchNorm is the same, since
-    batches are whole. Recurrent layers take their weights as they are now, without a list of them. Nobody looks for nan. What torch.compile made of functions and modules is not used: they run as they were
-    written, and flex_attention as what it is, a softmax of scores. Hooks for saved tensors, such as those of a checkpoint around the
-    call, are for what runs."""
+    batches are whole. Recurrent layers take their weights as they are now, without a list of them. Nobody looks for nan. What
+    torch.compile made of functions and modules is not used: they run as they were written, and flex_attention as what it is, a
+    softmax of scores. Hooks for saved tensors, such as those of a checkpoint around the call, are for what runs."""
 
     active = 0                              # how many are under way
 
