@@ -41,7 +41,7 @@ class Functional(FunctionalTensorMode):
             if (found := self.ask(args[0])) is not None:
                 return found.item()
             if (entry := self._entry(args[0])) is not None:
-                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                with at_once():
                     self.known.see(*entry, user_line())
         if func in SELECTING and (found := self._selected(func, args, kwargs or {})) is not None:
             return found
@@ -63,7 +63,7 @@ class Functional(FunctionalTensorMode):
         """Its values, if they are known while it is traced; else None. is_shape: they decide on the shape of something."""
         tracer = get_proxy_mode().tracer
         slot = get_proxy_slot(unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor, tracer, None)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with at_once():
             if slot is not None:
                 return self.known.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
             if not is_shape or type(tensor) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -75,7 +75,7 @@ class Functional(FunctionalTensorMode):
         """The indices of what a mask selects, a constant for each of its dimensions; None if its values are not known."""
         if (known := self.ask(mask, True)) is None:
             return None
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with at_once():
             rows = known.nonzero().unbind(1)
         return self._constants(rows)
 
@@ -88,7 +88,7 @@ class Functional(FunctionalTensorMode):
         known = {id(t): self.ask(t, True) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if any(values is None for values in known.values()):
             return None
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with at_once():
             args, kwargs = pytree.tree_map_only(Tensor, lambda t: known[id(t)], (args, kwargs))
             results = func(*args, **kwargs)
         return self._constants(results)
@@ -106,6 +106,13 @@ class Changes(Exception):
     def __init__(self, entry: tuple[Table, tuple]):
         super().__init__()
         self.entry = entry
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """What is computed of tensors with values inside of it has values, and is no part of the program."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 @contextmanager

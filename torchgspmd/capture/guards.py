@@ -162,7 +162,7 @@ _REPLACED = (
     (flex_attention, "flex_attention_hop", math_attention), (flex_attention, "_validate_device", lambda *_: None),
     (transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True),
     (Distribution, "_validate_args", False),
-    (FunctionalTensor, "tolist", Tensor.tolist),
+    (FunctionalTensor, "tolist", Tensor.tolist), (FunctionalTensor, "to_dense", Tensor.to_dense),
     (torch.SymBool, "__eq__", lambda self, other: bool(self) == other if isinstance(other, (int, float)) else _equal_truths(self, other)),
     (_BatchNorm, "forward", _cumulative_batch_norm),
     (nn.SyncBatchNorm, "forward", _cumulative_batch_norm),

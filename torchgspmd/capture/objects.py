@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .sparse import Entries, is_sparse
+
 ITEM, ATTRIBUTE = "item", "attribute"
 Key = tuple[str, Any]                       # of a part: its kind, and its position, key or name
 Path = tuple[Key, ...]                      # from a structure to one of its containers
@@ -34,11 +36,13 @@ pytree.register_pytree_node(
 
 
 def opened(tree: Any, origins: Mapping[int, Path] | None = None, around: tuple[int, ...] = ()) -> Any:
-    """The tree with Opened for every object that holds tensors, and for those whose id has an origin."""
+    """The tree with Opened for every object that holds tensors, and for those whose id has an origin, and Entries for sparse tensors."""
     return pytree.tree_map(lambda leaf: _opened(leaf, origins or {}, around), tree)
 
 
 def _opened(leaf: Any, origins: Mapping[int, Path], around: tuple[int, ...]) -> Any:
+    if is_sparse(leaf):
+        return Entries.of(leaf)
     if not is_object(leaf) or id(leaf) in around:
         return leaf
     inside = {key: opened(value, origins, (*around, id(leaf))) for key, value in parts(leaf).items()}
@@ -49,10 +53,12 @@ def _opened(leaf: Any, origins: Mapping[int, Path], around: tuple[int, ...]) -> 
 
 def closed(tree: Any, given: Any = None) -> Any:
     """The tree with objects again where `opened` took them apart: new ones, or, of those with an origin, the one in `given`."""
-    return pytree.tree_map(lambda leaf: _closed(leaf, given), tree, is_leaf=lambda x: isinstance(x, Opened))
+    return pytree.tree_map(lambda leaf: _closed(leaf, given), tree, is_leaf=lambda x: isinstance(x, (Opened, Entries)))
 
 
 def _closed(leaf: Any, given: Any) -> Any:
+    if isinstance(leaf, Entries):
+        return leaf.tensor()
     if not isinstance(leaf, Opened):
         return leaf
     if leaf.origin is not None:

@@ -28,6 +28,7 @@ from ..annotate import mark_sharding, recorded_mark
 from ..errors import ShardingError, user_line, user_line_of
 from ..mesh import Mesh
 from ..uncollected import uncollected
+from . import sparse
 from .bodies import bodies
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, Captured, Input, Output
 from .clean import NUMBERS, clean
@@ -35,7 +36,7 @@ from .counts import Computed, numbers, settled
 from .effects import Effect, Left, Watched
 from .escaped import Constants
 from .flows import parts_of, reached
-from .functional import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
+from .functional import Changes, Functional, FunctionalTensor, at_once, set_data, unwrap, was_mutated
 from .guards import capturing, check_constants, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
 from .known import Known
 from .objects import Opened, closed, opened
@@ -317,8 +318,10 @@ class _Interceptor(TorchFunctionMode):
             return found.tolist()
         if func in SELECTIONS and len(args) > 1 and "out" not in kwargs:
             func, args = SELECTIONS[func](self.mode, *args)
-        for value in args if func in REPLACEMENTS or func is torch.sparse.mm else ():
-            if isinstance(value, Tensor) and (func in REPLACEMENTS or type(value) is Tensor):
+        if any(map(sparse.is_sparse, args)) or func is torch.sparse_coo_tensor:
+            return self._of_sparse(func, args, kwargs)
+        for value in args if func in REPLACEMENTS else ():
+            if isinstance(value, Tensor):
                 check_dense(f"an operand of {func.__name__}", value)
         replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
         if kwargs.get("out") is not None or is_transforming() or kwargs and not _takes(replacement, args, kwargs):
@@ -329,6 +332,22 @@ class _Interceptor(TorchFunctionMode):
         self.tracker.after(result)
         self.constants.note(args, kwargs, result)
         return result
+
+    def _of_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        if func is torch.sparse_coo_tensor:
+            made = func(*args, **kwargs)
+            sparse.note(made, *args, **kwargs)
+            return made
+        if (body := sparse.body(func)) is None:
+            return func(*args, **kwargs)
+        with at_once():
+            for arg in filter(sparse.is_sparse, args):
+                sparse.Entries.of(arg)                                      # of a constant
+        with self:
+            result = body(*args, **kwargs)
+            if result is NotImplemented:
+                raise sparse.unsupported(f"an operand of {func.__name__}", next(filter(sparse.is_sparse, args)))
+            return result
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         for body in bodies(func):
