@@ -24,7 +24,7 @@ def launch(mesh: str, *arguments: str, worker: Path = WORKER) -> str:
 
 @pytest.mark.parametrize("mesh", ["data=2", "model=3", "data=2,model=2"])
 def test_processes_compute_what_one_process_does(mesh):
-    assert launch(mesh, "checks").count(f"holds on {mesh}") == 20
+    assert launch(mesh, "checks").count(f"holds on {mesh}") == 21
 
 
 def test_a_checkpoint_is_resumed_on_other_meshes(tmp_path):

@@ -507,6 +507,31 @@ def check_recurrent_layers(mesh):
     assert len(model._all_programs()) == 1
 
 
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.near = nn.Linear(6, 5), nn.Linear(5, 3), torch.eye(7).to_sparse()
+
+    def forward(self, x, near):
+        return (self.near + near) @ self.down((near @ self.up(x)).relu())
+
+
+def check_sparse_matrices(mesh):
+    torch.manual_seed(0)
+    axis, reference = mesh.names[0], Graph()
+    model = gspmd.parallelize(gspmd.annotate(copy.deepcopy(reference), mesh, {"*.weight": f"{axis} _"}), mesh, in_specs=(f"{axis} _", None))
+    for seed in range(2):
+        near = torch.sparse_coo_tensor(torch.randint(7, (2, 12), generator=torch.Generator().manual_seed(seed)), torch.ones(12), (7, 7))
+        x = torch.randn(7, 6, generator=torch.Generator().manual_seed(seed))
+        for m in (model, reference):
+            m.zero_grad()
+            m(x, near).square().sum().backward()
+        close(model(x, near), reference(x, near))
+        for name, parameter in reference.named_parameters():
+            close(model.get_parameter(name).grad, parameter.grad)
+    assert len(model._all_programs()) == 1
+
+
 def check_types(mesh):
     """Numbers of all types, gloo's and others."""
     reductions = [lambda x: x.sum(0, dtype=x.dtype), lambda x: x.prod(0, dtype=x.dtype)]
@@ -612,7 +637,7 @@ def load(mesh, path):
 
 
 CHECKS = (check_training, check_sharded_updates, check_fused_steps, check_modes, check_ways_to_a_gradient, check_scaler,
-          check_a_coordinate_that_forward_and_backward_compare, check_recurrent_layers,
+          check_a_coordinate_that_forward_and_backward_compare, check_recurrent_layers, check_sparse_matrices,
           check_layouts_of_results, check_errors, check_a_sum_that_travels_with_the_comparison,
           check_nothing_is_sent_before_the_comparison_ends, check_uneven_weights, check_sizes_that_depend_on_values,
           check_native_random_numbers, check_exchanges, check_parts_of_axes, check_passes, check_types, check_same_text)

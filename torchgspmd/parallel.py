@@ -164,7 +164,7 @@ class ShardedModule(Wrapped):
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = args, kwargs
-        if kwargs or not all(isinstance(a, Tensor) for a in args):
+        if kwargs or not all(isinstance(a, Tensor) and a.layout is torch.strided for a in args):
             args, kwargs = opened((args, kwargs))
             leaves, tree = pytree.tree_flatten((args, kwargs))
         else:
