@@ -62,6 +62,13 @@ def test_arguments_and_attributes():
     assert [i.name for i in plan.captured.inputs] == ["x", "near_indices", "near_values"]
 
 
+def test_results():
+    given = NEAR, torch.ones(7)
+    twice, x = gspmd.plan(lambda near, x: (near * 2, x + 1), *given, mesh=MESH, in_specs=(None, "data")).simulate(*given)
+    assert twice.layout is torch.sparse_coo
+    torch.testing.assert_close((twice.to_dense(), x), ((NEAR * 2).to_dense(), torch.full((7,), 2.0)))
+
+
 def test_what_has_no_way():
     for function in (lambda s, d: s @ s, lambda s, d: s.pow(2) @ d, lambda s, d: torch.sparse.softmax(s, 1) @ d,
                      lambda s, d: s.values().sum()):

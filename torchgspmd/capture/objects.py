@@ -53,7 +53,11 @@ def _opened(leaf: Any, origins: Mapping[int, Path], around: tuple[int, ...]) -> 
 
 def closed(tree: Any, given: Any = None) -> Any:
     """The tree with objects again where `opened` took them apart: new ones, or, of those with an origin, the one in `given`."""
-    return pytree.tree_map(lambda leaf: _closed(leaf, given), tree, is_leaf=lambda x: isinstance(x, (Opened, Entries)))
+    return pytree.tree_map(lambda leaf: _closed(leaf, given), tree, is_leaf=is_opened)
+
+
+def is_opened(part: Any) -> bool:
+    return isinstance(part, (Opened, Entries))
 
 
 def _closed(leaf: Any, given: Any) -> Any:

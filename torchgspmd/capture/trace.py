@@ -39,7 +39,7 @@ from .flows import parts_of, reached
 from .functional import Changes, Functional, FunctionalTensor, at_once, set_data, unwrap, was_mutated
 from .guards import capturing, check_constants, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
 from .known import Known
-from .objects import Opened, closed, opened
+from .objects import closed, is_opened, opened
 from .products import REPLACEMENTS
 from .rebinding import Tables, rebound_buffers, rebound_parameters
 from .recorder import recorded_reads
@@ -244,7 +244,7 @@ class _Program:
         if any(isinstance(leaf, NUMBERS) for leaf in (*self.result_leaves, *pytree.tree_leaves([e.changed for e in self.effects]))):
             raise ShardingError("the program returns a number that is known only when it runs", where=user_line(),
                                 fix="return the tensor, and call item() on the result")
-        self.opened = any(isinstance(x, Opened) for x in pytree.tree_leaves(result, is_leaf=lambda x: isinstance(x, Opened)))
+        self.opened = any(map(is_opened, pytree.tree_leaves(result, is_leaf=is_opened)))
         self.tables.continue_counting()
         grads = self._backward(outs, inputs, tracker) if self.grad else {}
         self.observed = self.tables.left(self.seen, inputs[:len(self.names)])
