@@ -154,8 +154,9 @@ def test_did_you_mean():
 
 
 def test_sparse_arguments():
-    for near in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()):
-        assert "is sparse_c" in message(lambda near=near: plan(torch.sin, near, mesh=MESH))
+    for near, what in ((torch.eye(4).to_sparse(), "an operand of sin is sparse_coo"),
+                       (torch.eye(4).to_sparse_csr(), "argument 'arg0' is sparse_csr")):
+        assert message(lambda near=near: plan(torch.sin, near, mesh=MESH)).startswith(f"{what}, and a layout is one of dense tensors")
 
 
 def test_sparse_and_nested_tensors_inside():

@@ -71,6 +71,7 @@ def test_results():
 
 def test_what_has_no_way():
     for function in (lambda s, d: s @ s, lambda s, d: s.pow(2) @ d, lambda s, d: torch.sparse.softmax(s, 1) @ d,
-                     lambda s, d: s.values().sum()):
+                     lambda s, d: s.values().sum(), lambda s, d: torch.div(s, 2, rounding_mode="floor") @ d,
+                     lambda s, d: torch.mm(input=s, mat2=d)):
         assert "is sparse_coo, and a layout is one of dense tensors" in message(
             lambda function=function: gspmd.plan(Net(function), torch.randn(7, 4), mesh=MESH))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import ShardingError, user_line
+from .guards import check_dense
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Entries:
 
     @staticmethod
     def of(tensor: Tensor) -> Entries:
-        """ShardingError for one that the program made by what has no way here."""
+        """ShardingError for one that the program made by what has no way here. One with values is asked for them each time: they may
+        change in place."""
         found = getattr(tensor, "_entries", None)
-        if found is None:
-            if type(tensor) is not Tensor or tensor.requires_grad or tensor.dense_dim():
-                raise unsupported("a tensor", tensor)
-            found = Entries(tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
-            tensor._entries = found                                         # type: ignore[attr-defined]
-        return found
+        if found is not None:
+            return found
+        if type(tensor) is not Tensor or tensor.requires_grad or tensor.dense_dim():
+            check_dense("a tensor", tensor)
+        return Entries(tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
 
     def tensor(self) -> Tensor:
         made = torch.sparse_coo_tensor(self.indices, self.values, self.shape)
@@ -56,10 +56,9 @@ def is_sparse(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.sparse_coo
 
 
-def unsupported(what: str, tensor: Tensor) -> ShardingError:
-    """what: what it is."""
-    return ShardingError(f"{what} is {str(tensor.layout).removeprefix('torch.')}, and a layout is one of dense tensors", where=user_line(),
-                         fix="call to_dense() on it")
+def with_entries(value: Any) -> Any:
+    """A sparse tensor as the bodies below take it; anything else as it is."""
+    return Entries.of(value).tensor() if is_sparse(value) and not hasattr(value, "_entries") else value
 
 
 def body(function: Callable) -> Callable | None:
@@ -82,7 +81,7 @@ def _product(a: Tensor, b: Tensor) -> Any:
     if is_sparse(a) and is_sparse(b) or a.dim() != 2 or b.dim() > 2:
         return NotImplemented
     if is_sparse(b):
-        return _product(_transposed(b), a.t() if a.dim() == 2 else a).t()
+        return _product(_transposed(b), a.t()).t()
     entries = Entries.of(a)
     rows, columns = entries.indices.unbind(0)
     values = entries.values if b.dim() == 1 else entries.values[:, None]
@@ -99,9 +98,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return product if product is NotImplemented or bias is None else product + bias
 
 
-def _transposed(a: Tensor, *_: int) -> Any:
+def _transposed(a: Tensor, dim0: int = 0, dim1: int = 1) -> Any:
+    if a.dim() != 2 or dim0 % 2 == dim1 % 2:
+        return NotImplemented
     entries = Entries.of(a)
-    return Entries(entries.indices.flip(0), entries.values, entries.shape[::-1]).tensor() if a.dim() == 2 else NotImplemented
+    return Entries(entries.indices.flip(0), entries.values, entries.shape[::-1]).tensor()
 
 
 def _dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:

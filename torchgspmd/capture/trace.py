@@ -318,7 +318,7 @@ class _Interceptor(TorchFunctionMode):
             return found.tolist()
         if func in SELECTIONS and len(args) > 1 and "out" not in kwargs:
             func, args = SELECTIONS[func](self.mode, *args)
-        if any(map(sparse.is_sparse, args)) or func is torch.sparse_coo_tensor:
+        if any(map(sparse.is_sparse, (*args, *kwargs.values()))) or func is torch.sparse_coo_tensor:
             return self._of_sparse(func, args, kwargs)
         for value in args if func in REPLACEMENTS else ():
             if isinstance(value, Tensor):
@@ -340,14 +340,13 @@ class _Interceptor(TorchFunctionMode):
             return made
         if (body := sparse.body(func)) is None:
             return func(*args, **kwargs)
-        with at_once():
-            for arg in filter(sparse.is_sparse, args):
-                sparse.Entries.of(arg)                                      # of a constant
+        with at_once():                                                     # of constants
+            args, kwargs = pytree.tree_map(sparse.with_entries, (args, kwargs))
         with self:
-            result = body(*args, **kwargs)
-            if result is NotImplemented:
-                raise sparse.unsupported(f"an operand of {func.__name__}", next(filter(sparse.is_sparse, args)))
-            return result
+            result = body(*args, **kwargs) if _takes(body, args, kwargs) else NotImplemented
+        if result is NotImplemented:
+            check_dense(f"an operand of {func.__name__}", next(filter(sparse.is_sparse, (*args, *kwargs.values()))))
+        return result
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         for body in bodies(func):
