@@ -6,8 +6,10 @@ All variants live in one run and take turns step by step, in an order drawn anew
 in Python the caches are cold (5 % of a small model's step). Printed: median CPU time of a step summed over the processes
 (forward, backward, AdamW), and its ratio to the hand-written variant of the same parallelism:
 
-    data     hand: bucketed all_reduce of gradients; DDP; FSDP2; torchgspmd dp; torchgspmd fsdp
+    data     hand: bucketed all_reduce of gradients; DDP; torchgspmd dp
     tensor   hand: Megatron-LM's autograd functions (arXiv 1909.08053, section 3); DTensor tensor parallel; torchgspmd tp
+    sharded  hand: one flat parameter per block, gathered where it is used, its gradient reduce-scattered, AdamW on the parts
+             (ZeRO-3, arXiv 1910.02054, section 5.3, which keeps what it gathered until the backward); FSDP2; torchgspmd fsdp
 """
 from __future__ import annotations
 
@@ -126,6 +128,50 @@ def all_reduce_gradients(model: nn.Module) -> None:
         grad.copy_(part.view_as(grad))
 
 
+class _Gather(torch.autograd.Function):
+    """The whole of a flat parameter from the parts of all processes; the backward averages its gradient into the parts."""
+
+    @staticmethod
+    def forward(ctx, part):
+        whole = part.new_empty(part.numel() * dist.get_world_size())
+        dist.all_gather_into_tensor(whole, part)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        part = grad.new_empty(grad.numel() // dist.get_world_size())
+        dist.reduce_scatter_tensor(part, grad)
+        return part.div_(dist.get_world_size())
+
+
+class FlatParameter:
+    """The parameters of a module that no block inside of it has, as one: a forward pre-hook puts views of the gathered whole
+    in their place."""
+
+    def __init__(self, module: nn.Module, inside: list[nn.Module]):
+        world, rank = dist.get_world_size(), dist.get_rank()
+        others = {m for block in inside for m in block.modules()}
+        self.places = [(m, name) for m in module.modules() if m not in others for name, _ in m.named_parameters(recurse=False)]
+        parameters = [m._parameters.pop(name) for m, name in self.places]
+        self.shapes, self.sizes = [p.shape for p in parameters], [p.numel() for p in parameters]
+        self.padding = -sum(self.sizes) % world
+        flat = torch.cat([p.detach().flatten() for p in parameters] + [torch.zeros(self.padding)])
+        self.part = nn.Parameter(flat.chunk(world)[rank].clone())
+        module.register_parameter("flat", self.part)
+        module.register_forward_pre_hook(self.gather)
+
+    def gather(self, *_) -> None:
+        whole = _Gather.apply(self.part)
+        for (module, name), shape, part in zip(self.places, self.shapes, whole.split([*self.sizes, self.padding])):
+            setattr(module, name, part.view(shape))
+
+
+def by_hand_sharded(model: GPT) -> nn.Module:
+    for module, inside in (*((block, []) for block in model.blocks), (model, list(model.blocks))):
+        FlatParameter(module, inside)
+    return model
+
+
 # ---------------------------------------------------------------------------------------------- the variants
 
 def mark(model: GPT, mesh: gspmd.Mesh, layout: str) -> None:
@@ -165,12 +211,13 @@ def fsdp2(model: GPT) -> nn.Module:
 VARIANTS = {
     "data: hand": (lambda m: m, True, all_reduce_gradients),
     "data: DDP": (DistributedDataParallel, True, None),
-    "data: FSDP2": (fsdp2, True, None),
     "data: torchgspmd dp": (lambda m: ours(m, "dp"), False, None),
-    "data: torchgspmd fsdp": (lambda m: ours(m, "fsdp"), False, None),
     "tensor: hand": (by_hand_tensor, False, None),
     "tensor: DTensor": (dtensor_tensor, False, None),
     "tensor: torchgspmd tp": (lambda m: ours(m, "tp"), False, None),
+    "sharded: hand": (by_hand_sharded, True, None),
+    "sharded: FSDP2": (fsdp2, True, None),
+    "sharded: torchgspmd fsdp": (lambda m: ours(m, "fsdp"), False, None),
 }
 
 

@@ -149,6 +149,10 @@ ERRORS = [
     (lambda: gspmd.annotate(Net(), MESH, {"*.up.weight": "model _"}),
      f"'*.up.weight' matches no parameter, buffer or module{WHERE}\n"
      "  fix   '**.up.weight' does: * matches within one part of a name, ** across parts"),
+    (lambda: gspmd.annotate(Net(), MESH, {r"blocks\.\d+\.up.*": "model _"}),
+     f"'blocks\\.\\d+\\.up.*' matches no parameter, buffer or module{WHERE}\n"
+     "  fix   patterns are globs, not regular expressions, of which this one matches 'blocks.0.up.weight': "
+     "* matches within one part of a name, ** across parts"),
     (lambda: gspmd.annotate(nn.ModuleList(nn.Linear(1, 1) for _ in range(20)), MESH, {"embedding": "model _"}),
      f"'embedding' matches no parameter, buffer or module{WHERE}\n"
      "  fix   known are " + ", ".join(f"'{i}.{n}'" for i in range(10) for n in ("weight", "bias")) + " and 40 more"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -93,17 +94,26 @@ def annotate(module: nn.Module, mesh: Mesh, layouts: Mapping[str, SpecLike]) -> 
         matches = _glob(pattern).fullmatch
         names = [name for name in (*tensors, *modules) if matches(name)]
         if not names:
-            wider, known = re.sub(r"\*+", "**", pattern), [*tensors, *filter(None, modules)]
-            crosses = any(map(_glob(wider).fullmatch, known))
             raise ShardingError(f"'{pattern}' matches no parameter, buffer or module", where=user_line(),
-                                fix=f"'{wider}' does: * matches within one part of a name, ** across parts" if crosses
-                                else did_you_mean(pattern, known))
+                                fix=_other_pattern(pattern, [*tensors, *filter(None, modules)]))
         for name in names:
             if name in tensors:
                 mark_sharding(tensors[name], mesh, spec)
             else:
                 modules[name].register_forward_hook(_mark_outputs(mesh, ShardSpec.parse(spec)))
     return module
+
+
+def _other_pattern(pattern: str, names: list[str]) -> str:
+    """What the user may have meant by a pattern that matches none of the names."""
+    ways = "* matches within one part of a name, ** across parts"
+    wider = re.sub(r"\*+", "**", pattern)
+    if any(map(_glob(wider).fullmatch, names)):
+        return f"'{wider}' does: {ways}"
+    with suppress(re.error):
+        if name := next(filter(re.compile(pattern).fullmatch, names), None):
+            return f"patterns are globs, not regular expressions, of which this one matches '{name}': {ways}"
+    return did_you_mean(pattern, names)
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
