@@ -19,7 +19,7 @@ ARGUMENTS = {
     aten.native_layer_norm.default: (X, [4], V, V, 1e-5), aten.ne.Scalar: (X, 3), aten.permute.default: (X, [1, 0, 2]),
     aten.reshape.default: (X, [6, 4]), aten.select.int: (X, 0, 1), aten.split_with_sizes.default: (X, [1, 3], 2),
     aten.squeeze.dims: (X, [0, 1]), aten.sum.dim_IntList: (X, [0], True), aten.transpose.int: (X, -2, -1),
-    aten.unsqueeze.default: (X, 0), aten.where.self: (X > 0.5, X, V),
+    aten.unsqueeze.default: (X, 0), aten.where.self: (X > 0.5, X, V), aten.scatter_add_.default: (M, 1, INDEX[:, None], X[0]),
 }
 
 

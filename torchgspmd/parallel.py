@@ -60,6 +60,7 @@ from .fx_passes.in_flight import STARTS, WAIT, in_flight
 from .fx_passes.in_place import in_place
 from .fx_passes.into_buckets import into_buckets
 from .fx_passes.lower import lower
+from .fx_passes.one_hot import one_hot
 from .fx_passes.products import products
 from .fx_passes.split import split
 from .fx_passes.tidy import tidy
@@ -450,7 +451,7 @@ def _compiled(owner: nn.Module, graph: fx.Graph, groups: Groups, backend: str, b
                 node.target = torch.ops._c10d_functional.all_reduce.default
         compiled = torch.compile(fx.GraphModule(owner, carriers(gloo(graph, groups))))
         return (lambda inputs: compiled(*inputs)) if boxed else compiled
-    graph = carriers(gloo(into_buckets(in_place(graph)), groups))
+    graph = carriers(gloo(into_buckets(in_place(one_hot(graph))), groups))
     bindings(graph).lint()
     if boxed:
         graph.set_codegen(BoxedCodeGen())

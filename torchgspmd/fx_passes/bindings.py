@@ -49,6 +49,7 @@ BINDINGS: dict[Any, Any] = {
     aten.relu.default: torch.relu,
     aten.reshape.default: torch.reshape,
     aten.rsqrt.default: torch.rsqrt,
+    aten.scatter_add_.default: torch.Tensor.scatter_add_,
     aten.select.int: torch.select,
     aten.sigmoid.default: torch.sigmoid,
     aten.sin.default: torch.sin,

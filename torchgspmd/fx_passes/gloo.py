@@ -30,7 +30,7 @@ from ..comm.groups import Groups
 from .carriers import CARRIERS
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-FEW = 2 ** 20                   # bytes up to which two ranks exchange their terms of a sum
+FEW = 2 ** 21                   # bytes up to which two ranks exchange their terms of a sum
 # What reduces over a dimension; two tensors; two tensors, written over the first. Named as c10d does.
 _OVER = {"sum": aten.sum.dim_IntList, "max": aten.amax.default, "min": aten.amin.default, "product": aten.prod.dim_int}
 _OF_TWO = {"sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default, "product": aten.mul.Tensor}
