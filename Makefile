@@ -49,7 +49,12 @@ venv:
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "torch==$(TORCH)+cpu" \
 		|| $(BIN)/python -m pip install --quiet "torch==$(TORCH)"
 
+# torch 2.9 needs 4 GB of CUDA libraries, on machines without a GPU too. One at a time, so that the disk has not to hold the downloads of all
+# of them beside what they unpack to.
 venv-xla:
 	test -x $(XLA_BIN)/python || $(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_BIN)/python -m pip install --quiet --no-deps torch==2.9.0
+	$(XLA_BIN)/python -c "import importlib.metadata as m; print(*(r for r in m.requires('torch') if 'extra' not in r), sep='\n')" \
+		| xargs -d '\n' -n 1 $(XLA_BIN)/python -m pip install --quiet --no-warn-conflicts
 	$(XLA_BIN)/python -m pip install --quiet torch==2.9.0 torch_xla==2.9.0
 	$(XLA_BIN)/python -m pip install --quiet -e ".[test,examples]"
