@@ -4,11 +4,12 @@ from .api import plan
 from .comm.collective import Collective
 from .compare import compare_with_xla
 from .custom import rule
+from .doctor import doctor
 from .errors import ShardingError
 from .mesh import Mesh
 from .parallel import parallelize, shard_batch
 from .plan import Plan
 from .shard_spec import UNCONSTRAINED, ShardSpec
 
-__all__ = ["UNCONSTRAINED", "Collective", "Mesh", "Plan", "ShardSpec", "ShardingError", "annotate", "compare_with_xla", "mark_sharding",
-           "parallelize", "plan", "rule", "shard_batch"]
+__all__ = ["UNCONSTRAINED", "Collective", "Mesh", "Plan", "ShardSpec", "ShardingError", "annotate", "compare_with_xla", "doctor",
+           "mark_sharding", "parallelize", "plan", "rule", "shard_batch"]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils import _pytree as pytree
 
+from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec, SpecLike

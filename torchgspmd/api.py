@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from .annotate import mark_sharding_op
 from .capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, OUTPUT, TANGENT, Captured, Output, capture, opened
 from .comm.storage import storable
+from .compat.private_apis import _pytree as pytree
+from .compat.versions import check_plan
 from .cures import replicates
 from .dump import Dump
 from .errors import ShardingError, user_line
@@ -55,6 +56,7 @@ def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None,
     if not isinstance(mesh, Mesh):
         raise ShardingError(f"plan takes a torchgspmd.Mesh, not {type(mesh).__name__}", where=user_line(),
                             fix="Mesh(data=2, model=4), or Mesh.from_device_mesh(device_mesh)")
+    check_plan()
     if grad and not isinstance(fn, nn.Module):
         raise ShardingError("plan(grad=True) takes a module", where=user_line(), fix="call torch.autograd.grad inside of the function")
     args, kwargs = opened((args, kwargs))

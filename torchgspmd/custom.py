@@ -4,8 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch._ops import OpOverload, OpOverloadPacket
-
+from .compat.private_apis import OpOverload, OpOverloadPacket
 from .errors import ShardingError, user_line
 from .rules import Call, Rule
 from .rules.notation import IDENTITY, Sentence

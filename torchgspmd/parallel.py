@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils import _pytree as pytree
 
 from .api import compile_plan
 from .capture import (
@@ -50,6 +49,9 @@ from .comm.storage import (
     whole_of,
     wrap_local,
 )
+from .compat.operators import c10d
+from .compat.private_apis import _pytree as pytree
+from .compat.versions import check_parallelize
 from .errors import ShardingError, user_line
 from .fx_passes.bindings import bindings
 from .fx_passes.boxed import BoxedCodeGen
@@ -76,8 +78,8 @@ from .standalone import stand_alone
 from .xla_backend.batch import place_batch
 from .xla_backend.runtime import is_started
 
-_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
-_REDUCTIONS = (torch.ops._c10d_functional.all_reduce.default, _IN_PLACE)
+_IN_PLACE = c10d.all_reduce_.default
+_REDUCTIONS = (c10d.all_reduce.default, _IN_PLACE)
 _SENDING = {*STARTS, WAIT, ring_einsum_scatter, ring_gather_einsum}
 _MODES = ("torch.is_grad_enabled()", "torch.is_autocast_enabled()", "torch.get_autocast_dtype()", "torch.get_default_dtype()")
 _CALLS = "calls a module"
@@ -108,6 +110,7 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     """
     if backend not in BACKENDS:
         raise ShardingError(f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}", where=user_line())
+    check_parallelize()
     ours = {"strict": strict, "rng": rng != "global", "regather": regather != "auto", "skip_passes": bool(skip_passes)}
     others = ours if backend == "xla" else {"pin": pin != "user"}
     for name in (name for name, is_set in others.items() if is_set):
@@ -448,7 +451,7 @@ def _compiled(owner: nn.Module, graph: fx.Graph, groups: Groups, backend: str, b
     if backend == "inductor":
         for node in graph.nodes:
             if node.target is _IN_PLACE:                                    # its functionalization does not take that one
-                node.target = torch.ops._c10d_functional.all_reduce.default
+                node.target = c10d.all_reduce.default
         compiled = torch.compile(fx.GraphModule(owner, carriers(gloo(graph, groups))))
         return (lambda inputs: compiled(*inputs)) if boxed else compiled
     graph = carriers(gloo(into_buckets(in_place(one_hot(graph))), groups))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import _pytree as pytree
 
 from .api import Annotated, decide, lay_out
 from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Varying, capture, not_compiled, opened
+from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, user_line
 from .fx_passes.boxed import BoxedCodeGen
 from .fx_passes.split import split

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Captured, opened
 from .comm.collective import Collective
 from .comm.simulate import Lockstep, join_global, split_global
+from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, did_you_mean, user_line
 from .fx_passes import Layouts
 from .fx_passes.memory import bytes_of, peak

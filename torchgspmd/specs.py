@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from ..compat.operators import aten
+from ..compat.private_apis import OpOverload
+from ..compat.private_apis import _pytree as pytree
 from .captured import TANGENT, Input
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)            # known only when the program runs
-_IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default}
+_IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
 
 def clean(traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]) -> tuple[fx.Graph, list[Input]]:
@@ -35,8 +37,8 @@ def clean(traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]
     for node in old_nodes:
         if node.target in _IDENTITIES:
             new[node] = new[node.args[0]]
-        elif node.target is torch.ops.aten._to_copy.default and not isinstance(node.args[0], fx.Node):      # vmap makes tensors of numbers
-            new[node] = graph.call_function(torch.ops.aten.scalar_tensor.default, node.args, {"dtype": node.meta["val"].dtype})
+        elif node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):      # vmap makes tensors of numbers
+            new[node] = graph.call_function(aten.scalar_tensor.default, node.args, {"dtype": node.meta["val"].dtype})
             _copy_meta(node, new[node])
         elif node.op in ("call_function", "get_attr") and node not in new and not _is_profiling(node.target):
             new[node] = graph.node_copy(node, new.__getitem__)
@@ -65,7 +67,7 @@ def _identifiers(names: list[str]) -> list[str]:
 def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
     """The ones_like nodes that start the backward: as many as there are tangents, the first of the backward's nodes."""
     started = itertools.dropwhile(lambda n: not n.meta.get("custom", {}).get("backward"), nodes)
-    seeds = [n for n in started if n.target is torch.ops.aten.ones_like.default]
+    seeds = [n for n in started if n.target is aten.ones_like.default]
     return seeds[:len(tangents)]
 
 
@@ -75,7 +77,7 @@ def _copy_meta(source: fx.Node, target: fx.Node) -> None:
     target.meta = {"val": pytree.tree_map(_settled, source.meta.get("val")), "source": custom.get("source"),
                    "backward": custom.get("backward", False), "captured": target.name}
     values = pytree.tree_leaves([source.meta.get("val"), [n.meta.get("val") for n in source.all_input_nodes]])
-    pointwise = isinstance(source.target, torch._ops.OpOverload) and torch.Tag.pointwise in source.target.tags
+    pointwise = isinstance(source.target, OpOverload) and torch.Tag.pointwise in source.target.tags
     if any(_is_open(v) if isinstance(v, Tensor) else isinstance(v, NUMBERS) and not pointwise for v in values):
         target.meta["dynamic"] = True
 
@@ -144,13 +146,13 @@ def _share_views(graph: fx.Graph) -> None:
 
 def _is_view(target: Any) -> bool:
     """Whether the result has the elements of the operand, and no memory of its own."""
-    return isinstance(target, torch._ops.OpOverload) and target.is_view
+    return isinstance(target, OpOverload) and target.is_view
 
 
 def _is_profiling(target: Any) -> bool:
     """What torch.profiler.record_function leaves behind; every optimizer's step is inside of one."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "profiler"
+    return isinstance(target, OpOverload) and target.namespace == "profiler"
 
 
 def _is_random(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ..compat.private_apis import _pytree as pytree
 from .state import COUNTED, Place
 
 Function = Callable[[Any], Any]

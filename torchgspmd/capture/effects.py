@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ..compat.private_apis import _pytree as pytree
 from .counts import Computed, numbers, settled, settled_there
 from .objects import ATTRIBUTE, ITEM, Key, Path, closed, follow, is_object, opened, parts
 from .state import LISTS

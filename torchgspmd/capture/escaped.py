@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..compat.private_apis import OpOverload
+
 
 class Constants:
     """The tensors of a trace that are computed from none of its inputs, as long as they live."""
@@ -64,7 +66,7 @@ def _is_computable(node: fx.Node) -> bool:
     stack, seen = [node], {node}
     while stack:
         node = stack.pop()
-        random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
         if node.op == "placeholder" or random:
             return False
         new = [n for n in node.all_input_nodes if n not in seen]

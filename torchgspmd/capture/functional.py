@@ -1,7 +1,4 @@
-"""Tensors of a trace: values in which in-place updates have been turned into new ones.
-
-Imports private capture APIs of PyTorch; checked on 2.9.0 and 2.13.0.
-"""
+"""Tensors of a trace: values in which in-place updates have been turned into new ones."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,19 +7,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..compat.operators import aten
+from ..compat.private_apis import (
+    DisableTorchFunction,
+    DispatchKey,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    OpOverload,
+    _disable_current_modes,
+    _from_functional_tensor,
+    _sync,
+    _to_functional_tensor,
+    get_proxy_mode,
+    get_proxy_slot,
+    is_functorch_wrapped_tensor,
+)
+from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
 from .known import Known
 from .rebinding import Tables, check_alike
 from .selection import SELECTING
 from .variables import Table
 
-_CHECKS = {torch.ops.aten._linalg_check_errors.default}
-_ITEM = torch.ops.aten._local_scalar_dense.default
+_CHECKS = {aten._linalg_check_errors.default}
+_ITEM = aten._local_scalar_dense.default
 
 
 class Functional(FunctionalTensorMode):
@@ -57,7 +66,7 @@ class Functional(FunctionalTensorMode):
 
     def _of_program(self, tensor: Tensor) -> Tensor:
         """What has been computed, as a tensor of the program; torch leaves those alone that are computed of none of its tensors."""
-        return tensor if isinstance(tensor, FunctionalTensor) else FunctionalTensor(torch._to_functional_tensor(tensor), self)
+        return tensor if isinstance(tensor, FunctionalTensor) else FunctionalTensor(_to_functional_tensor(tensor), self)
 
     def ask(self, tensor: Tensor, is_shape: bool = False) -> Tensor | None:
         """Its values, if they are known while it is traced; else None. is_shape: they decide on the shape of something."""
@@ -66,7 +75,7 @@ class Functional(FunctionalTensorMode):
         with at_once():
             if slot is not None:
                 return self.known.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
-            if not is_shape or type(tensor) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            if not is_shape or type(tensor) is not Tensor or is_functorch_wrapped_tensor(tensor):
                 return None
             found = self._entry(tensor) or ({"a tensor": tensor}, ("a tensor",))
             return tensor if self.known.see(*found, user_line()) else None
@@ -81,9 +90,9 @@ class Functional(FunctionalTensorMode):
 
     def _constants(self, values: Any) -> Any:
         with self:
-            return pytree.tree_map_only(Tensor, torch.ops.aten.lift_fresh.default, values)
+            return pytree.tree_map_only(Tensor, aten.lift_fresh.default, values)
 
-    def _selected(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    def _selected(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         """The results of an operation on values that are known, as constants; None if they are not."""
         known = {id(t): self.ask(t, True) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if any(values is None for values in known.values()):
@@ -111,14 +120,14 @@ class Changes(Exception):
 @contextmanager
 def at_once() -> Iterator[None]:
     """What is computed of tensors with values inside of it has values, and is no part of the program."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with _disable_current_modes(), DisableTorchFunction():
         yield
 
 
 @contextmanager
-def _whole(func: torch._ops.OpOverload) -> Iterator[None]:
+def _whole(func: OpOverload) -> Iterator[None]:
     """Keeps an interpolation in one piece, which torch 2.9 would replace by its body in Python, a gather of rows."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    key = DispatchKey.CompositeImplicitAutograd
     body = func.py_kernels.pop(key, None) if "upsample_nearest" in func.name() else None
     try:
         yield
@@ -140,8 +149,8 @@ def set_data(input: Tensor, data: Tensor) -> None:
 
 
 def unwrap(tensor: Tensor) -> Tensor:
-    torch._sync(tensor)
-    return torch._from_functional_tensor(tensor.elem)
+    _sync(tensor)
+    return _from_functional_tensor(tensor.elem)
 
 
 def was_mutated(tensor: Tensor, before: Tensor) -> bool:

@@ -1,8 +1,4 @@
-"""What surrounds a capture: what library code is told meanwhile, and which of its errors become ShardingErrors.
-
-Private APIs of PyTorch (exceptions, fake tensors, flags, the class behind reentrant checkpointing, what computes flex_attention, the
-stack of hooks for saved tensors); checked on 2.9.0 and 2.13.0.
-"""
+"""What surrounds a capture: what library code is told meanwhile, and which of its errors become ShardingErrors."""
 from __future__ import annotations
 
 import random
@@ -16,25 +12,30 @@ import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._higher_order_ops.flex_attention import math_attention
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    UnsupportedOperatorException,
-)
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributions import Distribution
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import flex_attention
 from torch.nn.modules import transformer
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint as checkpointing
 
+from ..compat.private_apis import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FunctionalTensor,
+    GuardOnDataDependentSymNode,
+    UnsupportedOperatorException,
+    _BatchNorm,
+    _disable_dynamo,
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+    is_missing,
+    math_attention,
+    peek_interpreter_stack,
+)
 from ..errors import ShardingError, user_line, user_line_of
 
-_autograd = torch._C._autograd
 _OLD = torch.__version__ < "2.10"           # which cannot trace slices by numbers that depend on values, nor compute with truth values
 
 
@@ -137,7 +138,7 @@ class _Checkpoint:
         return checkpointing.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
-_batch_norm = _BatchNorm.forward
+_batch_norm = nn.BatchNorm1d.forward                        # that of _BatchNorm
 _equal_truths = torch.SymBool.__eq__
 
 
@@ -186,9 +187,9 @@ class capturing:
         capturing.active += 1
         self.anomaly = torch.autograd.set_detect_anomaly(False)
         self.hooks = []
-        while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        while not is_missing(_top_saved_tensors_default_hooks) and (hooks := _top_saved_tensors_default_hooks(True)) is not None:
             self.hooks.append(hooks)
-            _autograd._pop_saved_tensors_default_hooks()
+            _pop_saved_tensors_default_hooks()
         self.stance = torch.compiler.set_stance("force_eager")
         self.before = [(owner, name, vars(owner).get(name)) for owner, name, _ in _REPLACED]
         for owner, name, value in _REPLACED:
@@ -199,7 +200,7 @@ class capturing:
             delattr(owner, name) if value is None else setattr(owner, name, value)
         self.stance.__exit__(None, None, None)
         for hooks in reversed(self.hooks):
-            _autograd._push_saved_tensors_default_hooks(*hooks)
+            _push_saved_tensors_default_hooks(*hooks)
         self.anomaly.__exit__()
         capturing.active -= 1
 
@@ -222,12 +223,12 @@ def _state_of_numpy() -> tuple[bytes, int]:
 
 def not_compiled(method: Callable) -> Callable:
     """What torch.compile does not look into; it calls it."""
-    return torch._disable_dynamo(method)
+    return method if is_missing(_disable_dynamo) else _disable_dynamo(method)
 
 
 def is_transforming() -> bool:
     """Whether torch.func differentiates or vectorizes what is called."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return peek_interpreter_stack() is not None
 
 
 def is_capturing() -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..compat.private_apis import OpOverload
 from .guards import needs_values
 from .state import Place
 from .variables import Table
@@ -114,7 +115,7 @@ def _inputs(node: fx.Node) -> list[fx.Node] | None:
     seen, stack = {node: None}, [node]
     while stack:
         node = stack.pop()
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
             return None
         new = [n for n in node.all_input_nodes if n not in seen]
         seen.update(dict.fromkeys(new))

@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ..compat.private_apis import _pytree as pytree
 from .sparse import Entries, is_sparse
 
 ITEM, ATTRIBUTE = "item", "attribute"

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..annotate import check_mark, mark_sharding, mark_sharding_op
+from ..compat.operators import aten
 from ..mesh import Mesh
 from ..ops.nd import attention, einsum, summed_alone
 from ..shard_spec import SpecLike
@@ -196,7 +197,7 @@ def _istft(input: Tensor, n_fft: int, hop_length: int | None = None, win_length:
         window = torch.ones(width, dtype=frames.real.dtype, device=input.device)
     window = F.pad(window, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
     total = n_fft + hop * (frames.shape[-2] - 1)
-    sums, weights = (torch.ops.aten.unfold_backward(t, [*t.shape[:-2], total], t.dim() - 2, n_fft, hop)
+    sums, weights = (aten.unfold_backward(t, [*t.shape[:-2], total], t.dim() - 2, n_fft, hop)
                      for t in (frames * window, window.square().expand(frames.shape[-2], n_fft)))
     start = n_fft // 2 if center else 0
     end = total - start if length is None else min(start + length, total)

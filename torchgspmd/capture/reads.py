@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ..compat.private_apis import _pytree as pytree
 from .counts import Conditions, Count
 from .state import COUNTED, DEEP, LISTS, LONG, is_table
 from .variables import Variables

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .clean import NUMBERS
 from .counts import Count, Tally, later, tally_of

@@ -14,10 +14,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..compat.operators import aten
 from .values import positions
 
 _MASKS = (torch.bool, torch.uint8)
-aten = torch.ops.aten
 SELECTING = {aten.nonzero.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
              aten.unique_dim_consecutive.default, aten.repeat_interleave.Tensor, aten.masked_select.default}
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ..compat.private_apis import _pytree as pytree
 from .guards import check_dense
 
 

@@ -3,8 +3,6 @@
 The program runs once on fake tensors (nothing is allocated, whatever its size) inside make_fx; FunctionalTensorMode
 turns in-place updates into values. The backward is traced by calling torch.autograd.grad inside of the trace, so
 that activation checkpointing shows as it is: as a second computation in the backward.
-
-Imports private capture APIs of PyTorch, as guards.py does; checked on 2.9.0 and 2.13.0.
 """
 from __future__ import annotations
 
@@ -16,15 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import _engine_run_backward
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from ..annotate import mark_sharding, recorded_mark
+from ..compat.private_apis import FakeTensorMode, ShapeEnv, _engine_run_backward, make_fx
+from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line, user_line_of
 from ..mesh import Mesh
 from ..uncollected import uncollected

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.operators import aten
+from ..compat.private_apis import OpOverload
 from ..errors import user_line
 from .agreement import agree
 from .disagreement import Account, raise_difference
 from .groups import known_groups
-from .handlers import as_before, handlers, ours_of
+from .handlers import as_before, handle, ours_of
 from .on_whole import like, on_whole, store
 
-aten = torch.ops.aten
 _FILLED = tuple(getattr(packet, overload) for packet in (
     aten.normal_, aten.uniform_, aten.exponential_, aten.cauchy_, aten.log_normal_, aten.geometric_, aten.random_, aten.bernoulli_)
     for overload in packet.overloads() if overload not in ("out", "Tensor"))        # whatever was there before
@@ -35,10 +36,10 @@ _OTHERS = (aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli_.
 
 def draw_on_whole() -> None:
     """From here on, for DTensors on the meshes of parallelize."""
-    handlers().update(dict.fromkeys((*_FILLED, *_LIKE, *_OTHERS), _drawn))
+    handle(dict.fromkeys((*_FILLED, *_LIKE, *_OTHERS), _drawn))
 
 
-def _drawn(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def _drawn(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     ours = ours_of(args, kwargs)
     if not ours or ours[0].device.type == "meta":
         return as_before(op, args, kwargs)

@@ -13,8 +13,6 @@
     F.conv1d(x, w)                      is of parts, where not the batch is sharded
     y.mean(), y.max(0).indices          are of the means of parts of different sizes, and in each part (2.9)
     F.mse_loss(sharded, target)         has n times the gradient over n devices; so have other losses that are means
-
-Private API of torch (DTensor's local tensor, spec and dispatcher); checked on 2.9.0 and 2.13.0.
 """
 from __future__ import annotations
 
@@ -26,26 +24,28 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ..compat.operators import aten, find
+from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, user_line
 from .drawn import draw_on_whole
-from .handlers import as_before, handlers, is_ours
+from .handlers import as_before, handle, is_ours
 from .on_whole import compute_on_whole, is_cut, like, on_whole, whole
 from .views import become, complete_views
 
 _DATA, _NUMPY, _TOLIST = Tensor.data, Tensor.numpy, Tensor.tolist
-_ITEM = torch.ops.aten._local_scalar_dense.default
+_ITEM = aten._local_scalar_dense.default
 _LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
-_NOT_LINEAR = (torch.ops.aten.pow_.Scalar, torch.ops.aten.clamp_.default, torch.ops.aten.sqrt_.default, torch.ops.aten.rsqrt_.default)
-_SCANS = tuple(getattr(torch.ops.aten, name).default for name in ("cumsum", "cumprod", "logcumsumexp"))
-_CONVOLUTIONS = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
-_OF_PARTS = tuple(getattr(getattr(torch.ops.aten, name), overload) for name, overload in (
+_NOT_LINEAR = (aten.pow_.Scalar, aten.clamp_.default, aten.sqrt_.default, aten.rsqrt_.default)
+_SCANS = tuple(getattr(aten, name).default for name in ("cumsum", "cumprod", "logcumsumexp"))
+_CONVOLUTIONS = aten.convolution.default, aten.convolution_backward.default
+_OF_PARTS = tuple(getattr(getattr(aten, name), overload) for name, overload in (
     ("max", "dim"), ("min", "dim"), ("mean", "default"), ("mean", "dim")))  # as torch 2.9 has them
 _MEAN, _SUM = 1, 2              # reductions
-_IN_PLACE = tuple(getattr(getattr(torch.ops.aten, name), overload) for overload, names in {
+_IN_PLACE = tuple(getattr(getattr(aten, name), overload) for overload, names in {
     "Tensor": "add_ sub_ mul_ div_ lerp_", "Scalar": "lerp_", "default": "copy_ addcmul_ addcdiv_ addmm_ baddbmm_ addmv_"}.items()
     for name in names.split())
 _LINEAR = _IN_PLACE[:4]
-_OUT = (torch.ops.aten.eye.m_out, *(getattr(torch.ops.aten, name).out for name in (
+_OUT = (aten.eye.m_out, *(getattr(aten, name).out for name in (
     "add", "sub", "mul", "div", "maximum", "minimum", "eye", "full", "zeros", "ones")))
 
 
@@ -57,16 +57,16 @@ def complete_dtensors() -> None:
     complete_views()
     DTensor.data = property(_DATA.__get__, _assign)
     DTensor.__format__, DTensor.numpy, DTensor.tolist = _format, _numpy, _tolist
-    handlers().update({
-        _ITEM: _item, torch.ops.aten.gather.default: _gather, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_OUT, _out),
+    handle({
+        _ITEM: _item, aten.gather.default: _gather, **dict.fromkeys(_IN_PLACE, _into_plain), **dict.fromkeys(_OUT, _out),
         **dict.fromkeys(_SCANS, _scan), **dict.fromkeys((*_NOT_LINEAR, *_foreach_in_place()), _of_reduced),
         **dict.fromkeys(_CONVOLUTIONS, _convolution)})
     if torch.__version__ < "2.10":
-        handlers().update(dict.fromkeys(_OF_PARTS, _of_whole))
+        handle(dict.fromkeys(_OF_PARTS, _of_whole))
     for name in _LOSSES:
-        handlers()[getattr(torch.ops.aten, name).default] = _mean_of_sum(0)
-        if hasattr(torch.ops.aten, f"{name}_backward"):
-            handlers()[getattr(torch.ops.aten, f"{name}_backward").default] = _mean_of_sum(1)
+        handle({getattr(aten, name).default: _mean_of_sum(0)})
+        if find("aten", f"{name}_backward"):
+            handle({getattr(aten, f"{name}_backward").default: _mean_of_sum(1)})
     DTensor._op_dispatcher._allow_implicit_replication = True
     draw_on_whole()
     compute_on_whole()
@@ -101,18 +101,18 @@ def _tolist(self: DTensor) -> list:
     return whole(self).tolist() if is_ours(self) else _TOLIST(self)
 
 
-def _item(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def _item(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return (whole(args[0]) if is_ours(args[0]) else args[0].to_local()).item()
 
 
-def _into_plain(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def _into_plain(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """In place; a plain tensor stays one, and what is pending of a DTensor is reduced before, unless it is a sum that stays one."""
     if isinstance(args[0], DTensor):
         return (as_before if op in _LINEAR and _stays_a_sum(op, args) else _of_reduced)(op, args, kwargs)
     return op(args[0], *(whole(a) if isinstance(a, DTensor) else a for a in args[1:]), **kwargs)
 
 
-def _stays_a_sum(op: torch._ops.OpOverload, args: tuple) -> bool:
+def _stays_a_sum(op: OpOverload, args: tuple) -> bool:
     pending = [p for p in args[0].placements if p.is_partial()]
     if not pending or any(p != Partial() for p in pending):
         return not pending
@@ -120,13 +120,13 @@ def _stays_a_sum(op: torch._ops.OpOverload, args: tuple) -> bool:
     return other == args[0].placements if op in _LINEAR[:2] else not isinstance(args[1], Tensor)
 
 
-def _out(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def _out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """DTensor looks for its mesh among the operands, if there are any."""
     found = op.overloadpacket(*args, **{name: value for name, value in kwargs.items() if name != "out"})
     return kwargs["out"].copy_(found) if kwargs["out"].shape == found.shape else as_before(op, args, kwargs)
 
 
-def _of_reduced(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def _of_reduced(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """In place of a DTensor, or of a list of them, whose pending reductions are done before; so are those of the other operands."""
     first = [*map(_settle, args[0])] if isinstance(args[0], (list, tuple)) else _settle(args[0])
     return as_before(op, (first, *map(_reduced, args[1:])), kwargs)
@@ -147,18 +147,18 @@ def _settle(tensor: DTensor) -> DTensor:
     return tensor
 
 
-def _foreach_in_place() -> list[torch._ops.OpOverload]:
+def _foreach_in_place() -> list[OpOverload]:
     """All such operations on lists of tensors."""
-    packets = [getattr(torch.ops.aten, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
+    packets = [getattr(aten, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads() if overload != "out"]
 
 
-def _scan(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def _scan(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     tensor, dim, *rest = args
     return as_before(op, (tensor, dim % max(tensor.dim(), 1), *rest), kwargs)
 
 
-def _gather(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def _gather(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Along a whole dimension: what DTensor makes of parts of one fails in the next operation."""
     tensor, dim, *rest = args
     if is_ours(tensor) and any(p.is_shard(dim % max(tensor.dim(), 1)) for p in tensor.placements):
@@ -166,11 +166,11 @@ def _gather(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     return as_before(op, (tensor, dim, *rest), kwargs)
 
 
-def _of_whole(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def _of_whole(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return on_whole(op, args, kwargs, args[0]) if is_cut(args[0]) else as_before(op, args, kwargs)
 
 
-def _convolution(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def _convolution(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Of whole tensors, unless the batch alone is sharded: DTensor takes any dimension but the last for it."""
     *inputs, weight = args[:3 if op is _CONVOLUTIONS[1] else 2]             # the gradient comes before
     by_batch = all(p == Shard(0) or p.is_replicate() for t in inputs if isinstance(t, DTensor) for p in t.placements)
@@ -182,7 +182,7 @@ def _convolution(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def _mean_of_sum(gradients: int) -> Callable:
     """For a loss that is a mean, or the gradient of one: from that of the sum. gradients: how many come before the operands."""
-    def computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    def computed(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         arguments = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
         if arguments.get("reduction", _MEAN) != _MEAN:
             return as_before(op, args, kwargs)

@@ -1,15 +1,14 @@
-"""What computes an operation on DTensors in the place of torch's DTensor itself.
-
-Private API of torch (DTensor's dispatcher); checked on 2.9.0 and 2.13.0.
-"""
+"""What computes an operation on DTensors in the place of torch's DTensor itself."""
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from ..compat.operators import AbsentOperator
+from ..compat.private_apis import OpOverload
+from ..compat.private_apis import _pytree as pytree
 from .groups import known_groups
 
 
@@ -18,7 +17,12 @@ def handlers() -> dict:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def as_before(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def handle(table: Mapping[Any, Callable]) -> None:
+    """Adds functions to handlers(); those of operators that this torch lacks are left out."""
+    handlers().update({op: function for op, function in table.items() if not isinstance(op, AbsentOperator)})
+
+
+def as_before(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """As DTensor itself does it."""
     table = handlers()
     handler = table.pop(op, None)                                           # None: another thread is at it

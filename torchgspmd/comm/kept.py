@@ -1,11 +1,10 @@
-"""Memory that a program asks for at every step, kept from one step to the next.
-
-Private API of torch (how many hold a storage); checked on 2.9.0 and 2.13.0.
-"""
+"""Memory that a program asks for at every step, kept from one step to the next."""
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from ..compat.private_apis import _storage_Use_Count
 
 
 class Kept:
@@ -28,4 +27,4 @@ class Kept:
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
-    return torch._C._storage_Use_Count(storage._cdata)
+    return _storage_Use_Count(storage._cdata)

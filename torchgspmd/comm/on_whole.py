@@ -6,8 +6,6 @@
 
 What is written in place is stored in its parts again; results are replicated. Optimizers and loops written for one device do such
 things; a program that parallelize has made does not come here.
-
-Private API of torch (DTensor's local tensor, spec and dispatcher); checked on 2.9.0 and 2.13.0.
 """
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils import _pytree as pytree
 
+from ..compat.private_apis import OpOverload
+from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
 from .agreement import agree
 from .disagreement import Account, raise_difference
@@ -67,7 +65,7 @@ def like(tensor: DTensor, values: Tensor) -> DTensor:
 
 def _or_on_whole(before: Callable) -> Callable:
     @functools.wraps(before)
-    def dispatched(op: torch._ops.OpOverload, args: tuple, kwargs: dict, *others: Any) -> Any:
+    def dispatched(op: OpOverload, args: tuple, kwargs: dict, *others: Any) -> Any:
         log = logging.getLogger("torch._subclasses.fake_tensor")
         was, log.disabled = log.disabled, True                              # it would show a traceback of what is caught here
         try:
@@ -83,7 +81,7 @@ def _or_on_whole(before: Callable) -> Callable:
     return dispatched
 
 
-def on_whole(op: torch._ops.OpOverload, args: tuple, kwargs: dict, one: DTensor) -> Any:
+def on_whole(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> Any:
     """The operation on whole tensors; one: of the DTensors among them."""
     wholes: dict[int, tuple[DTensor, Tensor]] = {}
 
@@ -105,7 +103,7 @@ def on_whole(op: torch._ops.OpOverload, args: tuple, kwargs: dict, one: DTensor)
     return pytree.tree_map(closed, results)
 
 
-def _written(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list:
+def _written(op: OpOverload, args: tuple, kwargs: dict) -> list:
     """The tensors that an operation changes."""
     named = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
     changed = [named.get(a.name) for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]

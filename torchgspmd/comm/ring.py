@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.operators import c10d
 from .collective import _only_in_graphs
-
-c10d = torch.ops._c10d_functional
 
 
 def gather_einsum(x: Any, others: tuple, dim: int, axes: str, equations: tuple[str, ...], sides: tuple[int, ...], keep: bool) -> Any:

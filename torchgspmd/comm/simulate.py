@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ..compat.private_apis import OpOverload
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from ..window import Window
@@ -47,7 +48,7 @@ class Lockstep(fx.Interpreter):
             return _PerDevice(zip(*results))
         if target in _COLLECTIVES:
             return _PerDevice(_COLLECTIVES[target](self.mesh, *args, **kwargs))
-        random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+        random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
         state = torch.get_rng_state() if random else None
         results = []
         for device in range(self.mesh.size):

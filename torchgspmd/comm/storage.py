@@ -1,9 +1,6 @@
 """Parameters as DTensors, and the boundary between what a DTensor stores and what the program computes on.
 
-DTensor keeps the last shards of a dimension that does not divide short; the program has equal shards with padding.
-Private API of torch (DTensor's constructor, its local tensor and spec; what the autograd engine is about to execute), checked on
-2.9.0 and 2.13.0.
-"""
+DTensor keeps the last shards of a dimension that does not divide short; the program has equal shards with padding."""
 from __future__ import annotations
 
 import math
@@ -15,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from ..annotate import copy_mark
+from ..compat.operators import aten
+from ..compat.private_apis import _will_engine_execute_node
 from ..errors import ShardingError, user_line
 from ..mesh import Coordinates, Mesh
 from ..shard_spec import ShardSpec
 from .local import take_part
-
-aten = torch.ops.aten
 
 
 def storable(spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
@@ -117,7 +114,7 @@ def takes_gradient(parameter: DTensor, accumulator: Any) -> bool:
             or parameter._post_accumulate_grad_hooks):
         return False
     try:
-        return torch._C._will_engine_execute_node(accumulator)
+        return _will_engine_execute_node(accumulator)
     except RuntimeError:                                                    # torch.autograd.grad asks for this gradient
         return False
 

@@ -5,8 +5,6 @@
     for row in w: row /= row.norm()
 
 Where a sharded dimension is cut, torch's DTensor gathers; the part then knows what it is a part of.
-
-Private API of torch (DTensor's local tensor); checked on 2.9.0 and 2.13.0.
 """
 from __future__ import annotations
 
@@ -19,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..compat.operators import aten
+from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, user_line
-from .handlers import as_before, handlers, is_ours
+from .handlers import as_before, handle, is_ours
 from .on_whole import check_read_by_all, is_cut, like, on_whole, whole
 
-aten = torch.ops.aten
 _SETITEM, _COPY = Tensor.__setitem__, Tensor.copy_
 _CUTS = (aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.diagonal.default)
 _RESHAPES = ("view", "view_as", "reshape", "flatten", "ravel", "unflatten", "t", "transpose", "swapaxes", "swapdims", "permute", "movedim",
@@ -37,7 +36,7 @@ _CHANGES += [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floord
 
 def complete_views() -> None:
     """From here on, for DTensors on the meshes of parallelize."""
-    handlers().update(dict.fromkeys(_CUTS, _cut))
+    handle(dict.fromkeys(_CUTS, _cut))
     DTensor.__setitem__ = _setitem
     for name in _RESHAPES:
         setattr(DTensor, name, _reshaping(getattr(Tensor, name)))
@@ -71,7 +70,7 @@ def _turning(name: str) -> Callable:
     return turning
 
 
-def _cut(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def _cut(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     base, spec = args[0], args[0]._spec
     if torch.__version__ < "2.10":
         base._spec = copy(spec)                                             # the part gets it, with the part's shape

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-aten = torch.ops.aten
+from ..compat.operators import aten
+from ..compat.private_apis import _log_softmax, _softmax, is_missing
 
 BINDINGS: dict[Any, Any] = {
-    aten._log_softmax.default: torch._log_softmax,
-    aten._softmax.default: torch._softmax,
+    aten._log_softmax.default: _log_softmax,
+    aten._softmax.default: _softmax,
     aten.abs.default: torch.abs,
     aten.add.Tensor: torch.add,
     aten.add_.Tensor: torch.Tensor.add_,
@@ -64,11 +65,12 @@ BINDINGS: dict[Any, Any] = {
     aten.unsqueeze.default: torch.unsqueeze,
     aten.where.self: torch.where,
 }
+_PRESENT = {op: function for op, function in BINDINGS.items() if not is_missing(function)}
 
 
 def bindings(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
     for node in graph.nodes:
         if node.op == "call_function":
-            node.target = BINDINGS.get(node.target, node.target)
+            node.target = _PRESENT.get(node.target, node.target)
     return graph

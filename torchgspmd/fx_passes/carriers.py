@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+from ..compat.operators import aten, c10d
+
 CARRIERS = {torch.int16: torch.float16, torch.uint16: torch.float16, torch.uint32: torch.int32, torch.uint64: torch.int64} | {
     getattr(torch, name): torch.uint8 for name in dir(torch) if name.startswith("float8_")}
 

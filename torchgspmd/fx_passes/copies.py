@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from ..comm.collective import wait
-
-aten = torch.ops.aten
+from ..compat.operators import aten
 
 
 def copies(graph: fx.Graph) -> fx.Graph:

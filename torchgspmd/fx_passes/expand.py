@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from ..compat.private_apis import _pytree as pytree
 from ..rules import RENAMED, decomposition_of, simplified, trace
 from .graph import is_number, signature
 

@@ -23,13 +23,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
 from ..comm.groups import Groups
+from ..compat.operators import aten, c10d
+from ..compat.private_apis import OpOverload
 from .carriers import CARRIERS
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 FEW = 2 ** 21                   # bytes up to which two ranks exchange their terms of a sum
 # What reduces over a dimension; two tensors; two tensors, written over the first. Named as c10d does.
 _OVER = {"sum": aten.sum.dim_IntList, "max": aten.amax.default, "min": aten.amin.default, "product": aten.prod.dim_int}
@@ -86,7 +86,7 @@ class _Call:
         self.result(self.wait, _OVER[reduction], self.wait, 0 if reduction == "product" else [0], keepdim,
                     **({"dtype": self.dtype} if widens else {}))
 
-    def result(self, arrived: fx.Node, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> None:
+    def result(self, arrived: fx.Node, op: OpOverload, *args: object, **kwargs: object) -> None:
         """What everyone uses who waited."""
         users = [user for user in self.wait.users if user is not arrived]
         with self.graph.inserting_after(arrived):

@@ -10,12 +10,12 @@ import operator
 import os
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 
+from ..compat.operators import c10d
+from ..compat.private_apis import OpOverload
 from .verify import ENABLED
 
-c10d = torch.ops._c10d_functional
 STARTS = {c10d.all_gather_into_tensor.default, c10d.all_reduce.default, c10d.all_reduce_.default, c10d.all_to_all_single.default,
           c10d.reduce_scatter_tensor.default}
 WAIT = c10d.wait_tensor.default
@@ -64,5 +64,5 @@ def _users(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target not in STARTS and any(
+    return isinstance(node.target, OpOverload) and node.target not in STARTS and any(
         r.alias_info for r in node.target._schema.returns)

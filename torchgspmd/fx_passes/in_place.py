@@ -17,7 +17,9 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-aten = torch.ops.aten
+from ..compat.operators import aten, find
+from ..compat.private_apis import OpOverload
+
 # Besides elementwise operations, those that can write their result over their first operand.
 _OVER_FIRST = (aten.addmm.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.index_put.default,
                aten.index_add.default, aten.masked_fill.Scalar)
@@ -89,18 +91,18 @@ def _viewed(node: fx.Node) -> fx.Node:
 def _is_new(node: fx.Node) -> bool:
     """Whether an operation's results share no memory with its operands, or with anything else."""
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or any(r.alias_info for r in op._schema.returns):
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or any(r.alias_info for r in op._schema.returns):
         return False
     return op in _MAKE or torch.Tag.pointwise in op.tags
 
 
-def _writing(node: fx.Node) -> torch._ops.OpOverload | None:
+def _writing(node: fx.Node) -> OpOverload | None:
     """The operation that writes its result over its first operand."""
     op = node.target
     if not _is_new(node) or torch.Tag.pointwise not in op.tags and op not in _OVER_FIRST or node.kwargs:
         return None
     name, _, overload = str(op).removeprefix("aten.").partition(".")
-    return getattr(getattr(aten, name + "_", None), overload, None)
+    return find("aten", name + "_", overload)
 
 
 def _operands(node: fx.Node) -> Iterator[tuple[fx.Node, tuple]]:

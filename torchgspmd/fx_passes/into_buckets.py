@@ -19,8 +19,9 @@ import torch
 from torch import fx
 
 from ..comm.kept import Kept
+from ..compat.operators import aten, c10d
+from ..compat.private_apis import _foreach_copy_
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WRITING = {aten.mm.default: torch.mm, aten.bmm.default: torch.bmm, aten.sum.dim_IntList: torch.sum}     # they take out=
 ALIGNED = 16                    # bytes; what begins elsewhere is written slower by GPUs
 _IN_ORDER = (None, torch.contiguous_format)
@@ -57,7 +58,7 @@ def _write(graph: fx.Graph, reduction: fx.Node, flat: fx.Node, order: dict[fx.No
     others = [(piece, _as_vector(member)) for i, (piece, member) in enumerate(zip(pieces, flat.args[0])) if i not in made]
     if others:
         with graph.inserting_before(flat):
-            graph.call_function(torch._foreach_copy_, tuple(map(list, zip(*others))))
+            graph.call_function(_foreach_copy_, tuple(map(list, zip(*others))))
     flat.replace_all_uses_with(bucket)
     for i, piece in enumerate(pieces):
         _read_there(graph, split, i, piece, places.get(i))

@@ -19,13 +19,12 @@ from torch import fx
 
 from ..comm.collective import permute, shard, split_axes, term, window
 from ..comm.local import mask_padding, only_first, take_part, take_window
+from ..compat.operators import aten
 from ..mesh import Mesh, sub_axis
 from ..rules import Rule, Shapes
 from ..shard_spec import Axes, ShardSpec
 from ..window import Window
 from .graph import is_number, is_operation, operands_of, tensors_of
-
-aten = torch.ops.aten
 
 
 def localize(graph: fx.Graph, mesh: Mesh) -> fx.Graph:

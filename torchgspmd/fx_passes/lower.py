@@ -24,12 +24,12 @@ from ..comm.exchange import elements, exchange, pack, unpack
 from ..comm.groups import Groups
 from ..comm.local import as_dtype
 from ..comm.ring import einsum_scatter, gather_einsum, ring_einsum_scatter, ring_gather_einsum
+from ..compat.operators import aten, c10d
+from ..compat.private_apis import OpOverload
 from ..shard_spec import ShardSpec
 from ..window import Window, sent_rows
 
 _Lowered = Generator[fx.Node, fx.Node, list[fx.Node]]       # yields what was begun, is sent what was waited for
-aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 
 def lower(graph: fx.Graph, groups: Groups) -> fx.Graph:
@@ -287,7 +287,7 @@ def _merged_reduce_scatter(to: _Lowering, xs: list[Any], shapes: list[list[int]]
 
 def _owned(value: fx.Node) -> bool:
     """Whether nobody else sees the memory of a value that is used once, so that it can be written over."""
-    while value.op == "call_function" and len(value.users) == 1 and isinstance(value.target, torch._ops.OpOverload):
+    while value.op == "call_function" and len(value.users) == 1 and isinstance(value.target, OpOverload):
         if not any(r.alias_info for r in value.target._schema.returns):
             return True
         value = value.args[0]

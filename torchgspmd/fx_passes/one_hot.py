@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-aten = torch.ops.aten
+from ..compat.operators import aten
 
 
 def one_hot(graph: fx.Graph) -> fx.Graph:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..compat.private_apis import OpOverload
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 
@@ -86,7 +87,7 @@ def call_text(node: fx.Node) -> str:
 
 
 def _op_name(target: Any) -> str:
-    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else target.__name__
+    return target._schema.name.split("::")[-1] if isinstance(target, OpOverload) else target.__name__
 
 
 def _text(value: Any) -> str:

@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import fx
 
+from ..compat.operators import aten
 from ..ops.nd import attention, attention_backward, attention_backward_on_cpu, attention_on_cpu, einsum, split_equation
 
-aten = torch.ops.aten
 EINSUM = einsum._opoverload
 ATTENTION, ATTENTION_BACKWARD = attention._opoverload, attention_backward._opoverload
 

@@ -6,10 +6,10 @@ needs    nothing; uses meta["shape"] where it is known
 """
 from __future__ import annotations
 
-import torch
 from torch import fx
 
-aten = torch.ops.aten
+from ..compat.operators import aten
+
 _RESHAPE = aten.reshape.default
 _VIEWS = {_RESHAPE, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default, aten.contiguous.default}
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.operators import aten
+
 LSE_ROWS = 32                   # of which the GPU kernel wants a multiple in its logsumexp
 
 # ------------------------------------------------------------------------------------------ einsum of two tensors
@@ -69,7 +71,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
     if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
         out, lse = attention_on_cpu(q, k, v, causal, scale)
     elif _has_gpu_kernel(q, v):
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*_rows(q, k, v), None, True, 0.0, causal, scale=scale)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(*_rows(q, k, v), None, True, 0.0, causal, scale=scale)
         lse = lse[..., :q.shape[2]]
     else:
         out, lse = attention_by_products(q, k, v, causal, scale)
@@ -78,13 +80,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
 
 def attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """`attention` of heads of one width by PyTorch's kernel."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_rows(q, k, v), 0.0, causal, scale=scale)
+    return aten._scaled_dot_product_flash_attention_for_cpu(*_rows(q, k, v), 0.0, causal, scale=scale)
 
 
 def attention_backward_on_cpu(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
                               scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """`attention_backward` of heads of one width by PyTorch's kernel."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*_rows(grad, q, k, v, out), lse, 0.0, causal, scale=scale)
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*_rows(grad, q, k, v, out), lse, 0.0, causal, scale=scale)
 
 
 def attention_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -143,7 +145,7 @@ def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     elif _has_gpu_kernel(q, v):
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
         seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))      # of dropout, which there is none of
-        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grads = aten._scaled_dot_product_efficient_attention_backward(
             *_rows(grad, q, k, v), None, *_rows(out), padded, seed, offset, 0.0, [True, True, True, False], causal, scale=scale)[:3]
     else:
         grads = attention_backward_by_products(grad, q, k, v, out, lse, causal, scale)
@@ -178,8 +180,8 @@ def ctc_losses(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target
     targets[n, s], or all of them behind each other. Whole, because PyTorch's own saves what has a size that depends on the lengths.
     """
     lengths = [n.tolist() for n in (input_lengths, target_lengths)]
-    losses, alpha = torch.ops.aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)
-    grad = torch.ops.aten._ctc_loss_backward.default(torch.ones_like(losses), log_probs, targets, *lengths, losses, alpha, blank,
+    losses, alpha = aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)
+    grad = aten._ctc_loss_backward.default(torch.ones_like(losses), log_probs, targets, *lengths, losses, alpha, blank,
                                                      zero_infinity)
     losses = losses.masked_fill(losses.isinf(), 0) if zero_infinity else losses.clone()
     return losses, grad.contiguous()

@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..compat.operators import aten
+
 
 @dataclass(frozen=True)
 class Line:
@@ -35,7 +37,7 @@ def weights(line: Line, dtype: torch.dtype) -> Tensor:
     unit = torch.eye(line.rows, dtype=dtype, device="cpu").view(line.rows, 1, *shape)
     unit = unit.expand(-1, -1, *(line.rows if d == line.dim else 2 for d in range(count))).contiguous()
     options = () if "avg" in line.op else tuple(scales) if line.corners is None else (line.corners, *scales)
-    found = getattr(torch.ops.aten, line.op).default(unit, size, *options)
+    found = getattr(aten, line.op).default(unit, size, *options)
     for d in range(count):
         found = found if d == line.dim else found.narrow(2 + d, 0, 1)
     found = found.reshape(line.rows, line.positions)

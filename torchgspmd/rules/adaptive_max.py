@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.operators import aten
 from ..ops.resampling import Line, band, bands
 from .notation import Call, Rule
 from .pooling import renumbered
 from .registry import computed
 from .resampling import is_same, rule_along
-
-aten = torch.ops.aten
 
 
 def _global(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:

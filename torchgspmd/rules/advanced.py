@@ -8,12 +8,11 @@ import math
 
 import torch
 
+from ..compat.operators import aten
 from .indexing import here, zero_outside
 from .notation import Call, Rule, make_rule
 from .registry import computed, decomposition
 from .scatter import first_only, longer, spare_places
-
-aten = torch.ops.aten
 
 
 @computed(aten.index_put.default, aten._unsafe_index_put.default)

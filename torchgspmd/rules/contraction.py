@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import torch
 
+from ..compat.operators import aten
 from ..ops.nd import einsum, split_equation, summed_alone
 from .notation import Call, Rule, make_rule
 from .registry import computed, decomposition, rule
 
-aten = torch.ops.aten
 ours = torch.ops.torchgspmd
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from ..compat.operators import aten
+from ..compat.private_apis import _select_conv_backend, is_missing
 from ..window import Reach
 from .notation import Call, Dims, Rule, Shapes, make_rule
 from .registry import computed, decomposition
 from .spread import cut
-
-aten = torch.ops.aten
 
 
 def _factors(w, few, transposed: bool, groups: int) -> tuple[tuple[Dims, Dims, Dims], dict[str, int], str]:
@@ -100,10 +100,10 @@ def _same_kernel(local, x: Any, w: Any, given: Sequence[Any], options: Sequence[
 
 
 def _kernel(like: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], options: Sequence[Any]) -> str:
-    """Its name, for the CPU; a private API, checked on torch 2.9.0 and 2.13.0."""
-    if any(t.device.type != "cpu" for t in like):
+    """Its name, for the CPU."""
+    if is_missing(_select_conv_backend) or any(t.device.type != "cpu" for t in like):
         return ""
-    return torch._C._select_conv_backend(*(torch.empty((), dtype=t.dtype).expand(s) for t, s in zip(like, shapes)), *options, None).name
+    return _select_conv_backend(*(torch.empty((), dtype=t.dtype).expand(s) for t, s in zip(like, shapes)), *options, None).name
 
 
 @decomposition(aten.convolution.default)

@@ -1,7 +1,4 @@
-"""How an operation without a rule is expressed by operations that have one: our decompositions, then PyTorch's tables.
-
-PyTorch's tables (torch._decomp) and its dispatch modes are private APIs, checked on 2.9.0 and 2.13.0.
-"""
+"""How an operation without a rule is expressed by operations that have one: our decompositions, then PyTorch's tables."""
 from __future__ import annotations
 
 import operator
@@ -11,16 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._decomp import core_aten_decompositions, decomposition_table
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..compat.operators import aten
+from ..compat.private_apis import (
+    DispatchKey,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    _DisableAutocast,
+    _dispatch_has_kernel_for_dispatch_key,
+    core_aten_decompositions,
+    decomposition_table,
+)
+from ..compat.private_apis import _pytree as pytree
 from .registry import BLOCKWISE, DECOMPOSITIONS, SPLITS, rule_function
 
-RENAMED = {torch.ops.aten.view.default: torch.ops.aten.reshape.default,          # local parts need not be contiguous
-           torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default}
+RENAMED = {aten.view.default: aten.reshape.default,          # local parts need not be contiguous
+           aten._unsafe_view.default: aten.reshape.default}
 
 
 @cache
@@ -50,7 +54,7 @@ def decomposition_of(op: Any, *, splitting: int = 0) -> Callable | None:
 
 @cache
 def _is_composite(op: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+    return _dispatch_has_kernel_for_dispatch_key(op.name(), DispatchKey.CompositeImplicitAutograd)
 
 
 def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph:
@@ -59,7 +63,7 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph:
     Raises what the function does, and NotImplementedError if it makes a tensor of values of its own."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    with given[0].fake_mode if given else FakeTensorMode(), torch.no_grad(), torch._C._DisableAutocast():
+    with given[0].fake_mode if given else FakeTensorMode(), torch.no_grad(), _DisableAutocast():
         recorder = _Recorder()
         tensors = iter([recorder.place(t) for t in given])
         a, k = pytree.tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
@@ -100,7 +104,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if op.namespace == "prim":                                          # which device a tensor is on
             return op(*args, **kwargs)
-        if op is torch.ops.aten.detach.default:
+        if op is aten.detach.default:
             return self._keep(op(*args), self._node(*args))
         if _is_composite(op):
             with self:

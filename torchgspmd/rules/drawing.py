@@ -7,11 +7,11 @@ import math
 import torch
 from torch import fx
 
+from ..compat.operators import aten
 from ..ops.random import draw_seed, uniform
 from .notation import Call, Rule, make_rule
 from .registry import computed, decomposition
 
-aten = torch.ops.aten
 ours = torch.ops.torchgspmd
 
 

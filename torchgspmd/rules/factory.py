@@ -1,12 +1,9 @@
 """Operations that make tensors. They have no tensor operands, so any layout of their result is free."""
 from __future__ import annotations
 
-import torch
-
+from ..compat.operators import aten
 from .notation import Call, Rule, make_rule
 from .registry import computed, decomposition, shape_argument
-
-aten = torch.ops.aten
 
 
 def _free(call: Call, **keywords) -> Rule:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from ..compat.operators import aten
 from .notation import Call, Rule, make_rule
 from .registry import computed, decomposition
-
-aten = torch.ops.aten
 
 
 def _factors(prefix: str, shape, start: int = 0) -> list[tuple[str, ...]]:

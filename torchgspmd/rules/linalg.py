@@ -3,13 +3,12 @@ of a transformed dimension moves to another one by an all_to_all."""
 from __future__ import annotations
 
 import torch
-from torch._ops import OpOverload
 
+from ..compat.operators import aten
+from ..compat.private_apis import OpOverload
 from .notation import Call, Rule, make_rule
 from .registry import computed, decomposition
 from .view import keep_rule
-
-aten = torch.ops.aten
 
 
 def batched_rule(call: Call, trailing: list[int]) -> Rule:

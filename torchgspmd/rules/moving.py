@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
+from ..compat.operators import aten
 from ..window import Reach
 from .notation import Call, Rule, make_rule
 from .registry import computed, shape_argument
 from .view import keep_rule
-
-aten = torch.ops.aten
 
 
 def moved(call: Call, reaches: Sequence[Mapping[int, Reach]], only: bool = True, **keywords: Any) -> Rule:

@@ -6,11 +6,10 @@ import math
 
 import torch
 
+from ..compat.operators import aten
 from .notation import Call, Rule, make_rule
 from .reduction import wide
 from .registry import SPLITS, computed, decomposition
-
-aten = torch.ops.aten
 
 
 @computed(aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default,

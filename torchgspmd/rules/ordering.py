@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import torch
 
+from ..compat.operators import aten
 from .notation import Call, Rule, make_rule
 from .reduction import reduction_rule
 from .registry import BLOCKWISE, SPLITS, computed
 from .scan import blocks_of, cut, place_of_block
 from .view import keep_rule
-
-aten = torch.ops.aten
 
 
 @computed(aten.sort.default, aten.sort.stable)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..compat.operators import aten
 from .notation import Rule
 
-aten = torch.ops.aten
 MOST = 4                                # parts that a dimension is taken apart to: q, k, v, and one more
 
 

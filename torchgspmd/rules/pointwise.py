@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from ..annotate import mark_sharding_op
+from ..compat.operators import aten
+from ..compat.private_apis import OpOverload
 from .notation import Call, Rule, make_rule
 from .registry import computed, decomposition, rule
-
-aten = torch.ops.aten
 
 
 def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> tuple[tuple[str, ...], ...]:

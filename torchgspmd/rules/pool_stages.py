@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+from ..compat.operators import aten
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from ..compat.operators import aten
 from ..window import Reach
 from . import moving
 from .notation import Call, Rule, Sentence, make_rule
 from .pool_stages import max_pool, max_pool_backward, stages
 from .registry import BLOCKWISE, computed, rule, shape_argument
 from .spread import Cut, cut
-
-aten = torch.ops.aten
 
 
 def _windowed(name: str, spatial: int, operands: str, results: str = "y", linear: bool = False, shape_at: int | None = None,

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..compat.operators import aten
 from .notation import Call, Rule, make_rule
 from .pointwise import keeps_sums
 from .registry import computed, decomposition
-
-aten = torch.ops.aten
 
 
 def reduction_rule(call: Call, dims: Sequence[int] | int | None, kind: str | None) -> Rule:

@@ -4,17 +4,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch._ops import OpOverload
-
+from ..compat.operators import AbsentOperator, find
+from ..compat.private_apis import OpOverload
 from .notation import Call, Rule, Sentence, Shapes, make_rule
 
 RULES: dict[Any, Callable[[Call], Rule | None]] = {}
 DECOMPOSITIONS: dict[Any, Callable] = {}            # always taken apart, before anything else
 SPLITS: dict[Any, Callable | None] = {}             # taken apart if what they need whole, or in windows, is sharded; None: PyTorch's table
 BLOCKWISE: set[Any] = set()                         # those among SPLITS that are told how many shards there are
+SKIPPED: list[str] = []                             # operators that were to have a rule or a decomposition, and that this torch lacks
 
 
-def rule(op: OpOverload | str, sentence: str, *, splits: Callable | bool = False, **keywords: Any) -> None:
+def rule(op: OpOverload | AbsentOperator | str, sentence: str, *, splits: Callable | bool = False, **keywords: Any) -> None:
     """Registers an operation's sentence; an operation that need not be there by its name, `library::name`.
 
     Keywords: those of make_rule and Rule; splits: see SPLITS.
@@ -29,10 +30,10 @@ def rule_function(op: Any) -> Callable[[Call], Rule | None] | None:
     return RULES.get(op.name()) if found is None and isinstance(op, OpOverload) else found
 
 
-def computed(*ops: OpOverload | str, splits: Callable | bool = False) -> Callable:
+def computed(*ops: OpOverload | AbsentOperator | str, splits: Callable | bool = False) -> Callable:
     """Registers a function that computes the rule of a call; it may return None: then the operation runs replicated."""
     def register(function: Callable[[Call], Rule | None]) -> Callable[[Call], Rule | None]:
-        for op in ops:
+        for op in filter(is_present, ops):
             if op in RULES:
                 raise ValueError(f"{op} has a rule already")
             RULES[op] = function
@@ -42,12 +43,27 @@ def computed(*ops: OpOverload | str, splits: Callable | bool = False) -> Callabl
     return register
 
 
-def decomposition(*ops: OpOverload) -> Callable:
+def is_registered(name: str) -> bool:
+    """Whether there is an operator of that name, such as `library::name`, by now."""
+    namespace, _, rest = name.partition("::")
+    operator, _, overload = rest.partition(".")
+    return find(namespace, operator, overload or "default") is not None
+
+
+def decomposition(*ops: OpOverload | AbsentOperator) -> Callable:
     """Registers how operations are expressed by others; called as the operation itself."""
     def register(function: Callable) -> Callable:
-        DECOMPOSITIONS.update(dict.fromkeys(ops, function))
+        DECOMPOSITIONS.update(dict.fromkeys(filter(is_present, ops), function))
         return function
     return register
+
+
+def is_present(op: OpOverload | AbsentOperator | str) -> bool:
+    """Whether this torch has an operator; one that it lacks is noted in SKIPPED. A name stands for one that may come later."""
+    if isinstance(op, AbsentOperator):
+        SKIPPED.append(op.name())
+        return False
+    return True
 
 
 def replicated(call: Call) -> Rule:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from ..compat.operators import aten
 from ..ops.resampling import Line, band, bands, kind_of, weights
 from ..window import Reach
 from .notation import Call, Rule, make_rule
 from .registry import computed, shape_argument
 
-aten = torch.ops.aten
 _PLACED = {1: ("upsample_nearest1d", "_upsample_nearest_exact1d"), 2: ("upsample_nearest2d", "_upsample_nearest_exact2d"),
            3: ("upsample_nearest3d", "_upsample_nearest_exact3d")}
 _ALIGNED = {1: ("upsample_linear1d",), 3: ("upsample_trilinear3d",),

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..compat.operators import aten
 from ..window import Reach
 from .notation import Call, Rule, make_rule
 from .registry import computed
-
-aten = torch.ops.aten
 
 
 @torch.library.custom_op("torchgspmd::join_rows", mutates_args=())

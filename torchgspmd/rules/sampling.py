@@ -5,12 +5,10 @@ import operator
 
 import torch
 
+from ..compat.operators import aten
 from ..ops import nd  # noqa: F401 (registers ctc_losses)
 from .notation import Call, Rule, make_rule
 from .registry import computed, rule
-
-aten = torch.ops.aten
-
 
 
 @computed(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)

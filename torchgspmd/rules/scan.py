@@ -6,10 +6,9 @@ import math
 
 import torch
 
+from ..compat.operators import aten
 from .notation import Call, Rule, make_rule
 from .registry import BLOCKWISE, SPLITS, computed
-
-aten = torch.ops.aten
 
 
 @torch.library.custom_op("torchgspmd::suffix_sums", mutates_args=())

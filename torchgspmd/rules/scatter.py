@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 
+from ..compat.operators import aten
 from .indexing import aligned
 from .notation import IDENTITY, Call, Rule, make_rule
 from .registry import computed
 
-aten = torch.ops.aten
 KINDS = {"sum": "sum", "prod": "prod", "amax": "max", "amin": "min", "add": "sum", "multiply": "prod"}
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..annotate import mark_sharding_op
+from ..compat.operators import aten
 from .scan import suffix_sums
 
-aten = torch.ops.aten
 MARK = mark_sharding_op._opoverload
 SIMPLIFICATIONS: dict[Any, list[Callable[[fx.Node], fx.Node | None]]] = {}
 

@@ -11,12 +11,11 @@ import operator
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-import torch
 from torch import fx
 
+from ..compat.operators import aten
 from .simplify import filled, instead, simplification
 
-aten = torch.ops.aten
 MOVING = (aten.roll.default, aten.flip.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim,
           aten.squeeze.dims, aten.view.default, aten.permute.default, aten.transpose.int, aten.clone.default)
 PUTTING = (aten.constant_pad_nd.default, aten.slice_backward.default, aten.select_backward.default)      # rows of zeros around

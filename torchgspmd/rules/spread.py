@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-aten = torch.ops.aten
+from ..compat.operators import aten
 
 
 @dataclass(frozen=True)

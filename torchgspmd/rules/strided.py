@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..compat.operators import aten, prims
 from .registry import decomposition
-
-aten = torch.ops.aten
 
 
 @dataclass
@@ -85,7 +84,7 @@ def _as_strided(x, size, stride, storage_offset=None):
     return made.reshape([n if d in order else 1 for d, n in enumerate(size)]).expand(list(size)).clone()
 
 
-@decomposition(aten.as_strided_scatter.default, torch.ops.prims.as_strided_scatter.default)
+@decomposition(aten.as_strided_scatter.default, prims.as_strided_scatter.default)
 def _as_strided_scatter(x, source, size, stride, storage_offset=None):
     order = _storage_order(x)
     base = x.permute(order)

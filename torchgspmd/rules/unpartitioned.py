@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.operators import aten
+from ..compat.private_apis import OpOverload
 from ..ops.nd import attention_backward_by_products, attention_by_products
 from . import rows  # noqa: F401 (registers its operations)
 from .decompose import decomposition_of
 
-aten = torch.ops.aten
 ours = torch.ops.torchgspmd
 
 NORMS = {aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten.native_group_norm.default,
@@ -22,7 +23,7 @@ NORMS = {aten.native_layer_norm.default, aten.native_layer_norm_backward.default
 
 def unpartitioned_of(op: Any, *, splitting: int = 0) -> Callable | None:
     """As decomposition_of. XLA draws random numbers itself."""
-    if isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
+    if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
         return _DRAWING.get(op)
     return _FUNCTIONS.get(op) or decomposition_of(op, splitting=splitting or int(op in NORMS))
 

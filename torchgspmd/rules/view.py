@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..compat.operators import aten
 from .indexing import zero_outside
 from .notation import Call, Dims, Rule, make_rule
 from .parts import view_by_parts
@@ -13,7 +14,6 @@ from .pointwise import broadcast_dims
 from .registry import BLOCKWISE, computed, decomposition, shape_argument
 from .rows import uneven_view
 
-aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 BLOCKWISE.update(VIEWS)
 

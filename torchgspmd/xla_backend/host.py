@@ -5,8 +5,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
+
+from ..compat.private_apis import OpOverload
 
 _READS = {"aten::_local_scalar_dense"}      # a value that is read, not computed
 
@@ -31,4 +32,4 @@ def _counted() -> dict[str, int]:
 
 
 def _name(target: Any) -> str:
-    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+    return target._schema.name if isinstance(target, OpOverload) else ""

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..annotate import mark_sharding_op
+from ..compat.operators import aten
+from ..compat.private_apis import OpOverload, _dispatch_has_kernel_for_dispatch_key
 from ..errors import ShardingError
 from ..fx_passes.expand import expand
 from ..fx_passes.graph import is_operation
@@ -23,7 +25,6 @@ from ..rules import unpartitioned_of
 from ..shard_spec import ShardSpec
 from .sharding import annotate, check, expressible
 
-aten = torch.ops.aten
 _MARK = mark_sharding_op._opoverload
 _KEYS = ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _COLLECTIVES = ("_c10d_functional", "c10d", "c10d_functional", "_c10d_functional_autograd")
@@ -113,9 +114,9 @@ def on_device(constants: nn.Module, device: torch.device) -> nn.Module:
 
 def _has_kernel(op: Any) -> bool:
     """Whether torch_xla runs an operation on the device; without a kernel the host does."""
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace == "torchgspmd":
+    if not isinstance(op, OpOverload) or op.namespace == "torchgspmd":
         return True
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in _KEYS)
+    return any(_dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in _KEYS)
 
 
 def _refuse(graph: fx.Graph) -> None:
@@ -123,7 +124,7 @@ def _refuse(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if not is_operation(node) or node.target is operator.getitem:
             continue
-        name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+        name = node.target._schema.name if isinstance(node.target, OpOverload) else str(node.target)
         if name.split("::")[0] in _COLLECTIVES:
             raise ShardingError(f"the program calls the collective {name}", where=node.meta.get("source"),
                                 why="XLA sees one process, in which it does nothing; the program is partitioned by XLA itself",

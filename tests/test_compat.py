@@ -1,0 +1,173 @@
+"""A torch that lacks something: operators, private APIs, or the version that was checked."""
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchgspmd as gspmd
+from torchgspmd.compat import private_apis, versions
+from torchgspmd.compat.operators import AbsentOperator, Namespace, aten
+from torchgspmd.rules import registry
+
+ROOT = Path(gspmd.__file__).parent
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.parent.name != "compat"]
+
+
+def test_a_rule_for_an_operator_that_does_not_exist():
+    known, decomposed = dict(registry.RULES), dict(registry.DECOMPOSITIONS)
+    op = aten.gone_in_this_release.default
+    registry.rule(op, "a -> a")
+    registry.rule(aten.add.GoneOverload, "a -> a")
+    registry.decomposition(op)(lambda x: x)
+    assert registry.RULES == known and registry.DECOMPOSITIONS == decomposed
+    assert op is aten.gone_in_this_release.default and isinstance(op, AbsentOperator)
+    assert {"aten::gone_in_this_release", "aten::add.GoneOverload"} <= set(gspmd.doctor().operators)
+    assert "aten::gone_in_this_release" in str(gspmd.doctor())
+    with pytest.raises(gspmd.ShardingError, match=r"has no operator aten::gone_in_this_release\n.* tests/test_compat.py|test_compat"):
+        op(torch.ones(2))
+    registry.SKIPPED.remove("aten::gone_in_this_release")
+    registry.SKIPPED.remove("aten::gone_in_this_release")
+    registry.SKIPPED.remove("aten::add.GoneOverload")
+
+
+def test_operators_by_name_are_torch_s_own():
+    assert aten.add.Tensor is torch.ops.aten.add.Tensor
+    assert aten.add(torch.ones(2), 1).tolist() == [2, 2]
+    assert Namespace("prims").as_strided_scatter.default is torch.ops.prims.as_strided_scatter.default
+
+
+def names_defined(trees: list[ast.Module]) -> set[str]:
+    """What the package itself calls by a private name."""
+    found = set()
+    for node in (n for tree in trees for n in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)                                           # of __slots__ and __dict__
+        if isinstance(node, ast.keyword):
+            found.add(node.arg)
+    return found
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Private names that a file imports from torch or the table, and attributes with such."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("private_apis"):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("torch"):
+            is_private = any(part.startswith("_") or part == "experimental" for part in node.module.split("."))
+            found |= {alias.name for alias in node.names if is_private or alias.name.startswith("_")}
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if ast.unparse(node.value).partition(".")[0] not in ("aten", "c10d", "prims"):              # operators
+                found.add(node.attr)
+    return found
+
+
+def test_the_table_has_every_private_name_in_the_sources_and_no_other():
+    trees = [ast.parse(path.read_text()) for path in FILES]
+    rows = {api.name for api in private_apis.TABLE}
+    own = names_defined(trees) - rows
+    used = set().union(*map(private_names, trees)) - own
+    helpers = {"has", "is_missing", "require", "CHECKED", "TABLE", "PrivateApi", "is_there", "PARALLELIZE", "PLAN", "release"}
+    python = {"_getframe", "_XLAC", "_Count__function", "_Count__of", "_Count__size", "_Count__tally", "_Count__value", "_asdict", "_fields"}
+    assert used - rows - helpers - python == set(), "used, without a row in compat/private_apis.py"
+    text = "\n".join(path.read_text() for path in FILES)
+    assert {name for name in rows if name not in text} == set(), "rows that nothing uses"
+
+
+def test_every_row_is_there_on_the_versions_it_names():
+    number = ".".join(torch.__version__.split(".")[:2])
+    lacking = [api.path for api in private_apis.TABLE if not api.is_of_xla and number in api.versions and not private_apis.is_there(api)]
+    assert lacking == []
+
+
+def test_a_missing_api_says_so_when_it_is_used(monkeypatch):
+    gone = private_apis.PrivateApi("torch._gone_in_this_release", private_apis.PLAN)
+    monkeypatch.setattr(private_apis, "TABLE", (*private_apis.TABLE, gone))
+    monkeypatch.setitem(private_apis._BY_NAME, gone.name, gone)
+    stand_in = private_apis._gone_in_this_release
+    assert private_apis.is_missing(stand_in) and not isinstance(1, stand_in)
+    for use in (lambda: stand_in(1), lambda: stand_in.method, type("Sub", (stand_in,), {})):
+        with pytest.raises(gspmd.ShardingError, match="lacks torch._gone_in_this_release"):
+            use()
+    private_apis.missing.cache_clear()
+    versions.check_torch.cache_clear()
+    try:
+        with pytest.raises(gspmd.ShardingError, match=r"lacks torch._gone_in_this_release\n(.|\n)*needed for plan"):
+            gspmd.plan(torch.relu, torch.ones(4), mesh=gspmd.Mesh(m=2))
+    finally:
+        private_apis.missing.cache_clear()
+        versions.check_torch.cache_clear()
+        del private_apis._gone_in_this_release
+
+
+WITHOUT = """
+import sys, importlib, torch, torch._decomp, torch.nn.attention.flex_attention, torch.distributed.tensor, torch._dynamo
+import torch.fx.experimental.proxy_tensor, torch.fx.experimental.symbolic_shapes, torch._higher_order_ops.flex_attention
+import ast
+tree = ast.parse(open(sys.argv[1]).read())                      # the table, without an import of the package
+rows = next(n for n in tree.body if isinstance(n, ast.AnnAssign) and n.target.id == "TABLE")
+for call in (n for n in ast.walk(rows.value) if isinstance(n, ast.Call)):
+    owner, names = ast.literal_eval(call.args[1]), ast.literal_eval(call.args[2])
+    for name in names.split():
+        try:
+            place = importlib.import_module(owner)
+        except ImportError:
+            module, _, cls = owner.rpartition(".")
+            place = getattr(importlib.import_module(module), cls) if not owner.startswith(("torch_xla", "torch.distributed.tensor.D")) else None
+        if place is not None and name not in ("_schema", "_pytree"):
+            try:
+                delattr(place, name)
+            except (AttributeError, TypeError):
+                pass
+import torchgspmd
+try:
+    torchgspmd.plan(torch.relu, torch.ones(4), mesh=torchgspmd.Mesh(m=2))
+except torchgspmd.ShardingError as error:
+    print("ShardingError:", str(error).splitlines()[0])
+print(len(torchgspmd.doctor().missing))
+"""
+
+
+def test_a_torch_without_any_of_its_private_apis_can_be_imported():
+    run = subprocess.run([sys.executable, "-c", WITHOUT, str(ROOT / "compat" / "private_apis.py")], capture_output=True, text=True,
+                         timeout=120, cwd=ROOT.parent)
+    assert run.returncode == 0, run.stderr
+    error, missing = run.stdout.splitlines()
+    assert error.startswith("ShardingError: torch") and "lacks" in error
+    assert int(missing) > 30, run.stdout
+
+
+def test_a_newer_torch_is_one_line_once(monkeypatch, caplog):
+    monkeypatch.setattr(torch, "__version__", "99.1.0+cpu")
+    versions.check_torch.cache_clear()
+    versions._say_newer.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "torchgspmd"):
+            for _ in range(2):
+                gspmd.plan(torch.relu, torch.ones(4), mesh=gspmd.Mesh(m=2))
+        assert [r.message for r in caplog.records] == ["torch 99.1 is newer than what torchgspmd was checked on"]
+    finally:
+        versions.check_torch.cache_clear()
+        versions._say_newer.cache_clear()
+
+
+def test_the_command():
+    run = subprocess.run([sys.executable, "-m", "torchgspmd", "doctor"], capture_output=True, text=True, timeout=120, cwd=ROOT.parent,
+                         env=os.environ)
+    assert run.returncode == 0, run.stderr
+    assert [line.split()[0] for line in run.stdout.splitlines() if not line.startswith(" ")] == [
+        "torch", "private", "operators", "backend", "backend", "backend"]
+    assert f"torch      {torch.__version__}: " in run.stdout

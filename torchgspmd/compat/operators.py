@@ -1,0 +1,79 @@
+"""Operators of torch by name: one that this release of torch lacks costs its own rule, and nothing else.
+
+    aten.mm.default             the operator, as torch.ops.aten.mm.default
+    aten.cholesky.default       on torch 2.15, which has none: an AbsentOperator. Tables may have it as a key, no node of a graph is one.
+"""
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import ShardingError, user_line
+
+ABSENT: dict[str, AbsentOperator] = {}          # what was asked for and is not there, by name
+
+
+class AbsentOperator:
+    """The name of an operator that this torch does not have."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def name(self) -> str:
+        """As that of an OpOverload: `aten::cholesky`."""
+        return self._name
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise ShardingError(f"torch {torch.__version__} has no operator {self._name}", where=user_line(),
+                            fix="`python -m torchgspmd doctor` lists what is missing in this version of torch")
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, which torch {torch.__version__} lacks>"
+
+
+class Packet:
+    """The overloads of one operator name, as attributes."""
+
+    def __init__(self, namespace: str, name: str, packet: Any):
+        self._prefix, self._packet = f"{namespace}::{name}", packet
+
+    def overloads(self) -> list[str]:
+        return [] if self._packet is None else self._packet.overloads()
+
+    def __getattr__(self, overload: str) -> Any:
+        found = getattr(self._packet, overload, None)
+        if found is None:
+            name = self._prefix if overload == "default" else f"{self._prefix}.{overload}"
+            found = ABSENT.setdefault(name, AbsentOperator(name))
+        setattr(self, overload, found)                                      # looked up once
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.default if self._packet is None else self._packet)(*args, **kwargs)
+
+
+class Namespace:
+    """The operators of one namespace, as attributes. To ask for one that is missing raises nothing."""
+
+    def __init__(self, name: str):
+        self._name, self._ops = name, getattr(torch.ops, name)
+
+    def __getattr__(self, name: str) -> Packet:
+        try:
+            packet = getattr(self._ops, name)
+        except AttributeError:
+            packet = None
+        found = Packet(self._name, name, packet)
+        setattr(self, name, found)
+        return found
+
+
+def find(namespace: str, name: str, overload: str = "default") -> Any:
+    """An operator that need not be there: None then."""
+    return getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+
+
+aten = Namespace("aten")
+prims = Namespace("prims")
+c10d = Namespace("_c10d_functional")
