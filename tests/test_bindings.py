@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchgspmd.compat.operators import aten
 from torchgspmd.fx_passes.bindings import BINDINGS, bindings
 
-aten = torch.ops.aten
 X, M, V, INDEX = torch.rand(2, 3, 4), torch.rand(4, 4), torch.rand(4), torch.tensor([1, 0])
 ARGUMENTS = {
     aten._log_softmax.default: (X, -1, False), aten._softmax.default: (X, -1, False), aten.amax.default: (X, [0, 1], True),

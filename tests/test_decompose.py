@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchgspmd.compat.operators import aten
 from torchgspmd.rules import trace
-
-aten = torch.ops.aten
 
 
 def fakes(*shapes):

@@ -9,12 +9,12 @@ import torch
 from expecttest import TestCase
 from torch import Tensor, fx
 
+from torchgspmd.compat.operators import aten, c10d
 from torchgspmd.fx_passes import gloo as gloo_pass
 from torchgspmd.fx_passes.carriers import carriers
 from torchgspmd.fx_passes.gloo import gloo
 from torchgspmd.fx_passes.in_flight import in_flight
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 KNOWN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 TYPES = [*sorted(KNOWN, key=str), torch.int16, torch.complex64, torch.complex128]
 OPS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}

@@ -8,9 +8,9 @@ import torch
 from expecttest import TestCase
 from torch import fx
 
+from torchgspmd.compat.operators import aten, c10d
 from torchgspmd.fx_passes.in_place import in_place
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 F32 = {"shape": (4, 6), "dtype": torch.float32}
 
 

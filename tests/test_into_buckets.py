@@ -9,9 +9,8 @@ from expecttest import TestCase
 from torch import Tensor, fx
 
 from torchgspmd.comm.kept import Kept
+from torchgspmd.compat.operators import aten, c10d
 from torchgspmd.fx_passes.into_buckets import into_buckets
-
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def gradients(columns: int = 8, used: bool = False) -> fx.Graph:

@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import fx
 
+from torchgspmd.compat.operators import aten
 from torchgspmd.fx_passes.one_hot import one_hot
-
-aten = torch.ops.aten
 
 
 def program(shape: list[int], dim: int, dtype: torch.dtype = torch.float32, per_row: int = 1, fill: float = 0.0,

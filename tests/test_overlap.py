@@ -14,6 +14,7 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd import Mesh
 from torchgspmd.comm.collective import SENDING, all_gather, all_reduce, reduce_scatter, start, wait
+from torchgspmd.compat.operators import aten, c10d
 from torchgspmd.fx_passes import bucket as buckets
 from torchgspmd.fx_passes import machine
 from torchgspmd.fx_passes.in_flight import in_flight
@@ -22,7 +23,6 @@ from torchgspmd.fx_passes.overlap import EXTRA, overlap
 from torchgspmd.fx_passes.printer import program_text
 from torchgspmd.fx_passes.start_wait import start_wait
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 DATA = Mesh(data=2)
 LAYOUTS = {"tp": (Mesh(model=2), None), "sp": (Mesh(model=2), None), "fsdp": (DATA, "data _ _")}
 

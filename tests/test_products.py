@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import fx
 
+from torchgspmd.compat.operators import aten
 from torchgspmd.fx_passes.in_place import in_place
 from torchgspmd.fx_passes.products import EINSUM, products
 from torchgspmd.ops.nd import attention, attention_backward, attention_backward_on_cpu, attention_on_cpu
 
-aten = torch.ops.aten
 SIZES = dict(b=2, s=3, m=4, h=5, q=4)
 
 

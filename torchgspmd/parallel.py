@@ -78,8 +78,7 @@ from .standalone import stand_alone
 from .xla_backend.batch import place_batch
 from .xla_backend.runtime import is_started
 
-_IN_PLACE = c10d.all_reduce_.default
-_REDUCTIONS = (c10d.all_reduce.default, _IN_PLACE)
+_REDUCTIONS = (c10d.all_reduce.default, _IN_PLACE := c10d.all_reduce_.default)
 _SENDING = {*STARTS, WAIT, ring_einsum_scatter, ring_gather_einsum}
 _MODES = ("torch.is_grad_enabled()", "torch.is_autocast_enabled()", "torch.get_autocast_dtype()", "torch.get_default_dtype()")
 _CALLS = "calls a module"
@@ -94,19 +93,18 @@ def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_spec
     Parameters and buffers become DTensors laid out as marked (replicated without a mark) with rank 0's values; give the
     returned module's parameters to the optimizer. Plain tensor arguments are the global batch, the same on every
     rank; DTensors are taken as laid out. Results come back whole, but for those whose layout out_specs gives: DTensors, of the
-    nearest layout that such express (several axes on one dimension only in mesh order, and if they divide it).
-    backend "torch" runs the program operation by operation, "inductor" compiles it. Raises ShardingError if there is
-    no process group with one process a device, or if ranks differ in their programs or in the shapes of arguments.
-    strict=True: what would be listed as replicated_ops is an error. rng="global": random numbers are those of one device,
-    drawn by the place of an element; all ranks need the same torch.manual_seed. "native": from PyTorch's generator.
-    shard_updates="data": every parameter, its gradient and the optimizer's state of it are stored in parts over that axis
-    besides its mark (ZeRO; arXiv 2004.13336). regather: whether weights are gathered again for the backward: "always",
-    "never" (they are kept), or "auto": if a GPU's memory would not do otherwise. skip_passes: those of "bucket",
+    nearest layout that such express (several axes on one dimension only in mesh order, and if they divide it). backend "torch" runs the
+    program operation by operation, "inductor" compiles it. Raises ShardingError if there is no process group with one process a device,
+    or if ranks differ in their programs or in the shapes of arguments. strict=True: what would be listed as replicated_ops is an
+    error. rng="global": random numbers are those of one device, drawn by the place of an element; all ranks need the same
+    torch.manual_seed. "native": from PyTorch's generator. shard_updates="data": every parameter, its gradient and the optimizer's state
+    of it are stored in parts over that axis besides its mark (ZeRO; arXiv 2004.13336). regather: whether weights are gathered again for
+    the backward: "always", "never" (they are kept), or "auto": if a GPU's memory would not do otherwise. skip_passes: those of "bucket",
     "collective_matmul", "overlap" and "prefetch" that are to be left out (README, Overlap); all ranks alike.
 
-    backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner makes the program.
-    pin: what it is told besides the layouts of inputs and results: the marks ("user"), every layout that our own
-    partitioner chose ("all"), or nothing ("none"). strict, rng and regather are not for it: XLA draws random numbers itself.
+    backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner makes the program. pin: what it is told
+    besides the layouts of inputs and results: the marks ("user"), every layout that our own partitioner chose ("all"), or nothing
+    ("none"). strict, rng and regather are not for it: XLA draws random numbers itself.
     """
     if backend not in BACKENDS:
         raise ShardingError(f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}", where=user_line())

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from ..compat.operators import aten
 from ..compat.private_apis import (
-    DisableTorchFunction,
     DispatchKey,
     FunctionalTensor,
     FunctionalTensorMode,
     OpOverload,
-    _disable_current_modes,
     _from_functional_tensor,
     _sync,
     _to_functional_tensor,
@@ -25,6 +23,7 @@ from ..compat.private_apis import (
 )
 from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
+from .guards import at_once
 from .known import Known
 from .rebinding import Tables, check_alike
 from .selection import SELECTING
@@ -115,13 +114,6 @@ class Changes(Exception):
     def __init__(self, entry: tuple[Table, tuple]):
         super().__init__()
         self.entry = entry
-
-
-@contextmanager
-def at_once() -> Iterator[None]:
-    """What is computed of tensors with values inside of it has values, and is no part of the program."""
-    with _disable_current_modes(), DisableTorchFunction():
-        yield
 
 
 @contextmanager

@@ -20,12 +20,14 @@ from torch.utils import checkpoint as checkpointing
 
 from ..compat.private_apis import (
     DataDependentOutputException,
+    DisableTorchFunction,
     DynamicOutputShapeException,
     FakeTensor,
     FunctionalTensor,
     GuardOnDataDependentSymNode,
     UnsupportedOperatorException,
     _BatchNorm,
+    _disable_current_modes,
     _disable_dynamo,
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
@@ -139,7 +141,7 @@ class _Checkpoint:
 
 
 _batch_norm = nn.BatchNorm1d.forward                        # that of _BatchNorm
-_equal_truths = torch.SymBool.__eq__
+_equal_truths, _other_truths = torch.SymBool.__eq__, torch.SymBool.__ne__
 
 
 def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
@@ -165,6 +167,7 @@ _REPLACED = (
     (Distribution, "_validate_args", False),
     (FunctionalTensor, "tolist", Tensor.tolist), (FunctionalTensor, "to_dense", Tensor.to_dense),
     (torch.SymBool, "__eq__", lambda self, other: bool(self) == other if isinstance(other, (int, float)) else _equal_truths(self, other)),
+    (torch.SymBool, "__ne__", lambda self, other: bool(self) != other if isinstance(other, (int, float)) else _other_truths(self, other)),
     (_BatchNorm, "forward", _cumulative_batch_norm),
     (nn.SyncBatchNorm, "forward", _cumulative_batch_norm),
     (nn.RNNBase, "_flat_weights", property(lambda self: [getattr(self, name, None) for name in self._flat_weights_names])),
@@ -203,6 +206,13 @@ class capturing:
             _push_saved_tensors_default_hooks(*hooks)
         self.anomaly.__exit__()
         capturing.active -= 1
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """What is computed of tensors with values inside of it has values, and is no part of the program."""
+    with _disable_current_modes(), DisableTorchFunction():
+        yield
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..compat.private_apis import _pytree as pytree
+from ..compat.private_apis import is_missing
 from .sparse import Entries, is_sparse
 
 ITEM, ATTRIBUTE = "item", "attribute"
@@ -29,10 +30,12 @@ class Opened:
     origin: Path | None = None              # where in the arguments it is, if it is one of them or inside of one
 
 
-pytree.register_pytree_node(
-    Opened, lambda o: (list(o.parts.values()), (o.cls, tuple(o.parts), o.origin)),
-    lambda values, context: Opened(context[0], dict(zip(context[1], values)), context[2]),
-    flatten_with_keys_fn=lambda o: ([(pytree.MappingKey(name), v) for (_, name), v in o.parts.items()], (o.cls, tuple(o.parts), o.origin)))
+if not is_missing(pytree):
+    pytree.register_pytree_node(
+        Opened, lambda o: (list(o.parts.values()), (o.cls, tuple(o.parts), o.origin)),
+        lambda values, context: Opened(context[0], dict(zip(context[1], values)), context[2]),
+        flatten_with_keys_fn=lambda o: ([(pytree.MappingKey(name), v) for (_, name), v in o.parts.items()],
+                                        (o.cls, tuple(o.parts), o.origin)))
 
 
 def opened(tree: Any, origins: Mapping[int, Path] | None = None, around: tuple[int, ...] = ()) -> Any:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..compat.private_apis import _pytree as pytree
-from .guards import check_dense
+from ..compat.private_apis import is_missing
+from .guards import at_once, check_dense, is_capturing
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Entries:
         return Entries(tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
 
     def tensor(self) -> Tensor:
+        if is_capturing():
+            return stand_in(self)
         made = torch.sparse_coo_tensor(self.indices, self.values, self.shape)
         made._entries = self                                                # type: ignore[attr-defined]
         return made
@@ -46,10 +49,11 @@ class Entries:
         return Entries(self.indices, values, self.shape, self.coalesced).tensor()
 
 
-pytree.register_pytree_node(
-    Entries, lambda e: ([e.indices, e.values], (e.shape, e.coalesced)), lambda children, context: Entries(*children, *context),
-    flatten_with_keys_fn=lambda e: ([(pytree.MappingKey("indices"), e.indices), (pytree.MappingKey("values"), e.values)],
-                                    (e.shape, e.coalesced)))
+if not is_missing(pytree):
+    pytree.register_pytree_node(
+        Entries, lambda e: ([e.indices, e.values], (e.shape, e.coalesced)), lambda children, context: Entries(*children, *context),
+        flatten_with_keys_fn=lambda e: ([(pytree.MappingKey("indices"), e.indices), (pytree.MappingKey("values"), e.values)],
+                                        (e.shape, e.coalesced)))
 
 
 def is_sparse(value: Any) -> bool:
@@ -67,10 +71,20 @@ def body(function: Callable) -> Callable | None:
     return _OF_PROPERTIES.get(function) or _BODIES.get(name) or (None if name in _AS_IT_IS else _none)
 
 
-def note(made: Tensor, indices: Any, values: Any, *_: Any, **__: Any) -> None:
-    """What torch.sparse_coo_tensor has made, of which arguments."""
-    if isinstance(indices, Tensor) and isinstance(values, Tensor) and values.dim() == 1:
-        made._entries = Entries(indices, values.to(made.dtype), tuple(made.shape))      # type: ignore[attr-defined]
+def stand_in(entries: Entries) -> Tensor:
+    """A sparse tensor without entries of its own, in the place of one that the program makes: it has none that could be traced."""
+    with at_once():
+        nothing = torch.empty(0, dtype=entries.values.dtype, device=entries.values.device)
+        made = torch.sparse_coo_tensor(torch.empty([len(entries.shape), 0], dtype=torch.int64), nothing, entries.shape)
+    made._entries = entries                                                 # type: ignore[attr-defined]
+    return made
+
+
+def made_of(indices: Any, values: Any, size: Any = None, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    """In the place of torch.sparse_coo_tensor; NotImplemented where that is not of a vector of values."""
+    if not (isinstance(indices, Tensor) and isinstance(values, Tensor) and values.dim() == 1) or size is None or options.keys() - _CHECKS:
+        return NotImplemented
+    return stand_in(Entries(indices, values.to(dtype or values.dtype), tuple(size)))
 
 
 def _none(*_: Any, **__: Any) -> Any:
@@ -165,6 +179,7 @@ def _of_coalesced(part: str) -> Callable:
     return body
 
 
+_CHECKS = {"check_invariants", "is_coalesced", "device"}
 _AS_IT_IS = {"__get__", "size", "dim", "ndimension", "__len__", "numel", "is_floating_point", "is_complex", "sparse_dim", "dense_dim",
              "is_coalesced", "get_device", "element_size", "is_same_size"}
 _OF_PROPERTIES: dict[Callable, Callable] = {Tensor.T.__get__: _transposed, Tensor.mT.__get__: _transposed, Tensor.data.__get__: _detached}

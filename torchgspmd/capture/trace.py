@@ -31,8 +31,8 @@ from .counts import Computed, numbers, settled
 from .effects import Effect, Left, Watched
 from .escaped import Constants
 from .flows import parts_of, reached
-from .functional import Changes, Functional, FunctionalTensor, at_once, set_data, unwrap, was_mutated
-from .guards import capturing, check_constants, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
+from .functional import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
+from .guards import at_once, capturing, check_constants, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
 from .known import Known
 from .objects import closed, is_opened, opened
 from .products import REPLACEMENTS
@@ -330,9 +330,8 @@ class _Interceptor(TorchFunctionMode):
 
     def _of_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is torch.sparse_coo_tensor:
-            made = func(*args, **kwargs)
-            sparse.note(made, *args, **kwargs)
-            return made
+            made = sparse.made_of(*args, **kwargs)
+            return func(*args, **kwargs) if made is NotImplemented else made
         if (body := sparse.body(func)) is None:
             return func(*args, **kwargs)
         with at_once():                                                     # of constants
