@@ -2,6 +2,8 @@
 # make test   all tests: test-core, then test-xla
 # make test-core   all but those of XLA
 # make test-xla    those of XLA, in an environment of their own (.venv-xla, 7 GB: torch 2.9 and torch_xla), and the core tests there
+# make test-newest   the core tests and the demo on the newest torch that pip finds, in an environment of its own (.venv-newest, 6 GB)
+# make test-hidden   the core tests without 20 operators of torch (SEED=0 says which): what fails uses these
 # All create .venv if there is none. PYTHON=... chooses the interpreter, VENV=... another environment.
 
 PYTHON ?= python3
@@ -13,8 +15,10 @@ TRAIN := examples/gpt/train.py --steps $(STEPS)
 BIN := $(VENV)/bin
 XLA_VENV ?= .venv-xla
 XLA_BIN := $(XLA_VENV)/bin
+NEWEST_VENV ?= .venv-newest
+SEED ?= 0
 
-.PHONY: demo test test-core test-xla test-transformers venv venv-xla
+.PHONY: demo test test-core test-xla test-newest test-hidden test-transformers venv venv-xla venv-newest
 
 # One thread a process, in both runs: more threads than cores would only wait for each other.
 demo: venv
@@ -37,6 +41,15 @@ test-xla: venv-xla
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q -n 2 --dist worksteal tests_xla
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q -n 2 --dist worksteal tests $(patsubst %,--ignore=tests/test_%.py,random_programs examples unet3d imports halo reshard collective_matmul)
 
+# Not in CI: this torch comes with 5 GB of CUDA libraries.
+test-newest: venv-newest
+	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal tests
+	$(MAKE) demo VENV=$(NEWEST_VENV)
+
+test-hidden: venv
+	$(BIN)/python -m pip install --quiet -e ".[test,examples]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --hide-operators 20 --hide-seed $(SEED) tests
+
 # Models of transformers, in an environment of their own.
 test-transformers:
 	$(MAKE) venv VENV=.venv-transformers
@@ -58,3 +71,9 @@ venv-xla:
 		| xargs -d '\n' -n 1 $(XLA_BIN)/python -m pip install --quiet --no-warn-conflicts
 	$(XLA_BIN)/python -m pip install --quiet torch==2.9.0 torch_xla==2.9.0
 	$(XLA_BIN)/python -m pip install --quiet -e ".[test,examples]"
+
+venv-newest:
+	test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade torch
+	$(NEWEST_VENV)/bin/python -m pip install --quiet -e ".[test,examples]"
+	$(NEWEST_VENV)/bin/python -m torchgspmd doctor

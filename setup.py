@@ -6,6 +6,13 @@ setup(
     description="GSPMD for PyTorch: one annotated model, sharded over a mesh of devices",
     packages=find_packages(include=["torchgspmd", "torchgspmd.*"]),
     python_requires=">=3.10",
+    classifiers=[
+        "License :: OSI Approved :: BSD License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    keywords="torch 2.9, torch 2.13, torch 2.15",                           # on which the tests pass
     install_requires=["torch>=2.9", "numpy"],
     extras_require={
         "transformers": ["transformers>=5"],
