@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
-from torchgspmd.ops.nd import split_equation
+from torchgspmd.custom_ops.nd import split_equation
 
 OURS = torch.ops.torchgspmd
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchgspmd.compat.operators import AbsentOperator, aten
-from torchgspmd.ops import nd  # noqa: F401 (registers einsum and attention)
+from torchgspmd.custom_ops import nd  # noqa: F401 (registers einsum and attention)
 
 ours = torch.ops.torchgspmd
 SAMPLES: dict[Any, list[Callable[[], tuple[tuple, dict]]]] = {}

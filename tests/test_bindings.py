@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgspmd.compat.operators import aten
-from torchgspmd.fx_passes.bindings import BINDINGS, bindings
+from torchgspmd.fx_passes.lower.torch_bindings import BINDINGS, bindings
 
 X, M, V, INDEX = torch.rand(2, 3, 4), torch.rand(4, 4), torch.rand(4), torch.tensor([1, 0])
 ARGUMENTS = {

@@ -12,12 +12,12 @@ from torch import fx, nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
-from torchgspmd.comm.ring import einsum_scatter, gather_einsum
-from torchgspmd.fx_passes import collective_matmul as passed
-from torchgspmd.fx_passes import machine
-from torchgspmd.fx_passes.collective_matmul import EINSUM, pays
-from torchgspmd.fx_passes.machine import CPU, GPU
+from torchgspmd.comm.ring_einsum import einsum_scatter, gather_einsum
+from torchgspmd.fx_passes.partition import machine
+from torchgspmd.fx_passes.partition.machine import CPU, GPU
 from torchgspmd.fx_passes.printer import program_text
+from torchgspmd.fx_passes.schedule import collective_matmul as passed
+from torchgspmd.fx_passes.schedule.collective_matmul import EINSUM, pays
 
 
 @pytest.fixture

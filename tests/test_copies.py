@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from torchgspmd.fx_passes.copies import aten, copies
+from torchgspmd.fx_passes.lower.elide_copies import aten, copies
 
 
 def targets(build) -> list[str]:

@@ -11,7 +11,7 @@ from test_reshard import layouts
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
-from torchgspmd.comm.exchange import busiest, elements, exchange, lacking
+from torchgspmd.comm.box_exchange import busiest, elements, exchange, lacking
 
 parse = ShardSpec.parse
 MESHES = (Mesh(a=2, b=2), Mesh(a=2, b=3), Mesh(a=4, b=2))

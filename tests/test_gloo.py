@@ -10,10 +10,10 @@ from expecttest import TestCase
 from torch import Tensor, fx
 
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes import gloo as gloo_pass
-from torchgspmd.fx_passes.carriers import carriers
-from torchgspmd.fx_passes.gloo import gloo
-from torchgspmd.fx_passes.in_flight import in_flight
+from torchgspmd.fx_passes.lower import gloo_all_to_all as gloo_pass
+from torchgspmd.fx_passes.lower.gloo_all_to_all import gloo
+from torchgspmd.fx_passes.lower.verify_in_flight import in_flight
+from torchgspmd.fx_passes.lower.wire_dtypes import carriers
 
 KNOWN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 TYPES = [*sorted(KNOWN, key=str), torch.int16, torch.complex64, torch.complex128]

@@ -10,25 +10,26 @@ import torchgspmd
 
 ROOT = Path(torchgspmd.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-LAYERS = (                              # a file imports only from the lines below its own (DESIGN.md, section 7)
+LAYERS = (                              # a file imports only from the lines below its own
     ("__main__",),
     ("__init__",),
-    ("parallel",),
-    ("parallel_xla", "compare", "custom", "doctor"),
-    ("api", "standalone"),
-    ("dump", "cures"),
+    ("runtime.sharded_module",),
+    ("runtime.xla_module", "compare_with_xla", "doctor"),
+    ("api", "runtime.submodule_calls"),
+    ("dump", "fix_candidates"),
     ("plan",),
     ("xla_backend",),
-    ("module_state",),
+    ("runtime.module_proxy",),
     ("capture",),
     ("fx_passes",),
+    ("dtensor",),
     ("comm",),
-    ("rules", "specs", "once", "uncollected"),
-    ("ops",),
+    ("rules", "prefix_specs", "runtime", "without_gc"),
+    ("custom_ops",),
     ("annotate",),
     ("shard_spec",),
     ("mesh",),
-    ("window",),
+    ("halo",),
     ("compat",),
     ("errors",),
 )

@@ -9,7 +9,7 @@ from expecttest import TestCase
 from torch import fx
 
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes.in_place import in_place
+from torchgspmd.fx_passes.lower.reuse_buffers import in_place
 
 F32 = {"shape": (4, 6), "dtype": torch.float32}
 

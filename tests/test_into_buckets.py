@@ -8,9 +8,9 @@ import torch
 from expecttest import TestCase
 from torch import Tensor, fx
 
-from torchgspmd.comm.kept import Kept
+from torchgspmd.comm.bucket_memory import Kept
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes.into_buckets import into_buckets
+from torchgspmd.fx_passes.lower.reduce_in_bucket import into_buckets
 
 
 def gradients(columns: int = 8, used: bool = False) -> fx.Graph:

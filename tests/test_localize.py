@@ -10,7 +10,7 @@ from torch import fx
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
-from torchgspmd.comm.local import mask_padding
+from torchgspmd.comm.local_ops import mask_padding
 
 MESH = Mesh(a=2, m=3)
 

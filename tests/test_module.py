@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from test_parallelize import launch
 
-from torchgspmd.module_state import leaf_key
+from torchgspmd.runtime.module_proxy import leaf_key
 
 WORKER, OF_RANKS = (Path(__file__).with_name(f"worker_{name}.py") for name in ("module", "ranks"))
 

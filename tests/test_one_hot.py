@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from torchgspmd.compat.operators import aten
-from torchgspmd.fx_passes.one_hot import one_hot
+from torchgspmd.fx_passes.lower.nll_backward import one_hot
 
 
 def program(shape: list[int], dim: int, dtype: torch.dtype = torch.float32, per_row: int = 1, fill: float = 0.0,

@@ -15,13 +15,13 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh
 from torchgspmd.comm.collective import SENDING, all_gather, all_reduce, reduce_scatter, start, wait
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes import bucket as buckets
-from torchgspmd.fx_passes import machine
-from torchgspmd.fx_passes.in_flight import in_flight
-from torchgspmd.fx_passes.memory import peak
-from torchgspmd.fx_passes.overlap import EXTRA, overlap
+from torchgspmd.fx_passes.lower.verify_in_flight import in_flight
+from torchgspmd.fx_passes.partition import machine
 from torchgspmd.fx_passes.printer import program_text
-from torchgspmd.fx_passes.start_wait import start_wait
+from torchgspmd.fx_passes.schedule import bucket as buckets
+from torchgspmd.fx_passes.schedule.liveness import peak
+from torchgspmd.fx_passes.schedule.overlap import EXTRA, overlap
+from torchgspmd.fx_passes.schedule.start_wait import start_wait
 
 DATA = Mesh(data=2)
 LAYOUTS = {"tp": (Mesh(model=2), None), "sp": (Mesh(model=2), None), "fsdp": (DATA, "data _ _")}

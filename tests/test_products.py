@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from torchgspmd.compat.operators import aten
-from torchgspmd.fx_passes.in_place import in_place
-from torchgspmd.fx_passes.products import EINSUM, products
-from torchgspmd.ops.nd import attention, attention_backward, attention_backward_on_cpu, attention_on_cpu
+from torchgspmd.custom_ops.nd import attention, attention_backward, attention_backward_on_cpu, attention_on_cpu
+from torchgspmd.fx_passes.lower.lower_einsum import EINSUM, products
+from torchgspmd.fx_passes.lower.reuse_buffers import in_place
 
 SIZES = dict(b=2, s=3, m=4, h=5, q=4)
 

@@ -20,12 +20,12 @@ from torch.utils import _pytree as pytree
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
 from torchgspmd.comm.collective import STEPS
-from torchgspmd.comm.simulate import Lockstep, join_global, split_global
+from torchgspmd.comm.simulator import Lockstep, join_global, split_global
 from torchgspmd.compat.operators import AbsentOperator, aten, prims
 from torchgspmd.fx_passes import localize, partition, propagate
-from torchgspmd.fx_passes.graph import Rules, call_of, results_of
-from torchgspmd.fx_passes.layout import assemble, operand_layout, result_pending
-from torchgspmd.fx_passes.reshard import Resharder
+from torchgspmd.fx_passes.ir import Rules, call_of, results_of
+from torchgspmd.fx_passes.partition.reshard import Resharder
+from torchgspmd.fx_passes.propagate.factors import assemble, operand_layout, result_pending
 from torchgspmd.rules import rule_of
 from torchgspmd.rules.registry import DECOMPOSITIONS, RULES, SPLITS
 

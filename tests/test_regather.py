@@ -60,7 +60,7 @@ def test_unknown_options():
 
 
 def test_updates_are_cut_along_the_longest_free_dimension():
-    from torchgspmd.module_state import mark_on, shard_updates
+    from torchgspmd.runtime.module_proxy import mark_on, shard_updates
     mesh = Mesh(data=4, model=2)
     model = nn.ModuleDict({"a": nn.Linear(6, 10), "b": nn.Linear(8, 4), "c": nn.Linear(3, 3, bias=False)})
     frozen = copy.deepcopy(model["b"])

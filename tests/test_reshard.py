@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 
 from torchgspmd import Mesh, ShardSpec
 from torchgspmd.comm.collective import STEPS, sent_bytes
-from torchgspmd.comm.simulate import Lockstep, split_global
+from torchgspmd.comm.simulator import Lockstep, split_global
 from torchgspmd.fx_passes import localize
-from torchgspmd.fx_passes.reshard import Resharder, Step
+from torchgspmd.fx_passes.partition.reshard import Resharder, Step
 
 ITEMSIZE = 4                            # bytes of a float32
 

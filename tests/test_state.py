@@ -13,7 +13,7 @@ from test_parallelize import launch
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.capture.recorder import Reach
+from torchgspmd.capture.state.recorder import Reach
 
 WORKER, READER = (Path(__file__).with_name(f"worker_{name}.py") for name in ("state", "reads"))
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
-from torchgspmd.fx_passes.graph import Rules
-from torchgspmd.fx_passes.regions import bodies
+from torchgspmd.fx_passes.ir import Rules
+from torchgspmd.fx_passes.partition.regions import bodies
 
 
 def r(*shape: int, seed: int = 0) -> Tensor:

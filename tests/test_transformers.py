@@ -12,7 +12,7 @@ from helpers import assert_same, eager
 from test_parallelize import launch
 
 import torchgspmd as gspmd
-from torchgspmd.capture.objects import opened
+from torchgspmd.capture.state.object_trees import opened
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; make test-transformers does that")
 MESH = gspmd.Mesh(data=2, model=2)

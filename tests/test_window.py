@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchgspmd import Mesh, ShardSpec
-from torchgspmd.window import Reach, Window, sent_rows
+from torchgspmd.halo import Reach, Window, sent_rows
 
 
 def convolution(kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> Reach:

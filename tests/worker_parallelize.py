@@ -13,12 +13,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor, Replicate
 
 import torchgspmd as gspmd
-from torchgspmd.comm import fused, ring
-from torchgspmd.comm.agreement import Agreement
-from torchgspmd.comm.storage import spec_of
-from torchgspmd.fx_passes import collective_matmul, machine
-from torchgspmd.fx_passes.in_flight import STARTS
-from torchgspmd.ops.random import draw_seed, uniform
+from torchgspmd.comm import ring_einsum
+from torchgspmd.comm.rank_check import Agreement
+from torchgspmd.custom_ops.random import draw_seed, uniform
+from torchgspmd.dtensor import fused_optimizers
+from torchgspmd.dtensor.storage import spec_of
+from torchgspmd.fx_passes.lower.verify_in_flight import STARTS
+from torchgspmd.fx_passes.partition import machine
+from torchgspmd.fx_passes.schedule import collective_matmul
 
 WORDS, WIDTH, HIDDEN = 51, 16, 65                                           # sizes that 2, 3 and 4 do not divide
 
@@ -129,7 +131,7 @@ def check_sharded_updates(mesh):
     assert any("step" in n.meta and n.meta["step"].kind == "all_gather" and n.meta["backward"] for n in model.plan.sharded.nodes)
     called = {n.target for p in model._all_programs() for f in (p.forward, p.backward) for n in f.__self__.graph.nodes}
     unsafe = {torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
-    assert called & STARTS and not called & unsafe                          # over gloo: see fx_passes/gloo.py
+    assert called & STARTS and not called & unsafe                          # over gloo: see fx_passes/lower/gloo_all_to_all.py
 
 
 def check_fused_steps(mesh):
@@ -599,7 +601,7 @@ def rings(mesh):
         for name, parameter in reference.named_parameters():
             close(model.get_parameter(name).grad, parameter.grad)
         targets = [n.target for n in model.plan.program.graph.nodes]
-        assert ring.gather_einsum in targets and ring.einsum_scatter in targets, model.plan
+        assert ring_einsum.gather_einsum in targets and ring_einsum.einsum_scatter in targets, model.plan
     if dist.get_rank() == 0:
         print("rings hold")
 

@@ -2,13 +2,13 @@
 from .annotate import annotate, mark_sharding
 from .api import plan
 from .comm.collective import Collective
-from .compare import compare_with_xla
-from .custom import rule
+from .compare_with_xla import compare_with_xla
 from .doctor import doctor
 from .errors import ShardingError
 from .mesh import Mesh
-from .parallel import parallelize, shard_batch
 from .plan import Plan
+from .rules.custom import rule
+from .runtime.sharded_module import parallelize, shard_batch
 from .shard_spec import UNCONSTRAINED, ShardSpec
 
 __all__ = ["UNCONSTRAINED", "Collective", "Mesh", "Plan", "ShardSpec", "ShardingError", "annotate", "compare_with_xla", "doctor",

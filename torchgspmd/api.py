@@ -13,27 +13,27 @@ from torch import Tensor, fx, nn
 
 from .annotate import mark_sharding_op
 from .capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, OUTPUT, TANGENT, Captured, Output, capture, opened
-from .comm.storage import storable
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
-from .cures import replicates
+from .dtensor.storage import storable
 from .dump import Dump
 from .errors import ShardingError, user_line
+from .fix_candidates import replicates
 from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
 from .fx_passes import regather as gather_again
-from .fx_passes.communicate import OPTIONAL, communicate
-from .fx_passes.fused import to_split
-from .fx_passes.insert import inserted
-from .fx_passes.partition import Memories
-from .fx_passes.parts import use_parts
-from .fx_passes.subaxes import merge_parts, wanted_parts
-from .fx_passes.verify import verify
+from .fx_passes.expand.split_axes import merge_parts, wanted_parts
+from .fx_passes.expand.split_fused import to_split
+from .fx_passes.expand.split_products import use_parts
+from .fx_passes.partition.insert_collectives import inserted
+from .fx_passes.partition.partition import Memories
+from .fx_passes.partition.verify_partition import verify
+from .fx_passes.schedule.communicate import OPTIONAL, communicate
 from .mesh import Mesh
 from .plan import Plan
+from .prefix_specs import spread, spread_inputs
 from .rules import natively
 from .shard_spec import UNCONSTRAINED, ShardSpec
-from .specs import spread, spread_inputs
-from .uncollected import uncollected
+from .without_gc import uncollected
 
 _MARK = mark_sharding_op._opoverload
 
@@ -80,7 +80,7 @@ class Annotated:
     layouts: Layouts
     given: dict[fx.Node, ShardSpec]         # layouts of inputs that are settled
     results: list[ShardSpec | None]         # those asked for, of the outputs
-    parted: bool = False                    # whether products are computed by parts, since they are cut (see fx_passes/parts.py)
+    parted: bool = False                    # whether products are computed by parts, since they are cut (see fx_passes/expand/split_products.py)
     stored: bool = False                    # whether what has a layout leaves the program as DTensors
 
 

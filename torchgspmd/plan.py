@@ -11,13 +11,13 @@ from torch import Tensor, fx
 
 from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Captured, opened
 from .comm.collective import Collective
-from .comm.simulate import Lockstep, join_global, split_global
+from .comm.simulator import Lockstep, join_global, split_global
 from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, did_you_mean, user_line
 from .fx_passes import Layouts
-from .fx_passes.memory import bytes_of, peak
 from .fx_passes.printer import dtype_name, graph_text
-from .fx_passes.unasked import ReplicatedOp, unasked
+from .fx_passes.replication_report import ReplicatedOp, unasked
+from .fx_passes.schedule.liveness import bytes_of, peak
 from .mesh import Mesh
 from .shard_spec import ShardSpec
 

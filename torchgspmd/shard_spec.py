@@ -22,8 +22,8 @@ from functools import cached_property, lru_cache
 from typing import Any, Final, Union
 
 from .errors import ShardingError, user_line
+from .halo import Window
 from .mesh import Mesh, sub_axis
-from .window import Window
 
 Axes = tuple[str, ...]
 

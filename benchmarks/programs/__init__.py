@@ -11,16 +11,15 @@ import random
 from collections.abc import Sequence
 
 import torch
+from torchgspmd.chains import pointwise_chain, product_chain, reshard_chain, shape_chain
+from torchgspmd.convolutions import convolutions
+from torchgspmd.draw import Draw, Program, trained
+from torchgspmd.experts import moe
+from torchgspmd.rows import cache, indexing, losses
+from torchgspmd.steps import pipeline, step
+from torchgspmd.transformers import transformer
 
 from torchgspmd import Mesh
-
-from .chains import pointwise_chain, product_chain, reshard_chain, shape_chain
-from .convolutions import convolutions
-from .draw import Draw, Program, trained
-from .experts import moe
-from .rows import cache, indexing, losses
-from .steps import pipeline, step
-from .transformers import transformer
 
 MESHES = {2: [(2,)], 4: [(4,), (2, 2)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
 UNEVEN, TRAINED, OPEN = 0.12, 0.65, 0.15        # how often sizes are odd, gradients asked for, results left open

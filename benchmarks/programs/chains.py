@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torchgspmd.draw import MARKED, Draw, random_spec
 
 from torchgspmd import mark_sharding
-
-from .draw import MARKED, Draw, random_spec
 
 
 class Chain:

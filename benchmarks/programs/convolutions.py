@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-
-from .draw import Draw
+from torchgspmd.draw import Draw
 
 PLANES = {"batch": ("b", ""), "space": ("h", ""), "batch+space": ("b|h", ""), "space 2d": ("h|w", ""), "batch+channel": ("b|c o", "|o"),
           "channel": ("c o", "o c"), "fsdp": ("b", "o"), "batch+space 2d": ("b|h|w", "")}

@@ -4,8 +4,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from .draw import Draw
+from torchgspmd.draw import Draw
 
 EXPERTS = {"ep": ("g e", "e"), "dp+ep": ("g|g e", "|e"), "ep+tp": ("g e|f", "e|f"), "ep replicated": ("e", "e"),
            "ep fsdp": ("g|g e", "m|e")}

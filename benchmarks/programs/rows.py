@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-
-from .draw import Draw
+from torchgspmd.draw import Draw
 
 
 def losses(draw: Draw):

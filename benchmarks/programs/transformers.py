@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from .draw import Draw
+from torchgspmd.draw import Draw
 
 BLOCKS = {"dp": ("b", ""), "fsdp": ("b", "m"), "tp": ("b|n k f v h q", "|n k f v h q"), "sp": ("b|s", "|n k f v h q"), "cp": ("b|s", ""),
           "2d": ("b|n k f v m q", "m|n k f v h q"), "fsdp+tp": ("b|n k f v q", "m|n k f v h q"), "fsdp+sp": ("b|s", "m|n k f v h q"),

@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec
-from .effects import Effect, Left, apply
-from .known import Look
-from .objects import Opened, closed
-from .reads import Reads
-from .state import Place
+from .state.argument_mutations import Effect, Left, apply
+from .state.guards import Reads
+from .state.object_trees import Opened, closed
+from .state.places import Place
+from .state.value_guards import Look
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
 OUTPUT, MUTATION, GRADIENT, OBSERVED = "output", "mutation", "gradient", "observed"

@@ -22,25 +22,34 @@ from ..compat.private_apis import FakeTensorMode, ShapeEnv, _engine_run_backward
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line, user_line_of
 from ..mesh import Mesh
-from ..uncollected import uncollected
-from . import sparse
-from .bodies import bodies
+from ..without_gc import uncollected
+from .autograd_reach import parts_of, reached
+from .cached_constants import Constants
 from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, Captured, Input, Output
-from .clean import NUMBERS, clean
-from .counts import Computed, numbers, settled
-from .effects import Effect, Left, Watched
-from .escaped import Constants
-from .flows import parts_of, reached
-from .functional import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
-from .guards import at_once, capturing, check_constants, check_dense, check_module, is_transforming, no_other_random_numbers, one_error
-from .known import Known
-from .objects import closed, is_opened, opened
-from .products import REPLACEMENTS
-from .rebinding import Tables, rebound_buffers, rebound_parameters
-from .recorder import recorded_reads
-from .selection import SELECTIONS
-from .state import NumberPlace, Place, State, Varying
-from .values import VALUE_REPLACEMENTS
+from .functionalize import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
+from .normalize import NUMBERS, clean
+from .rewrites import sparse_coo
+from .rewrites.inline_python import bodies
+from .rewrites.masked_indexing import SELECTIONS
+from .rewrites.products import REPLACEMENTS
+from .rewrites.value_free import VALUE_REPLACEMENTS
+from .state.argument_mutations import Effect, Left, Watched
+from .state.mutations import Tables, rebound_buffers, rebound_parameters
+from .state.object_trees import closed, is_opened, opened
+from .state.places import NumberPlace, Place, State, Varying
+from .state.recorder import recorded_reads
+from .state.symbolic_numbers import Computed, numbers, settled
+from .state.value_guards import Known
+from .trace_context import (
+    at_once,
+    capturing,
+    check_constants,
+    check_dense,
+    check_module,
+    is_transforming,
+    no_other_random_numbers,
+    one_error,
+)
 
 
 @uncollected()
@@ -313,7 +322,7 @@ class _Interceptor(TorchFunctionMode):
             return found.tolist()
         if func in SELECTIONS and len(args) > 1 and "out" not in kwargs:
             func, args = SELECTIONS[func](self.mode, *args)
-        if any(map(sparse.is_sparse, (*args, *kwargs.values()))) or func is torch.sparse_coo_tensor:
+        if any(map(sparse_coo.is_sparse, (*args, *kwargs.values()))) or func is torch.sparse_coo_tensor:
             return self._of_sparse(func, args, kwargs)
         for value in args if func in REPLACEMENTS else ():
             if isinstance(value, Tensor):
@@ -330,16 +339,16 @@ class _Interceptor(TorchFunctionMode):
 
     def _of_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is torch.sparse_coo_tensor:
-            made = sparse.made_of(*args, **kwargs)
+            made = sparse_coo.made_of(*args, **kwargs)
             return func(*args, **kwargs) if made is NotImplemented else made
-        if (body := sparse.body(func)) is None:
+        if (body := sparse_coo.body(func)) is None:
             return func(*args, **kwargs)
         with at_once():                                                     # of constants
-            args, kwargs = pytree.tree_map(sparse.with_entries, (args, kwargs))
+            args, kwargs = pytree.tree_map(sparse_coo.with_entries, (args, kwargs))
         with self:
             result = body(*args, **kwargs) if _takes(body, args, kwargs) else NotImplemented
         if result is NotImplemented:
-            check_dense(f"an operand of {func.__name__}", next(filter(sparse.is_sparse, (*args, *kwargs.values()))))
+            check_dense(f"an operand of {func.__name__}", next(filter(sparse_coo.is_sparse, (*args, *kwargs.values()))))
         return result
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -1,35 +1,13 @@
 """What is known of every operation. `rule_of` is all that the passes ask."""
-from . import (  # noqa: F401 (they register)
-    adaptive_max,
-    advanced,
-    contraction,
-    convolution,
-    drawing,
-    factory,
-    indexing,
-    linalg,
-    moving,
-    normalization,
-    ordering,
-    pointwise,
-    pooling,
-    reduction,
-    resampling,
-    rows,
-    sampling,
-    scan,
-    scatter,
-    simplify_rows,
-    strided,
-    view,
-)
-from .decompose import RENAMED, decomposition_of, trace
-from .drawing import natively
+from . import algebra_rows  # noqa: F401 (they register)
+from . import ops  # noqa: F401 (registers them)
+from .algebra import simplified
+from .decompositions import RENAMED, decomposition_of, trace
 from .notation import IDENTITY, Call, Rule, Shapes, describe, make_rule
-from .pointwise import quotient
+from .ops.pointwise import quotient
+from .ops.random_ops import natively
 from .registry import replicated, rule_function
-from .simplify import simplified
-from .unpartitioned import unpartitioned_of
+from .xla_decompositions import unpartitioned_of
 
 
 def rule_of(call: Call) -> Rule:

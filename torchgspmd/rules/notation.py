@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..window import Reach
+from ..halo import Reach
 
 Dim = tuple[str, ...]                   # factors of one dimension, major first
 Dims = tuple[Dim, ...]

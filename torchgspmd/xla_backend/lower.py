@@ -18,8 +18,8 @@ from ..annotate import mark_sharding_op
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload, _dispatch_has_kernel_for_dispatch_key
 from ..errors import ShardingError
-from ..fx_passes.expand import expand
-from ..fx_passes.graph import is_operation
+from ..fx_passes.expand.decompose_ops import expand
+from ..fx_passes.ir import is_operation
 from ..mesh import Mesh
 from ..rules import unpartitioned_of
 from ..shard_spec import ShardSpec

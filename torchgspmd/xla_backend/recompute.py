@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..fx_passes.graph import Rules, is_operation
+from ..fx_passes.ir import Rules, is_operation
 
 
 def mark_repeated(graph: fx.Graph, rules: Rules | None = None) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from ..annotate import copy_mark
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
-from ..module_state import named_tensors, slot_of
+from ..runtime.module_proxy import named_tensors, slot_of
 from ..shard_spec import ShardSpec
 from .sharding import annotate, device_order, in_xla, layout_text, text_of
 

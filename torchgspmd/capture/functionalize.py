@@ -1,0 +1,149 @@
+"""Tensors of a trace: values in which in-place updates have been turned into new ones."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.operators import aten
+from ..compat.private_apis import (
+    DispatchKey,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    OpOverload,
+    _from_functional_tensor,
+    _sync,
+    _to_functional_tensor,
+    get_proxy_mode,
+    get_proxy_slot,
+    is_functorch_wrapped_tensor,
+)
+from ..compat.private_apis import _pytree as pytree
+from ..errors import user_line
+from .rewrites.masked_indexing import SELECTING
+from .state.mutations import Tables, check_alike
+from .state.value_guards import Known
+from .state.variable_tables import Table
+from .trace_context import at_once
+
+_CHECKS = {aten._linalg_check_errors.default}
+_ITEM = aten._local_scalar_dense.default
+
+
+class Functional(FunctionalTensorMode):
+    """Turns in-place updates into values; leaves out the checks of values, which a program has only when it runs."""
+
+    def __init__(self, tables: Tables, known: Known):
+        super().__init__()
+        self.tables, self.known = tables, known
+        known.entry_of = self._entry
+        self.views: dict[int, tuple[Tensor, tuple | None]] = {}             # of tensors that are no inputs: and the entry that holds those
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in _CHECKS:
+            return None
+        if func is _ITEM:
+            if (found := self.ask(args[0])) is not None:
+                return found.item()
+            if (entry := self._entry(args[0])) is not None:
+                with at_once():
+                    self.known.see(*entry, user_line())
+        if func in SELECTING and (found := self._selected(func, args, kwargs or {})) is not None:
+            return found
+        if func._schema.is_mutable:
+            for parameter, value in zip(func._schema.arguments, args):
+                if parameter.alias_info is not None and (entry := self._entry(value)) is not None:
+                    raise Changes(entry)
+        with _whole(func):
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
+            self.views[id(result)] = result, self._entry(args[0])
+        return result if func.is_view or func._schema.is_mutable else pytree.tree_map_only(Tensor, self._of_program, result)
+
+    def _of_program(self, tensor: Tensor) -> Tensor:
+        """What has been computed, as a tensor of the program; torch leaves those alone that are computed of none of its tensors."""
+        return tensor if isinstance(tensor, FunctionalTensor) else FunctionalTensor(_to_functional_tensor(tensor), self)
+
+    def ask(self, tensor: Tensor, is_shape: bool = False) -> Tensor | None:
+        """Its values, if they are known while it is traced; else None. is_shape: they decide on the shape of something."""
+        tracer = get_proxy_mode().tracer
+        slot = get_proxy_slot(unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor, tracer, None)
+        with at_once():
+            if slot is not None:
+                return self.known.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
+            if not is_shape or type(tensor) is not Tensor or is_functorch_wrapped_tensor(tensor):
+                return None
+            found = self._entry(tensor) or ({"a tensor": tensor}, ("a tensor",))
+            return tensor if self.known.see(*found, user_line()) else None
+
+    def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
+        """The indices of what a mask selects, a constant for each of its dimensions; None if its values are not known."""
+        if (known := self.ask(mask, True)) is None:
+            return None
+        with at_once():
+            rows = known.nonzero().unbind(1)
+        return self._constants(rows)
+
+    def _constants(self, values: Any) -> Any:
+        with self:
+            return pytree.tree_map_only(Tensor, aten.lift_fresh.default, values)
+
+    def _selected(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        """The results of an operation on values that are known, as constants; None if they are not."""
+        known = {id(t): self.ask(t, True) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if any(values is None for values in known.values()):
+            return None
+        with at_once():
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: known[id(t)], (args, kwargs))
+            results = func(*args, **kwargs)
+        return self._constants(results)
+
+    def _entry(self, value: Any) -> tuple | None:
+        """The entry of a table that holds it, if it is no tensor of the program."""
+        if not isinstance(value, Tensor) or isinstance(value, FunctionalTensor):
+            return None
+        return self.views[id(value)][1] if id(value) in self.views else self.tables.owner_of(value)
+
+
+class Changes(Exception):
+    """The program changes a tensor in place that is in this entry, a root and a path, and none of its inputs."""
+
+    def __init__(self, entry: tuple[Table, tuple]):
+        super().__init__()
+        self.entry = entry
+
+
+@contextmanager
+def _whole(func: OpOverload) -> Iterator[None]:
+    """Keeps an interpolation in one piece, which torch 2.9 would replace by its body in Python, a gather of rows."""
+    key = DispatchKey.CompositeImplicitAutograd
+    body = func.py_kernels.pop(key, None) if "upsample_nearest" in func.name() else None
+    try:
+        yield
+    finally:
+        if body is not None:
+            func.py_kernels[key] = body
+
+
+def set_data(input: Tensor, data: Tensor) -> None:
+    """`input.data = data` in a trace: from here on the one is in the memory of the other."""
+    if not isinstance(input, FunctionalTensor):                             # it becomes one when its change in place is found
+        input.copy_(data)
+        return
+    check_alike("a tensor", input, data)
+    if not isinstance(data, FunctionalTensor) or data.stride() != input.stride():
+        with torch.no_grad():
+            data = torch.empty_like(input).copy_(data)
+    input.elem = data.elem
+
+
+def unwrap(tensor: Tensor) -> Tensor:
+    _sync(tensor)
+    return _from_functional_tensor(tensor.elem)
+
+
+def was_mutated(tensor: Tensor, before: Tensor) -> bool:
+    return unwrap(tensor) is not before

@@ -1,0 +1,1 @@
+"""What is traced in the place of functions of torch."""

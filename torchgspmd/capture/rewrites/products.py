@@ -1,0 +1,220 @@
+"""While a model is captured, its linear, matmul, einsum and attention calls, and losses of volumes, become operations that
+keep their dimensions; and istft one that does not look at values.
+
+REPLACEMENTS: functions of PyTorch's Python interface, and what the trace calls in their place. What cannot be
+expressed (repeated letters, broadcast batch dimensions of size 1, ...) returns NotImplemented and is left to PyTorch:
+correct all the same.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from string import ascii_letters
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...annotate import check_mark, mark_sharding, mark_sharding_op
+from ...compat.operators import aten
+from ...custom_ops.nd import attention, einsum, summed_alone
+from ...mesh import Mesh
+from ...shard_spec import SpecLike
+
+
+def _mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
+    return mark_sharding_op(tensor, str(mesh), str(check_mark(tensor, mesh, spec)))
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """The operands as autocast would give them to a matmul."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
+
+
+def _einsum(equation: str, a: Tensor, b: Tensor):
+    a, b = _autocast(a, b)
+    if a.dtype != b.dtype or a.is_sparse or b.is_sparse:
+        return NotImplemented
+    return einsum(equation, a, b)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None):
+    if weight.dim() != 2 or input.dim() < 1:
+        return NotImplemented
+    lead = ascii_letters[2:input.dim() + 1]
+    y = _einsum(f"{lead}b,ab->{lead}a", input, weight)
+    return y if bias is None or y is NotImplemented else y + bias.to(y.dtype)
+
+
+def _matmul(input: Tensor, other: Tensor):
+    if not isinstance(input, Tensor) or not isinstance(other, Tensor) or not input.dim() or not other.dim():
+        return NotImplemented
+    rows = "m" if input.dim() > 1 else ""
+    columns = "n" if other.dim() > 1 else ""
+    a_batch, b_batch = input.shape[:-2], other.shape[:-2]
+    batch = "abcdefgh"[:max(len(a_batch), len(b_batch))]
+    if len(batch) > 8 or (a_batch and b_batch and a_batch != b_batch):
+        return NotImplemented
+    a = (batch if a_batch else "") + rows + "k"
+    b = (batch if b_batch else "") + "k" + columns
+    return _einsum(f"{a},{b}->{batch}{rows}{columns}", input, other)
+
+
+def _reflected_matmul(input: Tensor, other: Tensor):
+    return _matmul(other, input)
+
+
+def _matrix_product(dims: int):
+    def product(input: Tensor, mat2: Tensor, **options: Any):
+        return NotImplemented if options or input.dim() != dims or mat2.dim() != dims else _matmul(input, mat2)
+    return product
+
+
+def _torch_einsum(*args: Any):
+    """torch.einsum as a chain of two-operand contractions, from left to right."""
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = operands[0]
+    terms = _explicit(equation, operands) if isinstance(equation, str) and len(operands) > 1 else None
+    if terms is None:
+        return NotImplemented
+    *left, out = terms
+    a, letters = operands[0], left[0]
+    for i, (b, b_letters) in enumerate(zip(operands[1:], left[1:]), start=1):
+        later = set("".join(left[i + 1:]) + out)
+        result = out if i == len(left) - 1 else "".join(dict.fromkeys(c for c in letters + b_letters if c in later))
+        a, letters = summed_alone(a, letters, b_letters + result)
+        b, b_letters = summed_alone(b, b_letters, letters + result)
+        a = _einsum(f"{letters},{b_letters}->{result}", a, b)
+        if a is NotImplemented:
+            return NotImplemented
+        letters = result
+    return a
+
+
+def _explicit(equation: str, operands: Any) -> list[str] | None:
+    """The letters of every operand and of the result; None for what einsum() does not take."""
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if "..." in equation:
+        ranks = {t.dim() - len(term) + 3 for t, term in zip(operands, terms) if "..." in term}
+        if len(ranks) != 1 or not arrow:
+            return None
+        fill = "".join(c for c in ascii_letters if c not in equation)[:ranks.pop()]
+        terms, out = [term.replace("...", fill) for term in terms], out.replace("...", fill)
+    if not arrow:
+        every = "".join(terms)
+        out = "".join(sorted(c for c in set(every) if every.count(c) == 1))
+    sizes: dict[str, int] = {}
+    for tensor, term in zip(operands, terms):
+        if len(set(term)) != len(term) or tensor.dim() != len(term):
+            return None
+        if any(sizes.setdefault(c, n) != n for c, n in zip(term, tensor.shape)):
+            return None
+    if len(terms) != len(operands) or len(set(out)) != len(out) or not set(out) <= set(sizes):
+        return None
+    return [*terms, out]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+               is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False):
+    """F.scaled_dot_product_attention: one node where nothing is between the two products, else einsums and a softmax."""
+    if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
+        return NotImplemented
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    query, key, value = _autocast(query, key, value)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if attn_mask is None and not dropout_p and query.dim() == 4 and query.is_floating_point():
+        return attention(query, key, value, is_causal, scale)[0]
+    lead = "abcdefgh"[:query.dim() - 2]
+    scores = einsum(f"{lead}sx,{lead}tx->{lead}st", query, key) * scale
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    if attn_mask is not None:
+        empty = None
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+            empty = ~attn_mask.any(-1, keepdim=True)                         # rows without any key are 0, not NaN
+        else:
+            scores = scores + attn_mask
+        weights = scores.softmax(-1)
+        weights = weights if empty is None else weights.masked_fill(empty, 0)
+    else:
+        weights = scores.softmax(-1)
+    weights = F.dropout(weights, dropout_p).to(value.dtype)
+    return einsum(f"{lead}st,{lead}tx->{lead}sx", weights, value)
+
+
+def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None):
+    """Around the end, as a concatenation: PyTorch writes into slices of a new tensor."""
+    if mode != "circular" or min(pad) < 0 or any(n > input.shape[-1 - i // 2] for i, n in enumerate(pad)):
+        return NotImplemented
+    for i in range(0, len(pad), 2):
+        d, (before, behind) = input.dim() - 1 - i // 2, pad[i:i + 2]
+        pieces = [input.narrow(d, input.shape[d] - before, before), input, input.narrow(d, 0, behind)]
+        input = torch.cat([piece for piece in pieces if piece.shape[d]], d)
+    return input
+
+
+def _cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+                   reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0):
+    if input.dim() < 5 or target.is_floating_point() or label_smoothing:
+        return NotImplemented
+    return _nll_loss(input.log_softmax(1), target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def _nll_loss(input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+              reduce: Any = None, reduction: str = "mean"):
+    """Of volumes [n, c, x, y, z] and more dimensions, which PyTorch flattens to [n, c, 1, x y z]."""
+    if input.dim() < 5 or size_average is not None or reduce is not None:
+        return NotImplemented
+    counts = target != ignore_index
+    label = torch.where(counts, target, 0)
+    losses = -input.gather(1, label.unsqueeze(1)).squeeze(1)                 # [n, x, y, z]
+    scale = torch.ones_like(losses) if weight is None else weight[label]
+    losses, scale = (torch.where(counts, t, 0) for t in (losses * scale, scale))
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / scale.sum()
+
+
+def _istft(input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None, window: Tensor | None = None,
+           center: bool = True, normalized: bool = False, onesided: bool | None = None, length: int | None = None,
+           return_complex: bool = False):
+    """Without a look at whether the windows cover everything, which needs values: what they leave out is NaN."""
+    hop, width = hop_length or n_fft // 4, win_length or n_fft
+    onesided = input.shape[-2] != n_fft if onesided is None else onesided
+    if not input.is_complex() or return_complex and onesided or input.shape[-2] != (n_fft // 2 + 1 if onesided else n_fft):
+        return NotImplemented
+    of = input.mT * math.sqrt(n_fft) if normalized else input.mT            # [.., t, frequency]
+    frames = torch.fft.ifft(of, n_fft) if return_complex else torch.fft.irfft(of[..., :n_fft // 2 + 1], n_fft)
+    if window is None:
+        window = torch.ones(width, dtype=frames.real.dtype, device=input.device)
+    window = F.pad(window, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
+    total = n_fft + hop * (frames.shape[-2] - 1)
+    sums, weights = (aten.unfold_backward(t, [*t.shape[:-2], total], t.dim() - 2, n_fft, hop)
+                     for t in (frames * window, window.square().expand(frames.shape[-2], n_fft)))
+    start = n_fft // 2 if center else 0
+    end = total - start if length is None else min(start + length, total)
+    found = sums[..., start:end] / weights[start:end]
+    return found if length is None else F.pad(found, (0, length - (end - start)))
+
+
+REPLACEMENTS: dict[Callable, Callable] = {
+    mark_sharding: _mark,
+    F.cross_entropy: _cross_entropy,
+    F.linear: _linear,
+    F.nll_loss: _nll_loss,
+    F.pad: _pad,
+    F.scaled_dot_product_attention: _attention,
+    torch.einsum: _torch_einsum,
+    torch.istft: _istft, Tensor.istft: _istft,
+    torch.bmm: _matrix_product(3), Tensor.bmm: _matrix_product(3),
+    torch.mm: _matrix_product(2), Tensor.mm: _matrix_product(2),
+    torch.matmul: _matmul, Tensor.matmul: _matmul, Tensor.__matmul__: _matmul, Tensor.__rmatmul__: _reflected_matmul,
+}

@@ -1,0 +1,171 @@
+"""Functions of PyTorch that look at values while they run, as programs that need not: what the trace calls in their place.
+
+Checks of values (is a variance negative?) are left out, for a program has none when it is captured.
+"""
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...custom_ops.nd import ctc_losses
+from ...errors import ShardingError, user_line
+
+
+def _equal(input: Tensor, other: Tensor):
+    return False if input.shape != other.shape else (input == other).all().item()
+
+
+def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False):
+    return torch.isclose(input, other, rtol, atol, equal_nan).all().item()
+
+
+def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+    """Of the rows of input [variables, observations]; weights [observations] count or weigh the columns."""
+    x = input if input.dim() == 2 else input.reshape(1, -1)
+    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    if weights is None:
+        centered = x - x.mean(1, keepdim=True)
+        weighted, count = centered, max(x.shape[1] - correction, 0)
+    else:
+        total = weights.sum()
+        centered = x - (x * weights).sum(1, keepdim=True) / total
+        spread = total if aweights is None else (weights * aweights).sum() / total
+        count = (total - correction * spread if aweights is not None else total - correction).clamp_min(0)
+        weighted = centered * weights
+    return (weighted @ centered.mT.conj() / count).squeeze()
+
+
+def _corrcoef(input: Tensor) -> Tensor:
+    c = _cov(input)
+    if c.dim() == 0:
+        return c / c
+    deviation = torch.diagonal(c).sqrt()
+    c = c / deviation.unsqueeze(1) / deviation
+    return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
+
+
+def _gaussian_nll(input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6,
+                  reduction: str = "mean") -> Tensor:
+    if isinstance(var, float):
+        var = torch.full_like(input, var)
+    if var.shape != input.shape and input.shape[:-1] == var.shape:
+        var = var.unsqueeze(-1)
+    var = var.clone()
+    with torch.no_grad():                                                   # the gradient passes where eps is taken as well
+        var.clamp_(min=eps)
+    loss = 0.5 * (var.log() + (input - target).square() / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _ctc(log_probs: Tensor, targets: Tensor, input_lengths, target_lengths, blank: int = 0, reduction: str = "mean",
+         zero_infinity: bool = False) -> Tensor:
+    single = log_probs.dim() == 2
+    log_probs = log_probs.unsqueeze(1) if single else log_probs
+    lengths = [torch.as_tensor(n, device=log_probs.device, dtype=torch.int64).reshape(-1) for n in (input_lengths, target_lengths)]
+    targets = targets.unsqueeze(0) if single and targets.dim() == 1 else targets
+    losses = ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)[0]
+    if reduction == "mean":
+        return (losses / lengths[1].clamp_min(1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == "sum" else losses.squeeze(0) if single else losses
+
+
+def _tensor_split(input: Tensor, *sections: Any, **named: Any):
+    if not any(isinstance(given, Tensor) for given in (*sections, *named.values())):
+        return NotImplemented
+    raise ShardingError("tensor_split by a tensor needs its values before the program runs", where=user_line(),
+                        fix="give the sections as a number or a tuple")
+
+
+def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False):
+    """With a dense gradient: a layout is one of dense tensors."""
+    return torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False) if sparse else NotImplemented
+
+
+def _retain_grad(input: Tensor):
+    if not input.is_leaf:
+        warnings.warn("forward calls retain_grad() of a value, whose 'grad' stays None: on a mesh autograd does not see values inside of a "
+                      "model; a hook does (value.register_hook(keep))", stacklevel=2)
+    return NotImplemented
+
+
+def _tolist(input: Tensor):
+    return [_tolist(row) for row in input.unbind()] if input.dim() else input.item()
+
+
+# ---------------------------------------------------------------- indices that are numbers known only when the program runs
+
+def _is_number(entry: Any) -> bool:
+    """Whether Python's x[entry] reads the value of a tensor (one of bool is a mask)."""
+    if isinstance(entry, slice):
+        return any(isinstance(bound, Tensor) for bound in (entry.start, entry.stop, entry.step))
+    whole = isinstance(entry, Tensor) and entry.dim() == 0 and not entry.is_floating_point() and entry.dtype is not torch.bool
+    return whole or isinstance(entry, torch.SymInt)
+
+
+def _selected(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
+    """The view of x at the entries of the index that are such numbers, and the index of what is left. Slices are taken first: torch 2.9
+    cannot assign to a slice of a row whose number it does not know."""
+    numbers, left = [], []
+    for at, entry in zip(positions(x, index), index):
+        if isinstance(entry, slice):
+            x, entry = x[(slice(None),) * at + (_untensored(entry),)], slice(None)
+        if not isinstance(entry, slice) and _is_number(entry):
+            numbers.append((at, entry))
+        else:
+            left.append(entry)
+    for dim, number in reversed(numbers):
+        x = x.select(dim, number)
+    return x, tuple(left)
+
+
+def positions(x: Tensor, index: tuple) -> list[int]:
+    """The dimension of x at which each entry of an index begins."""
+    at, found = 0, []
+    for place, entry in enumerate(index):
+        found.append(at)
+        at = x.dim() - sum(map(_dims, index[place + 1:])) if entry is Ellipsis else at + _dims(entry)
+    return found
+
+
+def _untensored(entry: slice) -> slice:
+    """With numbers where it has tensors."""
+    return slice(*(b.item() if isinstance(b, Tensor) else b for b in (entry.start, entry.stop, entry.step)))
+
+
+def _dims(entry: Any) -> int:
+    """How many dimensions an entry of an index stands for."""
+    if entry is None or isinstance(entry, bool):
+        return 0
+    return entry.dim() if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _getitem(input: Tensor, index: Any) -> Tensor:
+    index = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_number, index)):
+        return NotImplemented
+    found, left = _selected(input, index)
+    return found[left] if left else found
+
+
+def _setitem(input: Tensor, index: Any, value: Any) -> None:
+    index = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_number, index)):
+        return NotImplemented
+    found, left = _selected(input, index)
+    found[left if left else ...] = value
+
+
+VALUE_REPLACEMENTS: dict[Callable, Callable] = {
+    torch.equal: _equal, Tensor.equal: _equal, torch.allclose: _allclose, Tensor.allclose: _allclose,
+    torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
+    torch.embedding: _embedding, F.gaussian_nll_loss: _gaussian_nll, F.ctc_loss: _ctc,
+    Tensor.__getitem__: _getitem, Tensor.__setitem__: _setitem,
+    Tensor.tolist: _tolist, Tensor.retain_grad: _retain_grad, torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,
+}

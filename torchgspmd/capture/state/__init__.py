@@ -1,0 +1,1 @@
+"""What a program reads, keeps and changes besides its arguments."""

@@ -1,0 +1,42 @@
+"""What computes an operation on DTensors in the place of torch's DTensor itself."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from ..comm.process_groups import known_groups
+from ..compat.operators import AbsentOperator
+from ..compat.private_apis import OpOverload
+from ..compat.private_apis import _pytree as pytree
+
+
+def handlers() -> dict:
+    """Functions of (operation, args, kwargs), by operation."""
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+def handle(table: Mapping[Any, Callable]) -> None:
+    """Adds functions to handlers(); those of operators that this torch lacks are left out."""
+    handlers().update({op: function for op, function in table.items() if not isinstance(op, AbsentOperator)})
+
+
+def as_before(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """As DTensor itself does it."""
+    table = handlers()
+    handler = table.pop(op, None)                                           # None: another thread is at it
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None:
+            table[op] = handler
+
+
+def is_ours(tensor: Any) -> bool:
+    """Whether it is a DTensor on a mesh of parallelize."""
+    return isinstance(tensor, DTensor) and known_groups(tensor.device_mesh) is not None
+
+
+def ours_of(args: tuple, kwargs: dict) -> list[DTensor]:
+    return [*filter(is_ours, pytree.tree_leaves((args, kwargs)))]

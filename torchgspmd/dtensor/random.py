@@ -1,0 +1,65 @@
+"""Random numbers on DTensors: those of one device, of which every rank takes its part.
+
+    model.to_empty(device="cpu"); model.reset_parameters()          after parallelize of a model on meta
+    p.add_(torch.randn_like(p), alpha=0.01)
+    F.dropout(y, 0.1)                                               of a sharded result
+
+By itself torch's DTensor draws the same numbers in every part of a tensor on CPUs, and such as depend on the mesh on GPUs. Here
+each rank draws those of the whole tensor, from generators in the same state, which is compared.
+"""
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.process_groups import known_groups
+from ..comm.rank_check import agree
+from ..comm.rank_mismatch import Account, raise_difference
+from ..compat.operators import aten
+from ..compat.private_apis import OpOverload
+from ..errors import user_line
+from .op_handlers import as_before, handle, ours_of
+from .replicated_fallback import like, on_whole, store
+
+_FILLED = tuple(getattr(packet, overload) for packet in (
+    aten.normal_, aten.uniform_, aten.exponential_, aten.cauchy_, aten.log_normal_, aten.geometric_, aten.random_, aten.bernoulli_)
+    for overload in packet.overloads() if overload not in ("out", "Tensor"))        # whatever was there before
+_LIKE = tuple(getattr(packet, overload) for packet in (aten.rand_like, aten.randn_like, aten.randint_like)
+              for overload in packet.overloads() if "out" not in overload)
+_OTHERS = (aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli_.Tensor, aten.multinomial.default, aten.poisson.default,
+           aten.binomial.default, aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor,
+           aten.rrelu_with_noise.default)
+
+
+def draw_on_whole() -> None:
+    """From here on, for DTensors on the meshes of parallelize."""
+    handle(dict.fromkeys((*_FILLED, *_LIKE, *_OTHERS), _drawn))
+
+
+def _drawn(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    ours = ours_of(args, kwargs)
+    if not ours or ours[0].device.type == "meta":
+        return as_before(op, args, kwargs)
+    one, groups = ours[0], known_groups(ours[0].device_mesh)
+    state, does = _state(kwargs.get("generator"), one.device), f"draws random numbers for a DTensor at {user_line()}"
+    agree(groups, state ^ zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does, generator=state)))
+    if op in _OTHERS:
+        return on_whole(op, args, kwargs, one)
+    whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+    values = op(whole, *args[1:], **kwargs)
+    if op in _LIKE:
+        return like(one, values)
+    store(one, values)
+    return one
+
+
+def _state(generator: torch.Generator | None, device: torch.device) -> int:
+    """A number that is the same for generators in the same state."""
+    if generator is not None:
+        state: Tensor = generator.get_state()
+    else:
+        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return zlib.crc32(state.cpu().numpy())

@@ -1,0 +1,101 @@
+"""Takes operations without a rule apart.
+
+before   any ATen graph                     %y = mean(%x, [1])
+after    only operations with rules,        %s = sum(%x, [1]); %y = div(%s, 8)
+         or such that nobody can take apart
+needs    val on every node
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from ...compat.private_apis import _pytree as pytree
+from ...rules import RENAMED, decomposition_of, simplified, trace
+from ..ir import is_number, signature
+
+Traced = dict[tuple, fx.Graph | None]   # decompositions that were found, by what determines them
+
+
+def expand(graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset(),
+           lookup: Callable = decomposition_of, traced: Traced | None = None) -> fx.Graph:
+    """A copy of the graph. splitting: nodes with a rule that are to be taken apart all the same; over how many devices the
+    dimension is sharded that they need whole, if that is known. lookup: as decomposition_of. traced: of like graphs, to go on with."""
+    devices = splitting if isinstance(splitting, Mapping) else dict.fromkeys(splitting, 1)
+    return _Expander(devices, lookup, {} if traced is None else traced).run(graph)
+
+
+class _Expander:
+    def __init__(self, splitting: Mapping[fx.Node, int], lookup: Callable, traced: Traced):
+        self.splitting, self.lookup, self.graph, self.traced = splitting, lookup, fx.Graph(), traced
+
+    def run(self, graph: fx.Graph) -> fx.Graph:
+        new: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target is operator.getitem and not isinstance(new[node.args[0]], fx.Node):
+                new[node] = new[node.args[0]][node.args[1]]
+            elif node.op == "call_function":
+                new[node] = self.emit(node, new, node.meta, splitting=self.splitting.get(node, 0))
+            else:
+                new[node] = self.graph.node_copy(node, new.__getitem__)
+                new[node].meta = dict(node.meta)
+            if isinstance(new.get(node), fx.Node) and "captured" in node.meta:
+                new[node].meta.setdefault("captured", node.meta["captured"])
+        for node in list(self.graph.nodes):
+            if (same := simplified(node)) is not None:                      # a result of its own stays one
+                node.replace_all_uses_with(same, lambda user, same=same: user.op != "output" or same.op == "call_function")
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def emit(self, node: fx.Node, new: dict[fx.Node, Any], meta: dict, splitting: int = 0, within: tuple = ()) -> Any:
+        """The node's value in the new graph: a node, or a tuple of nodes for an operation that was taken apart."""
+        kept = node.target in within or node.meta.get("dynamic") or any(map(is_number, node.all_input_nodes))
+        function = None if kept else self.lookup(node.target, splitting=splitting)
+        inner = self.trace(node, function, splitting) if function else None
+        if inner is None:
+            copy = self.graph.node_copy(node, new.__getitem__)
+            copy.target = RENAMED.get(node.target, node.target)
+            copy.meta = {**meta, "val": node.meta["val"]}
+            copy.meta.pop("spec", None)                                     # of an earlier propagation
+            return copy
+        operands: list[fx.Node] = []
+        fx.map_arg((node.args, dict(node.kwargs)), lambda n: operands.append(n))
+        placeholders = iter(operands)
+        values: dict[fx.Node, Any] = {}
+        for step in inner.nodes:
+            if step.op == "placeholder":
+                values[step] = new[next(placeholders)]
+            elif step.op == "output":
+                return fx.map_arg(step.args[0], values.__getitem__)
+            elif step.target is operator.getitem and not isinstance(values[step.args[0]], fx.Node):
+                values[step] = values[step.args[0]][step.args[1]]
+            else:
+                inner_meta = {key: value for key, value in meta.items() if key != "captured"}
+                values[step] = self.emit(step, values, inner_meta, within=(*within, node.target))
+        raise AssertionError("a graph without output")
+
+    def trace(self, node: fx.Node, function: Callable, splitting: int) -> fx.Graph | None:
+        """The decomposition's graph, once for equal signatures; None if it cannot be traced or holds tensors of its own."""
+        key = (signature(node), splitting)
+        if key not in self.traced:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+            try:
+                inner = trace(function, args, kwargs)
+            except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):    # torch 2.9: of errors without a text
+                inner = None
+            self.traced[key] = inner if inner is not None and _usable(inner, node) else None
+        return self.traced[key]
+
+
+def _usable(inner: fx.Graph, node: fx.Node) -> bool:
+    """Whether a decomposition can stand for its operation: no constants, not the same again, results of the same kind."""
+    steps = [n for n in inner.nodes if n.op not in ("placeholder", "output")]
+    if any(n.op != "call_function" for n in steps) or any(n.target is node.target and signature(n) == signature(node) for n in steps):
+        return False
+    got = [n.meta["val"] if isinstance(n, fx.Node) else None for n in pytree.tree_leaves(inner.output_node().args[0])]
+    want = [t for t in pytree.tree_leaves(node.meta["val"])]
+    return len(got) == len(want) and all(
+        not isinstance(w, Tensor) or (isinstance(g, Tensor) and g.shape == w.shape and g.dtype == w.dtype) for g, w in zip(got, want))

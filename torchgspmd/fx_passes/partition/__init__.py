@@ -1,0 +1,1 @@
+"""Which factors of each operation are sharded, and the collectives between operations."""

@@ -1,0 +1,62 @@
+"""What a partitioned program has to be, checked after the pass when TORCHGSPMD_CHECK=1 (as in the tests).
+
+needs    the graph that `partition` returns, on its own mesh
+ensures  every value has one layout, of its rank, on axes of the mesh, each axis once; every operand lies as its operation's
+         strategy needs it; every inserted step leads where it says; every output is laid out as promised
+"""
+from __future__ import annotations
+
+import os
+
+from torch import Tensor, fx
+
+from ...mesh import Mesh
+from ...rules import Rule
+from ..ir import operands_of
+
+ENABLED = "TORCHGSPMD_CHECK"
+
+
+def verify(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
+    """The graph itself; AssertionError with the faults of one that is not legal, which is a mistake of torchgspmd."""
+    if os.environ.get(ENABLED) != "1":
+        return graph
+    graph.lint()
+    faults = [fault for node in graph.nodes for fault in (*_value_faults(node, mesh), *_operand_faults(node))]
+    for value, spec in zip(graph.output_node().args[0], graph.output_node().meta["specs"]):
+        if spec is not None and value.meta["spec"] != spec:
+            faults.append(f"the output %{value} is [{value.meta['spec']}], promised is [{spec}]")
+    if faults:
+        raise AssertionError("partition made an illegal program; please report this:\n  " + "\n  ".join(faults))
+    return graph
+
+
+def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
+    value, spec, step = node.meta.get("val"), node.meta.get("spec"), node.meta.get("step")
+    if node.op == "output" or not isinstance(value, Tensor):
+        return []
+    if spec is None:
+        return [] if not node.users else [f"%{node} has no layout"]
+    axes = [*spec.sharding_axes, *spec.pending]
+    faults = [f"%{node} is [{spec}], which names axis {a} that mesh {mesh} does not have" for a in axes if a not in mesh.names]
+    if len(spec.dims) != value.dim():
+        faults.append(f"%{node} has {value.dim()} dimensions, its layout [{spec}] {len(spec.dims)}")
+    if len(axes) != len(set(axes)):
+        faults.append(f"%{node} is [{spec}], which uses an axis twice")
+    if step is not None and step.spec != spec:
+        faults.append(f"%{node} is [{spec}], its {step.kind} leads to [{step.spec}]")
+    return faults
+
+
+def _operand_faults(node: fx.Node) -> list[str]:
+    rule: Rule | None = node.meta.get("rule")
+    if rule is None:
+        return []
+    faults = []
+    for i, (value, need) in enumerate(zip(operands_of(node), node.meta["operand_specs"])):
+        have = value.meta["spec"]
+        if have != need:
+            faults.append(f"%{node} needs %{value} as [{need}], it is [{have}]")
+        elif have.pending and not any(i in group for group in rule.linear):
+            faults.append(f"%{node} is not linear in %{value}, which is [{have}]")
+    return faults

@@ -1,0 +1,1 @@
+"""A layout for every value, from the marks."""

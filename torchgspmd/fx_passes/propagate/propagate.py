@@ -1,0 +1,224 @@
+"""Spreads the marks: a layout for every value, forwards and backwards over the whole graph.
+
+before   layouts on some values             %x : f32[8@data, 64]   %w : f32[64, 256@model]
+after    meta["spec"] on every value        %mm : f32[8@data, 256@model]
+needs    only operations whose rules are known to `Rules`
+source   GSPMD (arXiv 2105.04663, section 3.5) for the priorities; Shardy's factors for what one operation does
+
+Each operation is asked, factor by factor, whether a layout of one of its tensors can be had by the others. A value
+only ever gets more axes. Three rounds, each until nothing changes: first what is elementwise, then factors that pass
+through any operation, last the factors that are summed over and small operands that are broadcast.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from ...mesh import Mesh
+from ...rules import Rule, make_rule
+from ...shard_spec import Axes, ShardSpec
+from ..ir import Op, Rules, values
+from .factors import assemble, crowded, is_far, is_roomy, project
+
+ELEMENTWISE, PASSING, ALL = range(3)
+
+
+@dataclass
+class Layouts:
+    """What propagation knows: the spec of every value, which dimensions are settled, and where each axis came from."""
+    mesh: Mesh
+    spec: dict[fx.Node, ShardSpec]
+    fixed: dict[fx.Node, tuple[bool, ...]]
+    origin: dict[tuple[fx.Node, str], tuple[fx.Node | None, str]] = field(default_factory=dict)
+
+    def seed(self, value: fx.Node, spec: ShardSpec, why: str) -> None:
+        """A layout from outside. Its closed dimensions are settled; where one is settled already, that stays."""
+        dims, fixed = list(self.spec[value].dims), list(self.fixed[value])
+        taken = {axis for d, axes in enumerate(dims) if fixed[d] for axis in axes}
+        for d, axes in enumerate(spec.dims):
+            if not fixed[d] and not taken & set(axes):
+                dims[d] = axes
+                taken |= set(axes)
+                fixed[d] = not spec.open[d]
+                self.origin.update({(value, axis): (None, why) for axis in axes})
+        self.spec[value], self.fixed[value] = ShardSpec(tuple(dims)), tuple(fixed)
+
+    def explain(self, value: fx.Node) -> list[str]:
+        """The chain from a value back to the mark, one line a step, for every axis."""
+        lines = []
+        for axis in self.spec[value].sharding_axes:
+            at: fx.Node | None = value
+            while at is not None:
+                before, why = self.origin.get((at, axis), (None, "an input that was left open"))
+                lines.append(f"{axis}: %{at.name} {self.describe(at)} <- {why}")
+                at = before
+        return lines or [f"%{value.name} {self.describe(value)}: no mark reaches it"]
+
+    def describe(self, value: fx.Node) -> str:
+        return f"[{self.spec[value]}]"
+
+
+def propagate(graph: fx.Graph, mesh: Mesh, seeds: Iterable[tuple[fx.Node, ShardSpec, str]],
+              ties: Iterable[tuple[fx.Node, fx.Node, str]] = (), rules: Rules | None = None) -> Layouts:
+    """ties: pairs of values that should have one layout, such as a parameter and its gradient."""
+    rules = rules or Rules()
+    every = list(values(graph))
+    layouts = Layouts(mesh, {v: ShardSpec.replicated(v.meta["val"].dim()) for v in every},
+                      {v: (False,) * v.meta["val"].dim() for v in every})
+    for value, spec, why in seeds:
+        layouts.seed(value, spec, why)
+    ops = [op for op in rules.ops(graph) if op.rule.known and op.rule.sizes]
+    ops += [_tie(a, b, why) for a, b, why in ties]
+    propagation = _Propagation(layouts, ops)
+    for stage in (ELEMENTWISE, PASSING, ALL):
+        propagation.run(stage)
+    for value in every:
+        value.meta["spec"] = layouts.spec[value]
+    return layouts
+
+
+def _tie(a: fx.Node, b: fx.Node, why: str) -> Op:
+    names = [(f"d{i}",) for i in range(a.meta["val"].dim())]
+    rule = make_rule([names], [names], {f"d{i}": n for i, n in enumerate(a.meta["val"].shape)}, text=why)
+    return Op(a, rule, (a,), (b,), None)
+
+
+class _Growth(NamedTuple):
+    """One tensor of an operation gets axes, since another one has them: by their places among operands and results taken."""
+    tensor: int
+    spec: ShardSpec
+    axes: Axes
+    source: int
+
+
+class _Propagation:
+    def __init__(self, layouts: Layouts, ops: list[Op]):
+        self.layouts, self.ops, self.mesh = layouts, ops, layouts.mesh
+        self.values = [(*op.operands, *(v for v in op.results if v is not None)) for op in ops]
+        self.kinds = [_kind(op) for op in ops]
+        self.known: dict[tuple, list[_Growth]] = {}                         # by kind, stage and layouts
+        self.crowded = crowded(((v.meta["val"].shape, spec) for v, spec in layouts.spec.items()), layouts.mesh)
+        self.near: dict[fx.Node, list[int]] = {}
+        for i, op in enumerate(ops):
+            for value in {*op.operands, *op.results} - {None}:
+                self.near.setdefault(value, []).append(i)
+
+    def run(self, stage: int) -> None:
+        """Sweeps forwards and backwards over the operations that something changed around, until nothing changes."""
+        dirty = set(range(len(self.ops)))
+        forward = True
+        while dirty:
+            order, later = sorted(dirty, reverse=not forward), set()
+            todo = set(order)
+            for i in self._sweep(order, todo, forward):
+                later.update(self._changed(i, stage, todo, forward))
+            dirty, forward = later, not forward
+
+    def _sweep(self, order: list[int], todo: set[int], forward: bool) -> Iterable[int]:
+        indices = range(order[0], len(self.ops)) if forward else range(order[0], -1, -1)
+        for i in indices:
+            if i in todo:
+                todo.discard(i)
+                yield i
+
+    def _changed(self, i: int, stage: int, todo: set[int], forward: bool) -> Iterable[int]:
+        """Runs one operation; what its changes touch ahead is done in this sweep, the rest is returned."""
+        for value in self._step(i, stage):
+            for j in self.near[value]:
+                if j != i and ((j > i) == forward):
+                    todo.add(j)
+                elif j != i:
+                    yield j
+
+    def _step(self, i: int, stage: int) -> list[fx.Node]:
+        """The values that get more axes. Found once for like operations between like layouts."""
+        op, values, spec, fixed = self.ops[i], self.values[i], self.layouts.spec, self.layouts.fixed
+        if stage == ELEMENTWISE and (op.rule.reduce or op.rule.contraction) or not any(any(spec[v].dims) for v in values):
+            return []
+        key = (self.kinds[i], stage, *map(spec.__getitem__, values), *map(fixed.__getitem__, values))
+        if key not in self.known:
+            self.known[key] = list(self._growths(op, stage))
+        for growth in self.known[key]:
+            value = values[growth.tensor]
+            spec[value] = growth.spec
+            for axis in growth.axes:
+                self.layouts.origin.setdefault((value, axis), (values[growth.source], f"{op.node.name}: {op.rule}"))
+        return [values[growth.tensor] for growth in self.known[key]]
+
+    def _growths(self, op: Op, stage: int) -> Iterator[_Growth]:
+        rule = op.rule
+        tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*rule.operands, *rule.results)) if v is not None]
+        found = [project(dims, self.layouts.spec[v], rule.sizes, self.mesh) for v, dims in tensors]
+        for factor in self._order(rule, found, tensors):
+            if factor in rule.whole and not rule.splits or stage < ALL and (factor in rule.reduce or factor in rule.special) or (
+                    stage == ELEMENTWISE and factor in rule.windowed):
+                continue
+            longest, source = self._longest(rule, factor, found, tensors, stage)
+            if stage < ALL and is_far(op, factor, longest, self.mesh):
+                continue
+            for t, (value, _) in enumerate(tensors):
+                if self._extend(rule, factor, longest, t, tensors, found):
+                    yield _Growth(t, self.layouts.spec[value], longest, source)
+
+    def _order(self, rule: Rule, found: list[dict[str, Axes]], tensors: list) -> list[str]:
+        """Sharded factors; those of tensors with most elements first."""
+        weight: dict[str, int] = {}
+        for (value, _), axes in zip(tensors, found):
+            for factor in axes:
+                weight[factor] = max(weight.get(factor, 0), math.prod(value.meta["val"].shape))
+        return sorted(weight, key=lambda f: -weight[f])
+
+    def _longest(self, rule: Rule, factor: str, found: list[dict[str, Axes]], tensors: list, stage: int) -> tuple[Axes, int]:
+        """The longest list of axes that a tensor has for a factor. Small broadcast operands count in the last round only."""
+        best: Axes = ()
+        source = 0
+        for i, axes in enumerate(found):
+            if stage < ALL and not rule.contraction and i < len(rule.operands) and rule.results and _broadcasts(rule, i):
+                continue
+            if len(axes.get(factor, ())) > len(best):
+                best, source = axes[factor], i
+        return best, source
+
+    def _extend(self, rule: Rule, factor: str, longest: Axes, t: int, tensors: list, found: list[dict[str, Axes]]) -> bool:
+        """Gives tensor t the axes of `longest` that it lacks, as far as that is possible."""
+        value, dims = tensors[t]
+        have = found[t].get(factor, ())
+        place = next((d for d, names in enumerate(dims) if factor in names), None)
+        if place is None or have == longest or have != longest[:len(have)] or self.layouts.fixed[value][place]:
+            return False
+        spec = self.layouts.spec[value]
+        used = set(spec.sharding_axes)
+        most = value.meta["val"].shape[place] if len(dims[place]) == 1 else rule.sizes[factor]
+        accepted = None
+        for end in range(len(have) + 1, len(longest) + 1):
+            axes = longest[:end]
+            if longest[end - 1] in used or not is_roomy(most, axes, self.mesh, self.crowded):
+                break
+            new = assemble(dims, {**found[t], factor: axes}, rule.sizes, self.mesh)
+            if new is None or any(a != b for d, (a, b) in enumerate(zip(new, spec.dims)) if d != place):
+                break
+            accepted = (axes, new)
+        if accepted is None:
+            return False
+        found[t][factor] = accepted[0]
+        self.layouts.spec[value] = ShardSpec(accepted[1])
+        return True
+
+
+def _kind(op: Op) -> tuple:
+    """Equal for like operations (which have one rule) that use one value in the same places and have the same results taken."""
+    values = (*op.operands, *op.results)
+    return id(op.rule), *(None if v is None else values.index(v) for v in values)
+
+
+def _broadcasts(rule: Rule, operand: int) -> bool:
+    """Whether an operand is spread over dimensions that the result has, by itself or beside a larger operand."""
+    own = {f for dim in rule.operands[operand] for f in dim}
+    others = [{f for dim in dims for f in dim} for i, dims in enumerate(rule.operands) if i != operand]
+    if others:
+        return any(own < other for other in others)
+    return bool({f for dim in rule.results[0] for f in dim} - own)

@@ -1,0 +1,1 @@
+"""When a program communicates, and what it keeps in memory."""

@@ -1,0 +1,126 @@
+"""Views by strides. What a stride steps over is found again as a dimension, so that the others keep their layout; what cannot be
+expressed that way is read element by element from the flattened tensor: correct, whatever the strides."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...compat.operators import aten, prims
+from ..registry import decomposition
+
+
+@dataclass
+class Window:
+    """A dimension of the base: its size, the stride of one step, where it is read first, and the result's dimensions that read it."""
+    size: int
+    stride: int
+    start: int
+    readers: list[tuple[int, int]]                                          # (dimension of the result, steps)
+
+
+def _storage_order(x: Tensor) -> list[int]:
+    """The dimensions as they lie in memory; NotImplementedError if there are gaps or overlaps."""
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    if not x.permute(order).is_contiguous():
+        raise NotImplementedError("left as it is")
+    return order
+
+
+def _windows(shape: list[int], size, stride, offset: int) -> list[Window] | None:
+    """What the strides read of each dimension of a contiguous tensor; adjacent dimensions are merged until all fits in one each."""
+    shape = list(shape)
+    while shape:
+        found, rest, step = [], offset, math.prod(shape)
+        for n in shape:
+            step //= n
+            found.append(Window(n, step, rest // step, []))
+            rest %= step
+        for d, (n, t) in enumerate(zip(size, stride)):
+            if n > 1 and t:
+                window = next((w for w in found if t % w.stride == 0), None)
+                if window is None:
+                    return None
+                window.readers.append((d, t // window.stride))
+        over = next((i for i, w in enumerate(found) if w.start + sum((size[d] - 1) * c for d, c in w.readers) >= w.size), None)
+        if over is None:
+            return found
+        if not over:
+            return None
+        shape[over - 1:over + 1] = [shape[over - 1] * shape[over]]
+    return None
+
+
+def _read(base: Tensor, dim: int, window: Window, size) -> Tensor:
+    """base with one dimension replaced by those that read it."""
+    if not window.readers:
+        return base.select(dim, window.start)
+    if len(window.readers) == 1 and window.readers[0][1] == 1:
+        return base.narrow(dim, window.start, size[window.readers[0][0]])
+    shape = [size[d] for d, _ in window.readers]
+    place = torch.full([], window.start, dtype=torch.int64, device=base.device)
+    for d, steps in window.readers:
+        place = place.unsqueeze(-1) + torch.arange(size[d], device=base.device) * steps
+    return base.index_select(dim, place.reshape(-1)).unflatten(dim, shape)
+
+
+@decomposition(aten.as_strided.default, aten.as_strided_copy.default)
+def _as_strided(x, size, stride, storage_offset=None):
+    offset = (storage_offset or 0) - x.storage_offset()
+    base = x.permute(_storage_order(x))
+    if not x.numel() or not math.prod(size) or offset < 0:
+        raise NotImplementedError("left as it is")
+    windows = _windows([n for n in base.shape if n > 1], size, stride, offset)
+    if windows is None:
+        return base.reshape(-1)[_places(size, stride, offset, x.device).reshape(-1)].reshape(list(size))
+    made = base.reshape([w.size for w in windows])
+    order: list[int] = []
+    for window in windows:                                                  # what is read stands where it was, before the unread ones
+        made = _read(made, len(order), window, size)
+        order += [d for d, _ in window.readers]
+    made = made.permute([order.index(d) for d in sorted(order)])
+    return made.reshape([n if d in order else 1 for d, n in enumerate(size)]).expand(list(size)).clone()
+
+
+@decomposition(aten.as_strided_scatter.default, prims.as_strided_scatter.default)
+def _as_strided_scatter(x, source, size, stride, storage_offset=None):
+    order = _storage_order(x)
+    base = x.permute(order)
+    places = _places(size, stride, (storage_offset or 0) - x.storage_offset(), x.device).reshape(-1)
+    written = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1)).reshape(base.shape)
+    return written.permute([order.index(d) for d in range(x.dim())])
+
+
+def _places(size, stride, offset: int, device) -> Tensor:
+    """Where in memory each element of the result lies."""
+    place = torch.full([], offset, dtype=torch.int64, device=device)
+    for n, t in zip(size, stride):
+        place = place.unsqueeze(-1) + torch.arange(n, device=device) * t
+    return place
+
+
+@decomposition(aten.unfold.default, aten.unfold_copy.default)
+def _unfold(x, dimension, size, step):
+    if not x.dim():
+        raise NotImplementedError("left as it is")
+    dim = dimension % x.dim()
+    count = (x.shape[dim] - size) // step + 1
+    if size == step:
+        return x.narrow(dim, 0, count * size).unflatten(dim, (count, size)).movedim(dim + 1, -1).clone()
+    return x.index_select(dim, _blocks(count, size, step, x.device)).unflatten(dim, (count, size)).movedim(dim + 1, -1)
+
+
+@decomposition(aten.unfold_backward.default)
+def _unfold_backward(grad, shape, dimension, size, step):
+    if not shape:
+        raise NotImplementedError("left as it is")
+    dim = dimension % len(shape)
+    rows = grad.movedim(-1, dim + 1).flatten(dim, dim + 1)
+    return grad.new_zeros(shape).index_add(dim, _blocks(grad.shape[dim], size, step, grad.device), rows)
+
+
+def _blocks(count: int, size: int, step: int, device) -> Tensor:
+    """Row numbers of `count` blocks of `size` rows, each `step` behind the one before."""
+    return (torch.arange(count, device=device).unsqueeze(-1) * step + torch.arange(size, device=device)).reshape(-1)

@@ -1,0 +1,104 @@
+"""Operations that make tensors. They have no tensor operands, so any layout of their result is free."""
+from __future__ import annotations
+
+from ...compat.operators import aten
+from ..notation import Call, Rule, make_rule
+from ..registry import computed, decomposition, shape_argument
+
+
+def _free(call: Call, **keywords) -> Rule:
+    shape = call.results[0].shape
+    return make_rule([], [[(f"d{i}",) for i in range(len(shape))]], {f"d{i}": n for i, n in enumerate(shape)}, **keywords)
+
+
+@computed(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
+def _filled(call: Call) -> Rule:
+    return _free(call, local=shape_argument(0))
+
+
+@computed(aten.scalar_tensor.default)
+def _scalar(call: Call) -> Rule:
+    return _free(call)
+
+
+@computed(aten.arange.start_step)
+def _arange(call: Call) -> Rule:
+    return _free(call, special="d0", emit=_emit_arange)
+
+
+def _emit_arange(local, args, kwargs):
+    start, step = args[0], args[2] if len(args) > 2 else 1
+    size = local.size("d0")
+    values = local.call(aten.arange.start_step, 0, size, 1, **{**kwargs, "dtype": local.results[0].dtype})
+    offset = local.index("d0") * size
+    scaled = values if step == 1 else local.call(aten.mul.Scalar, values, step)
+    return [local.call(aten.add.Scalar, scaled, offset * step + start)]
+
+
+@decomposition(aten.arange.default)
+def _arange_end(end, **options):
+    return aten.arange.start_step(0, end, 1, **options)
+
+
+@decomposition(aten.arange.start)
+def _arange_start(start, end, **options):
+    return aten.arange.start_step(start, end, 1, **options)
+
+
+def _options(x, dtype, device):
+    return {"dtype": x.dtype if dtype is None else dtype, "device": x.device if device is None else device}
+
+
+@decomposition(aten.zeros_like.default)
+def _zeros_like(x, *, dtype=None, device=None, **_):
+    return aten.full.default(list(x.shape), 0, **_options(x, dtype, device))
+
+
+@decomposition(aten.ones_like.default)
+def _ones_like(x, *, dtype=None, device=None, **_):
+    return aten.full.default(list(x.shape), 1, **_options(x, dtype, device))
+
+
+@decomposition(aten.full_like.default)
+def _full_like(x, value, *, dtype=None, device=None, **_):
+    return aten.full.default(list(x.shape), value, **_options(x, dtype, device))
+
+
+@decomposition(aten.empty_like.default)
+def _empty_like(x, *, dtype=None, device=None, **_):
+    return aten.full.default(list(x.shape), 0, **_options(x, dtype, device))
+
+
+@decomposition(aten.new_zeros.default)
+def _new_zeros(x, size, *, dtype=None, device=None, **_):
+    return aten.full.default(list(size), 0, **_options(x, dtype, device))
+
+
+@decomposition(aten.new_ones.default)
+def _new_ones(x, size, *, dtype=None, device=None, **_):
+    return aten.full.default(list(size), 1, **_options(x, dtype, device))
+
+
+@decomposition(aten.new_full.default)
+def _new_full(x, size, value, *, dtype=None, device=None, **_):
+    return aten.full.default(list(size), value, **_options(x, dtype, device))
+
+
+@decomposition(aten.new_empty.default, aten.new_empty_strided.default)
+def _new_empty(x, size, *_, dtype=None, device=None, **__):
+    return aten.full.default(list(size), 0, **_options(x, dtype, device))
+
+
+@decomposition(aten.fill.Scalar)
+def _fill(x, value):
+    return aten.full.default(list(x.shape), value, dtype=x.dtype, device=x.device)
+
+
+@decomposition(aten.fill.Tensor)
+def _fill_tensor(x, value):
+    return value.to(x.dtype).expand(x.shape)
+
+
+@decomposition(aten.copy.default)
+def _copy(x, source, non_blocking=False):
+    return source.to(x.dtype).expand(x.shape).clone()

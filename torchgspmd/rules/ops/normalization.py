@@ -1,0 +1,105 @@
+"""softmax and layer norm. Fused while the normalized dimensions are whole, else PyTorch's decomposition of them:
+local statistics and an all_reduce of those."""
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...compat.operators import aten
+from ..notation import Call, Rule, make_rule
+from ..registry import SPLITS, computed, decomposition
+from .reduction import wide
+
+
+@computed(aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default,
+          aten._log_softmax_backward_data.default, aten._safe_softmax.default, splits=True)
+def _softmax(call: Call) -> Rule:
+    x = call.results[0]
+    dim = call.args[len(call.tensors)] % x.dim() if x.dim() else 0
+    names = [(f"d{i}",) for i in range(x.dim())]
+    return make_rule([names] * len(call.tensors), [names], {f"d{i}": n for i, n in enumerate(x.shape)}, whole=f"d{dim}", splits=True)
+
+
+def _split_softmax(x, dim, half_to_float):
+    e = (x.to(wide(x.dtype)) - x.amax(dim, True)).exp()
+    return (e / e.sum(dim, True)).to(torch.float32 if half_to_float else x.dtype)
+
+
+def _split_log_softmax(x, dim, half_to_float):
+    shifted = x.to(wide(x.dtype)) - x.amax(dim, True)
+    return (shifted - shifted.exp().sum(dim, True).log()).to(torch.float32 if half_to_float else x.dtype)
+
+
+def _split_safe_softmax(x, dim, dtype=None):
+    dtype = dtype or x.dtype
+    x = x.to(dtype)
+    top = x.amax(dim, True)
+    empty = top == float("-inf")                                             # rows without any finite number are 0
+    e = (x.to(wide(dtype)) - torch.where(empty, 0.0, top)).exp()
+    return torch.where(empty, 0.0, e / e.sum(dim, True)).to(dtype)
+
+
+def _split_softmax_backward(grad, y, dim, dtype):
+    y = y.to(wide(y.dtype))
+    gy = grad * y
+    return (gy - y * gy.sum(dim, True)).to(dtype)
+
+
+def _split_log_softmax_backward(grad, y, dim, dtype):
+    grad, y = (t.to(wide(t.dtype)) for t in (grad, y))
+    return (grad - y.exp() * grad.sum(dim, True)).to(dtype)
+
+
+SPLITS.update({aten._softmax.default: _split_softmax, aten._safe_softmax.default: _split_safe_softmax,
+               aten._log_softmax.default: _split_log_softmax,
+               aten._softmax_backward_data.default: _split_softmax_backward,
+               aten._log_softmax_backward_data.default: _split_log_softmax_backward})
+
+
+def _layer_norm_names(rank: int, count: int) -> tuple[list, list, list]:
+    lead = [(f"l{i}",) for i in range(rank - count)]
+    tail = [(f"n{i}",) for i in range(count)]
+    return lead, tail, lead + [()] * count
+
+
+@computed(aten.native_layer_norm.default, splits=True)
+def _layer_norm(call: Call) -> Rule:
+    x, count = call.tensors[0], len(call.args[1])
+    lead, tail, statistics = _layer_norm_names(x.dim(), count)
+    sizes = {name[0]: n for name, n in zip(lead + tail, x.shape)}
+    return make_rule([lead + tail] + [tail] * (len(call.tensors) - 1), [lead + tail, statistics, statistics], sizes,
+                     whole=" ".join(n[0] for n in tail), splits=True)
+
+
+def _split_layer_norm(x, normalized_shape, weight, bias, eps):
+    dims = list(range(x.dim() - len(normalized_shape), x.dim()))
+    full, count = x.to(wide(x.dtype)), math.prod(normalized_shape)
+    mean = full.sum(dims, True) / count
+    centered = full - mean
+    rstd = ((centered * centered).sum(dims, True) / count + eps).rsqrt()
+    out = centered * rstd
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(x.dtype), mean, rstd
+
+
+SPLITS[aten.native_layer_norm.default] = _split_layer_norm
+
+
+@computed(aten.native_layer_norm_backward.default, splits=True)
+def _layer_norm_backward(call: Call) -> Rule:
+    x, count = call.tensors[1], len(call.args[2])
+    lead, tail, statistics = _layer_norm_names(x.dim(), count)
+    sizes = {name[0]: n for name, n in zip(lead + tail, x.shape)}
+    weights = [tail] * (len(call.tensors) - 4)
+    results = [lead + tail if r.dim() == x.dim() and r.shape == x.shape and i == 0 and call.args[7][0] else tail
+               for i, r in enumerate(call.results)]
+    return make_rule([lead + tail, lead + tail, statistics, statistics, *weights], results, sizes,
+                     reduce=" ".join(n[0] for n in lead), whole=" ".join(n[0] for n in tail), splits=True)
+
+
+@decomposition(aten._weight_norm_interface_backward.default)
+def _weight_norm_backward(grad, v, g, norm, dim):
+    dims = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = (grad * v).sum(dims, True)
+    return (grad - v * along / norm.square()) * (g / norm), along / norm

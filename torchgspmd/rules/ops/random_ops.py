@@ -1,0 +1,215 @@
+"""Random operations, by numbers that are drawn by the place of an element in the whole tensor (ops.random): the same on every mesh,
+and each device draws only its part. What has no expression by uniform numbers (gamma, Poisson, ...) is drawn whole everywhere."""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from ...compat.operators import aten
+from ...custom_ops.random import draw_seed, uniform
+from ..notation import Call, Rule, make_rule
+from ..registry import computed, decomposition
+
+ours = torch.ops.torchgspmd
+
+
+@computed(ours.draw_seed.default)
+def _seed(call: Call) -> Rule:
+    return make_rule([], [[]], {})
+
+
+@computed(ours.uniform.default)
+def _uniform(call: Call) -> Rule:
+    shape = call.results[0].shape
+    names = [(f"d{i}",) for i in range(len(shape))]
+    return make_rule([[]], [names], {f"d{i}": n for i, n in enumerate(shape)}, special=" ".join(n[0] for n in names), emit=_emit_uniform)
+
+
+def _emit_uniform(local, args, kwargs):
+    seed, stream, _, first, *rest = args
+    starts = [local.index(factors[0]) * local.size(factors[0]) if factors else start
+              for factors, start in zip(local.rule.results[0], first)]
+    return [local.call(ours.uniform.default, seed, stream, list(local.results[0].shape), starts, *rest)]
+
+
+def natively(graph: fx.Graph) -> None:
+    """Makes a graph draw by PyTorch's own generator: every part from a seed of its own."""
+    for node in graph.nodes:
+        if node.target is ours.uniform.default:
+            node.args = (*node.args[:-1], True)
+
+
+def _drawn(shape, dtype: torch.dtype | None, device, count: int = 1) -> list[torch.Tensor]:
+    """Independent uniform tensors."""
+    dtype, device = dtype or torch.get_default_dtype(), torch.device("cpu" if device is None else device)
+    seed, shape = draw_seed(), list(shape)
+    return [uniform(seed, i, shape, [0] * len(shape), shape, dtype, device, False) for i in range(count)]
+
+
+def _wide(dtype: torch.dtype | None) -> torch.dtype:
+    """The type to compute in."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def _normal(shape, dtype, device) -> torch.Tensor:
+    """Box and Muller, 1958."""
+    dtype = dtype or torch.get_default_dtype()
+    if dtype.is_complex:
+        u, v = _drawn(shape, _wide(dtype), device, 2)
+        radius = (-(-u).log1p()).sqrt()
+        return torch.complex(radius * (2 * math.pi * v).cos(), radius * (2 * math.pi * v).sin()).to(dtype)
+    u, v = _drawn(shape, _wide(dtype), device, 2)
+    return ((-2 * (-u).log1p()).sqrt() * (2 * math.pi * v).cos()).to(dtype)
+
+
+@decomposition(aten.rand.default)
+def _rand(size, *, dtype=None, device=None, **_):
+    dtype = dtype or torch.get_default_dtype()
+    if dtype.is_complex:
+        return torch.complex(*_drawn(size, _wide(dtype), device, 2)).to(dtype)
+    return _drawn(size, dtype, device)[0]
+
+
+@decomposition(aten.rand_like.default)
+def _rand_like(x, *, dtype=None, device=None, **_):
+    return _rand(x.shape, dtype=dtype or x.dtype, device=device or x.device)
+
+
+@decomposition(aten.randn.default)
+def _randn(size, *, dtype=None, device=None, **_):
+    return _normal(size, dtype, device)
+
+
+@decomposition(aten.randn_like.default)
+def _randn_like(x, *, dtype=None, device=None, **_):
+    return _normal(x.shape, dtype or x.dtype, device or x.device)
+
+
+@decomposition(aten.randint.low)
+def _randint_low(low, high, size, *, dtype=None, device=None, **_):
+    return ((_drawn(size, torch.float64, device)[0] * (high - low)).floor() + low).to(dtype or torch.int64)
+
+
+@decomposition(aten.randint.default)
+def _randint(high, size, *, dtype=None, device=None, **_):
+    return _randint_low(0, high, size, dtype=dtype, device=device)
+
+
+@decomposition(aten.randint_like.default)
+def _randint_like(x, high, *, dtype=None, device=None, **_):
+    return _randint_low(0, high, x.shape, dtype=dtype or x.dtype, device=device or x.device)
+
+
+@decomposition(aten.randint_like.low_dtype)
+def _randint_like_low(x, low, high, *, dtype=None, device=None, **_):
+    return _randint_low(low, high, x.shape, dtype=dtype or x.dtype, device=device or x.device)
+
+
+@decomposition(aten.bernoulli.p)
+def _bernoulli_p(x, p=0.5, *, generator=None):
+    return (_drawn(x.shape, torch.float32, x.device)[0] < p).to(x.dtype)
+
+
+@decomposition(aten.bernoulli.default)
+def _bernoulli(x, *, generator=None):
+    return (_drawn(x.shape, _wide(x.dtype), x.device)[0] < x).to(x.dtype)
+
+
+@decomposition(aten.bernoulli.Tensor)
+def _bernoulli_tensor(x, p, *, generator=None):
+    return (_drawn(x.shape, _wide(p.dtype), x.device)[0] < p).to(x.dtype)
+
+
+@decomposition(aten.uniform.default)
+def _uniform_between(x, low=0.0, high=1.0, *, generator=None):
+    return (_drawn(x.shape, _wide(x.dtype), x.device)[0] * (high - low) + low).to(x.dtype)
+
+
+@decomposition(aten.normal_functional.default)
+def _normal_functional(x, mean=0.0, std=1.0, *, generator=None):
+    return (_normal(x.shape, _wide(x.dtype), x.device) * std + mean).to(x.dtype)
+
+
+@decomposition(aten.normal.Tensor_Tensor)
+def _normal_tensors(mean, std, *, generator=None):
+    shape = torch.broadcast_shapes(mean.shape, std.shape)
+    return (_normal(shape, mean.dtype, mean.device) * std + mean).to(mean.dtype)
+
+
+@decomposition(aten.normal.Tensor_float)
+def _normal_mean(mean, std=1.0, *, generator=None):
+    return _normal(mean.shape, mean.dtype, mean.device) * std + mean
+
+
+@decomposition(aten.normal.float_Tensor)
+def _normal_std(mean, std, *, generator=None):
+    return _normal(std.shape, std.dtype, std.device) * std + mean
+
+
+@decomposition(aten.exponential.default)
+def _exponential(x, rate=1.0, *, generator=None):
+    return (-(-_drawn(x.shape, _wide(x.dtype), x.device)[0]).log1p() / rate).to(x.dtype)
+
+
+@decomposition(aten.log_normal.default)
+def _log_normal(x, mean=1.0, std=2.0, *, generator=None):
+    return (_normal(x.shape, _wide(x.dtype), x.device) * std + mean).exp().to(x.dtype)
+
+
+@decomposition(aten.cauchy.default)
+def _cauchy(x, median=0.0, sigma=1.0, *, generator=None):
+    return (((_drawn(x.shape, _wide(x.dtype), x.device)[0] - 0.5) * math.pi).tan() * sigma + median).to(x.dtype)
+
+
+@decomposition(aten.geometric.default)
+def _geometric(x, p, *, generator=None):
+    u = _drawn(x.shape, torch.float64, x.device)[0]
+    return ((-u).log1p() / math.log1p(-p)).floor().add(1).to(x.dtype) if p < 1 else torch.ones_like(x)
+
+
+@decomposition(aten.randperm.default)
+def _randperm(n, *, dtype=None, device=None, **_):
+    return _drawn([n], torch.float64, device)[0].argsort().to(dtype or torch.int64)
+
+
+@decomposition(aten.multinomial.default)
+def _multinomial(weights, count, replacement=False, *, generator=None):
+    if not replacement:                                                     # the largest of weight / exponential number
+        raced = weights / -(-_drawn(weights.shape, _wide(weights.dtype), weights.device)[0]).log1p()
+        return raced.topk(count)[1]
+    ends = weights.cumsum(-1)
+    ends = ends / ends[..., -1:]
+    places = torch.searchsorted(ends, _drawn([*weights.shape[:-1], count], weights.dtype, weights.device)[0], right=True)
+    return places.clamp_max(weights.shape[-1] - 1)
+
+
+@decomposition(aten.rrelu_with_noise_functional.default)
+def _rrelu(x, noise, lower=0.125, upper=0.3333333333333333, training=False, generator=None):
+    if not training:
+        return torch.where(x > 0, x, x * ((lower + upper) / 2)), noise.clone()
+    slope = (_drawn(x.shape, _wide(x.dtype), x.device)[0] * (upper - lower) + lower).to(x.dtype)
+    slope = torch.where(x > 0, 1.0, slope).to(x.dtype)
+    return x * slope, slope
+
+
+@decomposition(aten.native_dropout.default)
+def _native_dropout(x, p, train):
+    if not train or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = _drawn(x.shape, torch.float32, x.device)[0] < 1 - p
+    return x * (kept.to(x.dtype) / (1 - p)) if p < 1 else x * 0, kept
+
+
+@decomposition(aten.native_dropout_backward.default)
+def _native_dropout_backward(grad, mask, scale):
+    return grad * mask.to(grad.dtype) * scale
+
+
+@computed(aten.binomial.default, aten.poisson.default, aten._standard_gamma.default, aten._sample_dirichlet.default)
+def _whole(call: Call) -> Rule:
+    """Every device draws all numbers and keeps its part."""
+    shape = call.results[0].shape
+    names = [(f"d{i}",) for i in range(len(shape))]
+    return make_rule([names] * len(call.tensors), [names], {f"d{i}": n for i, n in enumerate(shape)}, whole=" ".join(n[0] for n in names))

@@ -1,0 +1,120 @@
+"""Reductions over dimensions. What divides by a count does so by the global one."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ...compat.operators import aten
+from ..notation import Call, Rule, make_rule
+from ..registry import computed, decomposition
+from .pointwise import keeps_sums
+
+
+def reduction_rule(call: Call, dims: Sequence[int] | int | None, kind: str | None) -> Rule:
+    """Dimensions `dims` (None or empty: all) of the one operand are reduced; kind None: they must be whole."""
+    x = call.tensors[0]
+    dims = [dims] if isinstance(dims, int) else dims
+    reduced = set(range(x.dim())) if not dims else {d % x.dim() for d in dims} if x.dim() else set()
+    names = [(f"d{i}",) for i in range(x.dim())]
+    kept = [n for i, n in enumerate(names) if i not in reduced]
+    keepdim = [() if i in reduced else n for i, n in enumerate(names)]
+    sizes = {f"d{i}": size for i, size in enumerate(x.shape)}
+    factors = [f"d{i}" for i in sorted(reduced)]
+    results = [kept if r.dim() == len(kept) else keepdim for r in call.results]
+    return make_rule([names], results, sizes, reduce={f: kind for f in factors} if kind else {},
+                     whole="" if kind else " ".join(factors), linear=[[0]] if kind == "sum" and keeps_sums(call) else ())
+
+
+for _op, _kind in ((aten.sum.dim_IntList, "sum"), (aten.amax.default, "max"), (aten.amin.default, "min"),
+                   (aten.prod.dim_int, "prod")):
+    computed(_op)(lambda call, kind=_kind: reduction_rule(call, call.argument(1, "dim"), kind))
+for _op, _kind in ((aten.sum.default, "sum"), (aten.max.default, "max"), (aten.min.default, "min"), (aten.prod.default, "prod"),
+                   (aten.median.default, None), (aten.nanmedian.default, None)):
+    computed(_op)(lambda call, kind=_kind: reduction_rule(call, None, kind))
+for _op in (aten.median.dim, aten.nanmedian.dim):
+    computed(_op)(lambda call: reduction_rule(call, call.argument(1, "dim"), None))
+computed(aten.mode.default)(lambda call: reduction_rule(call, call.argument(1, "dim", -1), None))
+computed(aten.kthvalue.default)(lambda call: reduction_rule(call, call.argument(2, "dim", -1), None))
+
+
+def _count(x: torch.Tensor, dims) -> int:
+    dims = [dims] if isinstance(dims, int) else dims
+    return math.prod(x.shape[d] for d in dims) if dims and x.dim() else x.numel()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that PyTorch's kernels compute in: sums of many numbers leave the range of float16, and lose digits in bfloat16."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+@decomposition(aten.mean.dim)
+def _mean_dim(x, dim, keepdim=False, *, dtype=None):
+    dtype = dtype or x.dtype
+    total = x.sum(dim if dim else list(range(x.dim())), keepdim, dtype=None if wide(dtype) == x.dtype else wide(dtype))
+    return (total / _count(x, dim)).to(dtype)
+
+
+@decomposition(aten.mean.default)
+def _mean(x, *, dtype=None):
+    return _mean_dim(x, None, dtype=dtype)
+
+
+@decomposition(aten.any.dim, aten.any.dims, aten.any.default)
+def _any(x, dim=None, keepdim=False):
+    if not x.numel():
+        return x.ne(0).sum(dim, keepdim).ne(0)
+    ones = x.ne(0).to(torch.uint8)
+    return (ones.amax() if dim is None else ones.amax(dim, keepdim)).ne(0)
+
+
+@decomposition(aten.all.dim, aten.all.dims, aten.all.default)
+def _all(x, dim=None, keepdim=False):
+    if not x.numel():
+        return x.eq(0).sum(dim, keepdim).eq(0)
+    ones = x.ne(0).to(torch.uint8)
+    return (ones.amin() if dim is None else ones.amin(dim, keepdim)).ne(0)
+
+
+@decomposition(aten.var_mean.correction)
+def _var_mean(x, dim=None, *, correction=1, keepdim=False):
+    dims, dtype, x = list(range(x.dim())) if dim is None else dim, x.dtype, x.to(wide(x.dtype))
+    mean = x.sum(dims, True) / _count(x, dims)
+    var = (x - mean).square().sum(dims, keepdim) / max(0, _count(x, dims) - (1 if correction is None else correction))
+    return var.to(var.dtype if dtype.is_complex else dtype), (mean if keepdim else x.sum(dims) / _count(x, dims)).to(dtype)
+
+
+@decomposition(aten.var.correction)
+def _var(x, dim=None, *, correction=1, keepdim=False):
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+@decomposition(aten.std.correction)
+def _std(x, dim=None, *, correction=1, keepdim=False):
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0].sqrt()
+
+
+@decomposition(aten.std_mean.correction)
+def _std_mean(x, dim=None, *, correction=1, keepdim=False):
+    var, mean = _var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return var.sqrt(), mean
+
+
+@decomposition(aten.aminmax.default)
+def _aminmax(x, *, dim=None, keepdim=False):
+    if dim is None or not x.dim():
+        dims = list(range(x.dim()))
+        return x.amin(dims, keepdim), x.amax(dims, keepdim)
+    return x.amin(dim, keepdim), x.amax(dim, keepdim)
+
+
+@decomposition(aten.logsumexp.default)
+def _logsumexp(x, dim, keepdim=False):
+    if not x.is_floating_point() and not x.is_complex():
+        x = x.to(torch.get_default_dtype())
+    top = (x.real if x.is_complex() else x).amax(dim, True)
+    top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
+    total = ((x.to(wide(x.dtype)) - top).exp().sum(dim, True).log() + top).to(x.dtype)
+    dims = [dim] if isinstance(dim, int) else dim
+    return total if keepdim else total.squeeze(tuple(dims) if dims else tuple(range(x.dim())))
