@@ -12,7 +12,7 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
-    keywords="torch 2.9, torch 2.13, torch 2.15",                           # on which the tests pass
+    keywords="torch 2.9, torch 2.13, torch 2.15",  # on which the tests pass
     install_requires=["torch>=2.9", "numpy"],
     extras_require={
         "transformers": ["transformers>=5"],

@@ -1,14 +1,17 @@
-"""What we send, beside what XLA sends for the same annotated program: random programs, seed by seed.
+"""What we send, beside what XLA sends for the same annotated program: random programs, seed by
+seed.
 
     python benchmarks/against_xla.py --seeds 0:200 [--devices 8] [--only transformer --only moe] [--show 17]
 
-Needs torch_xla (extra `xla`). Every program of benchmarks/programs is planned, simulated (padding holds NaN) and compared with
-one device; then XLA partitions it for virtual devices on the CPU, with the same layouts of inputs and results. Programs
-that send more than XLA's are listed, and the arithmetic of all devices over that of the program, ours and XLA's (in
-products, not in convolutions): XLA sends less where it computes the same on many devices. Ranges of seeds add up;
---out appends what was found as JSON lines, and what is there already is not run again: not the programs either at which XLA
-aborted the process.
+Needs torch_xla (extra `xla`). Every program of benchmarks/programs is planned, simulated (padding
+holds NaN) and compared with one device; then XLA partitions it for virtual devices on the CPU, with
+the same layouts of inputs and results. Programs that send more than XLA's are listed, and the
+arithmetic of all devices over that of the program, ours and XLA's (in products, not in
+convolutions): XLA sends less where it computes the same on many devices. Ranges of seeds add up;
+--out appends what was found as JSON lines, and what is there already is not run again: not the
+programs either at which XLA aborted the process.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -22,21 +25,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TOLERANCE = 1e-4                # of every element, relative to the largest one
+TOLERANCE = 1e-4  # of every element, relative to the largest one
 
 
 def start_xla(devices: int) -> None:
     """Virtual devices; before anything runs a backward."""
-    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "TF_CPP_MIN_LOG_LEVEL": "3",
-                   "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    os.environ |= {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(devices),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
     from torchgspmd import Mesh
     from torchgspmd.xla_backend.runtime import start
+
     start(Mesh(x=devices))
 
 
 def difference(got: list, want: list) -> str:
     """Why results are not those of one device; empty if they are."""
     import torch
+
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         if g.shape != w.shape or g.dtype != w.dtype:
             return f"result {i} is {g.dtype}{list(g.shape)}, not {w.dtype}{list(w.shape)}"
@@ -49,31 +58,49 @@ def difference(got: list, want: list) -> str:
 def arithmetic_of_xla(text: str) -> float:
     """Of the products in a program of XLA, on one device."""
     from torchgspmd.xla_backend.hlo import Program
+
     total = 0.0
     for body in Program(text).computations.values():
         for made in body.values():
             contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", made.rest)
             if made.op == "dot" and contracted:
                 left = body[made.operands[0]].shapes[0][1]
-                total += 2 * made.size * math.prod(left[int(d)] for d in contracted[1].split(",") if d)
+                total += (
+                    2 * made.size * math.prod(left[int(d)] for d in contracted[1].split(",") if d)
+                )
     return total
 
 
-def examine(seed: int, devices: int, only: list[str], show: bool, keep: Callable[[dict], None]) -> dict[str, Any]:
-    """One program: what was found. keep: for what is known before XLA gets the program, which may abort."""
+def examine(
+    seed: int, devices: int, only: list[str], show: bool, keep: Callable[[dict], None]
+) -> dict[str, Any]:
+    """One program: what was found. keep: for what is known before XLA gets the program, which may
+    abort.
+    """
     import arithmetic
     import programs
     import torch
     from torch.utils import _pytree as pytree
 
     import torchgspmd as gspmd
+
     torch.manual_seed(seed)
     program = programs.make(seed, devices, only)
     row: dict[str, Any] = {"seed": seed, "name": program.name, "mesh": str(program.mesh)}
     want = [t.detach() for t in pytree.tree_leaves(program.function(*program.inputs))]
     start = time.perf_counter()
-    plan = gspmd.plan(program.function, *program.inputs, mesh=program.mesh, in_specs=program.in_specs, out_specs=program.out_specs)
-    row |= {"seconds": time.perf_counter() - start, "replicated": len(plan.replicated_ops), "ours": plan.sent_bytes}
+    plan = gspmd.plan(
+        program.function,
+        *program.inputs,
+        mesh=program.mesh,
+        in_specs=program.in_specs,
+        out_specs=program.out_specs,
+    )
+    row |= {
+        "seconds": time.perf_counter() - start,
+        "replicated": len(plan.replicated_ops),
+        "ours": plan.sent_bytes,
+    }
     if show:
         print(plan)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
@@ -83,7 +110,10 @@ def examine(seed: int, devices: int, only: list[str], show: bool, keep: Callable
     compared = gspmd.compare_with_xla(plan)
     row["xla"] = compared.bytes[1]
     if whole := arithmetic.of_program(plan):
-        row["arithmetic"] = (counter.get_total_flops() / whole, arithmetic_of_xla(compared.text) * devices / whole)
+        row["arithmetic"] = (
+            counter.get_total_flops() / whole,
+            arithmetic_of_xla(compared.text) * devices / whole,
+        )
     if show:
         print(compared, "", *map(str, plan.replicated_ops), sep="\n")
     return row
@@ -98,8 +128,10 @@ def line(row: dict[str, Any]) -> str:
         return f"  {row['seed']:5}  {row['error']}"
     ratio = row["ours"] / row["xla"] if row["xla"] else math.inf if row["ours"] else 1.0
     split = " / ".join(f"{a:.2f}" for a in row["arithmetic"]) if row.get("arithmetic") else "-"
-    return (f"  {row['seed']:5}  {ratio:6.2f}  {row['ours']:9.0f}  {row['xla']:9.0f}  {split:>12}  {row['replicated']:2}"
-            f"  {row['mesh']:12}  {row['name']}  {row['wrong']}")
+    return (
+        f"  {row['seed']:5}  {ratio:6.2f}  {row['ours']:9.0f}  {row['xla']:9.0f}  {split:>12}  {row['replicated']:2}"
+        f"  {row['mesh']:12}  {row['name']}  {row['wrong']}"
+    )
 
 
 def report(rows: list[dict[str, Any]]) -> None:
@@ -108,12 +140,18 @@ def report(rows: list[dict[str, Any]]) -> None:
     wrong, failed = [r for r in rows if r.get("wrong")], [r for r in rows if "error" in r]
     for title, found in (("errors", failed), ("wrong numbers", wrong), ("above XLA", above)):
         if found:
-            print(f"{title}\n   seed   ratio       ours        XLA    arithmetic  whole  mesh  program", *map(line, found), sep="\n")
+            print(
+                f"{title}\n   seed   ratio       ours        XLA    arithmetic  whole  mesh  program",
+                *map(line, found),
+                sep="\n",
+            )
     compared = [r for r in rows if "xla" in r]
     shares = [r["ours"] / r["xla"] for r in compared if r["xla"]]
     mean = math.exp(sum(math.log(max(s, 1e-3)) for s in shares) / len(shares)) if shares else 1.0
-    print(f"{len(rows)} programs, {len(failed)} errors, {len(wrong)} wrong, {len(compared)} compared, {len(above)} above XLA, "
-          f"{sum(bool(r['replicated']) for r in compared)} with something whole; ours over XLA's: {mean:.2f} (geometric mean)")
+    print(
+        f"{len(rows)} programs, {len(failed)} errors, {len(wrong)} wrong, {len(compared)} compared, {len(above)} above XLA, "
+        f"{sum(bool(r['replicated']) for r in compared)} with something whole; ours over XLA's: {mean:.2f} (geometric mean)"
+    )
 
 
 def main() -> None:
@@ -122,11 +160,17 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8, choices=(2, 4, 8))
     parser.add_argument("--only", action="append", default=[], help="families")
     parser.add_argument("--show", type=int, help="print the plan and the comparison of one seed")
-    parser.add_argument("--out", type=Path, help="JSON lines; seeds that are there are not run again")
+    parser.add_argument(
+        "--out", type=Path, help="JSON lines; seeds that are there are not run again"
+    )
     args = parser.parse_args()
     start_xla(args.devices)
     seeds = range(*map(int, args.seeds.split(":"))) if args.show is None else [args.show]
-    known = [json.loads(text) for text in args.out.read_text().splitlines()] if args.out and args.out.exists() else []
+    known = (
+        [json.loads(text) for text in args.out.read_text().splitlines()]
+        if args.out and args.out.exists()
+        else []
+    )
     rows = {row["seed"]: row for row in known if row["seed"] in seeds}
 
     def keep(row: dict[str, Any]) -> None:
@@ -140,7 +184,10 @@ def main() -> None:
         try:
             rows[seed] = examine(seed, args.devices, args.only, args.show is not None, keep)
         except Exception as error:
-            rows[seed] = {"seed": seed, "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+            rows[seed] = {
+                "seed": seed,
+                "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            }
             if args.show is not None:
                 traceback.print_exc()
         keep(rows[seed])

@@ -1,8 +1,11 @@
-"""What the coverage benchmarks share: random layouts, the comparison, processes that can crash, the report.
+"""What the coverage benchmarks share: random layouts, the comparison, processes that can crash, the
+report.
 
-A row is what was found of one operation or module: its samples, how many of them are right in the forward and in both, how many were
-given a layout and ran partitioned, what was replicated, and the failures.
+A row is what was found of one operation or module: its samples, how many of them are right in the
+forward and in both, how many were given a layout and ran partitioned, what was replicated, and the
+failures.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -41,15 +44,24 @@ def differs(got: list[Tensor], want: list[Tensor], relative: float = 1e-4) -> st
         finite = w[w.isfinite()].abs() if w.numel() else w
         scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
         if not torch.allclose(g, w, rtol=relative, atol=relative / 5 * scale, equal_nan=True):
-            error = (g - w).abs().nan_to_num(9e9).max() if w.is_floating_point() else (g != w).float().mean()
+            error = (
+                (g - w).abs().nan_to_num(9e9).max()
+                if w.is_floating_point()
+                else (g != w).float().mean()
+            )
             return f"result {i} is off by {float(error):.1e}"
     return None
 
 
 def tried(row: dict, plan: gspmd.Plan, specs: Iterable[str]) -> dict:
     """The row with what the plan did with these layouts."""
-    row["random"] = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in plan.sharded.nodes)
-    row["replicated"] = sorted({r.op for r in plan.replicated_ops if "is gathered over" not in r.why})
+    row["random"] = any(
+        torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+        for n in plan.sharded.nodes
+    )
+    row["replicated"] = sorted(
+        {r.op for r in plan.replicated_ops if "is gathered over" not in r.why}
+    )
     row["sharded"] = any(any(w not in "_" for w in s.split()) for s in specs)
     row["partitioned"] = any(n.meta.get("assignment") for n in plan.sharded.nodes)
     return row
@@ -64,12 +76,21 @@ class Found:
     """What is found of one operation or module, sample by sample."""
 
     def __init__(self, name: str):
-        self.row = {"op": name, "samples": 0, "forward": 0, "both": 0, "failures": [], "replicated": [], "partitioned": 0, "sharded": 0}
+        self.row = {
+            "op": name,
+            "samples": 0,
+            "forward": 0,
+            "both": 0,
+            "failures": [],
+            "replicated": [],
+            "partitioned": 0,
+            "sharded": 0,
+        }
 
     def add(self, index: int, row: dict, backward: bool, forward: Callable[[], dict]) -> None:
         """Counts a sample; forward tries it again without its backward."""
         found = self.row
-        if row.get("random"):                                               # it sets the seed itself, so running it twice did not show it
+        if row.get("random"):  # it sets the seed itself, so running it twice did not show it
             found["skipped"] = "random"
             return
         failed = "wrong" in row or "raises" in row
@@ -77,7 +98,11 @@ class Found:
         found["both"] += not failed
         found["forward"] += not failed or backward and not {"wrong", "raises"} & set(forward())
         found["sharded"] += row.get("sharded", False)
-        found["partitioned"] += row.get("sharded", False) and row.get("partitioned", False) and not row.get("replicated")
+        found["partitioned"] += (
+            row.get("sharded", False)
+            and row.get("partitioned", False)
+            and not row.get("replicated")
+        )
         found["replicated"] = sorted({*found["replicated"], *row.get("replicated", ())})
         if failed:
             found["failures"].append({"sample": index, **row})
@@ -89,8 +114,10 @@ def worker(connection, run_one: Callable[[str], dict]) -> None:
     while (name := connection.recv()) is not None:
         try:
             connection.send(run_one(name))
-        except Exception as error:                                          # noqa: BLE001 (whatever it is, it is a row)
-            connection.send({"op": name, "samples": 0, "forward": 0, "both": 0, "skipped": failure(error)})
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
+            connection.send(
+                {"op": name, "samples": 0, "forward": 0, "both": 0, "skipped": failure(error)}
+            )
 
 
 class Pool:
@@ -101,7 +128,9 @@ class Pool:
 
     def start(self):
         ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(target=worker, args=(theirs, self.run_one), daemon=True)
+        process = multiprocessing.get_context("fork").Process(
+            target=worker, args=(theirs, self.run_one), daemon=True
+        )
         process.start()
         theirs.close()
         return ours, process
@@ -135,8 +164,16 @@ class Pool:
 
     @staticmethod
     def lost(name: str, why: str) -> dict:
-        return {"op": name, "samples": 1, "forward": 0, "both": 0, "sharded": 0, "partitioned": 0, "replicated": [],
-                "failures": [{"raises": why}]}
+        return {
+            "op": name,
+            "samples": 1,
+            "forward": 0,
+            "both": 0,
+            "sharded": 0,
+            "partitioned": 0,
+            "replicated": [],
+            "failures": [{"raises": why}],
+        }
 
 
 def options(what: str, of: str, **more: str) -> argparse.Namespace:
@@ -153,7 +190,9 @@ def options(what: str, of: str, **more: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(many: str, names: list[str], run_one: Callable[[str], dict], given: argparse.Namespace) -> None:
+def measure(
+    many: str, names: list[str], run_one: Callable[[str], dict], given: argparse.Namespace
+) -> None:
     """Runs all names, prints what is not right and a summary; many: what the names are names of."""
     if given.only:
         names = [n for n in names if n in given.only or n.split(".")[-1] in given.only]
@@ -161,23 +200,36 @@ def measure(many: str, names: list[str], run_one: Callable[[str], dict], given: 
     for row in Pool(run_one, given.jobs, given.seconds).run(names):
         rows.append(row)
         for fail in row.get("failures", ())[:2]:
-            print(f"{row['op']}: {fail.get('wrong') or fail['raises']}  [{fail.get('mesh')} {fail.get('specs')}]", flush=True)
+            print(
+                f"{row['op']}: {fail.get('wrong') or fail['raises']}  [{fail.get('mesh')} {fail.get('specs')}]",
+                flush=True,
+            )
     summary = summarize(rows, round(time.monotonic() - start))
     if given.json:
         with open(given.json, "w") as file:
-            json.dump({"summary": summary, "rows": sorted(rows, key=lambda r: r["op"])}, file, indent=1)
-    print(f"{summary['tested']} {many} ({len(summary['skipped'])} left out: random, or without samples) in {summary['seconds']} s: "
-          f"{summary['forward_right']} right in the forward, {summary['both_right']} in both; "
-          f"{len(summary['silently_wrong'])} silently wrong, "
-          f"{len(summary['raising'])} raise; {summary['partitioned']} ran partitioned, {summary['nothing_replicated']} replicate nothing")
+            json.dump(
+                {"summary": summary, "rows": sorted(rows, key=lambda r: r["op"])}, file, indent=1
+            )
+    print(
+        f"{summary['tested']} {many} ({len(summary['skipped'])} left out: random, or without samples) in {summary['seconds']} s: "
+        f"{summary['forward_right']} right in the forward, {summary['both_right']} in both; "
+        f"{len(summary['silently_wrong'])} silently wrong, "
+        f"{len(summary['raising'])} raise; {summary['partitioned']} ran partitioned, {summary['nothing_replicated']} replicate nothing"
+    )
 
 
 def summarize(rows: list[dict], seconds: int) -> dict:
     tested = [r for r in rows if r["samples"]]
-    return {"tested": len(tested), "skipped": sorted(r["op"] for r in rows if not r["samples"]),
-            "forward_right": sum(r["forward"] == r["samples"] for r in tested),
-            "both_right": sum(r["both"] == r["samples"] for r in tested),
-            "silently_wrong": sorted(r["op"] for r in tested if any("wrong" in f for f in r["failures"])),
-            "raising": sorted(r["op"] for r in tested if any("raises" in f for f in r["failures"])),
-            "nothing_replicated": sum(not r["replicated"] for r in tested),
-            "partitioned": sum(r["partitioned"] > 0 for r in tested), "seconds": seconds}
+    return {
+        "tested": len(tested),
+        "skipped": sorted(r["op"] for r in rows if not r["samples"]),
+        "forward_right": sum(r["forward"] == r["samples"] for r in tested),
+        "both_right": sum(r["both"] == r["samples"] for r in tested),
+        "silently_wrong": sorted(
+            r["op"] for r in tested if any("wrong" in f for f in r["failures"])
+        ),
+        "raising": sorted(r["op"] for r in tested if any("raises" in f for f in r["failures"])),
+        "nothing_replicated": sum(not r["replicated"] for r in tested),
+        "partitioned": sum(r["partitioned"] > 0 for r in tested),
+        "seconds": seconds,
+    }

@@ -4,9 +4,11 @@
     python benchmarks/op_coverage.py --only cumsum --only nn.functional.conv2d --json rows.json
     python benchmarks/op_coverage.py --dtype complex64      those that take complex numbers
 
-Every sample runs forward and backward through plan(...).simulate on a random mesh (one and two axes) with random layouts,
-even and uneven, padding poisoned with NaN; results and gradients are compared with PyTorch's. Prints what is not right.
+Every sample runs forward and backward through plan(...).simulate on a random mesh (one and two
+axes) with random layouts, even and uneven, padding poisoned with NaN; results and gradients are
+compared with PyTorch's. Prints what is not right.
 """
+
 from __future__ import annotations
 
 import random
@@ -21,8 +23,18 @@ from torch.utils import _pytree as pytree
 
 import torchgspmd as gspmd
 
-SIZED_BY_VALUES = {"masked_select", "combinations"}                        # a cotangent of their results has no size beforehand
-UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+SIZED_BY_VALUES = {
+    "masked_select",
+    "combinations",
+}  # a cotangent of their results has no size beforehand
+UNINITIALIZED = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
 
 
 def full_name(op) -> str:
@@ -45,22 +57,32 @@ class Case:
         for i, t in zip(self.slots, tensors):
             leaves[i] = t
         first, args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        return [t for t in pytree.tree_leaves(self.op(first, *args, **kwargs)) if isinstance(t, Tensor)]
+        return [
+            t for t in pytree.tree_leaves(self.op(first, *args, **kwargs)) if isinstance(t, Tensor)
+        ]
 
     def joint(self, *tensors: Tensor) -> list[Tensor]:
         inputs = [t.clone().requires_grad_() if g else t for t, g in zip(tensors, self.grads)]
         outs = self.forward(*inputs)
         wanted = [t for t, g in zip(inputs, self.grads) if g]
         used = [o for o in outs if o.requires_grad]
-        cotangents = list(map(torch.ones_like, used)) if self.op.name in SIZED_BY_VALUES else list(tensors[len(self.slots):])
+        cotangents = (
+            list(map(torch.ones_like, used))
+            if self.op.name in SIZED_BY_VALUES
+            else list(tensors[len(self.slots) :])
+        )
         grads = torch.autograd.grad(used, wanted, cotangents, allow_unused=True)
         return [*outs, *(g for g in grads if g is not None)]
 
     def prepare(self) -> bool:
         """Draws cotangents; whether there is anything to differentiate."""
-        inputs = [t.clone().requires_grad_() if g else t.clone() for t, g in zip(self.tensors, self.grads)]
+        inputs = [
+            t.clone().requires_grad_() if g else t.clone() for t, g in zip(self.tensors, self.grads)
+        ]
         used = [o for o in self.forward(*inputs) if o.requires_grad]
-        self.cotangents = [] if self.op.name in SIZED_BY_VALUES else [torch.randn_like(o) for o in used]
+        self.cotangents = (
+            [] if self.op.name in SIZED_BY_VALUES else [torch.randn_like(o) for o in used]
+        )
         return bool(used)
 
 
@@ -79,7 +101,7 @@ def attempt(case: Case, rng: random.Random, backward: bool) -> dict:
         why = differs(got, want)
         if why:
             row["wrong"] = why
-    except Exception as error:                                              # noqa: BLE001 (whatever it is, it is a row)
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
         row["raises"] = failure(error)
     return row
 
@@ -106,7 +128,7 @@ def run_op(samples: int, seed: int, dtype: torch.dtype, name: str) -> dict:
             backward = differentiable and case.prepare()
             if backward:
                 case.joint(*(t.clone() for t in (*case.tensors, *case.cotangents)))
-        except Exception:                                                   # noqa: BLE001 (one device cannot run it either)
+        except Exception:  # noqa: BLE001 (one device cannot run it either)
             continue
         found.add(index, attempt(case, rng, backward), backward, partial(attempt, case, rng, False))
     return found.row

@@ -2,12 +2,14 @@
 
     python benchmarks/plan_time.py [--layers 96] [--width 12288] [--mesh data=64,model=8]
 
-By default the joint forward and backward of GPT-3 175B on the meta device: nothing is allocated. Also: two layers of
-examples/gpt in every layout on 8, 64, 512 and 4096 devices with the same work for each device; planning takes equally
-long, and it is told whether the programs have one text (sizes apart). dp, tp and sp have. fsdp has while no dimension
-has fewer rows than devices; a table of words that both axes shard (2d) takes another way on other meshes, since one way
-for all would send more on some.
+By default the joint forward and backward of GPT-3 175B on the meta device: nothing is allocated.
+Also: two layers of examples/gpt in every layout on 8, 64, 512 and 4096 devices with the same work
+for each device; planning takes equally long, and it is told whether the programs have one text
+(sizes apart). dp, tp and sp have. fsdp has while no dimension has fewer rows than devices; a table
+of words that both axes shard (2d) takes another way on other meshes, since one way for all would
+send more on some.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -41,17 +43,22 @@ class Block(nn.Module):
         for layer in (self.o, self.down):
             gspmd.mark_sharding(layer.weight, mesh, "data model")
 
-    def forward(self, x: Tensor) -> Tensor:                                 # [b, s, m]
+    def forward(self, x: Tensor) -> Tensor:  # [b, s, m]
         b, s, m = x.shape
         h = self.ln1(x)
-        q, k, v = (f(h).view(b, s, self.heads, m // self.heads).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(h).view(b, s, self.heads, m // self.heads).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).reshape(b, s, m))
         return x + self.down(F.gelu(self.up(self.ln2(x))))
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int, width: int, mesh: gspmd.Mesh, words: int = 50257, length: int = 2048):
+    def __init__(
+        self, layers: int, width: int, mesh: gspmd.Mesh, words: int = 50257, length: int = 2048
+    ):
         super().__init__()
         self.mesh = mesh
         self.embedding, self.position = nn.Embedding(words, width), nn.Embedding(length, width)
@@ -60,10 +67,14 @@ class GPT(nn.Module):
         gspmd.mark_sharding(self.embedding.weight, mesh, "model data")
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = gspmd.mark_sharding(self.embedding(tokens) + self.position.weight, self.mesh, "data _ _")
+        x = gspmd.mark_sharding(
+            self.embedding(tokens) + self.position.weight, self.mesh, "data _ _"
+        )
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy((self.ln(x) @ self.embedding.weight.T).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(
+            (self.ln(x) @ self.embedding.weight.T).flatten(0, 1), targets.flatten()
+        )
 
 
 def planned(layers: int, width: int, mesh: gspmd.Mesh, batch: int) -> tuple[gspmd.Plan, float]:
@@ -75,33 +86,44 @@ def planned(layers: int, width: int, mesh: gspmd.Mesh, batch: int) -> tuple[gspm
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--width", type=int, default=12288)
     parser.add_argument("--mesh", default="data=64,model=8")
     options = parser.parse_args()
-    planned(1, 256, gspmd.Mesh(data=2, model=2), 4)                         # imports and caches
+    planned(1, 256, gspmd.Mesh(data=2, model=2), 4)  # imports and caches
 
     mesh = gspmd.Mesh.parse(options.mesh)
     plan, seconds = planned(options.layers, options.width, mesh, mesh.count(("data",)))
     for phase, spent in plan.seconds.items():
         print(f"{phase:10} {spent:7.2f} s")
-    print(f"{'in all':10} {seconds:7.2f} s   {seconds / plan.seconds['capture']:.2f} of the capture   "
-          f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20:.2f} GiB   {len(plan.sharded.nodes)} nodes")
+    print(
+        f"{'in all':10} {seconds:7.2f} s   {seconds / plan.seconds['capture']:.2f} of the capture   "
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB   {len(plan.sharded.nodes)} nodes"
+    )
     print(plan.summary())
 
     print("\nlayout, devices, seconds, same text as on 8 (2 layers, 4 sequences a data shard)")
     for layout in LAYOUTS:
         texts = []
         for devices in (8, 64, 512, 4096):
-            mesh = gspmd.Mesh(data=devices) if layout in ("dp", "fsdp") else gspmd.Mesh(data=devices // 2, model=2)
+            mesh = (
+                gspmd.Mesh(data=devices)
+                if layout in ("dp", "fsdp")
+                else gspmd.Mesh(data=devices // 2, model=2)
+            )
             with torch.device("meta"):
                 model = Example(Config(53248, 2048, 2, 96, 12288), mesh, layout)
                 tokens = torch.zeros(4 * mesh.count(("data",)), 2048, dtype=torch.long)
             start = time.perf_counter()
             plan = gspmd.plan(model, tokens, tokens, mesh=mesh, grad=True)
             texts.append(re.sub(r"\d+", "#", plan.program.code))
-            print(f"{layout:5} {devices:5} {time.perf_counter() - start:7.2f} {texts[-1] == texts[0]}", flush=True)
+            print(
+                f"{layout:5} {devices:5} {time.perf_counter() - start:7.2f} {texts[-1] == texts[0]}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

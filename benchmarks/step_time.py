@@ -1,16 +1,19 @@
-"""Time of a training step against the same parallelism written by hand, on gloo processes of this machine.
+"""Time of a training step against the same parallelism written by hand, on gloo processes of this
+machine.
 
     torchrun --nproc-per-node 2 benchmarks/step_time.py [--sizes 64 256 512] [--steps 30]
 
-All variants live in one run and take turns step by step, in an order drawn anew for each step: after one that does much
-in Python the caches are cold (5 % of a small model's step). Printed: median CPU time of a step summed over the processes
-(forward, backward, AdamW), and its ratio to the hand-written variant of the same parallelism:
+All variants live in one run and take turns step by step, in an order drawn anew for each step:
+after one that does much in Python the caches are cold (5 % of a small model's step). Printed:
+median CPU time of a step summed over the processes (forward, backward, AdamW), and its ratio to the
+hand-written variant of the same parallelism:
 
     data     hand: bucketed all_reduce of gradients; DDP; torchgspmd dp
     tensor   hand: Megatron-LM's autograd functions (arXiv 1909.08053, section 3); DTensor tensor parallel; torchgspmd tp
     sharded  hand: one flat parameter per block, gathered where it is used, its gradient reduce-scattered, AdamW on the parts
              (ZeRO-3, arXiv 1910.02054, section 5.3, which keeps what it gathered until the backward); FSDP2; torchgspmd fsdp
 """
+
 from __future__ import annotations
 
 import argparse
@@ -42,10 +45,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.head_width = width // HEADS
 
-    def forward(self, x: Tensor) -> Tensor:                                  # [b, s, m]
+    def forward(self, x: Tensor) -> Tensor:  # [b, s, m]
         b, s, _ = x.shape
         h = self.ln1(x)
-        q, k, v = (f(h).view(b, s, -1, self.head_width).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(h).view(b, s, -1, self.head_width).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).reshape(b, s, -1))
         return x + self.down(F.gelu(self.up(self.ln2(x))))
@@ -67,6 +72,7 @@ class GPT(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------- by hand
+
 
 class _Copy(torch.autograd.Function):
     """Identity; the backward sums the gradient over the group."""
@@ -100,9 +106,14 @@ class MegatronBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
         h = _Copy.apply(self.ln1(x))
-        q, k, v = (f(h).view(b, s, -1, self.head_width).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(h).view(b, s, -1, self.head_width).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + (_Reduce.apply(F.linear(y.transpose(1, 2).reshape(b, s, -1), self.o.weight)) + self.o.bias)
+        x = x + (
+            _Reduce.apply(F.linear(y.transpose(1, 2).reshape(b, s, -1), self.o.weight))
+            + self.o.bias
+        )
         h = F.gelu(self.up(_Copy.apply(self.ln2(x))))
         return x + (_Reduce.apply(F.linear(h, self.down.weight)) + self.down.bias)
 
@@ -129,7 +140,9 @@ def all_reduce_gradients(model: nn.Module) -> None:
 
 
 class _Gather(torch.autograd.Function):
-    """The whole of a flat parameter from the parts of all processes; the backward averages its gradient into the parts."""
+    """The whole of a flat parameter from the parts of all processes; the backward averages its
+    gradient into the parts.
+    """
 
     @staticmethod
     def forward(ctx, part):
@@ -145,13 +158,19 @@ class _Gather(torch.autograd.Function):
 
 
 class FlatParameter:
-    """The parameters of a module that no block inside of it has, as one: a forward pre-hook puts views of the gathered whole
-    in their place."""
+    """The parameters of a module that no block inside of it has, as one: a forward pre-hook puts
+    views of the gathered whole in their place.
+    """
 
     def __init__(self, module: nn.Module, inside: list[nn.Module]):
         world, rank = dist.get_world_size(), dist.get_rank()
         others = {m for block in inside for m in block.modules()}
-        self.places = [(m, name) for m in module.modules() if m not in others for name, _ in m.named_parameters(recurse=False)]
+        self.places = [
+            (m, name)
+            for m in module.modules()
+            if m not in others
+            for name, _ in m.named_parameters(recurse=False)
+        ]
         parameters = [m._parameters.pop(name) for m, name in self.places]
         self.shapes, self.sizes = [p.shape for p in parameters], [p.numel() for p in parameters]
         self.padding = -sum(self.sizes) % world
@@ -162,7 +181,9 @@ class FlatParameter:
 
     def gather(self, *_) -> None:
         whole = _Gather.apply(self.part)
-        for (module, name), shape, part in zip(self.places, self.shapes, whole.split([*self.sizes, self.padding])):
+        for (module, name), shape, part in zip(
+            self.places, self.shapes, whole.split([*self.sizes, self.padding])
+        ):
             setattr(module, name, part.view(shape))
 
 
@@ -173,6 +194,7 @@ def by_hand_sharded(model: GPT) -> nn.Module:
 
 
 # ---------------------------------------------------------------------------------------------- the variants
+
 
 def mark(model: GPT, mesh: gspmd.Mesh, layout: str) -> None:
     if layout == "fsdp":
@@ -194,7 +216,9 @@ def ours(model: GPT, layout: str) -> nn.Module:
 
 def dtensor_tensor(model: GPT) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = {n: ColwiseParallel() for n in ("q", "k", "v", "up")} | {n: RowwiseParallel() for n in ("o", "down")}
+    plan = {n: ColwiseParallel() for n in ("q", "k", "v", "up")} | {
+        n: RowwiseParallel() for n in ("o", "down")
+    }
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
     return model
@@ -207,7 +231,8 @@ def fsdp2(model: GPT) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-# name -> (group, how the model is made, whether it takes the local batch, what follows the backward)
+# name -> (group, how the model is made, whether it takes the local batch, what follows the
+# backward)
 VARIANTS = {
     "data: hand": (lambda m: m, True, all_reduce_gradients),
     "data: DDP": (DistributedDataParallel, True, None),
@@ -226,13 +251,15 @@ class Trainer:
         self.model, self.local, self.after = make(copy.deepcopy(model)), local, after
         grouped: dict[bool, list] = {}
         for p in self.model.parameters():
-            grouped.setdefault(hasattr(p, "placements"), []).append(p)      # AdamW takes no mixture
+            grouped.setdefault(hasattr(p, "placements"), []).append(p)  # AdamW takes no mixture
         self.optimizers = [torch.optim.AdamW(ps, 1e-3, fused=True) for ps in grouped.values()]
         self.seconds: list[float] = []
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         if self.local:
-            tokens, targets = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in (tokens, targets))
+            tokens, targets = (
+                t.chunk(dist.get_world_size())[dist.get_rank()] for t in (tokens, targets)
+            )
         dist.barrier()
         start = time.process_time()
         loss = self.model(tokens, targets)
@@ -259,15 +286,24 @@ def run(width: int, steps: int) -> None:
     rows = torch.tensor([statistics.median(t.seconds[3:]) for t in trainers.values()])
     dist.all_reduce(rows)
     if dist.get_rank() == 0:
-        print(f"width {width}: {sum(p.numel() for p in model.parameters()):,} parameters, {BATCH * SEQUENCE} tokens")
-        for (name, seconds) in zip(trainers, rows.tolist()):
+        print(
+            f"width {width}: {sum(p.numel() for p in model.parameters()):,} parameters, {BATCH * SEQUENCE} tokens"
+        )
+        for name, seconds in zip(trainers, rows.tolist()):
             hand = rows[list(trainers).index(name.split(":")[0] + ": hand")].item()
-            print(f"  {name:24} {seconds * 1e3:8.1f} ms   {seconds / hand:5.2f} of hand   loss {losses[name]:.4f}", flush=True)
+            print(
+                f"  {name:24} {seconds * 1e3:8.1f} ms   {seconds / hand:5.2f} of hand   loss {losses[name]:.4f}",
+                flush=True,
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 512], help="widths of the model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[64, 256, 512], help="widths of the model"
+    )
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     dist.init_process_group("gloo")

@@ -1,11 +1,14 @@
-"""What of a step's communication is hidden behind computation, with the overlap passes and without, on gloo processes.
+"""What of a step's communication is hidden behind computation, with the overlap passes and without,
+on gloo processes.
 
     torchrun --nproc-per-node 2 benchmarks/trace.py [--layout fsdp] [--width 512] [--steps 20] [--png trace.png]
 
-Both versions of the model of step_time.py take turns, forward and backward. Printed: quartiles of a step's wall and CPU time, and
-the share of the communication's time in which rank 0 was not waiting. The picture: a step of rank 0 by torch.profiler, the
-computing thread and the communicating ones below each other, without the passes above, with them below.
+Both versions of the model of step_time.py take turns, forward and backward. Printed: quartiles of a
+step's wall and CPU time, and the share of the communication's time in which rank 0 was not waiting.
+The picture: a step of rank 0 by torch.profiler, the computing thread and the communicating ones
+below each other, without the passes above, with them below.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -23,13 +26,16 @@ from torch.profiler import ProfilerActivity, profile
 
 import torchgspmd as gspmd
 
-VERSIONS = {"without": ("overlap", "prefetch"), "with": ()}     # passes left out
-Span = tuple[float, float]                                      # microseconds
+VERSIONS = {"without": ("overlap", "prefetch"), "with": ()}  # passes left out
+Span = tuple[float, float]  # microseconds
 
 
 @dataclass
 class Trace:
-    """One step of one rank: what its main thread computed, when it waited, and what was communicated, in microseconds."""
+    """One step of one rank: what its main thread computed, when it waited, and what was
+    communicated, in microseconds.
+    """
+
     compute: list[Span]
     waiting: list[Span]
     sent: dict[str, list[Span]]
@@ -82,20 +88,42 @@ def timed(model: nn.Module, batch: Tensor) -> tuple[float, float]:
 
 def draw(traces: dict[str, Trace], title: str, path: str) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(len(traces), 1, figsize=(12, 1.9 * len(traces)), sharex=True)
-    colours = {"all_gather": "tab:orange", "all_reduce": "tab:green", "reduce_scatter": "tab:red", "all_to_all": "tab:purple"}
+    colours = {
+        "all_gather": "tab:orange",
+        "all_reduce": "tab:green",
+        "reduce_scatter": "tab:red",
+        "all_to_all": "tab:purple",
+    }
     for axis, (name, trace) in zip(axes, traces.items()):
         spans = [s for kind in trace.sent.values() for s in kind] + trace.compute + trace.waiting
         begin = min(a for a, _ in spans)
-        rows = [(trace.compute, 1, "tab:blue", "compute"), (trace.waiting, 1, "lightgrey", "waiting")]
-        rows += [(found, 0, colours.get(kind, "tab:brown"), kind) for kind, found in trace.sent.items()]
+        rows = [
+            (trace.compute, 1, "tab:blue", "compute"),
+            (trace.waiting, 1, "lightgrey", "waiting"),
+        ]
+        rows += [
+            (found, 0, colours.get(kind, "tab:brown"), kind) for kind, found in trace.sent.items()
+        ]
         for found, row, colour, label in rows:
-            axis.broken_barh([((a - begin) / 1e3, (b - a) / 1e3) for a, b in found], (row + 0.1, 0.8), color=colour, label=label, alpha=0.9)
+            axis.broken_barh(
+                [((a - begin) / 1e3, (b - a) / 1e3) for a, b in found],
+                (row + 0.1, 0.8),
+                color=colour,
+                label=label,
+                alpha=0.9,
+            )
         axis.set(yticks=[0.5, 1.5], yticklabels=["communication", "compute"])
-        axis.set_title(f"{name} the passes: {trace.hidden:.0%} of the communication hidden, "
-                       f"{(max(b for _, b in spans) - begin) / 1e3:.0f} ms", loc="left", fontsize=10)
+        axis.set_title(
+            f"{name} the passes: {trace.hidden:.0%} of the communication hidden, "
+            f"{(max(b for _, b in spans) - begin) / 1e3:.0f} ms",
+            loc="left",
+            fontsize=10,
+        )
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
     axes[-1].set_xlabel("ms")
     figure.suptitle(title, fontsize=11)
@@ -108,7 +136,9 @@ def quartiles(values: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layout", default="fsdp", choices=("dp", "fsdp", "tp"))
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
@@ -128,7 +158,7 @@ def main() -> None:
     times: dict[str, list] = {name: [] for name in models}
     traces: dict[str, list[Trace]] = {name: [] for name in models}
     for step in range(options.steps):
-        for name in list(models)[::1 if step % 2 else -1]:
+        for name in list(models)[:: 1 if step % 2 else -1]:
             models[name].zero_grad()
             times[name].append(timed(models[name], batch))
         if step % 4 == 3:
@@ -136,16 +166,28 @@ def main() -> None:
                 models[name].zero_grad()
                 traces[name].append(traced(models[name], batch))
     if dist.get_rank() == 0:
-        print(f"{options.layout}, width {options.width}, {dist.get_world_size()} processes; quartiles of {options.steps - 3} steps")
+        print(
+            f"{options.layout}, width {options.width}, {dist.get_world_size()} processes; quartiles of {options.steps - 3} steps"
+        )
         for name in models:
             wall, cpu = zip(*times[name][3:])
             shares = sorted(t.hidden for t in traces[name])
-            print(f"  {name:8} wall {quartiles(wall)} ms   CPU {quartiles(cpu)} ms   hidden {statistics.median(shares):.0%} "
-                  f"({shares[0]:.0%} to {shares[-1]:.0%})   {models[name].plan.memory}", flush=True)
+            print(
+                f"  {name:8} wall {quartiles(wall)} ms   CPU {quartiles(cpu)} ms   hidden {statistics.median(shares):.0%} "
+                f"({shares[0]:.0%} to {shares[-1]:.0%})   {models[name].plan.memory}",
+                flush=True,
+            )
         if options.png:
-            shown = {name: sorted(found, key=lambda t: t.hidden)[len(found) // 2] for name, found in traces.items()}
+            shown = {
+                name: sorted(found, key=lambda t: t.hidden)[len(found) // 2]
+                for name, found in traces.items()
+            }
             where = f"rank 0 of {dist.get_world_size()}"
-            draw(shown, f"GPT of width {options.width}, {options.layout}, {where}: one forward and backward", options.png)
+            draw(
+                shown,
+                f"GPT of width {options.width}, {options.layout}, {where}: one forward and backward",
+                options.png,
+            )
     dist.barrier()
     os._exit(0)
 

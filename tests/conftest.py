@@ -1,4 +1,7 @@
-"""Every program that a test plans is verified. With --hide-operators 20 the package is imported without 20 random operators of ATen."""
+"""Every program that a test plans is verified. With --hide-operators 20 the package is imported
+without 20 random operators of ATen.
+"""
+
 from __future__ import annotations
 
 import os
@@ -14,20 +17,31 @@ os.environ.setdefault("TORCHGSPMD_CHECK", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--hide-operators", type=int, default=0, help="how many operators of torch.ops.aten the package does not find")
+    parser.addoption(
+        "--hide-operators",
+        type=int,
+        default=0,
+        help="how many operators of torch.ops.aten the package does not find",
+    )
     parser.addoption("--hide-seed", type=int, default=0, help="which ones")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if count := config.getoption("--hide-operators"):
-        names = {name[6:].partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+        names = {
+            name[6:].partition(".")[0]
+            for name in torch._C._dispatch_get_all_op_names()
+            if name.startswith("aten::")
+        }
         hidden = random.Random(config.getoption("--hide-seed")).sample(sorted(names), count)
         config.stash[_HIDDEN] = hidden
         hide(hidden)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    return [f"hidden operators: {', '.join(config.stash.get(_HIDDEN, ()))}"] * bool(config.stash.get(_HIDDEN, ()))
+    return [f"hidden operators: {', '.join(config.stash.get(_HIDDEN, ()))}"] * bool(
+        config.stash.get(_HIDDEN, ())
+    )
 
 
 _HIDDEN = pytest.StashKey[list[str]]()
@@ -51,5 +65,6 @@ def hide(names: list[str]) -> None:
     package = sys.modules["torchgspmd"] = types.ModuleType("torchgspmd")
     package.__path__ = [str(Path(__file__).parents[1] / "torchgspmd")]
     from torchgspmd.compat import operators
+
     operators.aten._ops = Hiding(names)
     del sys.modules["torchgspmd"]

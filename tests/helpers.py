@@ -1,4 +1,7 @@
-"""What several test files need: numbers compared by a tolerance that follows from the type, runs on simulated devices."""
+"""What several test files need: numbers compared by a tolerance that follows from the type, runs on
+simulated devices.
+"""
+
 from __future__ import annotations
 
 import re
@@ -18,8 +21,14 @@ def tolerance(dtype: torch.dtype, terms: int = 64) -> float:
 
 
 def assert_same(got, want, what: str = "", terms: int = 64) -> None:
-    """Equal structure, shape, type, and numbers up to rounding; NaN and infinities in the same places."""
-    assert type(got) is type(want) or isinstance(want, torch.Tensor) or want is None, (what, type(got), type(want))
+    """Equal structure, shape, type, and numbers up to rounding; NaN and infinities in the same
+    places.
+    """
+    assert type(got) is type(want) or isinstance(want, torch.Tensor) or want is None, (
+        what,
+        type(got),
+        type(want),
+    )
     if isinstance(want, dict):
         assert set(got) == set(want), (what, set(got) ^ set(want))
         for key in want:
@@ -29,32 +38,56 @@ def assert_same(got, want, what: str = "", terms: int = 64) -> None:
         for i, (g, w) in enumerate(zip(got, want)):
             assert_same(g, w, f"{what}[{i}]", terms)
     elif isinstance(want, torch.Tensor):
-        assert got.shape == want.shape and got.dtype == want.dtype, (what, got.shape, want.shape, got.dtype, want.dtype)
+        assert got.shape == want.shape and got.dtype == want.dtype, (
+            what,
+            got.shape,
+            want.shape,
+            got.dtype,
+            want.dtype,
+        )
         got, want = got.detach(), want.detach()
         if not want.dtype.is_floating_point and not want.dtype.is_complex:
             assert torch.equal(got, want), f"{what}: {got} is not {want}"
             return
         finite = want[want.isfinite()]
         scale = max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
-        torch.testing.assert_close(got, want, rtol=0, atol=tolerance(want.dtype, terms) * scale, equal_nan=True,
-                                   msg=lambda text: f"{what}: {text}")
+        torch.testing.assert_close(
+            got,
+            want,
+            rtol=0,
+            atol=tolerance(want.dtype, terms) * scale,
+            equal_nan=True,
+            msg=lambda text: f"{what}: {text}",
+        )
     else:
         assert got == want, (what, got, want)
 
 
 def eager(module: nn.Module, *args, **kwargs):
-    """The outputs of a module, and the gradients of its differentiable outputs by name, for cotangents of ones."""
+    """The outputs of a module, and the gradients of its differentiable outputs by name, for
+    cotangents of ones.
+    """
     out = module(*args, **kwargs)
-    found = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    found = [
+        t
+        for t in torch.utils._pytree.tree_leaves(out)
+        if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
     named = {n: p for n, p in module.named_parameters() if p.requires_grad}
-    grads = torch.autograd.grad(found, list(named.values()), [torch.ones_like(t) for t in found], allow_unused=True)
+    grads = torch.autograd.grad(
+        found, list(named.values()), [torch.ones_like(t) for t in found], allow_unused=True
+    )
     return out, {name: g for name, g in zip(named, grads) if g is not None}
 
 
 def message(action) -> str:
-    """The whole text of the ShardingError that an action raises, line numbers of this directory's files as `N`."""
+    """The whole text of the ShardingError that an action raises, line numbers of this directory's
+    files as `N`.
+    """
     try:
         action()
     except ShardingError as error:
-        return re.sub(r"(test_\w+\.py):\d+", r"\1:N", re.sub(r"\S*/(test_\w+\.py)", r"\1", str(error)))
+        return re.sub(
+            r"(test_\w+\.py):\d+", r"\1:N", re.sub(r"\S*/(test_\w+\.py)", r"\1", str(error))
+        )
     raise AssertionError("no ShardingError")

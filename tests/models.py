@@ -1,5 +1,7 @@
-"""Small Transformer parts that the golden texts are of, with the usual layouts as marks. Letters: b s batch and sequence,
-m width, n d heads and their width, h hidden width."""
+"""Small Transformer parts that the golden texts are of, with the usual layouts as marks. Letters: b
+s batch and sequence, m width, n d heads and their width, h hidden width.
+"""
+
 from __future__ import annotations
 
 import torch
@@ -9,14 +11,21 @@ from torch import Tensor, nn
 import torchgspmd as gspmd
 from torchgspmd import Mesh
 
-TOKENS, WIDTH, HEADS = (2, 32), 64, 4   # few tokens: sending activations is cheaper than gathering weights
-MANY = (8, 128)                         # many tokens: the other way round
+TOKENS, WIDTH, HEADS = (
+    (2, 32),
+    64,
+    4,
+)  # few tokens: sending activations is cheaper than gathering weights
+MANY = (8, 128)  # many tokens: the other way round
 
 
 class MLP(nn.Module):
     def __init__(self, bias: bool = True):
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=bias), nn.Linear(4 * WIDTH, WIDTH, bias=bias)
+        self.up, self.down = (
+            nn.Linear(WIDTH, 4 * WIDTH, bias=bias),
+            nn.Linear(4 * WIDTH, WIDTH, bias=bias),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
@@ -28,7 +37,9 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))   # [b, n, s, d]
+        q, k, v = (
+            f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )  # [b, n, s, d]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(-2))
 
@@ -51,24 +62,38 @@ class Block(nn.Module):
         return self.mark(x + self.mlp(self.norm2(x)))
 
 
-MEGATRON = {"attention.q.weight": "model _", "attention.k.weight": "model _", "attention.v.weight": "model _",
-            "attention.out.weight": "_ model", "mlp.up.weight": "model _", "mlp.down.weight": "_ model"}
+MEGATRON = {
+    "attention.q.weight": "model _",
+    "attention.k.weight": "model _",
+    "attention.v.weight": "model _",
+    "attention.out.weight": "_ model",
+    "mlp.up.weight": "model _",
+    "mlp.down.weight": "_ model",
+}
 
 
 def mlp(mesh: Mesh) -> nn.Module:
     torch.manual_seed(0)
-    return gspmd.annotate(MLP(), mesh, {"up.weight": "model _", "up.bias": "model", "down.weight": "_ model"})
+    return gspmd.annotate(
+        MLP(), mesh, {"up.weight": "model _", "up.bias": "model", "down.weight": "_ model"}
+    )
 
 
 def attention(mesh: Mesh) -> nn.Module:
     torch.manual_seed(0)
-    return gspmd.annotate(Attention(), mesh, {f"{name}.weight": "model _" for name in "qkv"} | {"out.weight": "_ model"})
+    return gspmd.annotate(
+        Attention(),
+        mesh,
+        {f"{name}.weight": "model _" for name in "qkv"} | {"out.weight": "_ model"},
+    )
 
 
 def block(mesh: Mesh, layout: str) -> nn.Module:
     """layout: tp (weights), sp (weights and the stream along the sequence), dp, fsdp."""
     torch.manual_seed(0)
-    module = Block(mesh, {"tp": None, "sp": "_ model _", "dp": "data _ _", "fsdp": "data _ _"}[layout])
+    module = Block(
+        mesh, {"tp": None, "sp": "_ model _", "dp": "data _ _", "fsdp": "data _ _"}[layout]
+    )
     if layout == "fsdp":
         for parameter in module.parameters():
             gspmd.mark_sharding(parameter, mesh, " ".join(["data", *"_" * (parameter.dim() - 1)]))

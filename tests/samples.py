@@ -1,8 +1,11 @@
-"""Arguments for every operation that has a rule: the prover splits each of their factors and compares (test_prover.py).
+"""Arguments for every operation that has a rule: the prover splits each of their factors and
+compares (test_prover.py).
 
-Sizes are such that 2 and 3 devices divide some of them, leave padding in others, and leave whole devices with nothing
-but padding in the small ones. A new rule needs a line here: sample(op, arguments...) with functions that make them.
+Sizes are such that 2 and 3 devices divide some of them, leave padding in others, and leave whole
+devices with nothing but padding in the small ones. A new rule needs a line here: sample(op,
+arguments...) with functions that make them.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,15 +23,20 @@ SAMPLES: dict[Any, list[Callable[[], tuple[tuple, dict]]]] = {}
 
 
 def sample(ops: Any, *args: Any, **kwargs: Any) -> None:
-    """Registers one call of an operation or of several. A function among the arguments is called to make a tensor."""
+    """Registers one call of an operation or of several. A function among the arguments is called to
+    make a tensor.
+    """
+
     def make() -> tuple[tuple, dict]:
         torch.manual_seed(0)
 
         def value(a: Any) -> Any:
             return a() if callable(a) else [value(b) for b in a] if isinstance(a, list) else a
+
         return tuple(map(value, args)), {name: value(a) for name, a in kwargs.items()}
+
     for op in ops if isinstance(ops, (list, tuple)) else [ops]:
-        if isinstance(op, AbsentOperator):                                  # doctor lists it
+        if isinstance(op, AbsentOperator):  # doctor lists it
             continue
         SAMPLES.setdefault(op, []).append(make)
 
@@ -56,17 +64,35 @@ def named(text: str, overload: str = "default") -> list[Any]:
 
 # ------------------------------------------------------------------------------------------ elementwise
 
-sample(named("abs acos angle asin asinh atan atanh ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu "
-             "hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 logical_not logit mish "
-             "nan_to_num neg positive reciprocal relu round rsqrt sgn sigmoid sign signbit silu sin sinc sinh softplus sqrt square tan "
-             "tanh trunc clone conj_physical log_sigmoid_forward"), unit(4, 5))
+sample(
+    named(
+        "abs acos angle asin asinh atan atanh ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu "
+        "hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 logical_not logit mish "
+        "nan_to_num neg positive reciprocal relu round rsqrt sgn sigmoid sign signbit silu sin sinc sinh softplus sqrt square tan "
+        "tanh trunc clone conj_physical log_sigmoid_forward"
+    ),
+    unit(4, 5),
+)
 sample(named("abs neg relu sign"), ints(9, 7))
 sample(aten.acosh.default, lambda: torch.rand(4, 5) + 1.1)
 sample(aten.polygamma.default, 1, unit(4, 5))
-sample([*named("atan2 floor_divide fmax fmin hypot logaddexp maximum minimum nextafter logical_and logical_or logical_xor sigmoid_backward "
-               "tanh_backward"), aten.pow.Tensor_Tensor,
-        *named("copysign eq fmod ge gt le lt ne remainder xlogy add sub mul div", "Tensor")], unit(4, 5), unit(4, 5))
-sample([*named("add sub mul div", "Tensor"), aten.maximum.default, aten.atan2.default], real(4, 5), real(5))
+sample(
+    [
+        *named(
+            "atan2 floor_divide fmax fmin hypot logaddexp maximum minimum nextafter logical_and logical_or logical_xor sigmoid_backward "
+            "tanh_backward"
+        ),
+        aten.pow.Tensor_Tensor,
+        *named("copysign eq fmod ge gt le lt ne remainder xlogy add sub mul div", "Tensor"),
+    ],
+    unit(4, 5),
+    unit(4, 5),
+)
+sample(
+    [*named("add sub mul div", "Tensor"), aten.maximum.default, aten.atan2.default],
+    real(4, 5),
+    real(5),
+)
 sample([*named("add sub mul div", "Tensor"), aten.minimum.default], real(4, 1), real(3, 1, 5))
 sample(named("eq ge gt le lt ne fmod remainder mul div add sub", "Scalar"), real(4, 5), 0.5)
 sample(named("eq ge gt le lt ne mul add sub", "Scalar"), ints(5, 7), 2)
@@ -75,10 +101,26 @@ sample([aten.add.Tensor, aten.sub.Tensor], real(4, 5), real(5), alpha=0.5)
 sample(named("bitwise_and bitwise_or bitwise_xor", "Scalar"), ints(9, 7), 5)
 sample(named("bitwise_and bitwise_or bitwise_xor", "Tensor"), ints(9, 4, 5), ints(9, 5))
 sample(aten.bitwise_not.default, bools(7))
-sample([aten.__lshift__.Tensor, aten.__rshift__.Tensor, aten.bitwise_left_shift.Tensor, aten.bitwise_right_shift.Tensor],
-       ints(9, 4, 5), ints(3, 5))
-sample([aten.__lshift__.Scalar, aten.__rshift__.Scalar, aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar],
-       ints(9, 4, 5), 2)
+sample(
+    [
+        aten.__lshift__.Tensor,
+        aten.__rshift__.Tensor,
+        aten.bitwise_left_shift.Tensor,
+        aten.bitwise_right_shift.Tensor,
+    ],
+    ints(9, 4, 5),
+    ints(3, 5),
+)
+sample(
+    [
+        aten.__lshift__.Scalar,
+        aten.__rshift__.Scalar,
+        aten.bitwise_left_shift.Tensor_Scalar,
+        aten.bitwise_right_shift.Tensor_Scalar,
+    ],
+    ints(9, 4, 5),
+    2,
+)
 sample(aten._conj_physical.default, lambda: torch.randn(4, 5, dtype=torch.complex64))
 sample(aten.pow.Tensor_Scalar, unit(4, 5), 2.5)
 sample([aten.pow.Scalar, aten.remainder.Scalar_Tensor], 2, unit(4, 5))
@@ -106,16 +148,32 @@ sample(named("hardsigmoid_backward hardswish_backward silu_backward"), real(4, 5
 sample(aten.hardtanh_backward.default, real(4, 5), real(4, 5), -0.5, 0.5)
 sample(aten.leaky_relu_backward.default, real(4, 5), real(4, 5), 0.1, False)
 sample(aten.softplus_backward.default, real(4, 5), real(4, 5), 1.0, 20.0)
-sample(aten.log_sigmoid_backward.default, real(4, 5), lambda: torch.full((4, 5), 0.5), lambda: torch.full((4, 5), -0.5).exp())
-sample(named("special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx "
-             "special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 "
-             "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri "
-             "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
-             "special_spherical_bessel_j0 i0 hardshrink softshrink"), unit(4, 5))
-sample(named("special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w "
-             "special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p "
-             "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
-             "special_shifted_chebyshev_polynomial_w"), unit(4, 5), lambda: torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0]))
+sample(
+    aten.log_sigmoid_backward.default,
+    real(4, 5),
+    lambda: torch.full((4, 5), 0.5),
+    lambda: torch.full((4, 5), -0.5).exp(),
+)
+sample(
+    named(
+        "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx "
+        "special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 "
+        "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri "
+        "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
+        "special_spherical_bessel_j0 i0 hardshrink softshrink"
+    ),
+    unit(4, 5),
+)
+sample(
+    named(
+        "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w "
+        "special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p "
+        "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
+        "special_shifted_chebyshev_polynomial_w"
+    ),
+    unit(4, 5),
+    lambda: torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0]),
+)
 sample(aten.special_zeta.default, lambda: torch.rand(4, 5) + 1.5, unit(5))
 sample(named("igamma igammac heaviside logaddexp2 complex polar"), unit(4, 5), unit(4, 5))
 sample(named("gcd lcm"), ints(9, 4, 5), ints(9, 5))
@@ -159,6 +217,7 @@ def _cdist_backward(p: float) -> Callable[[], tuple[tuple, dict]]:
         torch.manual_seed(0)
         x, y = torch.randn(2, 4, 3), torch.randn(2, 5, 3)
         return (torch.randn(2, 4, 5), x, y, p, aten._cdist_forward.default(x, y, p, None)), {}
+
     return make
 
 
@@ -174,14 +233,21 @@ def definite(*shape: int) -> Callable[[], Tensor]:
 
 def _after(op: Any, first: Callable[[], tuple], *args: Any) -> None:
     """A sample whose arguments another operation makes."""
+
     def make() -> tuple[tuple, dict]:
         torch.manual_seed(0)
         return (*first(), *(a() if callable(a) else a for a in args)), {}
+
     SAMPLES.setdefault(op, []).append(make)
 
 
-sample(named("_linalg_det _linalg_eigh _linalg_slogdet _linalg_svd linalg_cholesky_ex linalg_inv_ex linalg_lu linalg_lu_factor_ex "
-             "linalg_qr linalg_matrix_exp geqrf"), definite(5, 3, 3))
+sample(
+    named(
+        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_svd linalg_cholesky_ex linalg_inv_ex linalg_lu linalg_lu_factor_ex "
+        "linalg_qr linalg_matrix_exp geqrf"
+    ),
+    definite(5, 3, 3),
+)
 sample([aten._linalg_svd.default], definite(5, 3, 3), False, False)
 sample(aten._linalg_eigh.default, definite(5, 3, 3), "L", False)
 sample(aten.linalg_eig.default, definite(5, 3, 3))
@@ -191,20 +257,40 @@ sample(aten._linalg_solve_ex.default, definite(5, 3, 3), real(5, 3))
 sample(aten.cholesky_solve.default, real(5, 3, 2), definite(5, 3, 3))
 sample(aten.linalg_solve_triangular.default, definite(2, 5, 3, 3), real(5, 3, 2), upper=True)
 sample(aten.triangular_solve.default, real(5, 3, 2), definite(5, 3, 3))
-_after(aten.linalg_lu_solve.default, lambda: torch.linalg.lu_factor(definite(5, 3, 3)()), real(5, 3, 2))
+_after(
+    aten.linalg_lu_solve.default, lambda: torch.linalg.lu_factor(definite(5, 3, 3)()), real(5, 3, 2)
+)
 _after(aten.lu_unpack.default, lambda: torch.linalg.lu_factor(definite(5, 3, 3)()))
 _after(aten.lu_unpack.default, lambda: torch.linalg.lu_factor(definite(5, 3, 3)()), False)
-_after(aten.linalg_ldl_solve.default, lambda: torch.linalg.ldl_factor(definite(5, 3, 3)()), real(5, 3, 2))
+_after(
+    aten.linalg_ldl_solve.default,
+    lambda: torch.linalg.ldl_factor(definite(5, 3, 3)()),
+    real(5, 3, 2),
+)
 _after(aten.linalg_householder_product.default, lambda: torch.geqrf(definite(5, 3, 3)()))
 _after(aten.ormqr.default, lambda: torch.geqrf(definite(5, 3, 3)()), real(5, 3, 2))
 sample(aten._fft_r2c.default, real(4, 6, 5), [1], 0, True)
 sample(aten._fft_c2c.default, lambda: torch.randn(4, 6, 5, dtype=torch.complex64), [0, 2], 0, True)
 sample(aten._fft_c2r.default, lambda: torch.randn(4, 6, 5, dtype=torch.complex64), [1], 2, 10)
 
-sample(ours.ctc_losses.default, lambda: torch.randn(7, 4, 5).log_softmax(-1), lambda: torch.randint(1, 5, (4, 3)),
-       lambda: torch.tensor([7, 6, 7, 5]), lambda: torch.tensor([3, 2, 1, 3]), 0, False)
-sample(ours.ctc_losses.default, lambda: torch.randn(7, 4, 5).log_softmax(-1), lambda: torch.randint(1, 5, (9,)),
-       lambda: torch.tensor([7, 6, 7, 5]), lambda: torch.tensor([3, 2, 1, 3]), 0, True)
+sample(
+    ours.ctc_losses.default,
+    lambda: torch.randn(7, 4, 5).log_softmax(-1),
+    lambda: torch.randint(1, 5, (4, 3)),
+    lambda: torch.tensor([7, 6, 7, 5]),
+    lambda: torch.tensor([3, 2, 1, 3]),
+    0,
+    False,
+)
+sample(
+    ours.ctc_losses.default,
+    lambda: torch.randn(7, 4, 5).log_softmax(-1),
+    lambda: torch.randint(1, 5, (9,)),
+    lambda: torch.tensor([7, 6, 7, 5]),
+    lambda: torch.tensor([3, 2, 1, 3]),
+    0,
+    True,
+)
 
 # ------------------------------------------------------------------------------------------ making tensors
 
@@ -216,10 +302,32 @@ sample(aten.arange.start_step, 1, 12, 2)
 sample(aten.arange.start_step, 0.5, 3.0, 0.5)
 sample(ours.draw_seed.default)
 for _native in (False, True):
-    sample(ours.uniform.default, lambda: torch.tensor(1 << 40), 1, [1], [0], [1], torch.float32, torch.device("cpu"), _native)
+    sample(
+        ours.uniform.default,
+        lambda: torch.tensor(1 << 40),
+        1,
+        [1],
+        [0],
+        [1],
+        torch.float32,
+        torch.device("cpu"),
+        _native,
+    )
 for _dtype in (torch.float32, torch.float64, torch.bfloat16):
-    sample(ours.uniform.default, lambda: torch.tensor(3 << 40), 1, [4, 5, 7], [0, 0, 0], [4, 5, 7], _dtype, torch.device("cpu"), False)
-sample([aten.poisson.default, aten._standard_gamma.default, aten._sample_dirichlet.default], unit(4, 5))
+    sample(
+        ours.uniform.default,
+        lambda: torch.tensor(3 << 40),
+        1,
+        [4, 5, 7],
+        [0, 0, 0],
+        [4, 5, 7],
+        _dtype,
+        torch.device("cpu"),
+        False,
+    )
+sample(
+    [aten.poisson.default, aten._standard_gamma.default, aten._sample_dirichlet.default], unit(4, 5)
+)
 sample(aten.binomial.default, lambda: torch.full((4, 5), 9.0), unit(4, 5))
 
 # ------------------------------------------------------------------------------------------ looking up
@@ -241,20 +349,70 @@ sample(aten.searchsorted.Tensor, lambda: torch.randn(4, 5).sort(-1)[0], real(4, 
 sample(aten.bucketize.Tensor, real(4, 7), lambda: torch.linspace(-1, 1, 5))
 sample(aten.histc.default, real(4, 7), 5, -1, 1)
 sample(aten.histc.default, real(9), 3, -1, 1)
-sample([aten._embedding_bag.default, aten._embedding_bag_forward_only.default], real(7, 4), ints(7, 6), lambda: torch.tensor([0, 2, 2]))
-sample([aten._embedding_bag.default], real(7, 4), ints(7, 6), lambda: torch.tensor([0, 2, 2]), False, 2)
-sample(aten.grid_sampler_2d_backward.default, real(3, 2, 5, 4), real(3, 2, 4, 5), unit(3, 5, 4, 2), 0, 0, False, [True, True])
-sample(aten.grid_sampler_2d_backward.default, real(3, 2, 5, 4), real(3, 2, 4, 5), unit(3, 5, 4, 2), 0, 1, True, [True, True])
-sample(aten.grid_sampler_3d_backward.default, real(2, 8, 4, 5, 4), real(2, 8, 2, 2, 3), unit(2, 4, 5, 4, 3), 0, 0, False, [True, True])
+sample(
+    [aten._embedding_bag.default, aten._embedding_bag_forward_only.default],
+    real(7, 4),
+    ints(7, 6),
+    lambda: torch.tensor([0, 2, 2]),
+)
+sample(
+    [aten._embedding_bag.default], real(7, 4), ints(7, 6), lambda: torch.tensor([0, 2, 2]), False, 2
+)
+sample(
+    aten.grid_sampler_2d_backward.default,
+    real(3, 2, 5, 4),
+    real(3, 2, 4, 5),
+    unit(3, 5, 4, 2),
+    0,
+    0,
+    False,
+    [True, True],
+)
+sample(
+    aten.grid_sampler_2d_backward.default,
+    real(3, 2, 5, 4),
+    real(3, 2, 4, 5),
+    unit(3, 5, 4, 2),
+    0,
+    1,
+    True,
+    [True, True],
+)
+sample(
+    aten.grid_sampler_3d_backward.default,
+    real(2, 8, 4, 5, 4),
+    real(2, 8, 2, 2, 3),
+    unit(2, 4, 5, 4, 3),
+    0,
+    0,
+    False,
+    [True, True],
+)
 
 # ------------------------------------------------------------------------------------------ normalization
 
 sample([aten._softmax.default, aten._log_softmax.default], real(4, 5, 7), 1, False)
 sample([aten._softmax.default, aten._log_softmax.default], real(4, 5), -1, False)
 sample(aten._safe_softmax.default, real(4, 5), -1)
-sample(aten._safe_softmax.default, lambda: torch.randn(4, 5).masked_fill(torch.eye(4, 1) > 0, -float("inf")), -1)
-sample([aten._softmax_backward_data.default], real(4, 5), lambda: torch.randn(4, 5).softmax(1), 1, torch.float32)
-sample([aten._log_softmax_backward_data.default], real(4, 5), lambda: torch.randn(4, 5).log_softmax(0), 0, torch.float32)
+sample(
+    aten._safe_softmax.default,
+    lambda: torch.randn(4, 5).masked_fill(torch.eye(4, 1) > 0, -float("inf")),
+    -1,
+)
+sample(
+    [aten._softmax_backward_data.default],
+    real(4, 5),
+    lambda: torch.randn(4, 5).softmax(1),
+    1,
+    torch.float32,
+)
+sample(
+    [aten._log_softmax_backward_data.default],
+    real(4, 5),
+    lambda: torch.randn(4, 5).log_softmax(0),
+    0,
+    torch.float32,
+)
 sample(aten.native_layer_norm.default, real(4, 5, 7), [7], real(7), real(7), 1e-5)
 sample(aten.native_layer_norm.default, real(3, 4, 5), [4, 5], None, None, 1e-5)
 sample(aten.native_layer_norm.default, real(4, 7), [7], real(7), None, 1e-5)
@@ -263,22 +421,34 @@ sample(aten.native_layer_norm.default, real(4, 7), [7], real(7), None, 1e-5)
 def _layer_norm_backward(weighted: bool, mask: list[bool]) -> Callable[[], tuple[tuple, dict]]:
     def make() -> tuple[tuple, dict]:
         torch.manual_seed(0)
-        x, grad, weight, bias = torch.randn(3, 5, 7), torch.randn(3, 5, 7), torch.randn(7), torch.randn(7)
+        x, grad, weight, bias = (
+            torch.randn(3, 5, 7),
+            torch.randn(3, 5, 7),
+            torch.randn(7),
+            torch.randn(7),
+        )
         weight, bias = (weight, bias) if weighted else (None, None)
         _, mean, rstd = aten.native_layer_norm.default(x, [7], weight, bias, 1e-5)
         return (grad, x, [7], mean.contiguous(), rstd.contiguous(), weight, bias, mask), {}
+
     return make
 
 
 SAMPLES[aten.native_layer_norm_backward.default] = [
-    _layer_norm_backward(True, [True, True, True]), _layer_norm_backward(False, [True, False, False]),
-    _layer_norm_backward(True, [False, True, True])]
+    _layer_norm_backward(True, [True, True, True]),
+    _layer_norm_backward(False, [True, False, False]),
+    _layer_norm_backward(True, [False, True, True]),
+]
 
 # ------------------------------------------------------------------------------------------ reductions
 
 sample([aten.sum.dim_IntList, aten.amax.default, aten.amin.default], real(4, 5, 7), [1])
 sample([aten.sum.dim_IntList, aten.amax.default, aten.amin.default], real(4, 5, 7), [0, -1], True)
-sample([aten.amax.default, aten.amin.default, aten.sum.dim_IntList], lambda: torch.randint(-9, 9, (4, 5)), [0])
+sample(
+    [aten.amax.default, aten.amin.default, aten.sum.dim_IntList],
+    lambda: torch.randint(-9, 9, (4, 5)),
+    [0],
+)
 sample(aten.sum.dim_IntList, real(4, 5), [])
 sample(aten.sum.dim_IntList, real(4, 5), None)
 sample(aten.sum.dim_IntList, bools(4, 5), [0])
@@ -289,7 +459,11 @@ sample(named("sum max min prod"), lambda: torch.randint(1, 4, (5,)))
 sample(aten.sum.dim_IntList, real(4, 5), [0], dtype=torch.int64)
 sample([aten.argmax.default, aten.argmin.default], real(4, 5))
 sample([aten.argmax.default, aten.argmin.default], real(4, 5), 1, True)
-sample([aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode.default], real(4, 5, 7), 1)
+sample(
+    [aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode.default],
+    real(4, 5, 7),
+    1,
+)
 sample(aten.kthvalue.default, real(4, 5), 2, 1)
 sample([aten.kthvalue.default], real(4, 5, 7), 3)
 sample(aten.mode.default, ints(3, 4, 5, 7))
@@ -352,21 +526,40 @@ sample(aten.select_backward.default, real(4, 7), [4, 5, 7], 1, 2)
 
 # ------------------------------------------------------------------------------------------ writing by index
 
-sample(aten.scatter.src, real(4, 7), 1, lambda: torch.rand(4, 3).mul(0).long() + torch.tensor([5, 0, 2]), real(4, 3))
+sample(
+    aten.scatter.src,
+    real(4, 7),
+    1,
+    lambda: torch.rand(4, 3).mul(0).long() + torch.tensor([5, 0, 2]),
+    real(4, 3),
+)
 sample(aten.scatter.reduce, unit(4, 7), 1, ints(7, 4, 3), unit(4, 3), reduce="add")
 sample(aten.scatter.value_reduce, unit(4, 7), 1, ints(7, 4, 3), 2.0, reduce="multiply")
 sample(aten.scatter_add.default, real(4, 7), 1, ints(7, 4, 5), real(4, 5))
 sample(aten.scatter_add.default, real(7, 5), 0, ints(7, 3, 5), real(4, 5))
 for _how in ("sum", "prod", "mean", "amax", "amin"):
     sample(aten.scatter_reduce.two, unit(4, 7), 1, ints(7, 4, 5), unit(4, 5), _how)
-    sample(aten.scatter_reduce.two, unit(4, 7), 1, ints(7, 4, 5), unit(4, 5), _how, include_self=False)
+    sample(
+        aten.scatter_reduce.two, unit(4, 7), 1, ints(7, 4, 5), unit(4, 5), _how, include_self=False
+    )
 sample(aten.index_add.default, real(4, 7, 2), 1, ints(7, 5), real(4, 5, 2))
 sample(aten.index_add.default, real(7, 2), 0, ints(7, 5), real(5, 2), alpha=0.5)
 sample(aten.index_copy.default, real(4, 7, 2), 1, lambda: torch.randperm(7)[:5], real(4, 5, 2))
 sample(aten.index_fill.int_Scalar, real(4, 7), 1, ints(7, 3), 2.0)
 sample(aten.index_fill.int_Tensor, real(4, 7), 1, ints(7, 3), lambda: torch.tensor(2.0))
-sample([aten.index_put.default, aten._unsafe_index_put.default], real(4, 7), [lambda: torch.tensor([3, 1])], real(2, 7))
-sample([aten.index_put.default, aten._unsafe_index_put.default], real(7, 4), [ints(7, 5)], real(5, 4), True)
+sample(
+    [aten.index_put.default, aten._unsafe_index_put.default],
+    real(4, 7),
+    [lambda: torch.tensor([3, 1])],
+    real(2, 7),
+)
+sample(
+    [aten.index_put.default, aten._unsafe_index_put.default],
+    real(7, 4),
+    [ints(7, 5)],
+    real(5, 4),
+    True,
+)
 sample([aten.index_put.default], real(7, 4, 5), [ints(7, 5), ints(4, 5)], real(5, 5), True)
 sample([aten.index.Tensor, aten._unsafe_index.Tensor], real(7, 4), [ints(7, 5)])
 sample([aten.index.Tensor, aten._unsafe_index.Tensor], real(4, 7, 5), [None, ints(7, 3, 2)])
@@ -378,18 +571,27 @@ sample([aten.index.Tensor], real(7, 4, 5), [ints(7, 6), None, ints(5, 6)])
 
 def _backward_of(forward: Any, backward: Any, first: Callable, *args: Any) -> None:
     """A sample of grad, x, arguments: of pads and adaptive pools."""
+
     def make() -> tuple[tuple, dict]:
         torch.manual_seed(0)
         x = first()
         out = forward(x, *args)
         grad = torch.randn_like(out[0] if isinstance(out, tuple) else out)
         return (grad, x, out[1]) if isinstance(out, tuple) else (grad, x, *args), {}
+
     sample(forward, first, *args)
     SAMPLES.setdefault(backward, []).append(make)
 
 
-def _convolution(x: tuple, w: tuple, groups: int = 1, stride: int = 1, padding: int = 0, transposed: bool = False,
-                 bias: bool = True) -> None:
+def _convolution(
+    x: tuple,
+    w: tuple,
+    groups: int = 1,
+    stride: int = 1,
+    padding: int = 0,
+    transposed: bool = False,
+    bias: bool = True,
+) -> None:
     n = len(x) - 2
     tail = ([stride] * n, [padding] * n, [1] * n, transposed, [0] * n, groups)
     channels = w[1] * groups if transposed else w[0]
@@ -400,6 +602,7 @@ def _convolution(x: tuple, w: tuple, groups: int = 1, stride: int = 1, padding: 
         data, weight = torch.randn(x), torch.randn(w)
         grad = torch.randn_like(aten.convolution.default(data, weight, None, *tail))
         return (grad, data, weight, [channels] if bias else None, *tail, [True, True, bias]), {}
+
     SAMPLES.setdefault(aten.convolution_backward.default, []).append(make)
 
 
@@ -422,51 +625,95 @@ def _sizes(n: int, size: int) -> tuple[int, ...]:
 
 for _n in (1, 2, 3):
     for _pad in ("reflection", "replication"):
-        _backward_of(getattr(aten, f"{_pad}_pad{_n}d").default, getattr(aten, f"{_pad}_pad{_n}d_backward").default,
-                     real(*_sizes(_n, 4)), [1, 2] * _n)
+        _backward_of(
+            getattr(aten, f"{_pad}_pad{_n}d").default,
+            getattr(aten, f"{_pad}_pad{_n}d_backward").default,
+            real(*_sizes(_n, 4)),
+            [1, 2] * _n,
+        )
     for _kind in [f"upsample_nearest{_n}d", f"_upsample_nearest_exact{_n}d"]:
         sample(getattr(aten, _kind).default, real(*_sizes(_n, 7)), [11] * _n)
-        sample(getattr(aten, f"{_kind}_backward").default, real(*_sizes(_n, 11)), [11] * _n, list(_sizes(_n, 7)))
-for _kind, _n in [("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 2),
-                  ("_upsample_bicubic2d_aa", 2), ("upsample_trilinear3d", 3)]:
+        sample(
+            getattr(aten, f"{_kind}_backward").default,
+            real(*_sizes(_n, 11)),
+            [11] * _n,
+            list(_sizes(_n, 7)),
+        )
+for _kind, _n in [
+    ("upsample_linear1d", 1),
+    ("upsample_bilinear2d", 2),
+    ("upsample_bicubic2d", 2),
+    ("_upsample_bilinear2d_aa", 2),
+    ("_upsample_bicubic2d_aa", 2),
+    ("upsample_trilinear3d", 3),
+]:
     sample(getattr(aten, _kind).default, real(*_sizes(_n, 7)), [11] * _n, False)
-    sample(getattr(aten, f"{_kind}_backward").default, real(*_sizes(_n, 11)), [11] * _n, list(_sizes(_n, 7)), False)
+    sample(
+        getattr(aten, f"{_kind}_backward").default,
+        real(*_sizes(_n, 11)),
+        [11] * _n,
+        list(_sizes(_n, 7)),
+        False,
+    )
 for _n in (2, 3):
-    _backward_of(getattr(aten, f"adaptive_max_pool{_n}d").default, getattr(aten, f"adaptive_max_pool{_n}d_backward").default,
-                 real(*_sizes(_n, 5)), [2] * _n)
+    _backward_of(
+        getattr(aten, f"adaptive_max_pool{_n}d").default,
+        getattr(aten, f"adaptive_max_pool{_n}d_backward").default,
+        real(*_sizes(_n, 5)),
+        [2] * _n,
+    )
 
     def _adaptive_average(n: int = _n) -> tuple[tuple, dict]:
         torch.manual_seed(0)
         return (torch.randn(_sizes(n, 2)), torch.randn(_sizes(n, 5))), {}
+
     sample(getattr(aten, f"_adaptive_avg_pool{_n}d").default, real(*_sizes(_n, 5)), [2] * _n)
     SAMPLES[getattr(aten, f"_adaptive_avg_pool{_n}d_backward").default] = [_adaptive_average]
     _window = ([3] * _n, [2] * _n, [1] * _n)
     sample(getattr(aten, f"avg_pool{_n}d").default, real(*_sizes(_n, 6)), *_window, False, True)
-    sample(getattr(aten, f"avg_pool{_n}d_backward").default, real(*_sizes(_n, 3)), real(*_sizes(_n, 6)), *_window, False, False, None)
+    sample(
+        getattr(aten, f"avg_pool{_n}d_backward").default,
+        real(*_sizes(_n, 3)),
+        real(*_sizes(_n, 6)),
+        *_window,
+        False,
+        False,
+        None,
+    )
 
     def _max_backward(n: int = _n, window: tuple = _window) -> tuple[tuple, dict]:
         torch.manual_seed(0)
         x = torch.randn(_sizes(n, 6))
         out, where = getattr(aten, f"max_pool{n}d_with_indices").default(x, *window)
         return (torch.randn_like(out), x, *window, [1] * n, False, where), {}
+
     sample(getattr(aten, f"max_pool{_n}d_with_indices").default, real(*_sizes(_n, 6)), *_window)
     SAMPLES[getattr(aten, f"max_pool{_n}d_with_indices_backward").default] = [_max_backward]
 
     def _unpool(n: int = _n) -> tuple[tuple, dict]:
         torch.manual_seed(0)
-        out, where = getattr(aten, f"max_pool{n}d_with_indices").default(torch.randn(_sizes(n, 4)), [2] * n, [2] * n)
+        out, where = getattr(aten, f"max_pool{n}d_with_indices").default(
+            torch.randn(_sizes(n, 4)), [2] * n, [2] * n
+        )
         return (out, where, [4] * n, *([[2] * n, [0] * n] if n == 3 else [])), {}
+
     SAMPLES[getattr(aten, f"max_unpool{_n}d").default] = [_unpool]
 
     def _fractional(n: int = _n, backward: bool = False, batch: bool = True) -> tuple[tuple, dict]:
         torch.manual_seed(0)
-        x, samples = torch.randn(_sizes(n, 6)[not batch:]), torch.rand(3 if batch else 1, 4, n)
+        x, samples = torch.randn(_sizes(n, 6)[not batch :]), torch.rand(3 if batch else 1, 4, n)
         if not backward:
             return (x, [2] * n, [3] * n, samples), {}
         out, where = getattr(aten, f"fractional_max_pool{n}d").default(x, [2] * n, [3] * n, samples)
         return (torch.randn_like(out), x, [2] * n, [3] * n, where), {}
-    SAMPLES[getattr(aten, f"fractional_max_pool{_n}d").default] = [_fractional, lambda n=_n: _fractional(n, batch=False)]
-    SAMPLES[getattr(aten, f"fractional_max_pool{_n}d_backward").default] = [lambda n=_n: _fractional(n, True)]
+
+    SAMPLES[getattr(aten, f"fractional_max_pool{_n}d").default] = [
+        _fractional,
+        lambda n=_n: _fractional(n, batch=False),
+    ]
+    SAMPLES[getattr(aten, f"fractional_max_pool{_n}d_backward").default] = [
+        lambda n=_n: _fractional(n, True)
+    ]
 sample(aten.grid_sampler_2d.default, real(3, 4, 5, 5), unit(3, 2, 3, 2), 0, 0, False)
 sample(aten.grid_sampler_3d.default, real(3, 4, 5, 5, 5), unit(3, 2, 3, 2, 3), 0, 0, False)
 sample(aten.slice_scatter.default, real(4, 7), real(4, 3), 1, 2, 5)

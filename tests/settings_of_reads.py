@@ -1,4 +1,5 @@
 """A module of Python that worker_reads.py reads, and functions of which it calls."""
+
 SCALE, TABLE, CALLS, PRODUCT, LAST = 1.0, {"scale": 1.0}, [0, 0], 1.0, None
 
 

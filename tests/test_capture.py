@@ -1,4 +1,7 @@
-"""Capture: whatever a module or function does, simulated devices give the numbers of one device, gradients included."""
+"""Capture: whatever a module or function does, simulated devices give the numbers of one device,
+gradients included.
+"""
+
 from __future__ import annotations
 
 import collections
@@ -36,7 +39,10 @@ def check(module: nn.Module, *args, mesh: Mesh = BIG, terms: int = 256, **kwargs
 
 def marked(module: nn.Module, mesh: Mesh, layouts: dict[str, str]) -> nn.Module:
     """The layouts as far as the mesh has their axes."""
-    words = {name: " ".join(w if w in ("_", "?") or w in mesh.names else "_" for w in spec.split()) for name, spec in layouts.items()}
+    words = {
+        name: " ".join(w if w in ("_", "?") or w in mesh.names else "_" for w in spec.split())
+        for name, spec in layouts.items()
+    }
     return gspmd.annotate(module, mesh, words)
 
 
@@ -61,13 +67,23 @@ class Block(nn.Module):
 
     def forward(self, x):
         b, s, w = x.shape
-        q, k, v = (t.view(b, s, self.heads, w // self.heads).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(w, -1))
+        q, k, v = (
+            t.view(b, s, self.heads, w // self.heads).transpose(1, 2)
+            for t in self.qkv(self.norm1(x)).split(w, -1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, w)
         x = x + self.out(y)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-MEGATRON = {"qkv.weight": "m _", "qkv.bias": "m", "out.weight": "_ m", "up.weight": "m _", "up.bias": "m", "down.weight": "_ m"}
+MEGATRON = {
+    "qkv.weight": "m _",
+    "qkv.bias": "m",
+    "out.weight": "_ m",
+    "up.weight": "m _",
+    "up.bias": "m",
+    "down.weight": "_ m",
+}
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -81,9 +97,13 @@ def test_transformer_block(mesh, shape):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_uneven_everything(mesh):
-    net = seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)))
+    net = seeded(
+        lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3))
+    )
     marked(net, mesh, {"0.weight": "m _", "2.weight": "m", "3.weight": "_ m"})
-    check(net, gspmd.mark_sharding(rand(5, 5), mesh, "a _" if "a" in mesh.names else "m _"), mesh=mesh)
+    check(
+        net, gspmd.mark_sharding(rand(5, 5), mesh, "a _" if "a" in mesh.names else "m _"), mesh=mesh
+    )
 
 
 class Tied(nn.Module):
@@ -106,12 +126,20 @@ def test_tied_weights_have_one_gradient(mesh):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_updates_its_buffers(mesh, training):
-    net = seeded(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU())).train(training)
+    net = seeded(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU())).train(
+        training
+    )
     net[1].running_mean.uniform_(-1, 1)
     marked(net, mesh, {"1.weight": "m", "0.weight": "m _"})
-    plan = check(net, gspmd.mark_sharding(rand(7, 6), mesh, "a _" if "a" in mesh.names else "_ _"), mesh=mesh)
-    changed = [plan.captured.inputs[o.input].name for o in plan.captured.outputs if o.kind == "mutation"]
-    assert changed == (["1.running_mean", "1.running_var", "1.num_batches_tracked"] if training else [])
+    plan = check(
+        net, gspmd.mark_sharding(rand(7, 6), mesh, "a _" if "a" in mesh.names else "_ _"), mesh=mesh
+    )
+    changed = [
+        plan.captured.inputs[o.input].name for o in plan.captured.outputs if o.kind == "mutation"
+    ]
+    assert changed == (
+        ["1.running_mean", "1.running_var", "1.num_batches_tracked"] if training else []
+    )
 
 
 class Averaged(nn.Module):
@@ -156,9 +184,11 @@ def test_what_a_module_remembers_is_not_of_the_trace():
     plan = gspmd.plan(model, x, mesh=BIG, grad=True)
     assert model.known == {"inner": {}} and model.seen == []
     got, gradients = plan.simulate(x)
-    assert_same((got, model.known, model.seen), (x + 2, {"inner": {"bias": torch.full((8,), 2.0)}}, [x]))
+    assert_same(
+        (got, model.known, model.seen), (x + 2, {"inner": {"bias": torch.full((8,), 2.0)}}, [x])
+    )
     assert gradients["scale"].eq(8).all()
-    other = rand(3, 8)                                                      # uses what the first run has left
+    other = rand(3, 8)  # uses what the first run has left
     assert_same(gspmd.plan(model, other, mesh=BIG, grad=True).simulate(other), other + 2)
     assert len(model.seen) == 2
 
@@ -175,7 +205,11 @@ def test_a_gradient_that_would_be_lost_is_an_error(use):
 
         def forward(self, x):
             return x * self.scale + self.how(self.tensors[0])
-    with pytest.raises(gspmd.ShardingError, match=r"tensor \[8\] that requires a gradient, and is no parameter or argument"):
+
+    with pytest.raises(
+        gspmd.ShardingError,
+        match=r"tensor \[8\] that requires a gradient, and is no parameter or argument",
+    ):
         gspmd.plan(Holds(torch.tanh), x, mesh=BIG, grad=True)
     for how in (torch.detach, torch.no_grad()(torch.tanh)):
         gspmd.plan(Holds(how), x, mesh=BIG, grad=True)
@@ -191,6 +225,7 @@ def test_a_buffer_that_changes_its_shape_and_one_that_forward_registers():
         net.cache = torch.cat([net.cache, x])
         net.register_buffer("total", net.cache.sum(0))
         return net.cache.sum()
+
     net.forward = forward
     rows = torch.cat([torch.zeros(1, 6), x])
     for _ in range(2):
@@ -210,7 +245,11 @@ class Trees(nn.Module):
 
     def forward(self, pair, *, scale=None, flag=False, rest=None):
         x = pair["a"][0] @ self.w + (pair["a"][1] if flag else 0)
-        return {"point": Point(x if scale is None else x * scale, None), "list": [x.sum(), 3, "text"], "none": rest}
+        return {
+            "point": Point(x if scale is None else x * scale, None),
+            "list": [x.sum(), 3, "text"],
+            "none": rest,
+        }
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -227,13 +266,17 @@ def test_one_value_returned_twice_and_an_input_returned():
     def f(x):
         y = x.sin()
         return y, [y, x]
+
     x = rand(5, 4)
     assert_same(gspmd.plan(f, x, mesh=BIG, in_specs="m _").simulate(x, _poison=True), f(x))
 
 
 def test_one_tensor_passed_twice():
     x = rand(5, 4)
-    assert_same(gspmd.plan(torch.mul, x, x, mesh=BIG, in_specs=("m _", "_ a")).simulate(x, x, _poison=True), x * x)
+    assert_same(
+        gspmd.plan(torch.mul, x, x, mesh=BIG, in_specs=("m _", "_ a")).simulate(x, x, _poison=True),
+        x * x,
+    )
 
 
 def test_dropout_differs_between_runs_and_is_off_in_eval():
@@ -261,9 +304,13 @@ def test_autocast():
     plan = gspmd.plan(net, x, mesh=BIG, grad=True)
     (got, _), grads = plan.simulate(x, _poison=True)
     (want, _), expected = eager(net, x)
-    assert got.dtype == torch.bfloat16 and {n: g.dtype for n, g in grads.items()} == dict.fromkeys(expected, torch.float32)
+    assert got.dtype == torch.bfloat16 and {n: g.dtype for n, g in grads.items()} == dict.fromkeys(
+        expected, torch.float32
+    )
     for g, w in [(got.float(), want.float()), *((grads[n], expected[n]) for n in expected)]:
-        torch.testing.assert_close(g, w, rtol=0, atol=8 * torch.finfo(torch.bfloat16).eps * float(w.detach().abs().max()))
+        torch.testing.assert_close(
+            g, w, rtol=0, atol=8 * torch.finfo(torch.bfloat16).eps * float(w.detach().abs().max())
+        )
 
 
 class Frozen(nn.Module):
@@ -294,20 +341,30 @@ class Checkpointed(nn.Module):
     def forward(self, x):
         if self.keep:
             return self.inner(self.inner(x)).cos()
-        return checkpoint(self.inner, checkpoint(self.inner, x, use_reentrant=False), use_reentrant=False).cos()
+        return checkpoint(
+            self.inner, checkpoint(self.inner, x, use_reentrant=False), use_reentrant=False
+        ).cos()
 
 
 def test_checkpointing_recomputes_in_the_backward():
     net = gspmd.annotate(seeded(Checkpointed), BIG, {"a.weight": "m _", "b.weight": "_ m"})
     plan = check(net, gspmd.mark_sharding(rand(7, 6), BIG, "a _"))
-    sines = [n.meta["backward"] for n in plan.captured.graph.nodes if n.target is torch.ops.aten.sin.default]
+    sines = [
+        n.meta["backward"]
+        for n in plan.captured.graph.nodes
+        if n.target is torch.ops.aten.sin.default
+    ]
     assert sines.count(False) == 2 and sines.count(True) >= 2
 
 
 def test_dropout_of_what_is_recomputed_has_the_mask_of_the_forward():
     found = []
     for mesh, keep in ((BIG, False), (Mesh(a=1, m=1), True)):
-        net = gspmd.annotate(seeded(lambda keep=keep: Checkpointed(0.5, keep)), mesh, {"a.weight": "m _", "b.weight": "_ m"})
+        net = gspmd.annotate(
+            seeded(lambda keep=keep: Checkpointed(0.5, keep)),
+            mesh,
+            {"a.weight": "m _", "b.weight": "_ m"},
+        )
         plan = gspmd.plan(net, rand(7, 6), mesh=mesh, grad=True)
         torch.manual_seed(1)
         found.append(plan.simulate(rand(7, 6), _poison=True))
@@ -320,6 +377,7 @@ def test_gradients_inside_of_a_function():
         (grad,) = torch.autograd.grad(loss, w, create_graph=True)
         (second,) = torch.autograd.grad(grad.square().sum(), w)
         return loss, grad, second
+
     w, x = rand(6, 5).requires_grad_(), rand(7, 6, seed=1)
     plan = gspmd.plan(f, w, x, mesh=BIG, in_specs=("_ m", "a _"))
     assert_same(plan.simulate(w, x, _poison=True), f(w, x), terms=1024)
@@ -333,6 +391,7 @@ def test_optimizer_step_inside_of_a_function():
         moment.mul_(0.9).add_(grad)
         w.sub_(0.1 * moment)
         return grad.norm()
+
     x = rand(7, 6, seed=2)
     w, moment = rand(6, 5), rand(6, 5, seed=1)
     plan = gspmd.plan(step, w, moment, x, mesh=BIG, in_specs=("_ m", "_ m", "a _"))
@@ -349,9 +408,15 @@ def test_torch_optimizer_inside_of_a_function():
         (v.grad,) = torch.autograd.grad((x @ v).square().mean(), v)
         optimizer.step()
         return v.detach()
+
     w, x = rand(6, 5), rand(7, 6, seed=1)
     want = step(w.clone(), x)
-    assert_same(gspmd.plan(step, w, x, mesh=BIG, in_specs=("_ m", "a _")).simulate(w.clone(), x, _poison=True), want)
+    assert_same(
+        gspmd.plan(step, w, x, mesh=BIG, in_specs=("_ m", "a _")).simulate(
+            w.clone(), x, _poison=True
+        ),
+        want,
+    )
 
 
 def test_arguments_changed_in_place():
@@ -359,6 +424,7 @@ def test_arguments_changed_in_place():
         x[1:3].add_(y)
         x.mul_(2)
         return x.sum()
+
     x, y = rand(5, 4), rand(4)
     x2 = x.clone()
     plan = gspmd.plan(f, x, y, mesh=BIG, in_specs=("m _", None))
@@ -371,6 +437,7 @@ def test_view_of_an_argument_changed_in_place():
     def f(x):
         x.t()[0].fill_(3.0)
         return x + 1
+
     x = rand(5, 4)
     x2 = x.clone()
     plan = gspmd.plan(f, x, mesh=BIG, in_specs="m a")
@@ -382,23 +449,32 @@ def test_view_of_an_argument_changed_in_place():
 def test_constant_of_the_model():
     table = rand(4)
     x = rand(5, 4)
-    assert_same(gspmd.plan(lambda x: x + table, x, mesh=BIG, in_specs="m _").simulate(x, _poison=True), x + table)
+    assert_same(
+        gspmd.plan(lambda x: x + table, x, mesh=BIG, in_specs="m _").simulate(x, _poison=True),
+        x + table,
+    )
 
 
 def test_positions_beyond_the_end_look_nothing_up():
     """Padding of an index is no place of the table: 7 positions over 2 or 3 devices."""
     for mesh in MESHES:
-        f = lambda table: F.embedding(torch.arange(7), table).sin()         # noqa: E731
+        f = lambda table: F.embedding(torch.arange(7), table).sin()  # noqa: E731
         table = rand(7, 4)
-        assert_same(gspmd.plan(f, table, mesh=mesh, out_specs="m _").simulate(table, _poison=True), f(table))
+        assert_same(
+            gspmd.plan(f, table, mesh=mesh, out_specs="m _").simulate(table, _poison=True), f(table)
+        )
 
 
 def test_model_on_the_meta_device_is_not_allocated():
     with torch.device("meta"):
-        net = nn.Sequential(nn.Linear(1 << 16, 1 << 18), nn.ReLU(), nn.Linear(1 << 18, 1 << 16))     # 128 GiB
+        net = nn.Sequential(
+            nn.Linear(1 << 16, 1 << 18), nn.ReLU(), nn.Linear(1 << 18, 1 << 16)
+        )  # 128 GiB
     mesh = Mesh(a=2, m=4)
     gspmd.annotate(net, mesh, {"0.weight": "m _", "0.bias": "m", "2.weight": "_ m"})
-    plan = gspmd.plan(net, torch.empty(64, 1 << 16, device="meta"), mesh=mesh, in_specs="a _", grad=True)
+    plan = gspmd.plan(
+        net, torch.empty(64, 1 << 16, device="meta"), mesh=mesh, in_specs="a _", grad=True
+    )
     assert plan.memory.parameters == ((1 << 34) * 2 + (1 << 18)) // 4 * 4 + (1 << 16) * 4
     assert str(plan.in_specs[0]) == "m _" and all(p.is_meta for p in net.parameters())
 
@@ -413,8 +489,10 @@ def test_fake_arguments():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
 def test_types(dtype):
     x, y = rand(6, 4).to(dtype), rand(4, 5).to(dtype)
-    f = lambda x, y: (x @ y).sum(0)         # noqa: E731
-    assert_same(gspmd.plan(f, x, y, mesh=BIG, in_specs=("a m", "m _")).simulate(x, y, _poison=True), f(x, y))
+    f = lambda x, y: (x @ y).sum(0)  # noqa: E731
+    assert_same(
+        gspmd.plan(f, x, y, mesh=BIG, in_specs=("a m", "m _")).simulate(x, y, _poison=True), f(x, y)
+    )
 
 
 class Box:
@@ -437,6 +515,7 @@ def test_objects_that_hold_tensors_are_taken_and_returned():
 
 class Slotted:
     """One whose attributes are in slots."""
+
     __slots__ = ("tensor",)
 
     def __init__(self, tensor):
@@ -455,11 +534,24 @@ class Pair(tuple):
     """A tuple that pytree does not know."""
 
 
-@pytest.mark.parametrize("holder, entry", [(Table(a=rand(6, 4)), "a"), (Row([rand(6, 4)]), 0), (Pair([rand(6, 4), 3]), 0)],
-                         ids=["table", "list", "tuple"])
+@pytest.mark.parametrize(
+    "holder, entry",
+    [(Table(a=rand(6, 4)), "a"), (Row([rand(6, 4)]), 0), (Pair([rand(6, 4), 3]), 0)],
+    ids=["table", "list", "tuple"],
+)
 def test_collections_of_other_types_are_opened_too(holder, entry):
-    plan = gspmd.plan(lambda x, h: (x + h[entry], type(h)(h)), rand(6, 4), holder, mesh=BIG, in_specs=("a m", None))
-    changed = type(holder)({**holder, entry: rand(6, 4, seed=5)} if isinstance(holder, dict) else (rand(6, 4, seed=5), *holder[1:]))
+    plan = gspmd.plan(
+        lambda x, h: (x + h[entry], type(h)(h)),
+        rand(6, 4),
+        holder,
+        mesh=BIG,
+        in_specs=("a m", None),
+    )
+    changed = type(holder)(
+        {**holder, entry: rand(6, 4, seed=5)}
+        if isinstance(holder, dict)
+        else (rand(6, 4, seed=5), *holder[1:])
+    )
     y, other = plan.simulate(rand(6, 4), changed)
     assert_same((y, other[entry]), (rand(6, 4) + changed[entry], changed[entry]))
     assert type(other) is type(holder)
@@ -493,12 +585,19 @@ def test_what_is_put_into_arguments_is_there_after_every_run():
     for step, rows in enumerate((6, 3, 3)):
         x = rand(rows, 4, seed=step)
         plan = gspmd.plan(attend, x, mine, out, mesh=BIG, in_specs=("a m", None, None))
-        assert mine.seen == theirs.seen and len(mine.layers) == len(theirs.layers)          # not when it is only traced
+        assert mine.seen == theirs.seen and len(mine.layers) == len(
+            theirs.layers
+        )  # not when it is only traced
         total, returned = plan.simulate(x, mine, out, _poison=True)
         assert_same((total, mine.tensors()), (attend(x, theirs, want)[0], theirs.tensors()))
-        assert returned is mine and mine.layers is layers and mine.seen == theirs.seen and "none" not in mine.last
+        assert (
+            returned is mine
+            and mine.layers is layers
+            and mine.seen == theirs.seen
+            and "none" not in mine.last
+        )
         assert_same(out[1], want[1])
-        fresh, again = Cache(), Cache()                                     # the same program for another one
+        fresh, again = Cache(), Cache()  # the same program for another one
         if step == 0:
             plan.simulate(x, fresh, ["before"])
             attend(x, again, ["before"])
@@ -523,11 +622,16 @@ def test_gradients_of_objects_that_are_returned():
 
     net, x, losses = Net(), rand(6, 5), {}
     gspmd.mark_sharding(net.weight, BIG, "_ m")
-    result, gradients = gspmd.plan(net, x, losses, mesh=BIG, in_specs=("a _", None), grad=True).simulate(x, losses, _poison=True)
+    result, gradients = gspmd.plan(
+        net, x, losses, mesh=BIG, in_specs=("a _", None), grad=True
+    ).simulate(x, losses, _poison=True)
     wanted = {}
     want = net(x, wanted)
-    (want.loss + want.more.tensor.sum()).backward()                         # cotangents of ones for what is returned
-    assert_same((result.loss, result.more.tensor, losses["norm"]), (want.loss, want.more.tensor, wanted["norm"]))
+    (want.loss + want.more.tensor.sum()).backward()  # cotangents of ones for what is returned
+    assert_same(
+        (result.loss, result.more.tensor, losses["norm"]),
+        (want.loss, want.more.tensor, wanted["norm"]),
+    )
     assert_same(gradients["weight"], net.weight.grad)
 
 
@@ -541,7 +645,7 @@ class Router(nn.Module):
     def forward(self, x):
         if self.table is None or len(self.table) < len(x):
             self.table = torch.arange(len(x) * 7.0).view(-1, 7).cos()
-        y = x @ self.weight * self.table[:len(x)]
+        y = x @ self.weight * self.table[: len(x)]
         self.loss, self.kept = y.square().mean(), (y, {"sum": y.sum(0)})
         return y.sin()
 
@@ -579,7 +683,9 @@ def test_a_tensor_that_is_passed_twice_and_changed():
         return x + y
 
     plan, x = gspmd.plan(f, rand(6, 4), rand(6, 4), mesh=BIG), rand(6, 4)
-    assert message(lambda: plan.simulate(x, x)).startswith("one tensor is passed as 'x' and 'y', and changed in place")
+    assert message(lambda: plan.simulate(x, x)).startswith(
+        "one tensor is passed as 'x' and 'y', and changed in place"
+    )
     assert_same(plan.simulate(x, x.clone()), 3 * rand(6, 4))
 
 
@@ -598,17 +704,37 @@ FOUND: dict = {}
 
 
 def test_hooks_that_keep_what_they_see():
-    net, extractor, closure = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), Extractor(), {"rows": []}
+    net, extractor, closure = (
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)),
+        Extractor(),
+        {"rows": []},
+    )
     gspmd.mark_sharding(net[0].weight, BIG, "m _")
     net[0].register_forward_hook(lambda module, args, result: FOUND.update(first=result))
     net[0].register_forward_hook(extractor.method)
     net[1].register_forward_hook(extractor)
     net[1].register_forward_pre_hook(lambda module, args: closure["rows"].extend(args))
-    net[2].register_forward_hook(functools.partial(lambda table, *args: table.update(out=args[-1]), extractor.table))
-    found = lambda: copy.copy((FOUND["first"], extractor.rows[-1], extractor.table["out"], extractor.last, closure["rows"][-1]))   # noqa: E731
+    net[2].register_forward_hook(
+        functools.partial(lambda table, *args: table.update(out=args[-1]), extractor.table)
+    )
+    found = lambda: copy.copy(
+        (
+            FOUND["first"],
+            extractor.rows[-1],
+            extractor.table["out"],
+            extractor.last,
+            closure["rows"][-1],
+        )
+    )  # noqa: E731
     x = rand(5, 6)
     plan = gspmd.plan(net, x, mesh=BIG, in_specs="a _", grad=True)
-    assert not FOUND and not extractor.rows and not extractor.table and extractor.last is None and closure == {"rows": []}
+    assert (
+        not FOUND
+        and not extractor.rows
+        and not extractor.table
+        and extractor.last is None
+        and closure == {"rows": []}
+    )
     for runs in (1, 2):
         plan.simulate(x, _poison=True)
         assert len(extractor.rows) == len(closure["rows"]) == runs
@@ -652,23 +778,43 @@ def test_gradients_of_complex_results():
 
     net, x = Spectrum(), rand(6, 5)
     gspmd.mark_sharding(net.weight, BIG, "_ m")
-    assert_same(gspmd.plan(net, x, mesh=BIG, in_specs="a _", grad=True).simulate(x, _poison=True), eager(net, x))
+    assert_same(
+        gspmd.plan(net, x, mesh=BIG, in_specs="a _", grad=True).simulate(x, _poison=True),
+        eager(net, x),
+    )
 
 
 def complex_gradients(function):
     """The function's results, and gradients of all that it takes, of complex tensors."""
+
     def joint(*tensors):
         inputs = [t.detach().clone().requires_grad_() for t in tensors]
         outs = function(*inputs)
         return (*outs, *torch.autograd.grad(outs, inputs, [torch.ones_like(t) for t in outs]))
+
     return joint
 
 
 COMPLEX = {
-    "products": lambda x, w: (x @ w, torch.einsum("bk,kn->n", x, w), nn.functional.linear(x, w.mT), torch.vdot(x[:, 0], x[:, 1])),
+    "products": lambda x, w: (
+        x @ w,
+        torch.einsum("bk,kn->n", x, w),
+        nn.functional.linear(x, w.mT),
+        torch.vdot(x[:, 0], x[:, 1]),
+    ),
     "sums": lambda x, w: (x.logsumexp(1), torch.linalg.vecdot(x, x.sin()), x.norm(), w.prod(1)),
-    "moves": lambda x, w: (nn.functional.pad(x, (1, 2)), x.diagonal(), torch.cat([x, w.mT]), x.real, torch.view_as_real(w)),
-    "spectra": lambda x, w: (torch.fft.fft(x), torch.fft.ifft2(w), torch.linalg.eigh(x[:4, :4] + x[:4, :4].mH)[0]),
+    "moves": lambda x, w: (
+        nn.functional.pad(x, (1, 2)),
+        x.diagonal(),
+        torch.cat([x, w.mT]),
+        x.real,
+        torch.view_as_real(w),
+    ),
+    "spectra": lambda x, w: (
+        torch.fft.fft(x),
+        torch.fft.ifft2(w),
+        torch.linalg.eigh(x[:4, :4] + x[:4, :4].mH)[0],
+    ),
 }
 
 
@@ -677,12 +823,17 @@ COMPLEX = {
 def test_complex_numbers_and_their_gradients(name, specs):
     x, w = (torch.complex(rand(*shape), rand(*shape, seed=1)) for shape in ((6, 5), (5, 7)))
     joint = complex_gradients(COMPLEX[name])
-    assert_same(gspmd.plan(joint, x, w, mesh=BIG, in_specs=specs).simulate(x, w, _poison=True), joint(x, w))
+    assert_same(
+        gspmd.plan(joint, x, w, mesh=BIG, in_specs=specs).simulate(x, w, _poison=True), joint(x, w)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_statistics_of_half_precision_are_computed_in_more(dtype):
-    """As PyTorch's kernels do: within two roundings of the result, where sums alone are out of the range of float16."""
+    """As PyTorch's kernels do: within two roundings of the result, where sums alone are out of the
+    range of float16.
+    """
+
     def statistics(x, dy):
         x = x.detach().clone().requires_grad_()
         found = x.mean(), x.mean(1), x.var(1), x.logsumexp(1), x.softmax(1), x.log_softmax(1)
@@ -690,26 +841,65 @@ def test_statistics_of_half_precision_are_computed_in_more(dtype):
 
     x, dy = (100 + rand(6, 4000)).to(dtype), rand(6, 4000, seed=1).to(dtype)
     assert x.sum().isinf() or dtype != torch.float16
-    assert_same(gspmd.plan(statistics, x, dy, mesh=BIG, in_specs=("a m", "a m")).simulate(x, dy, _poison=True), statistics(x, dy), terms=2)
+    assert_same(
+        gspmd.plan(statistics, x, dy, mesh=BIG, in_specs=("a m", "a m")).simulate(
+            x, dy, _poison=True
+        ),
+        statistics(x, dy),
+        terms=2,
+    )
 
 
 @pytest.mark.parametrize("specs", [("a _", "a _"), ("_ a", "a m"), ("a m", "_ a")], ids=str)
 def test_integers_are_not_divided_by_padding(specs):
     def divided(x, y):
-        return (x // y, x % y, torch.fmod(x, y), 7 % y, x // y[:, :1], torch.div(x, y, rounding_mode="trunc"), x ** (y - 1), 2 ** (y - 1),
-                x // (y - y + 2))
+        return (
+            x // y,
+            x % y,
+            torch.fmod(x, y),
+            7 % y,
+            x // y[:, :1],
+            torch.div(x, y, rounding_mode="trunc"),
+            x ** (y - 1),
+            2 ** (y - 1),
+            x // (y - y + 2),
+        )
 
-    x, y = (torch.randint(*span, (5, 7), generator=torch.Generator().manual_seed(0)) for span in ((-9, 9), (1, 5)))
-    assert_same(gspmd.plan(divided, x, y, mesh=BIG, in_specs=specs).simulate(x, y, _poison=True), divided(x, y))
+    x, y = (
+        torch.randint(*span, (5, 7), generator=torch.Generator().manual_seed(0))
+        for span in ((-9, 9), (1, 5))
+    )
+    assert_same(
+        gspmd.plan(divided, x, y, mesh=BIG, in_specs=specs).simulate(x, y, _poison=True),
+        divided(x, y),
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"center": False}, {"normalized": True, "length": 90}, {"onesided": False, "hop_length": 5},
-                                     {"win_length": 12, "length": 40}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"center": False},
+        {"normalized": True, "length": 90},
+        {"onesided": False, "hop_length": 5},
+        {"win_length": 12, "length": 40},
+    ],
+    ids=str,
+)
 def test_istft(options):
     window = torch.hann_window(options.get("win_length", 16)) + 0.1
-    spectrum = torch.stft(rand(4, 60), 16, window=window, return_complex=True, **{k: v for k, v in options.items() if k != "length"})
+    spectrum = torch.stft(
+        rand(4, 60),
+        16,
+        window=window,
+        return_complex=True,
+        **{k: v for k, v in options.items() if k != "length"},
+    )
     joint = complex_gradients(lambda x: (torch.istft(x, 16, window=window, **options),))
-    assert_same(gspmd.plan(joint, spectrum, mesh=BIG, in_specs="a m _").simulate(spectrum, _poison=True), joint(spectrum))
+    assert_same(
+        gspmd.plan(joint, spectrum, mesh=BIG, in_specs="a m _").simulate(spectrum, _poison=True),
+        joint(spectrum),
+    )
 
 
 @pytest.mark.parametrize("batches", [0, 3])
@@ -731,8 +921,11 @@ def test_backward_nodes_are_told_apart():
 
 def test_source_is_the_user_s_line():
     plan = gspmd.plan(seeded(Block), rand(4, 6, 12), mesh=BIG, grad=True)
-    found = {n.meta["source"].rpartition(":")[0].rsplit("/")[-1] for n in plan.captured.graph.nodes
-             if n.op == "call_function" and n.meta["source"]}
+    found = {
+        n.meta["source"].rpartition(":")[0].rsplit("/")[-1]
+        for n in plan.captured.graph.nodes
+        if n.op == "call_function" and n.meta["source"]
+    }
     assert found == {"test_capture.py"}
 
 
@@ -740,11 +933,26 @@ def test_source_is_the_user_s_line():
 def test_products_keep_their_dimensions(lead):
     net = seeded(lambda: nn.Linear(4, 6))
     plan = check(net, rand(*lead, 4))
-    shapes = [tuple(n.meta["val"].shape) for n in plan.captured.graph.nodes if n.target is torch.ops.torchgspmd.einsum.default]
+    shapes = [
+        tuple(n.meta["val"].shape)
+        for n in plan.captured.graph.nodes
+        if n.target is torch.ops.torchgspmd.einsum.default
+    ]
     assert shapes[0] == (*lead, 6)
 
 
-EINSUMS = ["ij,jk->ik", "bij,bjk->bik", "...ij,jk->...ik", "ij,jk", "ij,kj,k->i", "i,i->", "i,j->ij", "ii,ij->ij", "ijk,kjl->il", "ij->ji"]
+EINSUMS = [
+    "ij,jk->ik",
+    "bij,bjk->bik",
+    "...ij,jk->...ik",
+    "ij,jk",
+    "ij,kj,k->i",
+    "i,i->",
+    "i,j->ij",
+    "ii,ij->ij",
+    "ijk,kjl->il",
+    "ij->ji",
+]
 
 
 @pytest.mark.parametrize("equation", EINSUMS)
@@ -752,13 +960,24 @@ def test_einsum(equation):
     sizes = dict(zip("ijklb", (5, 5, 5, 6, 4)))
     terms = equation.split("->")[0].replace("...", "b").split(",")
     operands = [rand(*(sizes[c] for c in term), seed=i) for i, term in enumerate(terms)]
-    f = lambda *xs: torch.einsum(equation, *xs)         # noqa: E731
+    f = lambda *xs: torch.einsum(equation, *xs)  # noqa: E731
     specs = tuple(" ".join(["m", *"_" * (t.dim() - 1)]) for t in operands)
-    assert_same(gspmd.plan(f, *operands, mesh=BIG, in_specs=specs).simulate(*operands, _poison=True), f(*operands))
+    assert_same(
+        gspmd.plan(f, *operands, mesh=BIG, in_specs=specs).simulate(*operands, _poison=True),
+        f(*operands),
+    )
 
 
-MATMULS = [((5, 4), (4, 6)), ((5, 4), (4,)), ((4,), (4, 6)), ((4,), (4,)), ((3, 5, 4), (4, 6)), ((3, 5, 4), (3, 4, 6)),
-           ((5, 4), (3, 4, 6)), ((3, 1, 5, 4), (2, 4, 6))]
+MATMULS = [
+    ((5, 4), (4, 6)),
+    ((5, 4), (4,)),
+    ((4,), (4, 6)),
+    ((4,), (4,)),
+    ((3, 5, 4), (4, 6)),
+    ((3, 5, 4), (3, 4, 6)),
+    ((5, 4), (3, 4, 6)),
+    ((3, 1, 5, 4), (2, 4, 6)),
+]
 
 
 @pytest.mark.parametrize("left, right", MATMULS, ids=str)
@@ -766,7 +985,9 @@ def test_matmul(left, right):
     x, y = rand(*left), rand(*right, seed=1)
     specs = tuple(" ".join(["m", *"_" * (t.dim() - 1)]) for t in (x, y))
     for f in (torch.matmul, lambda x, y: x @ y):
-        assert_same(gspmd.plan(f, x, y, mesh=BIG, in_specs=specs).simulate(x, y, _poison=True), x @ y)
+        assert_same(
+            gspmd.plan(f, x, y, mesh=BIG, in_specs=specs).simulate(x, y, _poison=True), x @ y
+        )
 
 
 class Attention(nn.Module):
@@ -775,10 +996,17 @@ class Attention(nn.Module):
         self.kind, self.scale = kind, nn.Parameter(torch.ones(()))
 
     def forward(self, q, k, v):
-        options = {"plain": {}, "causal": {"is_causal": True}, "scale": {"scale": 0.2}, "gqa": {"enable_gqa": True},
-                   "bool": {"attn_mask": torch.ones(5, 7, dtype=torch.bool).tril(1)},
-                   "float": {"attn_mask": torch.linspace(-1, 1, 35).view(5, 7)}, "strided": {}, "narrow": {}}[self.kind]
-        if self.kind == "strided":                                          # rows that are not in one piece
+        options = {
+            "plain": {},
+            "causal": {"is_causal": True},
+            "scale": {"scale": 0.2},
+            "gqa": {"enable_gqa": True},
+            "bool": {"attn_mask": torch.ones(5, 7, dtype=torch.bool).tril(1)},
+            "float": {"attn_mask": torch.linspace(-1, 1, 35).view(5, 7)},
+            "strided": {},
+            "narrow": {},
+        }[self.kind]
+        if self.kind == "strided":  # rows that are not in one piece
             q, k, v = (t.mT.clone(memory_format=torch.contiguous_format).mT for t in (q, k, v))
         if self.kind == "narrow":
             v = v[..., :6]
@@ -790,7 +1018,9 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("spec", ["a m _ _", "_ _ m _", "m _ _ a"])
-@pytest.mark.parametrize("kind", ["plain", "causal", "scale", "gqa", "bool", "float", "strided", "narrow"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "causal", "scale", "gqa", "bool", "float", "strided", "narrow"]
+)
 def test_attention(kind, spec):
     q, k, v = rand(3, 4, 5, 8), rand(3, 4, 7, 8, seed=1), rand(3, 4, 7, 8, seed=2)
     gspmd.mark_sharding(q, BIG, spec)
@@ -799,11 +1029,13 @@ def test_attention(kind, spec):
 
 def test_one_value_taken_apart_at_several_places():
     """As the rotation of rotary embeddings is in every layer."""
+
     def layers(x, table):
         for _ in range(3):
             sin, cos = table.chunk(2, -1)
             x = x * cos + x.flip(-1) * sin
         return x
+
     x, table = rand(4, 6, 8), rand(6, 16, seed=1)
     plan = gspmd.plan(layers, x, table, mesh=BIG, in_specs=("a _ _", "m _"))
     assert_same(plan.simulate(x, table, _poison=True), layers(x, table))

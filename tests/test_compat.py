@@ -1,4 +1,5 @@
 """A torch that lacks something: operators, private APIs, or the version that was checked."""
+
 from __future__ import annotations
 
 import ast
@@ -30,7 +31,10 @@ def test_a_rule_for_an_operator_that_does_not_exist():
     assert op is aten.gone_in_this_release.default and isinstance(op, AbsentOperator)
     assert {"aten::gone_in_this_release", "aten::add.GoneOverload"} <= set(gspmd.doctor().operators)
     assert "aten::gone_in_this_release" in str(gspmd.doctor())
-    with pytest.raises(gspmd.ShardingError, match=r"has no operator aten::gone_in_this_release\n.* tests/test_compat.py|test_compat"):
+    with pytest.raises(
+        gspmd.ShardingError,
+        match=r"has no operator aten::gone_in_this_release\n.* tests/test_compat.py|test_compat",
+    ):
         op(torch.ones(2))
     registry.SKIPPED.remove("aten::gone_in_this_release")
     registry.SKIPPED.remove("aten::gone_in_this_release")
@@ -40,7 +44,9 @@ def test_a_rule_for_an_operator_that_does_not_exist():
 def test_operators_by_name_are_torch_s_own():
     assert aten.add.Tensor is torch.ops.aten.add.Tensor
     assert aten.add(torch.ones(2), 1).tolist() == [2, 2]
-    assert Namespace("prims").as_strided_scatter.default is torch.ops.prims.as_strided_scatter.default
+    assert (
+        Namespace("prims").as_strided_scatter.default is torch.ops.prims.as_strided_scatter.default
+    )
 
 
 def names_defined(trees: list[ast.Module]) -> set[str]:
@@ -53,8 +59,12 @@ def names_defined(trees: list[ast.Module]) -> set[str]:
             found.add(node.target.id)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             found.add(node.attr)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            found.add(node.value)                                           # of __slots__ and __dict__
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.isidentifier()
+        ):
+            found.add(node.value)  # of __slots__ and __dict__
         if isinstance(node, ast.keyword):
             found.add(node.arg)
     return found
@@ -66,11 +76,27 @@ def private_names(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("private_apis"):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("torch"):
-            is_private = any(part.startswith("_") or part == "experimental" for part in node.module.split("."))
-            found |= {alias.name for alias in node.names if is_private or alias.name.startswith("_")}
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            if ast.unparse(node.value).partition(".")[0] not in ("aten", "c10d", "prims"):              # operators
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").startswith("torch")
+        ):
+            is_private = any(
+                part.startswith("_") or part == "experimental" for part in node.module.split(".")
+            )
+            found |= {
+                alias.name for alias in node.names if is_private or alias.name.startswith("_")
+            }
+        elif (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+        ):
+            if ast.unparse(node.value).partition(".")[0] not in (
+                "aten",
+                "c10d",
+                "prims",
+            ):  # operators
                 found.add(node.attr)
     return found
 
@@ -80,8 +106,23 @@ def test_the_table_has_every_private_name_in_the_sources_and_no_other():
     rows = {api.name for api in private_apis.TABLE}
     own = names_defined(trees) - rows
     used = set().union(*map(private_names, trees)) - own
-    helpers = {"has", "is_missing", "require", "CHECKED", "TABLE", "PrivateApi", "is_there", "PARALLELIZE", "PLAN", "release"}
-    python = {"_getframe", "_XLAC", *(f"_Count__{name}" for name in ("function", "of", "size", "tally", "value"))}
+    helpers = {
+        "has",
+        "is_missing",
+        "require",
+        "CHECKED",
+        "TABLE",
+        "PrivateApi",
+        "is_there",
+        "PARALLELIZE",
+        "PLAN",
+        "release",
+    }
+    python = {
+        "_getframe",
+        "_XLAC",
+        *(f"_Count__{name}" for name in ("function", "of", "size", "tally", "value")),
+    }
     assert used - rows - helpers - python == set(), "used, without a row in compat/private_apis.py"
     text = "\n".join(path.read_text() for path in FILES)
     assert {name for name in rows if name not in text} == set(), "rows that nothing uses"
@@ -89,7 +130,11 @@ def test_the_table_has_every_private_name_in_the_sources_and_no_other():
 
 def test_every_row_is_there_on_the_versions_it_names():
     number = ".".join(torch.__version__.split(".")[:2])
-    lacking = [api.path for api in private_apis.TABLE if not api.is_of_xla and number in api.versions and not private_apis.is_there(api)]
+    lacking = [
+        api.path
+        for api in private_apis.TABLE
+        if not api.is_of_xla and number in api.versions and not private_apis.is_there(api)
+    ]
     assert lacking == []
 
 
@@ -105,7 +150,9 @@ def test_a_missing_api_says_so_when_it_is_used(monkeypatch):
     private_apis.missing.cache_clear()
     versions.check_torch.cache_clear()
     try:
-        with pytest.raises(gspmd.ShardingError, match=r"lacks torch._gone_in_this_release\n(.|\n)*needed for plan"):
+        with pytest.raises(
+            gspmd.ShardingError, match=r"lacks torch._gone_in_this_release\n(.|\n)*needed for plan"
+        ):
             gspmd.plan(torch.relu, torch.ones(4), mesh=gspmd.Mesh(m=2))
     finally:
         private_apis.missing.cache_clear()
@@ -134,12 +181,18 @@ print(len(torchgspmd.doctor().missing), len([api for api in table.TABLE if not a
 
 
 def test_a_torch_without_any_of_its_private_apis_can_be_imported():
-    run = subprocess.run([sys.executable, "-c", WITHOUT, str(ROOT)], capture_output=True, text=True, timeout=120, cwd=ROOT.parent)
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(ROOT)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT.parent,
+    )
     assert run.returncode == 0, run.stderr
     error, counts = run.stdout.splitlines()
     assert error.startswith(f"torch {torch.__version__} lacks torch._ops.OpOverload, ")
     missing, rows = map(int, counts.split())
-    assert rows - 1 <= missing <= rows                                      # 2.9 lacks one anyway
+    assert rows - 1 <= missing <= rows  # 2.9 lacks one anyway
 
 
 def test_a_newer_torch_is_one_line_once(monkeypatch, caplog):
@@ -150,16 +203,30 @@ def test_a_newer_torch_is_one_line_once(monkeypatch, caplog):
         with caplog.at_level(logging.WARNING, "torchgspmd"):
             for _ in range(2):
                 gspmd.plan(torch.relu, torch.ones(4), mesh=gspmd.Mesh(m=2))
-        assert [r.message for r in caplog.records] == ["torch 99.1 is newer than what torchgspmd was checked on"]
+        assert [r.message for r in caplog.records] == [
+            "torch 99.1 is newer than what torchgspmd was checked on"
+        ]
     finally:
         versions.check_torch.cache_clear()
         versions._say_newer.cache_clear()
 
 
 def test_the_command():
-    run = subprocess.run([sys.executable, "-m", "torchgspmd", "doctor"], capture_output=True, text=True, timeout=120, cwd=ROOT.parent,
-                         env=os.environ)
+    run = subprocess.run(
+        [sys.executable, "-m", "torchgspmd", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT.parent,
+        env=os.environ,
+    )
     assert run.returncode == 0, run.stderr
     assert [line.split()[0] for line in run.stdout.splitlines() if not line.startswith(" ")] == [
-        "torch", "private", "operators", "backend", "backend", "backend"]
+        "torch",
+        "private",
+        "operators",
+        "backend",
+        "backend",
+        "backend",
+    ]
     assert f"torch      {torch.__version__}: " in run.stdout

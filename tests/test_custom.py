@@ -1,4 +1,5 @@
 """Rules for operations of one's own."""
+
 from __future__ import annotations
 
 import pytest
@@ -54,18 +55,26 @@ def test_without_a_rule_it_runs_whole():
     @torch.library.custom_op("torchgspmd_tests::unknown", mutates_args=())
     def unknown(x: torch.Tensor) -> torch.Tensor:
         return x.cumsum(0)
+
     unknown.register_fake(torch.empty_like)
     plan = gspmd.plan(unknown, X, mesh=gspmd.Mesh(m=2), in_specs="m _ _")
     assert_same(plan.simulate(X, _poison=True), unknown(X))
     assert [r.why for r in plan.replicated_ops] == ["no rule and no decomposition"]
 
 
-@pytest.mark.parametrize("arguments, text", [
-    (("b k", {}), "rule 'b k' needs exactly one '->'"),
-    (("b k -> b", {"reduce": "j"}), "'j' is no factor of the rule 'b k -> b'"),
-    (("b k -> b", {"whole": "j"}), "'j' is no factor of the rule 'b k -> b'"),
-    (("b k -> b", {"reduce": {"k": "median"}}), "'median' is not a reduction; known are sum, max, min, prod"),
-    (("b b -> b", {}), "'b b' in rule 'b b -> b' has a factor twice")])
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (("b k", {}), "rule 'b k' needs exactly one '->'"),
+        (("b k -> b", {"reduce": "j"}), "'j' is no factor of the rule 'b k -> b'"),
+        (("b k -> b", {"whole": "j"}), "'j' is no factor of the rule 'b k -> b'"),
+        (
+            ("b k -> b", {"reduce": {"k": "median"}}),
+            "'median' is not a reduction; known are sum, max, min, prod",
+        ),
+        (("b b -> b", {}), "'b b' in rule 'b b -> b' has a factor twice"),
+    ],
+)
 def test_a_wrong_rule_is_one_sentence(arguments, text):
     sentence, keywords = arguments
     assert message(lambda: gspmd.rule(distance, sentence, **keywords)).splitlines()[0] == text
@@ -74,9 +83,13 @@ def test_a_wrong_rule_is_one_sentence(arguments, text):
 def test_a_rule_that_does_not_fit_the_call():
     gspmd.rule(distance, "b i k -> b i k")
     assert message(lambda: gspmd.plan(distance, X, Y, mesh=gspmd.Mesh(m=2))).splitlines()[0] == (
-        "the rule 'b i k -> b i k' does not fit a call of torchgspmd_tests.distance.default")
+        "the rule 'b i k -> b i k' does not fit a call of torchgspmd_tests.distance.default"
+    )
 
 
 def test_what_has_a_rule_keeps_it():
-    assert message(lambda: gspmd.rule(torch.ops.aten.sin, "a -> a")).splitlines()[0] == "aten.sin.default has a rule already"
+    assert (
+        message(lambda: gspmd.rule(torch.ops.aten.sin, "a -> a")).splitlines()[0]
+        == "aten.sin.default has a rule already"
+    )
     assert "is no operation" in message(lambda: gspmd.rule(torch.sin, "a -> a"))

@@ -1,4 +1,7 @@
-"""Random numbers: the same on every mesh, every device draws only its part, and the parts are as random as the whole."""
+"""Random numbers: the same on every mesh, every device draws only its part, and the parts are as
+random as the whole.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -31,8 +34,12 @@ PROGRAMS = {
     "multinomial": lambda x: torch.multinomial(x.exp(), 3),
     "poisson": lambda x: torch.poisson(x.exp()),
     "two": lambda x: (F.dropout(x, 0.5), F.dropout(x, 0.5)),
-    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(1, 7, 2, 3).transpose(1, 2)] * 3, dropout_p=0.4),
-    "alpha": lambda x: F.alpha_dropout(x, 0.3, True) + F.feature_alpha_dropout(x, 0.3, True) + F.dropout1d(x, 0.4),
+    "attention": lambda x: F.scaled_dot_product_attention(
+        *[x.view(1, 7, 2, 3).transpose(1, 2)] * 3, dropout_p=0.4
+    ),
+    "alpha": lambda x: (
+        F.alpha_dropout(x, 0.3, True) + F.feature_alpha_dropout(x, 0.3, True) + F.dropout1d(x, 0.4)
+    ),
     "gumbel": lambda x: F.gumbel_softmax(x, dim=-1),
     "rrelu": lambda x: F.rrelu(x, training=True),
 }
@@ -57,6 +64,7 @@ def test_gradients_have_the_mask_of_the_forward(mesh):
     def f(w, x):
         y = F.dropout(x @ w, 0.5)
         return y, torch.autograd.grad(y.square().sum(), w)[0]
+
     w = torch.randn(6, 5, requires_grad=True)
     torch.manual_seed(7)
     want = gspmd.plan(f, w, X, mesh=ONE).simulate(w, X)
@@ -64,8 +72,10 @@ def test_gradients_have_the_mask_of_the_forward(mesh):
     got = gspmd.plan(f, w, X, mesh=mesh, in_specs=("_ m", None)).simulate(w, X, _poison=True)
     assert_same(got, want, terms=1024)
     y, grad = got
-    kept = (y != 0).double() * 2                                            # dropout divides by 1/2
-    torch.testing.assert_close(grad.double(), 2 * X.double().mT @ (y.double() * kept), rtol=1e-4, atol=1e-4)
+    kept = (y != 0).double() * 2  # dropout divides by 1/2
+    torch.testing.assert_close(
+        grad.double(), 2 * X.double().mT @ (y.double() * kept), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_part_is_drawn_without_the_rest():
@@ -89,36 +99,60 @@ def test_native_numbers_differ_between_parts_and_agree_between_replicas():
     plan, values = drawn(f, Mesh(a=2, m=2), "m _", x, rng="native")
     assert not torch.equal(values[:32], values[32:])
     torch.manual_seed(7)
-    parts = gspmd.comm.simulate.Lockstep(plan.program, plan.mesh).run_devices([gspmd.comm.simulate.split_global(
-        x, plan.in_specs[0], plan.mesh)])[0]
+    parts = gspmd.comm.simulate.Lockstep(plan.program, plan.mesh).run_devices(
+        [gspmd.comm.simulate.split_global(x, plan.in_specs[0], plan.mesh)]
+    )[0]
     places = [plan.mesh.coordinates(rank)["m"] for rank in range(4)]
-    assert all(torch.equal(a, b) == (p == q) for a, p in zip(parts, places) for b, q in zip(parts, places))
+    assert all(
+        torch.equal(a, b) == (p == q) for a, p in zip(parts, places) for b, q in zip(parts, places)
+    )
 
 
 def test_parts_are_independent_and_uniform():
-    """Means, variances and correlations of parts of one draw, of streams and of neighbouring seeds, in standard deviations."""
+    """Means, variances and correlations of parts of one draw, of streams and of neighbouring seeds,
+    in standard deviations.
+    """
     n = 1 << 16
-    parts = [uniform(torch.tensor(seed), stream, [n], [first], [n * 4], torch.float32, CPU, False).double() - 0.5
-             for seed in (5, 6, 5 + (1 << 32)) for stream in (0, 1) for first in (0, n, 3 * n)]
+    parts = [
+        uniform(
+            torch.tensor(seed), stream, [n], [first], [n * 4], torch.float32, CPU, False
+        ).double()
+        - 0.5
+        for seed in (5, 6, 5 + (1 << 32))
+        for stream in (0, 1)
+        for first in (0, n, 3 * n)
+    ]
     for x in parts:
         assert abs(x.mean()) * (12 * n) ** 0.5 < 4 and abs(x.var() * 12 - 1) * (n / 0.8) ** 0.5 < 4
         for lag in (1, 2, 64, 1000):
-            assert abs((x[lag:] * x[:-lag]).mean()) * 12 * n ** 0.5 < 4.5
+            assert abs((x[lag:] * x[:-lag]).mean()) * 12 * n**0.5 < 4.5
         counts = torch.histc(x, 256, -0.5, 0.5)
-        assert abs(float(((counts - n / 256) ** 2 / (n / 256)).sum()) - 255) < 4.5 * (2 * 255) ** 0.5
+        assert (
+            abs(float(((counts - n / 256) ** 2 / (n / 256)).sum()) - 255) < 4.5 * (2 * 255) ** 0.5
+        )
     for i, x in enumerate(parts):
         for y in parts[:i]:
-            assert abs((x * y).mean()) * 12 * n ** 0.5 < 4.5
+            assert abs((x * y).mean()) * 12 * n**0.5 < 4.5
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 def test_numbers_are_below_1(dtype):
     x = uniform(torch.tensor(1), 0, [1 << 18], [0], [1 << 18], dtype, CPU, False)
-    assert x.dtype == dtype and 0 <= float(x.min()) and float(x.max()) < 1 and abs(float(x.double().mean()) - 0.5) < 0.01
+    assert (
+        x.dtype == dtype
+        and 0 <= float(x.min())
+        and float(x.max()) < 1
+        and abs(float(x.double().mean()) - 0.5) < 0.01
+    )
 
 
 def test_places_beyond_32_bits():
-    far = [uniform(torch.tensor(1), 0, [1, 64], [row, 0], [1 << 40, 64], torch.float32, CPU, False) for row in (0, 1 << 26, 1 << 39)]
+    far = [
+        uniform(torch.tensor(1), 0, [1, 64], [row, 0], [1 << 40, 64], torch.float32, CPU, False)
+        for row in (0, 1 << 26, 1 << 39)
+    ]
     assert all(not torch.equal(a, b) for i, a in enumerate(far) for b in far[:i])
 
 

@@ -1,4 +1,7 @@
-"""Parameters of wrapped modules in training loops for one device, on real gloo processes: see worker_dtensors.py."""
+"""Parameters of wrapped modules in training loops for one device, on real gloo processes: see
+worker_dtensors.py.
+"""
+
 from pathlib import Path
 
 import pytest

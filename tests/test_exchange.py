@@ -1,4 +1,7 @@
-"""The exchange: what every device sends and receives, in closed form, and the one line that it is in a plan."""
+"""The exchange: what every device sends and receives, in closed form, and the one line that it is
+in a plan.
+"""
+
 import itertools
 import math
 
@@ -31,13 +34,25 @@ def test_what_is_sent_arrives_and_nothing_else(mesh, shape):
         for group in mesh.groups(plan.axes):
             for (i, sender), (j, receiver) in itertools.product(enumerate(group), repeat=2):
                 sent, got = transfers[sender].sends[j], transfers[receiver].receives[i]
-                assert (sent is None) == (got is None) and (sent is None or elements(sent) == elements(got)), (before, after)
-        rows = [[-(-n // mesh.count(axes)) for n, axes in zip(shape, spec.dims)] for spec in (before, after)]
+                assert (sent is None) == (got is None) and (
+                    sent is None or elements(sent) == elements(got)
+                ), (before, after)
+        rows = [
+            [-(-n // mesh.count(axes)) for n, axes in zip(shape, spec.dims)]
+            for spec in (before, after)
+        ]
         for rank, t in enumerate(transfers):
             c = mesh.coordinates(rank)
-            wanted = [min(r, max(n - mesh.index(axes, c) * r, 0)) for n, r, axes in zip(shape, rows[1], after.dims)]
+            wanted = [
+                min(r, max(n - mesh.index(axes, c) * r, 0))
+                for n, r, axes in zip(shape, rows[1], after.dims)
+            ]
             kept = elements(t.keep[1]) if t.keep else 0
-            assert kept + sum(elements(box) for box in t.receives if box) == math.prod(wanted), (before, after, rank)
+            assert kept + sum(elements(box) for box in t.receives if box) == math.prod(wanted), (
+                before,
+                after,
+                rank,
+            )
 
 
 def counted(mesh, shape, before, after):
@@ -47,7 +62,9 @@ def counted(mesh, shape, before, after):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_even_layouts_are_at_the_bound(mesh):
-    """Nobody sends more than the device receives that lacks most, which no other way can change; the closed form says so."""
+    """Nobody sends more than the device receives that lacks most, which no other way can change;
+    the closed form says so.
+    """
     for before, after in pairs(mesh):
         found = lacking(mesh, (24, 48), before, after)
         assert counted(mesh, (24, 48), before, after) == (found, found), f"{before} -> {after}"
@@ -58,15 +75,26 @@ THREE = layouts(3, ("a", "b", "c"), pending=False)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(st.sampled_from(THREE), st.sampled_from(THREE), st.sampled_from([Mesh(a=2, b=2, c=2), Mesh(a=4, b=3, c=2)]))
+@given(
+    st.sampled_from(THREE),
+    st.sampled_from(THREE),
+    st.sampled_from([Mesh(a=2, b=2, c=2), Mesh(a=4, b=3, c=2)]),
+)
 def test_even_layouts_of_three_axes_are_at_the_bound(before, after, mesh):
     if before.dims != after.dims:
         found = lacking(mesh, (24, 24, 48), before, after)
         assert counted(mesh, (24, 24, 48), before, after) == (found, found)
 
 
-@pytest.mark.parametrize("before, after, duty, busiest", [
-    ("a _", "b _", (("b",), ()), 12), ("a b", "b a", ((), ()), 6), ("b _", "a b", (("a",), ()), 6), ("a+b _", "_ b+a", ((), ()), 6)])
+@pytest.mark.parametrize(
+    "before, after, duty, busiest",
+    [
+        ("a _", "b _", (("b",), ()), 12),
+        ("a b", "b a", ((), ()), 6),
+        ("b _", "a b", (("a",), ()), 6),
+        ("a+b _", "_ b+a", ((), ()), 6),
+    ],
+)
 def test_duties_are_divided_among_those_that_hold_the_same(before, after, duty, busiest):
     plan = exchange(Mesh(a=2, b=2), (6, 4), parse(before), parse(after))
     assert (plan.duty, plan.busiest()) == (duty, busiest)
@@ -76,7 +104,11 @@ def test_only_the_axes_that_change_take_part():
     mesh = Mesh(a=2, b=2, c=2)
     assert exchange(mesh, (8, 8, 8), parse("a b+c _"), parse("a c+b _")).axes == ("b", "c")
     assert exchange(mesh, (8, 8, 8), parse("a+b _ _"), parse("a _ c")).axes == ("b", "c")
-    assert exchange(mesh, (9, 8, 8), parse("a+b _ _"), parse("a _ c")).axes == ("a", "b", "c")       # blocks of 3 and of 5 rows
+    assert exchange(mesh, (9, 8, 8), parse("a+b _ _"), parse("a _ c")).axes == (
+        "a",
+        "b",
+        "c",
+    )  # blocks of 3 and of 5 rows
 
 
 def test_one_line_of_a_plan():
@@ -84,9 +116,12 @@ def test_one_line_of_a_plan():
 
     def f(x):
         return gspmd.mark_sharding(x * 2, mesh, "y x")
+
     x = torch.randn(10, 7)
     plan = gspmd.plan(f, x, mesh=mesh, in_specs="x y", out_specs="y x")
-    assert str(plan) == """\
+    assert (
+        str(plan)
+        == """\
 mesh x=4 y=2
   %x             : f32[10@x, 7@y] = input
   %x_p           : f32[10@y, 7@x] = permute(%x, x y, y x)
@@ -97,4 +132,5 @@ mesh x=4 y=2
 permute        over x+y             1 x, 48 B sent by a device
 sent by a device in all: 48 B
 memory of a device: parameters 0 B, inputs 48 B, peak 128 B"""
+    )
     assert_same(plan.simulate(x, _poison=True), x * 2)

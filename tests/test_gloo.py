@@ -1,4 +1,7 @@
-"""Between CPU processes: the same numbers by other collectives, none of which gloo has trouble with."""
+"""Between CPU processes: the same numbers by other collectives, none of which gloo has trouble
+with.
+"""
+
 from __future__ import annotations
 
 import threading
@@ -15,7 +18,17 @@ from torchgspmd.fx_passes.lower.gloo_all_to_all import gloo
 from torchgspmd.fx_passes.lower.verify_in_flight import in_flight
 from torchgspmd.fx_passes.lower.wire_dtypes import carriers
 
-KNOWN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+KNOWN = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
 TYPES = [*sorted(KNOWN, key=str), torch.int16, torch.complex64, torch.complex128]
 OPS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 
@@ -23,6 +36,7 @@ OPS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": 
 @dataclass(frozen=True)
 class Ranks:
     """What the passes ask of Groups, on one rank."""
+
     count: int
     me: int
     device_type: str = "cpu"
@@ -35,14 +49,22 @@ class Ranks:
 
 
 def program(op: str, dtype: torch.dtype, ranks: int, reduction: str = "sum") -> fx.Graph:
-    """One collective on four rows a rank, of a reduce_scatter one row for each, and what is done with its result."""
+    """One collective on four rows a rank, of a reduce_scatter one row for each, and what is done
+    with its result.
+    """
     graph = fx.Graph()
     x = graph.call_function(aten.clone.default, (graph.placeholder("x"),))
-    args = {"all_gather_into_tensor": (ranks,), "reduce_scatter_tensor": (reduction, ranks)}.get(op, (reduction,))
+    args = {"all_gather_into_tensor": (ranks,), "reduce_scatter_tensor": (reduction, ranks)}.get(
+        op, (reduction,)
+    )
     begun = graph.call_function(getattr(c10d, op).default, (x, *args, "0"))
     rows = {"all_gather_into_tensor": 4 * ranks, "reduce_scatter_tensor": 1}.get(op, 4)
     begun.meta = {"shape": [rows, 3], "dtype": dtype}
-    graph.output(graph.call_function(aten.clone.default, (graph.call_function(c10d.wait_tensor.default, (begun,)),)))
+    graph.output(
+        graph.call_function(
+            aten.clone.default, (graph.call_function(c10d.wait_tensor.default, (begun,)),)
+        )
+    )
     return graph
 
 
@@ -70,13 +92,23 @@ class Rank(fx.Interpreter):
         if kind == "all_to_all_single":
             receives, sends = rest
             assert sum(sends) == len(x)
-            return torch.cat([t.split(sends)[self.me] for t in everyone]).clone() if len(set(sends)) == 1 else everyone[1 - self.me]
+            return (
+                torch.cat([t.split(sends)[self.me] for t in everyone]).clone()
+                if len(set(sends)) == 1
+                else everyone[1 - self.me]
+            )
         if kind == "all_gather_into_tensor":
             return torch.cat(everyone)
         total = everyone[0]
         for other in everyone[1:]:
             total = OPS[rest[0]](total, other)
-        return total[self.me:self.me + 1] if kind == "reduce_scatter_tensor" else x.copy_(total) if kind == "all_reduce_" else total
+        return (
+            total[self.me : self.me + 1]
+            if kind == "reduce_scatter_tensor"
+            else x.copy_(total)
+            if kind == "all_reduce_"
+            else total
+        )
 
 
 def run(graphs: list[fx.Graph], inputs: list[Tensor]) -> tuple[list[Tensor], set[torch.dtype]]:
@@ -86,6 +118,7 @@ def run(graphs: list[fx.Graph], inputs: list[Tensor]) -> tuple[list[Tensor], set
 
     def work(me: int) -> None:
         results[me] = workers[me].run(inputs[me])
+
     threads = [threading.Thread(target=work, args=(me,)) for me in range(ranks)]
     for thread in threads:
         thread.start()
@@ -94,28 +127,51 @@ def run(graphs: list[fx.Graph], inputs: list[Tensor]) -> tuple[list[Tensor], set
     return results, {dtype for w in workers for dtype in w.sent}
 
 
-@pytest.mark.parametrize("few", [0, 2 ** 20])
+@pytest.mark.parametrize("few", [0, 2**20])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("op", ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_reduce_"])
-def test_the_same_numbers(op: str, dtype: torch.dtype, ranks: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "op", ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_reduce_"]
+)
+def test_the_same_numbers(
+    op: str, dtype: torch.dtype, ranks: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gloo_pass, "FEW", few)
     torch.manual_seed(0)
-    reductions = ["sum", "product"] if dtype.is_complex else ["max", "min"] if dtype == torch.bool else list(OPS)
+    reductions = (
+        ["sum", "product"]
+        if dtype.is_complex
+        else ["max", "min"]
+        if dtype == torch.bool
+        else list(OPS)
+    )
     for reduction in reductions if "gather" not in op else ["sum"]:
         rows = ranks if op == "reduce_scatter_tensor" else 4
-        x = [torch.randint(-3, 4, (rows, 3)).to(dtype) * (1 + 1j if dtype.is_complex else True) for _ in range(ranks)]
+        x = [
+            torch.randint(-3, 4, (rows, 3)).to(dtype) * (1 + 1j if dtype.is_complex else True)
+            for _ in range(ranks)
+        ]
         want, _ = run([program(op, dtype, ranks, reduction) for _ in x], x)
-        graphs = [carriers(gloo(program(op, dtype, ranks, reduction), Ranks(ranks, me))) for me in range(ranks)]
+        graphs = [
+            carriers(gloo(program(op, dtype, ranks, reduction), Ranks(ranks, me)))
+            for me in range(ranks)
+        ]
         got, sent = run([in_flight(g) for g in graphs], x)
-        assert all(torch.equal(g, w) and g.dtype == w.dtype for g, w in zip(got, want, strict=True)), reduction
+        assert all(
+            torch.equal(g, w) and g.dtype == w.dtype for g, w in zip(got, want, strict=True)
+        ), reduction
         targets = {n.target for g in graphs for n in g.nodes}
-        assert c10d.all_gather_into_tensor.default not in targets and c10d.reduce_scatter_tensor.default not in targets
-        natively = dtype.is_complex and reduction == "sum" and "all_reduce" in op           # gloo adds them
+        assert (
+            c10d.all_gather_into_tensor.default not in targets
+            and c10d.reduce_scatter_tensor.default not in targets
+        )
+        natively = dtype.is_complex and reduction == "sum" and "all_reduce" in op  # gloo adds them
         assert sent <= KNOWN or natively
 
 
-@pytest.mark.parametrize("dtype, keeps", [(torch.float32, True), (torch.complex64, True), (torch.int16, False)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, keeps", [(torch.float32, True), (torch.complex64, True), (torch.int16, False)], ids=str
+)
 def test_other_devices_keep_their_collectives(dtype: torch.dtype, keeps: bool) -> None:
     for op in ("reduce_scatter_tensor", "all_reduce", "all_reduce_"):
         graph = gloo(program(op, dtype, 4), Ranks(4, 0, "cuda"))
@@ -131,7 +187,9 @@ class TestGolden(TestCase):
         return graph.python_code("self").src.strip()
 
     def test_all_gather(self):
-        self.assertExpectedInline(self.code("all_gather_into_tensor", 2), """\
+        self.assertExpectedInline(
+            self.code("all_gather_into_tensor", 2),
+            """\
 def forward(self, x):
     clone_default = torch.ops.aten.clone.default(x);  x = None
     reshape_default = torch.ops.aten.reshape.default(clone_default, [-1])
@@ -140,10 +198,13 @@ def forward(self, x):
     reshape_default_1 = torch.ops.aten.reshape.default(wait_tensor_default, [4, 3]);  wait_tensor_default = None
     cat_default = torch.ops.aten.cat.default([reshape_default_1, clone_default]);  reshape_default_1 = clone_default = None
     clone_default_1 = torch.ops.aten.clone.default(cat_default);  cat_default = None
-    return clone_default_1""")
+    return clone_default_1""",
+        )
 
     def test_all_gather_of_many(self):
-        self.assertExpectedInline(self.code("all_gather_into_tensor", 4), """\
+        self.assertExpectedInline(
+            self.code("all_gather_into_tensor", 4),
+            """\
 def forward(self, x):
     clone_default = torch.ops.aten.clone.default(x);  x = None
     expand_default = torch.ops.aten.expand.default(clone_default, [4, 4, 3]);  clone_default = None
@@ -152,10 +213,13 @@ def forward(self, x):
     wait_tensor_default = torch.ops._c10d_functional.wait_tensor.default(all_gather_into_tensor_default);  all_gather_into_tensor_default = None
     reshape_default = torch.ops.aten.reshape.default(wait_tensor_default, [16, 3]);  wait_tensor_default = None
     clone_default_1 = torch.ops.aten.clone.default(reshape_default);  reshape_default = None
-    return clone_default_1""")
+    return clone_default_1""",
+        )
 
     def test_reduce_scatter_of_shorts(self):
-        self.assertExpectedInline(self.code("reduce_scatter_tensor", 4, torch.int16), """\
+        self.assertExpectedInline(
+            self.code("reduce_scatter_tensor", 4, torch.int16),
+            """\
 def forward(self, x):
     clone_default = torch.ops.aten.clone.default(x);  x = None
     view_dtype = torch.ops.aten.view.dtype(clone_default, torch.float16);  clone_default = None
@@ -164,10 +228,13 @@ def forward(self, x):
     view_dtype_1 = torch.ops.aten.view.dtype(wait_tensor_default, torch.int16);  wait_tensor_default = None
     sum_dim_int_list = torch.ops.aten.sum.dim_IntList(view_dtype_1, [0], True, dtype = torch.int16);  view_dtype_1 = None
     clone_default_1 = torch.ops.aten.clone.default(sum_dim_int_list);  sum_dim_int_list = None
-    return clone_default_1""")
+    return clone_default_1""",
+        )
 
     def test_all_reduce(self):
-        self.assertExpectedInline(self.code("all_reduce_", 2), """\
+        self.assertExpectedInline(
+            self.code("all_reduce_", 2),
+            """\
 def forward(self, x):
     clone_default = torch.ops.aten.clone.default(x);  x = None
     reshape_default = torch.ops.aten.reshape.default(clone_default, [-1])
@@ -176,4 +243,5 @@ def forward(self, x):
     reshape_default_1 = torch.ops.aten.reshape.default(wait_tensor_default, [4, 3]);  wait_tensor_default = None
     add__tensor = torch.ops.aten.add_.Tensor(clone_default, reshape_default_1);  clone_default = reshape_default_1 = None
     clone_default_1 = torch.ops.aten.clone.default(add__tensor);  add__tensor = None
-    return clone_default_1""")
+    return clone_default_1""",
+        )

@@ -1,4 +1,7 @@
-"""The layers of the package: what imports what, how large it is, and that importing it starts nothing."""
+"""The layers of the package: what imports what, how large it is, and that importing it starts
+nothing.
+"""
+
 import ast
 import subprocess
 import sys
@@ -10,7 +13,7 @@ import torchgspmd
 
 ROOT = Path(torchgspmd.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-LAYERS = (                              # a file imports only from the lines below its own
+LAYERS = (  # a file imports only from the lines below its own
     ("__main__",),
     ("__init__",),
     ("runtime.sharded_module",),
@@ -49,19 +52,28 @@ def layer(module: str) -> int | None:
 
 
 def imports(path: Path) -> list[tuple[str, ast.stmt, bool]]:
-    """(module of this package, statement, whether at the top level) for every import of this package in a file."""
+    """(module of this package, statement, whether at the top level) for every import of this
+    package in a file.
+    """
     tree = ast.parse(path.read_text())
-    hidden = {n for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
+    hidden = {
+        n
+        for f in ast.walk(tree)
+        if isinstance(f, (ast.FunctionDef, ast.Lambda))
+        for n in ast.walk(f)
+    }
     typing = {n for i in tree.body if isinstance(i, ast.If) for n in ast.walk(i)}
     package = list(path.relative_to(ROOT).with_suffix("").parts)[:-1]
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level and node not in typing:
-            base = package[:len(package) - node.level + 1]
+            base = package[: len(package) - node.level + 1]
             parts = base + (node.module.split(".") if node.module else [])
             for alias in node.names:
                 deeper = [*parts, alias.name]
-                is_module = (ROOT.joinpath(*deeper).with_suffix(".py")).exists() or ROOT.joinpath(*deeper).is_dir()
+                is_module = (ROOT.joinpath(*deeper).with_suffix(".py")).exists() or ROOT.joinpath(
+                    *deeper
+                ).is_dir()
                 found.append((".".join(deeper if is_module else parts), node, node not in hidden))
     return found
 
@@ -74,12 +86,20 @@ def test_imports_go_down_the_layers(path):
         pytest.fail(f"{module} has no layer; add it to LAYERS")
     for other, node, _ in imports(path):
         same_folder = module.split(".")[0] == other.split(".")[0] and mine == layer(other)
-        assert same_folder or layer(other) is not None and layer(other) > mine or mine == layer(other) and "." not in module, (
-            f"{module}:{node.lineno} imports {other}, which is not below it")
+        assert (
+            same_folder
+            or layer(other) is not None
+            and layer(other) > mine
+            or mine == layer(other)
+            and "." not in module
+        ), f"{module}:{node.lineno} imports {other}, which is not below it"
 
 
 def test_no_import_cycle():
-    edges = {module_of(path): {other for other, _, _ in imports(path)} - {module_of(path)} for path in FILES}
+    edges = {
+        module_of(path): {other for other, _, _ in imports(path)} - {module_of(path)}
+        for path in FILES
+    }
     done: set[str] = set()
 
     def visit(module: str, chain: tuple[str, ...]) -> None:
@@ -88,13 +108,18 @@ def test_no_import_cycle():
             for other in edges.get(module, ()):
                 visit(other, (*chain, module))
             done.add(module)
+
     for module in edges:
         visit(module, ())
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_imports_of_the_package_are_at_the_top(path):
-    assert [(other, node.lineno) for other, node, top in imports(path) if not top and not other.startswith("xla_backend")] == []
+    assert [
+        (other, node.lineno)
+        for other, node, top in imports(path)
+        if not top and not other.startswith("xla_backend")
+    ] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
@@ -112,8 +137,11 @@ def test_private_apis_of_torch_are_imported_in_one_file():
     private = set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else (
-                [a.name for a in node.names] if isinstance(node, ast.Import) else [])
+            names = (
+                [node.module]
+                if isinstance(node, ast.ImportFrom) and not node.level
+                else ([a.name for a in node.names] if isinstance(node, ast.Import) else [])
+            )
             for name in names:
                 parts = (name or "").split(".")
                 if parts[0] == "torch" and any(p.startswith("_") for p in parts[1:]):
@@ -122,8 +150,10 @@ def test_private_apis_of_torch_are_imported_in_one_file():
 
 
 def test_import_starts_nothing():
-    code = ("import sys, torch, torchgspmd\n"
-            "assert 'torch_xla' not in sys.modules\n"
-            "assert not torch.distributed.is_initialized()\n"
-            "assert torch._C._get_default_device() == 'cpu'\n")
+    code = (
+        "import sys, torch, torchgspmd\n"
+        "assert 'torch_xla' not in sys.modules\n"
+        "assert not torch.distributed.is_initialized()\n"
+        "assert torch._C._get_default_device() == 'cpu'\n"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent, timeout=120)

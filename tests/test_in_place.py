@@ -1,4 +1,7 @@
-"""What is written over an operand, and what must not be: the same numbers, inputs and results untouched."""
+"""What is written over an operand, and what must not be: the same numbers, inputs and results
+untouched.
+"""
+
 from __future__ import annotations
 
 import operator
@@ -38,7 +41,11 @@ class Program:
         module.graph.lint()
         got = module(*inputs)
         assert all(torch.equal(a, b) for a, b in zip((*inputs, *got), kept, strict=True))
-        return sum(str(n.target).split(".")[1].endswith("_") for n in self.graph.nodes if str(n.target).startswith("aten."))
+        return sum(
+            str(n.target).split(".")[1].endswith("_")
+            for n in self.graph.nodes
+            if str(n.target).startswith("aten.")
+        )
 
 
 def test_chain() -> None:
@@ -62,7 +69,9 @@ def test_through_views() -> None:
 def test_scatter_into_zeros() -> None:
     p = Program()
     zeros = p(aten.full.default, [4, 6], 0.0)
-    index = p(aten.zeros_like.default, p(aten.reshape.default, p.x, [4, 6]), dtype=torch.int64, meta={})
+    index = p(
+        aten.zeros_like.default, p(aten.reshape.default, p.x, [4, 6]), dtype=torch.int64, meta={}
+    )
     assert p.written(p(aten.scatter.src, zeros, 1, index, p.y)) == 1
 
 
@@ -78,7 +87,7 @@ def test_what_is_read_later_is_kept() -> None:
     p = Program()
     made = p(aten.neg.default, p.x)
     sums = p(aten.add.Tensor, made, p.y)
-    assert p.written(p(aten.div.Tensor, sums, made)) == 1                                        # over `sums` alone
+    assert p.written(p(aten.div.Tensor, sums, made)) == 1  # over `sums` alone
 
 
 def test_what_is_read_later_under_another_name_is_kept() -> None:
@@ -95,12 +104,14 @@ def test_what_is_returned_is_kept() -> None:
     assert p.written(made, p(aten.add.Tensor, made, p.y)) == 0
     p = Program()
     made = p(aten.neg.default, p.x)
-    assert p.written(p(aten.reshape.default, made, [24], meta={}), p(aten.add.Tensor, made, p.y)) == 0
+    assert (
+        p.written(p(aten.reshape.default, made, [24], meta={}), p(aten.add.Tensor, made, p.y)) == 0
+    )
 
 
 def test_what_a_result_lies_over_is_not_written_while_that_is_read() -> None:
     p = Program()
-    sums = p(aten.add.Tensor, p(aten.neg.default, p.x), p.y)                 # over the negation
+    sums = p(aten.add.Tensor, p(aten.neg.default, p.x), p.y)  # over the negation
     product = p(aten.mul.Tensor, p(aten.reshape.default, sums, [4, 6]), p.y)
     assert p.written(product, sums) == 1
 
@@ -134,7 +145,17 @@ def test_other_types_and_shapes_are_not_written() -> None:
     row = p(aten.sum.dim_IntList, p.x, [0], True, meta={"shape": (1, 6), "dtype": torch.float32})
     assert p.written(p(aten.add.Tensor, row, p.y)) == 0
     p = Program()
-    assert p.written(p(aten.gt.Tensor, p(aten.neg.default, p.x), p.y, meta={"shape": (4, 6), "dtype": torch.bool})) == 0
+    assert (
+        p.written(
+            p(
+                aten.gt.Tensor,
+                p(aten.neg.default, p.x),
+                p.y,
+                meta={"shape": (4, 6), "dtype": torch.bool},
+            )
+        )
+        == 0
+    )
 
 
 def test_sizes_that_depend_on_values_are_not_trusted() -> None:
@@ -155,19 +176,29 @@ def test_one_of_several_results() -> None:
 
 
 def test_what_is_on_its_way_is_kept() -> None:
-    """Between the start of a collective and its wait its operand belongs to it, under all its names."""
+    """Between the start of a collective and its wait its operand belongs to it, under all its
+    names.
+    """
     p = Program()
     made = p(aten.neg.default, p.x)
     started = p(c10d.all_gather_into_tensor.default, made, 2, "0", meta={})
     sums = p(aten.add.Tensor, made, p.y)
     p.graph.output((sums, p(c10d.wait_tensor.default, started, meta={})))
-    assert sums.target is aten.add.Tensor and in_place(p.graph) is p.graph and sums.target is aten.add.Tensor
+    assert (
+        sums.target is aten.add.Tensor
+        and in_place(p.graph) is p.graph
+        and sums.target is aten.add.Tensor
+    )
 
 
 def test_after_the_wait_it_is_free() -> None:
     p = Program()
     made = p(aten.neg.default, p.x)
-    waited = p(c10d.wait_tensor.default, p(c10d.all_gather_into_tensor.default, made, 2, "0", meta={}), meta={})
+    waited = p(
+        c10d.wait_tensor.default,
+        p(c10d.all_gather_into_tensor.default, made, 2, "0", meta={}),
+        meta={},
+    )
     used = p(aten.exp.default, waited, meta={})
     sums = p(aten.add.Tensor, made, p.y)
     p.graph.output((sums, used))
@@ -180,13 +211,23 @@ class TestGolden(TestCase):
 
     def test_code(self):
         p = Program()
-        made = p(aten.mm.default, p(aten.transpose.int, p.x, 0, 1, meta={}), p.y, meta={"shape": (6, 6), "dtype": torch.float32})
-        p.graph.output((p(aten.add.Tensor, p.x, p(aten.mul.Tensor, p(aten.neg.default, p.y), 2.0)), made))
-        self.assertExpectedInline(in_place(p.graph).python_code("self").src.strip(), """\
+        made = p(
+            aten.mm.default,
+            p(aten.transpose.int, p.x, 0, 1, meta={}),
+            p.y,
+            meta={"shape": (6, 6), "dtype": torch.float32},
+        )
+        p.graph.output(
+            (p(aten.add.Tensor, p.x, p(aten.mul.Tensor, p(aten.neg.default, p.y), 2.0)), made)
+        )
+        self.assertExpectedInline(
+            in_place(p.graph).python_code("self").src.strip(),
+            """\
 def forward(self, x, y):
     transpose_int = torch.ops.aten.transpose.int(x, 0, 1)
     mm_default = torch.ops.aten.mm.default(transpose_int, y);  transpose_int = None
     neg_default = torch.ops.aten.neg.default(y);  y = None
     mul_tensor = torch.ops.aten.mul_.Tensor(neg_default, 2.0);  neg_default = None
     add_tensor = torch.ops.aten.add_.Tensor(mul_tensor, x);  mul_tensor = x = None
-    return (add_tensor, mm_default)""")
+    return (add_tensor, mm_default)""",
+        )

@@ -1,4 +1,5 @@
 """What is reduced together is computed in the bucket: the same numbers, where it can be."""
+
 from __future__ import annotations
 
 import operator
@@ -14,7 +15,9 @@ from torchgspmd.fx_passes.lower.reduce_in_bucket import into_buckets
 
 
 def gradients(columns: int = 8, used: bool = False) -> fx.Graph:
-    """Of a weight, a bias and a norm, reduced in one bucket; used: the term of the weight's is used elsewhere as well."""
+    """Of a weight, a bias and a norm, reduced in one bucket; used: the term of the weight's is used
+    elsewhere as well.
+    """
     graph = fx.Graph()
 
     def call(op, *args, shape: tuple | None = None, **kwargs) -> fx.Node:
@@ -26,11 +29,15 @@ def gradients(columns: int = 8, used: bool = False) -> fx.Graph:
     weight = call(aten.mm.default, call(aten.transpose.int, dy, 0, 1), x, shape=(columns, 4))
     bias = call(aten.sum.dim_IntList, dy, [0], True, shape=(1, columns))
     norm = call(aten.amax.default, x, [0], shape=(4,))
-    flat = call(aten.cat.default, [call(aten.reshape.default, g, [-1]) for g in (weight, bias, norm)])
+    flat = call(
+        aten.cat.default, [call(aten.reshape.default, g, [-1]) for g in (weight, bias, norm)]
+    )
     total = call(c10d.wait_tensor.default, call(c10d.all_reduce_.default, flat, "sum", "0"))
     parts = call(aten.split_with_sizes.default, total, [columns * 4, columns, 4], 0)
-    results = [call(aten.reshape.default, call(operator.getitem, parts, i), shape)
-               for i, shape in enumerate(([columns, 4], [columns], [4]))]
+    results = [
+        call(aten.reshape.default, call(operator.getitem, parts, i), shape)
+        for i, shape in enumerate(([columns, 4], [columns], [4]))
+    ]
     graph.output((*results, call(aten.neg.default, weight)) if used else tuple(results))
     return graph
 
@@ -41,7 +48,11 @@ class AloneTwice(fx.Interpreter):
     def call_function(self, target, args, kwargs):
         if target is c10d.all_reduce_.default:
             return args[0].mul_(2)
-        return args[0] if target is c10d.wait_tensor.default else super().call_function(target, args, kwargs)
+        return (
+            args[0]
+            if target is c10d.wait_tensor.default
+            else super().call_function(target, args, kwargs)
+        )
 
 
 def run(graph: fx.Graph, columns: int) -> list[Tensor]:
@@ -53,7 +64,10 @@ def run(graph: fx.Graph, columns: int) -> list[Tensor]:
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("columns", [8, 5, 0])
 def test_the_same_numbers(columns: int, used: bool) -> None:
-    want, got = (run(graph, columns) for graph in (gradients(columns, used), into_buckets(gradients(columns, used))))
+    want, got = (
+        run(graph, columns)
+        for graph in (gradients(columns, used), into_buckets(gradients(columns, used)))
+    )
     assert all(torch.equal(g, w) and g.is_contiguous() for g, w in zip(got, want, strict=True))
 
 
@@ -66,11 +80,21 @@ def test_what_another_one_uses_is_copied() -> None:
 
 
 @pytest.mark.parametrize("columns, written", [(8, True), (5, False)])
-def test_what_does_not_begin_at_a_multiple_of_sixteen_bytes_is_copied(columns: int, written: bool) -> None:
+def test_what_does_not_begin_at_a_multiple_of_sixteen_bytes_is_copied(
+    columns: int, written: bool
+) -> None:
     graph = gradients(columns)
-    flat, split = (graph.find_nodes(op="call_function", target=t)[0] for t in (aten.cat.default, aten.split_with_sizes.default))
-    flat.args, split.args = ([flat.args[0][i] for i in (1, 0, 2)],), (split.args[0], [columns, columns * 4, 4], 0)
-    assert (aten.mm.default not in targets(into_buckets(graph))) == written                     # it stands behind the bias
+    flat, split = (
+        graph.find_nodes(op="call_function", target=t)[0]
+        for t in (aten.cat.default, aten.split_with_sizes.default)
+    )
+    flat.args, split.args = (
+        ([flat.args[0][i] for i in (1, 0, 2)],),
+        (split.args[0], [columns, columns * 4, 4], 0),
+    )
+    assert (
+        aten.mm.default not in targets(into_buckets(graph))
+    ) == written  # it stands behind the bias
 
 
 def test_memory_that_nobody_holds_is_used_again() -> None:
@@ -80,7 +104,7 @@ def test_memory_that_nobody_holds_is_used_again() -> None:
     place, part = bucket.data_ptr(), bucket[2:4]
     del bucket
     held = kept.empty(like, 8, torch.float64)
-    assert held.data_ptr() != place                                          # `part` lies in the first
+    assert held.data_ptr() != place  # `part` lies in the first
     del part, held
     last = kept.empty(like, 8, torch.float64)
     place = last.data_ptr()
@@ -104,7 +128,9 @@ class TestGolden(TestCase):
     maxDiff = None
 
     def test_code(self):
-        self.assertExpectedInline(into_buckets(gradients()).python_code("self").src.strip(), """\
+        self.assertExpectedInline(
+            into_buckets(gradients()).python_code("self").src.strip(),
+            """\
 def forward(self, x, dy):
     transpose_int = torch.ops.aten.transpose.int(dy, 0, 1)
     empty = torchgspmd_comm_kept_empty(transpose_int, 44, torch.float32)
@@ -119,4 +145,5 @@ def forward(self, x, dy):
     _foreach_copy_ = torch._foreach_copy_([getitem_5], [amax_default]);  amax_default = _foreach_copy_ = None
     all_reduce__default = torch.ops._c10d_functional.all_reduce_.default(empty, 'sum', '0');  empty = None
     wait_tensor_default = torch.ops._c10d_functional.wait_tensor.default(all_reduce__default);  all_reduce__default = wait_tensor_default = None
-    return (reshape_default_6, getitem_4, getitem_5)""")
+    return (reshape_default_6, getitem_4, getitem_5)""",
+        )

@@ -1,4 +1,5 @@
 """Localize: the program of one device, as text; masks only where padding would be seen."""
+
 from __future__ import annotations
 
 import models
@@ -17,10 +18,14 @@ MESH = Mesh(a=2, m=3)
 
 def text_of(plan: gspmd.Plan) -> str:
     """One line a node: name = operation(arguments)."""
+
     def show(value) -> str:
         if isinstance(value, fx.Node):
             return value.name
-        return f"[{', '.join(map(show, value))}]" if isinstance(value, (list, tuple)) else str(value)
+        return (
+            f"[{', '.join(map(show, value))}]" if isinstance(value, (list, tuple)) else str(value)
+        )
+
     lines = []
     for node in plan.program.graph.nodes:
         if node.op == "placeholder":
@@ -29,7 +34,10 @@ def text_of(plan: gspmd.Plan) -> str:
             lines.append(f"return {', '.join(map(show, node.args[0]))}")
         else:
             target = getattr(node.target, "__name__", str(node.target))
-            arguments = [*map(show, node.args), *(f"{k}={show(v)}" for k, v in node.kwargs.items() if k != "device")]
+            arguments = [
+                *map(show, node.args),
+                *(f"{k}={show(v)}" for k, v in node.kwargs.items() if k != "device"),
+            ]
             lines.append(f"{node.name} = {target}({', '.join(arguments)})")
     return "\n".join(lines)
 
@@ -51,7 +59,12 @@ MASKED = {
     "a minimum needs inf": (lambda x: x.amin(0), (5, 7), "a m", [(0, 5, float("inf"))]),
     "a product needs ones": (lambda x: x.prod(0), (5, 7), "a m", [(0, 5, 1.0)]),
     "rows apart need none": (lambda x: x.softmax(1), (5, 7), "a _", []),
-    "one mask for two sums": (lambda x: (x.sum(0), (x.sum(0, True) * 2)), (5, 6), "a _", [(0, 5, 0.0)]),
+    "one mask for two sums": (
+        lambda x: (x.sum(0), (x.sum(0, True) * 2)),
+        (5, 6),
+        "a _",
+        [(0, 5, 0.0)],
+    ),
 }
 
 
@@ -65,17 +78,27 @@ def test_masks(name):
 
 
 def test_summed_factor_of_a_product_is_masked_on_both_sides():
-    assert masks(plan_of(torch.matmul, (6, 7), (7, 6), in_specs=("_ m", "m _"))) == [(1, 7, 0.0), (0, 7, 0.0)]
+    assert masks(plan_of(torch.matmul, (6, 7), (7, 6), in_specs=("_ m", "m _"))) == [
+        (1, 7, 0.0),
+        (0, 7, 0.0),
+    ]
 
 
 def test_coordinates_are_the_first_inputs():
     plan = plan_of(torch.sin, (6, 6), in_specs="a m")
-    assert [n.name for n in plan.program.graph.nodes if n.op == "placeholder"] == ["coordinate_a", "coordinate_m", "arg0"]
+    assert [n.name for n in plan.program.graph.nodes if n.op == "placeholder"] == [
+        "coordinate_a",
+        "coordinate_m",
+        "arg0",
+    ]
 
 
 def test_shapes_are_local():
     plan = plan_of(lambda x: x.view(6, 2, 6).sin(), (12, 6), in_specs="m a")
-    assert [n.meta["shape"] for n in plan.program.graph.nodes if n.op == "call_function"] == [(2, 2, 3), (2, 2, 3)]
+    assert [n.meta["shape"] for n in plan.program.graph.nodes if n.op == "call_function"] == [
+        (2, 2, 3),
+        (2, 2, 3),
+    ]
 
 
 def test_text_is_the_same_for_every_device():
@@ -89,8 +112,12 @@ class TestGolden(TestCase):
 
     def test_mlp(self):
         mesh = Mesh(model=2)
-        plan = gspmd.plan(models.mlp(mesh), torch.zeros(*models.TOKENS, models.WIDTH), mesh=mesh, grad=True)
-        self.assertExpectedInline(text_of(plan), """\
+        plan = gspmd.plan(
+            models.mlp(mesh), torch.zeros(*models.TOKENS, models.WIDTH), mesh=mesh, grad=True
+        )
+        self.assertExpectedInline(
+            text_of(plan),
+            """\
 coordinate_model = input
 up_weight = input
 up_bias = input
@@ -113,12 +140,20 @@ gelu_backward_default = gelu_backward.default(einsum_default_2, add_tensor)
 sum_dim_int_list_1 = sum.dim_IntList(gelu_backward_default, [0, 1], True)
 reshape_default_1 = reshape.default(sum_dim_int_list_1, [128])
 einsum_default_4 = einsum.default(cda,cdb->ab, gelu_backward_default, x)
-return add_tensor_1, einsum_default_4, reshape_default_1, einsum_default_3, reshape_default""")
+return add_tensor_1, einsum_default_4, reshape_default_1, einsum_default_3, reshape_default""",
+        )
 
     def test_vocabulary_parallel_embedding(self):
-        plan = gspmd.plan(torch.nn.functional.embedding, torch.zeros(4, dtype=torch.int64), torch.zeros(8, 6), mesh=Mesh(m=2),
-                          in_specs=(None, "m _"))
-        self.assertExpectedInline(text_of(plan), """\
+        plan = gspmd.plan(
+            torch.nn.functional.embedding,
+            torch.zeros(4, dtype=torch.int64),
+            torch.zeros(8, 6),
+            mesh=Mesh(m=2),
+            in_specs=(None, "m _"),
+        )
+        self.assertExpectedInline(
+            text_of(plan),
+            """\
 coordinate_m = input
 input_1 = input
 weight = input
@@ -134,10 +169,13 @@ scalar_tensor_default = scalar_tensor.default(0, dtype=torch.float32)
 where_self = where.self(unsqueeze_default, embedding_default, scalar_tensor_default)
 all_reduce_start = start(all_reduce, [where_self], [[sum, m]])
 all_reduce = wait(all_reduce_start, 0)
-return all_reduce""")
+return all_reduce""",
+        )
 
     def test_uneven_sum_over_two_axes(self):
-        self.assertExpectedInline(text_of(plan_of(lambda x: x.sum(0), (7, 4), in_specs="a+m _")), """\
+        self.assertExpectedInline(
+            text_of(plan_of(lambda x: x.sum(0), (7, 4), in_specs="a+m _")),
+            """\
 coordinate_a = input
 coordinate_m = input
 x = input
@@ -147,10 +185,13 @@ mask_padding = mask_padding(x, 0, add, 7, 0.0)
 sum_dim_int_list = sum.dim_IntList(mask_padding, [0])
 all_reduce_start = start(all_reduce, [sum_dim_int_list], [[sum, a+m]])
 all_reduce = wait(all_reduce_start, 0)
-return all_reduce""")
+return all_reduce""",
+        )
 
     def test_gathered_padding_is_cut_off(self):
-        self.assertExpectedInline(text_of(plan_of(lambda x: x.sin(), (7, 4), in_specs="m _", out_specs="_ _")), """\
+        self.assertExpectedInline(
+            text_of(plan_of(lambda x: x.sin(), (7, 4), in_specs="m _", out_specs="_ _")),
+            """\
 coordinate_a = input
 coordinate_m = input
 x = input
@@ -159,4 +200,5 @@ all_gather_start = start(all_gather, [sin_default], [[0, m]])
 all_gather = wait(all_gather_start, 0)
 narrow_default = narrow.default(all_gather, 0, 0, 7)
 contiguous_default = contiguous.default(narrow_default)
-return contiguous_default""")
+return contiguous_default""",
+        )

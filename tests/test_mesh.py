@@ -1,4 +1,5 @@
 """Mesh: axes, coordinates, groups, text."""
+
 import itertools
 
 import pytest
@@ -9,8 +10,11 @@ from hypothesis import strategies as st
 
 from torchgspmd import Mesh
 
-MESHES = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 4)), max_size=4, unique_by=lambda axis: axis[0]).map(
-    lambda axes: Mesh(**dict(axes)))
+MESHES = st.lists(
+    st.tuples(st.sampled_from("abcdef"), st.integers(1, 4)),
+    max_size=4,
+    unique_by=lambda axis: axis[0],
+).map(lambda axes: Mesh(**dict(axes)))
 
 
 def test_axes_are_ordered_and_counted():
@@ -33,7 +37,11 @@ def test_frozen():
 def test_first_axis_is_major():
     mesh = Mesh(data=2, model=4)
     assert [mesh.coordinates(rank) for rank in (0, 3, 4, 7)] == [
-        {"data": 0, "model": 0}, {"data": 0, "model": 3}, {"data": 1, "model": 0}, {"data": 1, "model": 3}]
+        {"data": 0, "model": 0},
+        {"data": 0, "model": 3},
+        {"data": 1, "model": 0},
+        {"data": 1, "model": 3},
+    ]
 
 
 def test_index_follows_the_order_of_its_axes():
@@ -56,17 +64,23 @@ def test_groups():
 def test_parse_and_rank_are_inverses(mesh):
     assert Mesh.parse(str(mesh)) == mesh
     assert eval(repr(mesh)) == mesh
-    assert [mesh.rank(mesh.coordinates(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
+    assert [mesh.rank(mesh.coordinates(rank)) for rank in range(mesh.size)] == list(
+        range(mesh.size)
+    )
 
 
 @settings(derandomize=True, deadline=None)
 @given(MESHES, st.data())
 def test_groups_divide_the_devices_and_are_ordered_by_index(mesh, data):
-    axes = tuple(data.draw(st.permutations(mesh.names)))[:data.draw(st.integers(0, len(mesh.names)))]
+    axes = tuple(data.draw(st.permutations(mesh.names)))[
+        : data.draw(st.integers(0, len(mesh.names)))
+    ]
     groups = list(mesh.groups(axes))
     assert sorted(itertools.chain(*groups)) == list(range(mesh.size))
     for group in groups:
-        assert [mesh.index(axes, mesh.coordinates(rank)) for rank in group] == list(range(mesh.count(axes)))
+        assert [mesh.index(axes, mesh.coordinates(rank)) for rank in group] == list(
+            range(mesh.count(axes))
+        )
 
 
 class FakeDeviceMesh:
@@ -85,23 +99,59 @@ def test_parse_allows_blanks():
 
 
 ERRORS = [
-    (lambda: Mesh(a=0), "mesh axis 'a' has size 0; a size is an integer of at least 1\n  where test_mesh.py:N"),
-    (lambda: Mesh(a=True), "mesh axis 'a' has size True; a size is an integer of at least 1\n  where test_mesh.py:N"),
-    (lambda: Mesh(a="2"), "mesh axis 'a' has size '2'; a size is an integer of at least 1\n  where test_mesh.py:N"),
-    (lambda: Mesh(a=2.0), "mesh axis 'a' has size 2.0; a size is an integer of at least 1\n  where test_mesh.py:N"),
-    (lambda: Mesh(**{"a b": 2}), "'a b' cannot name a mesh axis; use a Python identifier other than '_'\n  where test_mesh.py:N"),
-    (lambda: Mesh(_=2), "'_' cannot name a mesh axis; use a Python identifier other than '_'\n  where test_mesh.py:N"),
-    (lambda: Mesh.parse("a"), "'a' is not a mesh; write it as 'data=2,model=4'\n  where test_mesh.py:N"),
-    (lambda: Mesh.parse("a=b"), "'a=b' is not a mesh; write it as 'data=2,model=4'\n  where test_mesh.py:N"),
-    (lambda: Mesh.parse("a=2=3"), "'a=2=3' is not a mesh; write it as 'data=2,model=4'\n  where test_mesh.py:N"),
-    (lambda: Mesh.parse("a=0"), "mesh axis 'a' has size 0; a size is an integer of at least 1\n  where test_mesh.py:N"),
+    (
+        lambda: Mesh(a=0),
+        "mesh axis 'a' has size 0; a size is an integer of at least 1\n  where test_mesh.py:N",
+    ),
+    (
+        lambda: Mesh(a=True),
+        "mesh axis 'a' has size True; a size is an integer of at least 1\n  where test_mesh.py:N",
+    ),
+    (
+        lambda: Mesh(a="2"),
+        "mesh axis 'a' has size '2'; a size is an integer of at least 1\n  where test_mesh.py:N",
+    ),
+    (
+        lambda: Mesh(a=2.0),
+        "mesh axis 'a' has size 2.0; a size is an integer of at least 1\n  where test_mesh.py:N",
+    ),
+    (
+        lambda: Mesh(**{"a b": 2}),
+        "'a b' cannot name a mesh axis; use a Python identifier other than '_'\n  where test_mesh.py:N",
+    ),
+    (
+        lambda: Mesh(_=2),
+        "'_' cannot name a mesh axis; use a Python identifier other than '_'\n  where test_mesh.py:N",
+    ),
+    (
+        lambda: Mesh.parse("a"),
+        "'a' is not a mesh; write it as 'data=2,model=4'\n  where test_mesh.py:N",
+    ),
+    (
+        lambda: Mesh.parse("a=b"),
+        "'a=b' is not a mesh; write it as 'data=2,model=4'\n  where test_mesh.py:N",
+    ),
+    (
+        lambda: Mesh.parse("a=2=3"),
+        "'a=2=3' is not a mesh; write it as 'data=2,model=4'\n  where test_mesh.py:N",
+    ),
+    (
+        lambda: Mesh.parse("a=0"),
+        "mesh axis 'a' has size 0; a size is an integer of at least 1\n  where test_mesh.py:N",
+    ),
     (lambda: Mesh.parse("a=2,a=3"), "'a' occurs twice in mesh 'a=2,a=3'\n  where test_mesh.py:N"),
-    (lambda: Mesh.from_device_mesh(FakeDeviceMesh(None)),
-     "the DeviceMesh has no dimension names\n  where test_mesh.py:N\n  fix   init_device_mesh(..., mesh_dim_names=('data', 'model'))"),
-    (lambda: Mesh(data=2, model=4).check_axis("dta"),
-     "mesh data=2,model=4 has no axis 'dta'; did you mean 'data'?\n  where test_mesh.py:N"),
-    (lambda: Mesh(data=2, model=4).check_axis("zzz"),
-     "mesh data=2,model=4 has no axis 'zzz'; known are 'data', 'model'\n  where test_mesh.py:N"),
+    (
+        lambda: Mesh.from_device_mesh(FakeDeviceMesh(None)),
+        "the DeviceMesh has no dimension names\n  where test_mesh.py:N\n  fix   init_device_mesh(..., mesh_dim_names=('data', 'model'))",
+    ),
+    (
+        lambda: Mesh(data=2, model=4).check_axis("dta"),
+        "mesh data=2,model=4 has no axis 'dta'; did you mean 'data'?\n  where test_mesh.py:N",
+    ),
+    (
+        lambda: Mesh(data=2, model=4).check_axis("zzz"),
+        "mesh data=2,model=4 has no axis 'zzz'; known are 'data', 'model'\n  where test_mesh.py:N",
+    ),
 ]
 
 

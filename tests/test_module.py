@@ -1,4 +1,7 @@
-"""Wrapped modules in users' hands, on real gloo processes: see worker_module.py for what is compared."""
+"""Wrapped modules in users' hands, on real gloo processes: see worker_module.py for what is
+compared.
+"""
+
 from pathlib import Path
 
 import pytest
@@ -26,7 +29,15 @@ class Options:
 def test_what_programs_are_made_for():
     """Objects of one content share a program, however deep it lies; functions do not."""
     assert leaf_key(Options(1, Options([2]))) == leaf_key(Options(1, Options([2])))
-    assert len({leaf_key(Options(1, Options(inner))) for inner in (2, 3, [2], "2", {"a": 2}, {"a": Options(2)}, {"a": Options(3)})}) == 7
+    assert (
+        len(
+            {
+                leaf_key(Options(1, Options(inner)))
+                for inner in (2, 3, [2], "2", {"a": 2}, {"a": Options(2)}, {"a": Options(3)})
+            }
+        )
+        == 7
+    )
     around = Options(1)
     around.inner = around
     assert leaf_key(around) == leaf_key(around)

@@ -1,4 +1,5 @@
 """Sentences of rules: bound to shapes, printed, malformed."""
+
 import pytest
 import torch
 
@@ -7,20 +8,30 @@ from torchgspmd.rules.notation import Sentence
 
 
 def bind(text, operands, results, **keywords):
-    tensors, made = (tuple(torch.empty(s, device="meta") for s in shapes) for shapes in (operands, results))
+    tensors, made = (
+        tuple(torch.empty(s, device="meta") for s in shapes) for shapes in (operands, results)
+    )
     return Sentence.parse(text).bind(Call(None, (), {}, tensors, made), **keywords)
 
 
 def test_matrix_product():
     rule = bind("m k, k n -> m n", [(2, 3), (3, 5)], [(2, 5)], reduce="k", contraction=True)
-    assert rule.operands == ((("m",), ("k",)), (("k",), ("n",))) and rule.results == ((("m",), ("n",)),)
-    assert dict(rule.sizes) == {"m": 2, "k": 3, "n": 5} and rule.reduce == {"k": "sum"} and rule.contraction
+    assert rule.operands == ((("m",), ("k",)), (("k",), ("n",))) and rule.results == (
+        (("m",), ("n",)),
+    )
+    assert (
+        dict(rule.sizes) == {"m": 2, "k": 3, "n": 5}
+        and rule.reduce == {"k": "sum"}
+        and rule.contraction
+    )
     assert str(rule) == "m k, k n -> m n" and rule.factors() == ["m", "k", "n"]
 
 
 def test_ellipsis_stands_for_any_leading_dimensions():
     rule = bind("v e, ... -> ... e", [(7, 3), (2, 5)], [(2, 5, 3)], special="v")
-    assert rule.operands == ((("v",), ("e",)), (("_0",), ("_1",))) and rule.results == ((("_0",), ("_1",), ("e",)),)
+    assert rule.operands == ((("v",), ("e",)), (("_0",), ("_1",))) and rule.results == (
+        (("_0",), ("_1",), ("e",)),
+    )
     assert bind("... d -> ... d", [(4,)], [(4,)]).operands == ((("d",),),)
 
 
@@ -41,7 +52,13 @@ def test_no_operands():
 
 
 def test_fill_is_the_identity_of_the_reduction():
-    rule = make_rule([[("a",), ("b",), ("c",)]], [[]], {"a": 2, "b": 2, "c": 2}, reduce={"a": "sum", "b": "max", "c": "prod"}, special="c")
+    rule = make_rule(
+        [[("a",), ("b",), ("c",)]],
+        [[]],
+        {"a": 2, "b": 2, "c": 2},
+        reduce={"a": "sum", "b": "max", "c": "prod"},
+        special="c",
+    )
     assert [rule.fill(f) for f in "abc"] == [0.0, float("-inf"), None]
 
 
@@ -72,7 +89,12 @@ def test_malformed(text, error):
 
 
 UNFIT = [
-    ("m k -> m", [(2, 3, 4)], [(2,)], "'m k' describes 2 dimensions, the tensor has shape [2, 3, 4]"),
+    (
+        "m k -> m",
+        [(2, 3, 4)],
+        [(2,)],
+        "'m k' describes 2 dimensions, the tensor has shape [2, 3, 4]",
+    ),
     ("m, m -> m", [(2,), (3,)], [(2,)], "factor 'm' has sizes 2 and 3"),
     ("(h d) -> h", [(6,)], [(2,)], "the size of factor 'h' in '(h d)' is not known"),
 ]

@@ -1,4 +1,7 @@
-"""Where collectives begin and are waited for; buckets; the memory that it may cost; what must not touch memory in flight."""
+"""Where collectives begin and are waited for; buckets; the memory that it may cost; what must not
+touch memory in flight.
+"""
+
 from __future__ import annotations
 
 import random
@@ -38,24 +41,40 @@ class Layers(nn.Module):
         return x
 
 
-def sharded_layers(count=3, width=8, rows=64, **options) -> tuple[gspmd.Plan, nn.Module, torch.Tensor]:
+def sharded_layers(
+    count=3, width=8, rows=64, **options
+) -> tuple[gspmd.Plan, nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     model, x = Layers(count, width), torch.randn(rows, width)
     for layer in model.layers:
         gspmd.mark_sharding(layer.weight, DATA, "data _")
-    return gspmd.plan(model, x, mesh=DATA, grad=True, in_specs="data _", out_specs="data _", **options), model, x
+    return (
+        gspmd.plan(
+            model, x, mesh=DATA, grad=True, in_specs="data _", out_specs="data _", **options
+        ),
+        model,
+        x,
+    )
 
 
 def block(layout: str, **options) -> tuple[gspmd.Plan, nn.Module, torch.Tensor]:
     mesh, spec = LAYOUTS[layout]
     model = models.block(mesh, layout)
     x = torch.randn(*models.MANY, models.WIDTH, generator=torch.Generator().manual_seed(0))
-    return gspmd.plan(model, x, mesh=mesh, grad=True, in_specs=spec, out_specs=spec, **options), model, x
+    return (
+        gspmd.plan(model, x, mesh=mesh, grad=True, in_specs=spec, out_specs=spec, **options),
+        model,
+        x,
+    )
 
 
 def text_of(plan: gspmd.Plan) -> str:
     """The program without the names that PyTorch gives to its operations' variants."""
-    return program_text(plan.program.graph).replace("einsum_default", "einsum").replace("_backward_default", "_back")
+    return (
+        program_text(plan.program.graph)
+        .replace("einsum_default", "einsum")
+        .replace("_backward_default", "_back")
+    )
 
 
 def order_of(plan: gspmd.Plan) -> dict:
@@ -71,7 +90,9 @@ class TestGolden(TestCase):
 
     def test_sharded_weights(self):
         plan, _, _ = sharded_layers(skip_passes=("bucket",))
-        self.assertExpectedInline(text_of(plan), """\
+        self.assertExpectedInline(
+            text_of(plan),
+            """\
 one device
   %coordinate_data              :            = input
   %layers_0_weight              : f32[4, 8]  = input
@@ -105,11 +126,14 @@ one device
   %reduce_scatter               : f32[4, 8]  = wait(%reduce_scatter_start, 0)
   %reduce_scatter_1             : f32[4, 8]  = wait(%reduce_scatter_1_start, 0)
   %reduce_scatter_2             : f32[4, 8]  = wait(%reduce_scatter_2_start, 0)
-  return %relu_default_2, %reduce_scatter, %reduce_scatter_1, %reduce_scatter_2""")
+  return %relu_default_2, %reduce_scatter, %reduce_scatter_1, %reduce_scatter_2""",
+        )
 
     def test_in_buckets(self):
         plan, _, _ = sharded_layers(2)
-        self.assertExpectedInline(text_of(plan), """\
+        self.assertExpectedInline(
+            text_of(plan),
+            """\
 one device
   %coordinate_data              :            = input
   %layers_0_weight              : f32[4, 8]  = input
@@ -131,11 +155,14 @@ one device
   %reduce_scatter_1_start       :            = start(reduce_scatter, [%einsum_3, %einsum_4], [[sum, 0, data], [sum, 0, data]])
   %reduce_scatter               : f32[4, 8]  = wait(%reduce_scatter_1_start, 1)
   %reduce_scatter_1             : f32[4, 8]  = wait(%reduce_scatter_1_start, 0)
-  return %relu_default_1, %reduce_scatter, %reduce_scatter_1""")
+  return %relu_default_1, %reduce_scatter, %reduce_scatter_1""",
+        )
 
     def test_left_out(self):
         plan, _, _ = sharded_layers(2, skip_passes=("bucket", "overlap", "prefetch"))
-        self.assertExpectedInline(text_of(plan), """\
+        self.assertExpectedInline(
+            text_of(plan),
+            """\
 one device
   %coordinate_data              :            = input
   %layers_0_weight              : f32[4, 8]  = input
@@ -159,11 +186,14 @@ one device
   %reduce_scatter               : f32[4, 8]  = wait(%reduce_scatter_start, 0)
   %reduce_scatter_1_start       :            = start(reduce_scatter, [%einsum_3], [[sum, 0, data]])
   %reduce_scatter_1             : f32[4, 8]  = wait(%reduce_scatter_1_start, 0)
-  return %relu_default_1, %reduce_scatter, %reduce_scatter_1""")
+  return %relu_default_1, %reduce_scatter, %reduce_scatter_1""",
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("skip", [(), ("bucket",), ("overlap",), ("bucket", "overlap", "prefetch")], ids="+".join)
+@pytest.mark.parametrize(
+    "skip", [(), ("bucket",), ("overlap",), ("bucket", "overlap", "prefetch")], ids="+".join
+)
 def test_the_numbers_stay_and_memory_is_bounded(layout, skip):
     plan, model, x = block(layout, skip_passes=skip)
     want, grads = eager(model, x)
@@ -177,7 +207,9 @@ def test_the_numbers_stay_and_memory_is_bounded(layout, skip):
 
 
 def test_one_layer_ahead():
-    """Each gather but the first begins before the computation with what was gathered before it; no two ahead."""
+    """Each gather but the first begins before the computation with what was gathered before it; no
+    two ahead.
+    """
     plan, _, _ = sharded_layers(6, skip_passes=("bucket",))
     order, gathers = order_of(plan), [s for s in starts(plan) if s.args[0] == "all_gather"]
     waits = [min(order[w] for w in s.users) for s in gathers]
@@ -199,14 +231,18 @@ def test_weight_gradients_are_computed_while_gradients_are_summed():
     backward = [s for s in starts(plan) if s.meta["backward"]]
     assert backward
     for begun in backward[:-1]:
-        between = nodes[order[begun] + 1:min(order[w] for w in begun.users)]
+        between = nodes[order[begun] + 1 : min(order[w] for w in begun.users)]
         assert any("einsum" in str(n.target) for n in between), f"{begun} hides nothing"
 
 
 def test_memory_holds_the_start_back():
-    """Outputs of many layers at once are at the limit: then nothing is gathered before it is needed."""
+    """Outputs of many layers at once are at the limit: then nothing is gathered before it is
+    needed.
+    """
     plan, _, _ = sharded_layers(4, width=512, rows=2, skip_passes=("bucket",))
-    without, _, _ = sharded_layers(4, width=512, rows=2, skip_passes=("bucket", "overlap", "prefetch"))
+    without, _, _ = sharded_layers(
+        4, width=512, rows=2, skip_passes=("bucket", "overlap", "prefetch")
+    )
     assert plan.memory.peak <= (1 + EXTRA) * without.memory.peak
     order = order_of(plan)
     gathers = [s for s in starts(plan) if s.args[0] == "all_gather"]
@@ -216,8 +252,10 @@ def test_memory_holds_the_start_back():
 def test_buckets_have_a_size_and_do_not_wait_for_all(monkeypatch):
     monkeypatch.setattr(buckets, "SMALL", 1024)
     monkeypatch.setattr(machine, "CPU", machine.GPU)
-    plan, model, _ = sharded_layers(8, width=16)                            # 8 KiB of weights
-    gathers, reductions = ([s for s in starts(plan) if s.args[0] == kind] for kind in ("all_gather", "reduce_scatter"))
+    plan, model, _ = sharded_layers(8, width=16)  # 8 KiB of weights
+    gathers, reductions = (
+        [s for s in starts(plan) if s.args[0] == kind] for kind in ("all_gather", "reduce_scatter")
+    )
     assert [len(s.args[1]) for s in gathers] == [len(s.args[1]) for s in reductions] == [2, 2, 2, 2]
     order = order_of(plan)
     last = max(order[n] for n in order if "einsum" in str(n.target))
@@ -234,30 +272,55 @@ def test_one_bucket_of_reductions_where_what_computes_also_sends(monkeypatch):
 
 
 def random_program(seed: int) -> torch.fx.Graph:
-    """Thirty values of random size, forward and backward, of one or two others each; every third is communicated."""
+    """Thirty values of random size, forward and backward, of one or two others each; every third is
+    communicated.
+    """
     draw, graph = random.Random(seed), torch.fx.Graph()
     values = [graph.placeholder(f"x{i}") for i in range(4)]
     for _ in range(30):
         operands = draw.sample(values[-8:], draw.choice((1, 2)))
-        kind = draw.choice((all_reduce, all_gather, reduce_scatter, aten.add.Tensor, aten.add.Tensor, aten.add.Tensor))
-        node = graph.call_function(kind, tuple(operands) if kind is aten.add.Tensor else (operands[0], 0, "m"))
+        kind = draw.choice(
+            (
+                all_reduce,
+                all_gather,
+                reduce_scatter,
+                aten.add.Tensor,
+                aten.add.Tensor,
+                aten.add.Tensor,
+            )
+        )
+        node = graph.call_function(
+            kind, tuple(operands) if kind is aten.add.Tensor else (operands[0], 0, "m")
+        )
         values.append(node)
     used = [v for v in values if not v.users]
     graph.output((*used, *draw.sample(values, 2)))
     for i, node in enumerate(values):
-        node.meta = {"shape": (draw.choice((1, 4, 16, 64)),), "dtype": torch.float32, "backward": i > 18}
+        node.meta = {
+            "shape": (draw.choice((1, 4, 16, 64)),),
+            "dtype": torch.float32,
+            "backward": i > 18,
+        }
     return graph
 
 
 def test_a_loss_and_the_count_that_divides_it_are_one_collective():
     model, x, labels = nn.Linear(8, 5), torch.randn(6, 8), torch.tensor([0, -100, 2, 3, -100, 1])
-    plan = gspmd.plan(lambda x, labels: F.cross_entropy(model(x), labels), x, labels, mesh=DATA, in_specs=("data _", "data"))
+    plan = gspmd.plan(
+        lambda x, labels: F.cross_entropy(model(x), labels),
+        x,
+        labels,
+        mesh=DATA,
+        in_specs=("data _", "data"),
+    )
     assert [(n.args[0], len(n.args[1])) for n in starts(plan)] == [("all_reduce", 2)]
     assert_same(plan.simulate(x, labels, _poison=True), F.cross_entropy(model(x), labels))
 
 
 @pytest.mark.parametrize("seeds", [range(100), range(100, 200)], ids=str)
-@pytest.mark.parametrize("early, ahead", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    "early, ahead", [(True, True), (True, False), (False, True), (False, False)]
+)
 def test_random_programs_stay_legal_and_within_their_memory(seeds, early, ahead):
     for seed in seeds:
         graph = start_wait(random_program(seed))
@@ -273,6 +336,7 @@ def test_random_programs_stay_legal_and_within_their_memory(seeds, early, ahead)
 
 def test_random_numbers_are_drawn_in_order():
     """What is moved does not change which dropout draws first."""
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -301,24 +365,36 @@ def test_unknown_pass():
 
 # ---------------------------------------------------------------------------------------------- memory in flight
 
+
 def reduced(in_place=True, waits=1, late=False, view=False, used=False) -> torch.fx.Graph:
     """y = all_reduce(sin(x)), with one thing wrong."""
     graph = torch.fx.Graph()
     value = graph.call_function(aten.sin.default, (graph.placeholder("x"),))
     seen = graph.call_function(aten.view.default, (value, [-1])) if view else value
-    begun = graph.call_function(c10d.all_reduce_.default if in_place else c10d.all_reduce.default, (value, "sum", "0"))
-    others = [graph.call_function(aten.cos.default, (seen if late else begun,))] if late or used else []
+    begun = graph.call_function(
+        c10d.all_reduce_.default if in_place else c10d.all_reduce.default, (value, "sum", "0")
+    )
+    others = (
+        [graph.call_function(aten.cos.default, (seen if late else begun,))] if late or used else []
+    )
     done = [graph.call_function(c10d.wait_tensor.default, (begun,)) for _ in range(waits)]
     graph.output((*done, *others))
     return graph
 
 
-@pytest.mark.parametrize("wrong, fault", [
-    ({"waits": 0}, "%all_reduce__default is waited for 0 times"),
-    ({"waits": 2}, "%all_reduce__default is waited for 2 times"),
-    ({"used": True}, "%cos_default uses %all_reduce__default, which is in flight"),
-    ({"late": True}, "%cos_default reads %sin_default, which %all_reduce__default writes over"),
-    ({"late": True, "view": True}, "%cos_default reads %view_default, which %all_reduce__default writes over")])
+@pytest.mark.parametrize(
+    "wrong, fault",
+    [
+        ({"waits": 0}, "%all_reduce__default is waited for 0 times"),
+        ({"waits": 2}, "%all_reduce__default is waited for 2 times"),
+        ({"used": True}, "%cos_default uses %all_reduce__default, which is in flight"),
+        ({"late": True}, "%cos_default reads %sin_default, which %all_reduce__default writes over"),
+        (
+            {"late": True, "view": True},
+            "%cos_default reads %view_default, which %all_reduce__default writes over",
+        ),
+    ],
+)
 def test_faults_of_memory_in_flight(wrong, fault):
     with pytest.raises(AssertionError) as error:
         in_flight(reduced(**wrong))
@@ -330,18 +406,30 @@ def test_a_collective_that_still_reads_what_another_one_writes():
     value = graph.call_function(aten.sin.default, (graph.placeholder("x"),))
     reading = graph.call_function(c10d.all_gather_into_tensor.default, (value, 2, "0"))
     writing = graph.call_function(c10d.all_reduce_.default, (value, "sum", "0"))
-    graph.output(tuple(graph.call_function(c10d.wait_tensor.default, (n,)) for n in (reading, writing)))
-    with pytest.raises(AssertionError, match="reads %sin_default, which %all_reduce__default writes over"):
+    graph.output(
+        tuple(graph.call_function(c10d.wait_tensor.default, (n,)) for n in (reading, writing))
+    )
+    with pytest.raises(
+        AssertionError, match="reads %sin_default, which %all_reduce__default writes over"
+    ):
         in_flight(graph)
 
 
 def test_legal_programs():
-    for graph in (reduced(), reduced(in_place=False), reduced(in_place=False, late=True), reduced(view=True)):
+    for graph in (
+        reduced(),
+        reduced(in_place=False),
+        reduced(in_place=False, late=True),
+        reduced(view=True),
+    ):
         assert in_flight(graph) is graph
 
 
 def test_what_a_start_reads_lives_until_the_wait():
-    """64 bytes are read and 64 received; a temporary of 64 between is there at the same time, one behind the wait is not."""
+    """64 bytes are read and 64 received; a temporary of 64 between is there at the same time, one
+    behind the wait is not.
+    """
+
     def program(between: bool) -> int:
         graph, meta = torch.fx.Graph(), {"shape": (16,), "dtype": torch.float32}
         value = graph.call_function(aten.sin.default, (graph.placeholder("x"),))
@@ -354,4 +442,5 @@ def test_what_a_start_reads_lives_until_the_wait():
             node.meta = dict(meta)
         begun.meta = {"bytes": 64}
         return peak(graph)
+
     assert (program(True), program(False)) == (192, 128)

@@ -1,4 +1,5 @@
 """parallelize on real gloo processes: see worker_parallelize.py for what is compared."""
+
 import os
 import subprocess
 import sys
@@ -14,8 +15,17 @@ WORKER = Path(__file__).with_name("worker_parallelize.py")
 
 def launch(mesh: str, *arguments: str, worker: Path = WORKER) -> str:
     """What rank 0 printed; fails with all output if a process failed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gspmd.Mesh.parse(mesh).size),
-               str(worker), mesh, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(gspmd.Mesh.parse(mesh).size),
+        str(worker),
+        mesh,
+        *arguments,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 EXPECTTEST_ACCEPT=1 refreshes the texts; a difference is to be read before it is accepted.
 """
+
 from __future__ import annotations
 
 import collections
@@ -20,27 +21,44 @@ from torchgspmd import Mesh
 FEW, MANY = models.TOKENS, models.MANY
 
 
-def plan_of(module: nn.Module, mesh: Mesh, tokens: tuple[int, int] = FEW, grad: bool = True) -> gspmd.Plan:
+def plan_of(
+    module: nn.Module, mesh: Mesh, tokens: tuple[int, int] = FEW, grad: bool = True
+) -> gspmd.Plan:
     return gspmd.plan(module, torch.zeros(*tokens, models.WIDTH), mesh=mesh, grad=grad)
 
 
 def counts(plan: gspmd.Plan) -> dict[tuple[str, bool], int]:
-    """(kind, whether in the backward) -> how many collectives send more than a vector of the model's width."""
-    return dict(collections.Counter((n.meta["step"].kind, n.meta["backward"]) for n in plan.sharded.nodes
-                                    if "step" in n.meta and n.meta["val"].dim() > 1 and n.meta["step"].kind != "shard"))
+    """(kind, whether in the backward) -> how many collectives send more than a vector of the
+    model's width.
+    """
+    return dict(
+        collections.Counter(
+            (n.meta["step"].kind, n.meta["backward"])
+            for n in plan.sharded.nodes
+            if "step" in n.meta and n.meta["val"].dim() > 1 and n.meta["step"].kind != "shard"
+        )
+    )
 
 
 def sent(plan: gspmd.Plan, kind: str, backward: bool) -> float:
-    return sum(n.meta["step"].sent for n in plan.sharded.nodes
-               if "step" in n.meta and n.meta["step"].kind == kind and n.meta["backward"] == backward)
+    return sum(
+        n.meta["step"].sent
+        for n in plan.sharded.nodes
+        if "step" in n.meta and n.meta["step"].kind == kind and n.meta["backward"] == backward
+    )
 
 
-@pytest.mark.parametrize("function", [lambda x: x.cumsum(0), lambda x: x.cummax(0), lambda x: x.softmax(0), lambda x: x.sort(0)])
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.cumsum(0), lambda x: x.cummax(0), lambda x: x.softmax(0), lambda x: x.sort(0)],
+)
 def test_what_changes_places_anyway_passes_its_operation_whole(function):
     """Nothing is computed by blocks of the dimension, whose sums would be sent too."""
     x = torch.randn(16, 8, 12)
     plan = gspmd.plan(function, x, mesh=Mesh(a=4, b=2), in_specs="a b _", out_specs="_ a b")
-    assert [(c.kind, c.sent_bytes) for c in plan.collectives] == [("permute", 16 * 8 * 12 / 8 * 4)] * len(plan.collectives)
+    assert [(c.kind, c.sent_bytes) for c in plan.collectives] == [
+        ("permute", 16 * 8 * 12 / 8 * 4)
+    ] * len(plan.collectives)
     assert plan.collectives
     assert_same(tuple(plan.simulate(x, _poison=True)), tuple(function(x)))
 
@@ -51,7 +69,7 @@ def text_of(plan: gspmd.Plan) -> str:
 
 
 SIZES = [2, 4]
-STREAM = FEW[0] * FEW[1] * models.WIDTH * 4         # bytes
+STREAM = FEW[0] * FEW[1] * models.WIDTH * 4  # bytes
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -70,17 +88,28 @@ def test_a_sublayer_alone_costs_one_all_reduce_forward(make, n):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_sequence_parallel_sends_the_same_bytes_in_other_collectives(n):
-    tp, sp = (plan_of(models.block(Mesh(model=n), layout), Mesh(model=n)) for layout in ("tp", "sp"))
+    tp, sp = (
+        plan_of(models.block(Mesh(model=n), layout), Mesh(model=n)) for layout in ("tp", "sp")
+    )
     found = counts(sp)
-    assert {kind: found[kind] for kind in found if not kind[1]} == {("all_gather", False): 2, ("reduce_scatter", False): 2}
-    assert found["all_gather", True] == 2 and found["reduce_scatter", True] == 2 and ("all_reduce", True) not in found
+    assert {kind: found[kind] for kind in found if not kind[1]} == {
+        ("all_gather", False): 2,
+        ("reduce_scatter", False): 2,
+    }
+    assert (
+        found["all_gather", True] == 2
+        and found["reduce_scatter", True] == 2
+        and ("all_reduce", True) not in found
+    )
     for backward in (False, True):
         pair = sent(sp, "all_gather", backward) + sent(sp, "reduce_scatter", backward)
         assert pair == sent(tp, "all_reduce", backward) == 2 * 2 * (n - 1) / n * STREAM
 
 
 def test_sequence_parallel_sends_nothing_else():
-    assert {kind for kind, _ in counts(plan_of(models.block(Mesh(model=2), "sp"), Mesh(model=2)))} == {"all_gather", "reduce_scatter"}
+    assert {
+        kind for kind, _ in counts(plan_of(models.block(Mesh(model=2), "sp"), Mesh(model=2)))
+    } == {"all_gather", "reduce_scatter"}
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -104,7 +133,11 @@ def test_fsdp_gathers_weights_and_scatters_gradients(n):
     plan = plan_of(module, Mesh(data=n), MANY)
     weights = sum(p.numel() * 4 for p in module.parameters())
     assert counts(plan) == {("all_gather", False): 6, ("reduce_scatter", True): 6}
-    assert sent(plan, "all_gather", False) == sent(plan, "reduce_scatter", True) == (n - 1) / n * weights
+    assert (
+        sent(plan, "all_gather", False)
+        == sent(plan, "reduce_scatter", True)
+        == (n - 1) / n * weights
+    )
     assert plan.memory.parameters == weights // n
 
 
@@ -112,7 +145,10 @@ def test_fsdp_gathers_weights_and_scatters_gradients(n):
 @pytest.mark.parametrize("n", [2, 3])
 def test_numbers_are_those_of_one_device(layout, n):
     mesh = Mesh(**{"model" if layout in ("tp", "sp") else "data": n})
-    module, x = models.block(mesh, layout), torch.randn(2, 8, models.WIDTH, generator=torch.Generator().manual_seed(0))
+    module, x = (
+        models.block(mesh, layout),
+        torch.randn(2, 8, models.WIDTH, generator=torch.Generator().manual_seed(0)),
+    )
     plan = gspmd.plan(module, x, mesh=mesh, grad=True)
     assert_same(plan.simulate(x, _poison=True), eager(module, x), terms=1024)
 
@@ -130,7 +166,7 @@ def test_program_is_the_same_on_any_number_of_devices():
     plans = [plan_of(models.block(Mesh(model=n), "tp"), Mesh(model=n)) for n in SIZES]
     shapes = [re.findall(r"\[[\d, ]+\]", plan.program.code) for plan in plans]
     assert len({re.sub(r"\[[\d, ]+\]", "[shape]", plan.program.code) for plan in plans}) == 1
-    assert shapes[0] != shapes[1]       # sizes of local parts are all that differs
+    assert shapes[0] != shapes[1]  # sizes of local parts are all that differs
 
 
 def test_a_mark_over_more_devices_than_rows_is_followed():
@@ -140,6 +176,7 @@ def test_a_mark_over_more_devices_than_rows_is_followed():
     def f(x, w):
         y = gspmd.mark_sharding(x @ w, mesh, "data _ _").relu()
         return gspmd.mark_sharding(y @ w, mesh, "data _ _").reshape(6 * 5, 4).square().sum()
+
     x, w = torch.randn(6, 5, 4), torch.randn(4, 4)
     plan = gspmd.plan(f, x, w, mesh=mesh, in_specs=("data _ _", "_ _"))
     assert [c.kind for c in plan.collectives] == ["permute", "all_reduce"]
@@ -147,14 +184,19 @@ def test_a_mark_over_more_devices_than_rows_is_followed():
 
 
 def test_a_marked_value_that_is_used_otherwise_is_not_brought_to_the_mark_first():
-    """c has the rows of its sum sharded, so that only parts of the marked value are used: nobody would see it whole."""
+    """c has the rows of its sum sharded, so that only parts of the marked value are used: nobody
+    would see it whole.
+    """
     mesh, inputs = Mesh(x=4), (torch.randn(16, 32), torch.randn(32, 64), torch.randn(64, 8))
 
     def chain(a, b, c):
         return gspmd.mark_sharding(a @ b, mesh, "_ _") @ c
+
     plan = gspmd.plan(chain, *inputs, mesh=mesh, in_specs=("_ x", "x _", "x _"), out_specs="_ _")
     assert [(c.kind, c.sent_bytes) for c in plan.collectives] == [
-        ("reduce_scatter", 16 * 64 * 4 * 3 / 4), ("all_reduce", 16 * 8 * 4 * 2 * 3 / 4)]
+        ("reduce_scatter", 16 * 64 * 4 * 3 / 4),
+        ("all_reduce", 16 * 8 * 4 * 2 * 3 / 4),
+    ]
     assert_same(plan.simulate(*inputs, _poison=True), chain(*inputs))
 
 
@@ -164,6 +206,7 @@ def test_a_marked_result_is_as_marked():
     def both(a, b):
         y = gspmd.mark_sharding(a @ b, mesh, "_ _")
         return y, y.sin()
+
     plan = gspmd.plan(both, *inputs, mesh=mesh, in_specs=("_ x", "x _"))
     assert [c.kind for c in plan.collectives] == ["all_reduce"]
     assert str(plan.out_specs[0]) == "_ _"
@@ -174,7 +217,9 @@ class TestGolden(TestCase):
 
     def test_mlp(self):
         mesh = Mesh(model=2)
-        self.assertExpectedInline(text_of(plan_of(models.mlp(mesh), mesh)), """\
+        self.assertExpectedInline(
+            text_of(plan_of(models.mlp(mesh), mesh)),
+            """\
 mesh model=2
   %up_weight : f32[256@model, 64] = input
   %up_bias : f32[256@model] = input
@@ -200,11 +245,14 @@ mesh model=2
 
 all_reduce     over model           1 x, 16.00 KiB sent by a device
 sent by a device in all: 16.00 KiB
-memory of a device: parameters 64.75 KiB, inputs 32.00 KiB, peak 241.00 KiB""")
+memory of a device: parameters 64.75 KiB, inputs 32.00 KiB, peak 241.00 KiB""",
+        )
 
     def test_attention(self):
         mesh = Mesh(model=2)
-        self.assertExpectedInline(text_of(plan_of(models.attention(mesh), mesh)), """\
+        self.assertExpectedInline(
+            text_of(plan_of(models.attention(mesh), mesh)),
+            """\
 mesh model=2
   %q_weight : f32[64@model, 64] = input
   %k_weight : f32[64@model, 64] = input
@@ -253,11 +301,14 @@ mesh model=2
 
 all_reduce     over model           1 x, 16.00 KiB sent by a device
 sent by a device in all: 16.00 KiB
-memory of a device: parameters 32.00 KiB, inputs 32.00 KiB, peak 136.50 KiB""")
+memory of a device: parameters 32.00 KiB, inputs 32.00 KiB, peak 136.50 KiB""",
+        )
 
     def test_block_forward_tensor_parallel(self):
         mesh = Mesh(model=2)
-        self.assertExpectedInline(text_of(plan_of(models.block(mesh, "tp"), mesh, grad=False)), """\
+        self.assertExpectedInline(
+            text_of(plan_of(models.block(mesh, "tp"), mesh, grad=False)),
+            """\
 mesh model=2
   %norm1_weight : f32[64] = input
   %norm1_bias : f32[64] = input
@@ -300,11 +351,14 @@ mesh model=2
 
 all_reduce     over model           2 x, 32.00 KiB sent by a device
 sent by a device in all: 32.00 KiB
-memory of a device: parameters 97.00 KiB, inputs 16.00 KiB, peak 193.00 KiB""")
+memory of a device: parameters 97.00 KiB, inputs 16.00 KiB, peak 193.00 KiB""",
+        )
 
     def test_block_sequence_parallel(self):
         mesh = Mesh(model=2)
-        self.assertExpectedInline(text_of(plan_of(models.block(mesh, "sp"), mesh)), """\
+        self.assertExpectedInline(
+            text_of(plan_of(models.block(mesh, "sp"), mesh)),
+            """\
 mesh model=2
   %norm1_weight : f32[64] = input
   %norm1_bias : f32[64] = input
@@ -408,15 +462,20 @@ all_gather     over model           4 x, 32.00 KiB sent by a device
 all_reduce     over model           4 x, 1.00 KiB sent by a device
 reduce_scatter over model           4 x, 32.00 KiB sent by a device
 sent by a device in all: 65.00 KiB
-memory of a device: parameters 97.00 KiB, inputs 16.00 KiB, peak 346.00 KiB""")
+memory of a device: parameters 97.00 KiB, inputs 16.00 KiB, peak 346.00 KiB""",
+        )
 
     def test_mlp_fsdp(self):
         mesh = Mesh(data=2)
         module = models.MLP(bias=False)
         for parameter in module.parameters():
             gspmd.mark_sharding(parameter, mesh, "data _")
-        plan = gspmd.plan(module, torch.zeros(*MANY, models.WIDTH), mesh=mesh, in_specs="data _ _", grad=True)
-        self.assertExpectedInline(text_of(plan), """\
+        plan = gspmd.plan(
+            module, torch.zeros(*MANY, models.WIDTH), mesh=mesh, in_specs="data _ _", grad=True
+        )
+        self.assertExpectedInline(
+            text_of(plan),
+            """\
 mesh data=2
   %up_weight : f32[256@data, 64] = input
   %down_weight : f32[64@data, 256] = input
@@ -438,13 +497,24 @@ mesh data=2
 all_gather     over data            2 x, 64.00 KiB sent by a device
 reduce_scatter over data            2 x, 64.00 KiB sent by a device
 sent by a device in all: 128.00 KiB
-memory of a device: parameters 64.00 KiB, inputs 256.00 KiB, peak 2.00 MiB""")
+memory of a device: parameters 64.00 KiB, inputs 256.00 KiB, peak 2.00 MiB""",
+        )
 
     def test_two_axes_on_weights_and_activations(self):
         mesh = Mesh(data=2, model=2)
-        module = gspmd.annotate(models.MLP(bias=False), mesh, {"up.weight": "model data", "down.weight": "data model"})
-        plan = gspmd.plan(module, torch.zeros(*FEW, models.WIDTH), mesh=mesh, in_specs="data _ model", out_specs="data _ model")
-        self.assertExpectedInline(text_of(plan), """\
+        module = gspmd.annotate(
+            models.MLP(bias=False), mesh, {"up.weight": "model data", "down.weight": "data model"}
+        )
+        plan = gspmd.plan(
+            module,
+            torch.zeros(*FEW, models.WIDTH),
+            mesh=mesh,
+            in_specs="data _ model",
+            out_specs="data _ model",
+        )
+        self.assertExpectedInline(
+            text_of(plan),
+            """\
 mesh data=2 model=2
   %up_weight : f32[256@model, 64@data] = input
   %down_weight : f32[64@data, 256@model] = input
@@ -462,4 +532,5 @@ all_gather     over data            2 x, 32.00 KiB sent by a device
 all_gather     over model           1 x, 4.00 KiB sent by a device
 reduce_scatter over model           1 x, 4.00 KiB sent by a device
 sent by a device in all: 40.00 KiB
-memory of a device: parameters 32.00 KiB, inputs 4.00 KiB, peak 124.00 KiB""")
+memory of a device: parameters 32.00 KiB, inputs 4.00 KiB, peak 124.00 KiB""",
+        )

@@ -1,4 +1,7 @@
-"""Fused weights: of queries, keys and values cut from one product, the weight changes places, not what is made with it."""
+"""Fused weights: of queries, keys and values cut from one product, the weight changes places, not
+what is made with it.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -10,11 +13,13 @@ from torch import Tensor
 import torchgspmd as gspmd
 from torchgspmd import Mesh
 
-B, S, M, N, D = 8, 128, 32, 8, 4        # batch, sequence, width, heads, their width
+B, S, M, N, D = 8, 128, 32, 8, 4  # batch, sequence, width, heads, their width
 
 
 def attention(x: Tensor, qkv: Tensor, out: Tensor, cut) -> Tensor:
-    """x[b, s, m], qkv[m, 3 m], out[m, m]; cut: the fused product as queries, keys and values [b, n, s, d]."""
+    """x[b, s, m], qkv[m, 3 m], out[m, m]; cut: the fused product as queries, keys and values [b, n,
+    s, d].
+    """
     y = F.scaled_dot_product_attention(*cut(x @ qkv), is_causal=True)
     return y.transpose(1, 2).reshape(B, S, M) @ out
 
@@ -30,12 +35,21 @@ def grouped(y: Tensor) -> list[Tensor]:
 
 
 CUTS = {
-    "view and unbind": (lambda y: [t.transpose(1, 2) for t in y.view(B, S, 3, N, D).unbind(2)], 3 * M),
-    "reshape and permute": (lambda y: y.reshape(B, S, 3, N, D).permute(2, 0, 3, 1, 4).unbind(0), 3 * M),
-    "indices": (lambda y: [y.view(B, S, 3, N, D)[:, :, i].transpose(1, 2) for i in range(3)], 3 * M),
+    "view and unbind": (
+        lambda y: [t.transpose(1, 2) for t in y.view(B, S, 3, N, D).unbind(2)],
+        3 * M,
+    ),
+    "reshape and permute": (
+        lambda y: y.reshape(B, S, 3, N, D).permute(2, 0, 3, 1, 4).unbind(0),
+        3 * M,
+    ),
+    "indices": (
+        lambda y: [y.view(B, S, 3, N, D)[:, :, i].transpose(1, 2) for i in range(3)],
+        3 * M,
+    ),
     "chunk": (lambda y: heads(*y.chunk(3, -1)), 3 * M),
     "split": (lambda y: heads(*y.split(M, 2)), 3 * M),
-    "slices": (lambda y: heads(y[..., :M], y[..., M:2 * M], y[..., 2 * M:]), 3 * M),
+    "slices": (lambda y: heads(y[..., :M], y[..., M : 2 * M], y[..., 2 * M :]), 3 * M),
     "groups": (grouped, 2 * M),
     "heads first": (lambda y: y.view(B, S, N, 3 * D).transpose(1, 2).chunk(3, -1), 3 * M),
 }
@@ -43,7 +57,9 @@ CUTS = {
 
 @pytest.mark.parametrize("name", CUTS)
 def test_a_fused_weight_costs_no_more_than_its_own_bytes(name: str) -> None:
-    """Megatron's two reductions of the activations; besides, the weight and its gradient change places, at most once."""
+    """Megatron's two reductions of the activations; besides, the weight and its gradient change
+    places, at most once.
+    """
     cut, width = CUTS[name]
     mesh = Mesh(data=2, model=4)
 
@@ -54,8 +70,14 @@ def test_a_fused_weight_costs_no_more_than_its_own_bytes(name: str) -> None:
 
     arguments = [torch.randn(shape) * 0.3 for shape in ((B, S, M), (B, S, M), (M, width), (M, M))]
     specs = ("data _ _", "_ model", "model _")
-    plan = gspmd.plan(step, *arguments, mesh=mesh, in_specs=("data _ _", *specs), out_specs=("data _ _", specs))
-    stream, weight, both = B // 2 * S * M * 4, M * width // 4 * 4, M * (width + M) // 4 * 4          # bytes of a device
+    plan = gspmd.plan(
+        step, *arguments, mesh=mesh, in_specs=("data _ _", *specs), out_specs=("data _ _", specs)
+    )
+    stream, weight, both = (
+        B // 2 * S * M * 4,
+        M * width // 4 * 4,
+        M * (width + M) // 4 * 4,
+    )  # bytes of a device
     assert plan.sent_bytes <= 2 * (2 * 3 / 4 * stream) + 2 * (2 * weight) + both
     assert not plan.replicated_ops
     assert_same(plan.simulate(*arguments, _poison=True), step(*arguments), name, terms=2048)
@@ -67,7 +89,11 @@ class Gated(torch.nn.Module):
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.up, self.down = torch.nn.Linear(16, 48), torch.nn.Linear(24, 16, bias=False)
-        for parameter, spec in ((self.up.weight, "model _"), (self.up.bias, "model"), (self.down.weight, "_ model")):
+        for parameter, spec in (
+            (self.up.weight, "model _"),
+            (self.up.bias, "model"),
+            (self.down.weight, "_ model"),
+        ):
             gspmd.mark_sharding(parameter, mesh, spec)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,18 +107,33 @@ def test_a_gate_with_a_bias(model: int) -> None:
     module = Gated(mesh)
     plan = gspmd.plan(module, x, mesh=mesh, grad=True)
     out = module(x)
-    grads = dict(zip(dict(module.named_parameters()), torch.autograd.grad(out.sum(), list(module.parameters()))))
+    grads = dict(
+        zip(
+            dict(module.named_parameters()),
+            torch.autograd.grad(out.sum(), list(module.parameters())),
+        )
+    )
     assert_same(plan.simulate(x, _poison=True), (out, grads), terms=512)
 
 
 def test_what_a_cut_product_prints() -> None:
     """Of eight numbers a row and sixteen rows the weight of two rows has fewer."""
+
     def halves(x, w):
         a, b = (x @ w).chunk(2, -1)
         return a * b
 
-    plan = gspmd.plan(halves, torch.randn(16, 2), torch.randn(2, 8), mesh=Mesh(m=4), in_specs=("_ _", "_ m"), out_specs="_ m")
-    assert str(plan) == """\
+    plan = gspmd.plan(
+        halves,
+        torch.randn(16, 2),
+        torch.randn(2, 8),
+        mesh=Mesh(m=4),
+        in_specs=("_ _", "_ m"),
+        out_specs="_ m",
+    )
+    assert (
+        str(plan)
+        == """\
 mesh m=4
   %x        : f32[16, 2]          = input
   %w        : f32[2, 8@m]         = input
@@ -108,6 +149,7 @@ mesh m=4
 permute        over m               2 x, 32 B sent by a device
 sent by a device in all: 32 B
 memory of a device: parameters 0 B, inputs 144 B, peak 336 B"""
+    )
 
 
 def test_parts_that_are_used_with_what_comes_of_all_of_them() -> None:
@@ -125,7 +167,10 @@ def test_parts_that_are_used_with_what_comes_of_all_of_them() -> None:
 
 @pytest.mark.parametrize("specs", [("_ _", "_ m", "_ m", "m"), ("_ m", "_ _", "m _", "_")], ids=str)
 def test_parts_of_a_product_that_are_joined_again(specs: tuple[str, ...]) -> None:
-    """What is cut of the product is cut of the weight first: it has a layout, and is what its users take, when parts are joined."""
+    """What is cut of the product is cut of the weight first: it has a layout, and is what its users
+    take, when parts are joined.
+    """
+
     def step(*arguments):
         x, w, v, b = leaves = [t.detach().requires_grad_() for t in arguments]
         first, second, third, last = (x @ w + b).chunk(4, -1)

@@ -1,4 +1,5 @@
 """Products of the program of one rank: the operations that compute them, and the same numbers."""
+
 from __future__ import annotations
 
 import operator
@@ -8,7 +9,12 @@ import torch
 from torch import fx
 
 from torchgspmd.compat.operators import aten
-from torchgspmd.custom_ops.nd import attention, attention_backward, attention_backward_on_cpu, attention_on_cpu
+from torchgspmd.custom_ops.nd import (
+    attention,
+    attention_backward,
+    attention_backward_on_cpu,
+    attention_on_cpu,
+)
 from torchgspmd.fx_passes.lower.lower_einsum import EINSUM, products
 from torchgspmd.fx_passes.lower.reuse_buffers import in_place
 
@@ -48,9 +54,19 @@ class Program:
         return [n.target for n in graph.nodes if n.op == "call_function" and n.target not in views]
 
 
-@pytest.mark.parametrize("equation, op", [
-    ("bsm,hm->bsh", aten.linear), ("bsm,mh->bsh", aten.matmul), ("sm,hm->sh", aten.linear), ("sm,mh->sh", aten.mm),
-    ("bsh,bsm->hm", aten.mm), ("bsm,bhm->bsh", aten.bmm), ("hm,bsm->bsh", aten.mm), ("m,hm->h", aten.linear)])
+@pytest.mark.parametrize(
+    "equation, op",
+    [
+        ("bsm,hm->bsh", aten.linear),
+        ("bsm,mh->bsh", aten.matmul),
+        ("sm,hm->sh", aten.linear),
+        ("sm,mh->sh", aten.mm),
+        ("bsh,bsm->hm", aten.mm),
+        ("bsm,bhm->bsh", aten.bmm),
+        ("hm,bsm->bsh", aten.mm),
+        ("m,hm->h", aten.linear),
+    ],
+)
 def test_one_product(equation: str, op) -> None:
     p = Program()
     assert op.default in p.lowered(p.product(equation))
@@ -58,9 +74,13 @@ def test_one_product(equation: str, op) -> None:
 
 def test_a_bias_comes_with_the_product() -> None:
     p = Program()
-    assert p.lowered(p(aten.add.Tensor, p.product("bsm,hm->bsh"), p.input("h"), letters="bsh")) == [aten.linear.default]
+    assert p.lowered(p(aten.add.Tensor, p.product("bsm,hm->bsh"), p.input("h"), letters="bsh")) == [
+        aten.linear.default
+    ]
     p = Program()
-    assert p.lowered(p(aten.add.Tensor, p.product("bsm,mh->bsh"), p.input("h"), letters="bsh")) == [aten.addmm.default]
+    assert p.lowered(p(aten.add.Tensor, p.product("bsm,mh->bsh"), p.input("h"), letters="bsh")) == [
+        aten.addmm.default
+    ]
 
 
 def test_sums_of_products_are_added_up_in_one_piece_of_memory() -> None:
@@ -73,24 +93,39 @@ def test_sums_of_products_are_added_up_in_one_piece_of_memory() -> None:
 def test_a_product_that_is_read_elsewhere_is_kept() -> None:
     p = Program()
     x, y = p.product("bsq,qm->bsm"), p.product("bsh,hm->bsm")
-    assert p.lowered(p(aten.add.Tensor, x, y, letters="bsm"), x, y) == [aten.matmul.default, aten.matmul.default, aten.add.Tensor]
+    assert p.lowered(p(aten.add.Tensor, x, y, letters="bsm"), x, y) == [
+        aten.matmul.default,
+        aten.matmul.default,
+        aten.add.Tensor,
+    ]
 
 
 def test_the_sum_of_a_product_and_itself() -> None:
     p = Program()
     x = p.product("bsq,qm->bsm")
-    assert p.lowered(p(aten.add.Tensor, x, x, letters="bsm")) == [aten.matmul.default, aten.add.Tensor]
+    assert p.lowered(p(aten.add.Tensor, x, x, letters="bsm")) == [
+        aten.matmul.default,
+        aten.add.Tensor,
+    ]
 
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("width", [4, 6])
-@pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_attention_is_pytorchs(dtype: torch.dtype, error: float, width: int, causal: bool, strided: bool) -> None:
-    """width: of the values. Queries and keys have 4 numbers; for other widths there is no kernel on CPUs."""
+@pytest.mark.parametrize(
+    "dtype, error", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+def test_attention_is_pytorchs(
+    dtype: torch.dtype, error: float, width: int, causal: bool, strided: bool
+) -> None:
+    """width: of the values. Queries and keys have 4 numbers; for other widths there is no kernel on
+    CPUs.
+    """
     torch.manual_seed(0)
-    q, k, v, grad = (torch.randn(2, 3, s, n, dtype=dtype) for s, n in ((5, 4), (7, 4), (7, width), (5, width)))
-    if strided:                                                             # a row is not in one piece, as kernels expect
+    q, k, v, grad = (
+        torch.randn(2, 3, s, n, dtype=dtype) for s, n in ((5, 4), (7, 4), (7, width), (5, width))
+    )
+    if strided:  # a row is not in one piece, as kernels expect
         q, k, v, grad = (t.mT.contiguous().mT for t in (q, k, v, grad))
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     want = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=0.3)
@@ -104,10 +139,15 @@ def test_attention_is_pytorchs(dtype: torch.dtype, error: float, width: int, cau
 
 
 @pytest.mark.parametrize("width, kernels", [(4, 2), (6, 0)])
-def test_attention_of_cpu_processes_is_the_kernel_where_there_is_one(width: int, kernels: int) -> None:
+def test_attention_of_cpu_processes_is_the_kernel_where_there_is_one(
+    width: int, kernels: int
+) -> None:
     shapes = {"q": (2, 3, 5, 4), "k": (2, 3, 7, 4), "v": (2, 3, 7, width), "grad": (2, 3, 5, width)}
     torch.manual_seed(0)
-    graph, inputs = fx.Graph(), {name: torch.randn(shape).mT.contiguous().mT for name, shape in shapes.items()}     # of strided rows
+    graph, inputs = (
+        fx.Graph(),
+        {name: torch.randn(shape).mT.contiguous().mT for name, shape in shapes.items()},
+    )  # of strided rows
     q, k, v, grad = map(graph.placeholder, shapes)
     for node, shape in zip((q, k, v, grad), shapes.values()):
         node.meta = {"shape": shape, "dtype": torch.float32}
@@ -117,6 +157,9 @@ def test_attention_of_cpu_processes_is_the_kernel_where_there_is_one(width: int,
     graph.output((out, *(graph.call_function(operator.getitem, (back, i)) for i in range(3))))
     want = fx.GraphModule({}, graph)(*inputs.values())
     graph = products(graph, "cpu")
-    assert sum(node.target in (attention_on_cpu, attention_backward_on_cpu) for node in graph.nodes) == kernels
+    assert (
+        sum(node.target in (attention_on_cpu, attention_backward_on_cpu) for node in graph.nodes)
+        == kernels
+    )
     for g, w in zip(fx.GraphModule({}, graph)(*inputs.values()), want, strict=True):
         torch.testing.assert_close(g, w)

@@ -1,4 +1,5 @@
 """Propagation: the layout of every value from a few marks, and the chain back to the mark."""
+
 from __future__ import annotations
 
 import re
@@ -22,23 +23,88 @@ def layouts(f, *shapes, mesh: Mesh = MESH, **options) -> dict[str, str]:
 
 
 CASES = {
-    "elementwise, forwards": (lambda x: x.sin().exp(), [(4, 6)], {"in_specs": "a b"}, {"x": "a b", "sin": "a b", "exp": "a b"}),
-    "elementwise, backwards": (lambda x: x.sin().exp(), [(4, 6)], {"out_specs": "a b"}, {"x": "a b", "sin": "a b", "exp": "a b"}),
-    "partial layouts merge": (torch.add, [(4, 6), (4, 6)], {"in_specs": ("a _", "? b")}, {"add": "a b"}),
-    "a closed dimension stays": (torch.add, [(4, 6), (4, 6)], {"in_specs": ("a _", "_ _"), "out_specs": "_ _"}, {"add": "_ _"}),
-    "broadcast": (torch.add, [(4, 6), (6,)], {"in_specs": ("a b", None)}, {"arg1": "b", "add": "a b"}),
+    "elementwise, forwards": (
+        lambda x: x.sin().exp(),
+        [(4, 6)],
+        {"in_specs": "a b"},
+        {"x": "a b", "sin": "a b", "exp": "a b"},
+    ),
+    "elementwise, backwards": (
+        lambda x: x.sin().exp(),
+        [(4, 6)],
+        {"out_specs": "a b"},
+        {"x": "a b", "sin": "a b", "exp": "a b"},
+    ),
+    "partial layouts merge": (
+        torch.add,
+        [(4, 6), (4, 6)],
+        {"in_specs": ("a _", "? b")},
+        {"add": "a b"},
+    ),
+    "a closed dimension stays": (
+        torch.add,
+        [(4, 6), (4, 6)],
+        {"in_specs": ("a _", "_ _"), "out_specs": "_ _"},
+        {"add": "_ _"},
+    ),
+    "broadcast": (
+        torch.add,
+        [(4, 6), (6,)],
+        {"in_specs": ("a b", None)},
+        {"arg1": "b", "add": "a b"},
+    ),
     "product": (torch.matmul, [(4, 6), (6, 8)], {"in_specs": ("a _", "_ b")}, {"einsum": "a b"}),
-    "product, summed factor": (torch.matmul, [(4, 6), (6, 8)], {"in_specs": ("_ a", None)}, {"arg1": "a _", "einsum": "_ _"}),
-    "an axis occurs once": (torch.matmul, [(4, 6), (6, 8)], {"in_specs": ("a _", "_ a")}, {"arg0": "a _", "arg1": "_ a", "einsum": "_ a"}),
+    "product, summed factor": (
+        torch.matmul,
+        [(4, 6), (6, 8)],
+        {"in_specs": ("_ a", None)},
+        {"arg1": "a _", "einsum": "_ _"},
+    ),
+    "an axis occurs once": (
+        torch.matmul,
+        [(4, 6), (6, 8)],
+        {"in_specs": ("a _", "_ a")},
+        {"arg0": "a _", "arg1": "_ a", "einsum": "_ a"},
+    ),
     "reduction": (lambda x: x.sum(0), [(4, 6)], {"in_specs": "a b"}, {"sum_1": "b"}),
     "transpose": (lambda x: x.t(), [(4, 6)], {"in_specs": "a b"}, {"t": "b a"}),
-    "split of a dimension": (lambda x: x.view(2, 3, 6), [(6, 6)], {"in_specs": "a b"}, {"view": "a _ b"}),
-    "split, minor part cannot": (lambda x: x.view(5, 2, 6), [(10, 6)], {"in_specs": "a b"}, {"view": "_ _ b"}),
-    "merge of dimensions": (lambda x: x.view(12, 6), [(4, 3, 6)], {"in_specs": "a _ b"}, {"view": "a b"}),
-    "merge, minor part cannot": (lambda x: x.view(12, 6), [(3, 4, 6)], {"in_specs": "_ a b"}, {"view": "_ b"}),
-    "two axes of one dimension": (lambda x: x.sin(), [(8, 6)], {"in_specs": "b+a _"}, {"sin": "b+a _"}),
+    "split of a dimension": (
+        lambda x: x.view(2, 3, 6),
+        [(6, 6)],
+        {"in_specs": "a b"},
+        {"view": "a _ b"},
+    ),
+    "split, minor part cannot": (
+        lambda x: x.view(5, 2, 6),
+        [(10, 6)],
+        {"in_specs": "a b"},
+        {"view": "_ _ b"},
+    ),
+    "merge of dimensions": (
+        lambda x: x.view(12, 6),
+        [(4, 3, 6)],
+        {"in_specs": "a _ b"},
+        {"view": "a b"},
+    ),
+    "merge, minor part cannot": (
+        lambda x: x.view(12, 6),
+        [(3, 4, 6)],
+        {"in_specs": "_ a b"},
+        {"view": "_ b"},
+    ),
+    "two axes of one dimension": (
+        lambda x: x.sin(),
+        [(8, 6)],
+        {"in_specs": "b+a _"},
+        {"sin": "b+a _"},
+    ),
     "softmax": (lambda x: x.softmax(-1), [(4, 6)], {"in_specs": "a _"}, {"_softmax": "a _"}),
-    "embedding": (F.embedding, [(4, 3), (8, 6)], {"in_specs": ("a _", "_ b")}, {"embedding": "a _ b"}),
+    "embedding": (
+        F.embedding,
+        [(4, 3), (8, 6)],
+        {"in_specs": ("a _", "_ b")},
+        {"embedding": "a _ b"},
+    ),
 }
 
 
@@ -54,12 +120,17 @@ def test_layouts(name):
 
 
 def test_layout_does_not_depend_on_the_sizes_of_axes():
-    names = [layouts(models.mlp(Mesh(model=n)), (2, 32, models.WIDTH), mesh=Mesh(model=n)) for n in (2, 4, 8)]
+    names = [
+        layouts(models.mlp(Mesh(model=n)), (2, 32, models.WIDTH), mesh=Mesh(model=n))
+        for n in (2, 4, 8)
+    ]
     assert names[0] == names[1] == names[2] and "model" in names[0]["gelu"]
 
 
 def test_a_gradient_has_the_layout_of_its_parameter():
-    plan = gspmd.plan(models.mlp(Mesh(model=2)), torch.zeros(2, 32, models.WIDTH), mesh=Mesh(model=2), grad=True)
+    plan = gspmd.plan(
+        models.mlp(Mesh(model=2)), torch.zeros(2, 32, models.WIDTH), mesh=Mesh(model=2), grad=True
+    )
     assert [str(s) for s in plan.out_specs] == ["_ _ _", "model _", "model", "_ model", "_"]
 
 
@@ -77,7 +148,9 @@ class TestGolden(TestCase):
 
     def test_megatron_from_the_weights_alone(self):
         mesh = Mesh(model=2)
-        self.assertExpectedInline(self.table(models.block(mesh, "tp"), mesh, grad=False), """\
+        self.assertExpectedInline(
+            self.table(models.block(mesh, "tp"), mesh, grad=False),
+            """\
 norm1_weight         [_]
 norm1_bias           [_]
 attention_q_weight   [model _]
@@ -109,11 +182,14 @@ getitem_5            [_ _ _]
 einsum_4             [_ _ model]
 gelu                 [_ _ model]
 einsum_5             [_ _ _]
-add_1                [_ _ _]""")
+add_1                [_ _ _]""",
+        )
 
     def test_sequence_parallel(self):
         mesh = Mesh(model=2)
-        self.assertExpectedInline(self.table(models.block(mesh, "sp"), mesh, grad=False), """\
+        self.assertExpectedInline(
+            self.table(models.block(mesh, "sp"), mesh, grad=False),
+            """\
 norm1_weight         [_]
 norm1_bias           [_]
 attention_q_weight   [model _]
@@ -148,13 +224,16 @@ einsum_4             [_ _ model]
 gelu                 [_ _ model]
 einsum_5             [_ model _]
 add_1                [_ model _]
-mark_sharding_2      [_ model _]""")
+mark_sharding_2      [_ model _]""",
+        )
 
     def test_explain(self):
         mesh = Mesh(model=2)
         plan = gspmd.plan(models.mlp(mesh), torch.zeros(*models.TOKENS, models.WIDTH), mesh=mesh)
         text = "\n\n".join(plan.explain(name) for name in ("gelu", "up.weight", "x"))
-        self.assertExpectedInline(re.sub(r"\S*models\.py:\d+", "models.py:N", text), """\
+        self.assertExpectedInline(
+            re.sub(r"\S*models\.py:\d+", "models.py:N", text),
+            """\
 model: %gelu [_ _ model] <- gelu: d0 d1 d2 -> d0 d1 d2
 model: %add [_ _ model] <- add: d0 d1 d2, d2 -> d0 d1 d2
 model: %einsum [_ _ model] <- einsum: c d b, a b -> c d a
@@ -162,4 +241,5 @@ model: %up_weight [model _] <- marked at models.py:N
 
 model: %up_weight [model _] <- marked at models.py:N
 
-%x [_ _ _]: no mark reaches it""")
+%x [_ _ _]: no mark reaches it""",
+        )

@@ -1,9 +1,10 @@
 """The prover: every rule says of its operation what is true.
 
-For each sample of each operation with a rule, and for each factor that the rule lets be sharded: the operands are
-split along it over 2 and 3 devices, their padding poisoned, the operation is run on the parts as the rule says, the
-results are joined and compared with the operation itself.
+For each sample of each operation with a rule, and for each factor that the rule lets be sharded:
+the operands are split along it over 2 and 3 devices, their padding poisoned, the operation is run
+on the parts as the rule says, the results are joined and compared with the operation itself.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -29,12 +30,25 @@ from torchgspmd.fx_passes.propagate.factors import assemble, operand_layout, res
 from torchgspmd.rules import rule_of
 from torchgspmd.rules.registry import DECOMPOSITIONS, RULES, SPLITS
 
-CASES = [pytest.param(op, i, id=f"{op}-{i}") for op, samples in SAMPLES.items() for i in range(len(samples))]
-STATISTICS = {aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default, aten._safe_softmax.default,
-              aten._log_softmax_backward_data.default, aten.native_layer_norm.default, aten.native_layer_norm_backward.default}
+CASES = [
+    pytest.param(op, i, id=f"{op}-{i}")
+    for op, samples in SAMPLES.items()
+    for i in range(len(samples))
+]
+STATISTICS = {
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten._softmax_backward_data.default,
+    aten._safe_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+}
 
 
-OWN = {op for op in RULES if not isinstance(op, str)}                        # before other tests add theirs; by name: test_transformers.py
+OWN = {
+    op for op in RULES if not isinstance(op, str)
+}  # before other tests add theirs; by name: test_transformers.py
 
 
 def test_every_rule_has_a_sample():
@@ -42,7 +56,9 @@ def test_every_rule_has_a_sample():
 
 
 def one_operation(op, args, kwargs) -> tuple[fx.Graph, fx.Node, list[Tensor]]:
-    """A graph of one operation that returns all of its results; the operation's node; its tensor operands."""
+    """A graph of one operation that returns all of its results; the operation's node; its tensor
+    operands.
+    """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     graph, mode = fx.Graph(), FakeTensorMode()
@@ -53,7 +69,10 @@ def one_operation(op, args, kwargs) -> tuple[fx.Graph, fx.Node, list[Tensor]]:
 
     def filled(with_: list) -> tuple[tuple, dict]:
         rest = iter(with_)
-        return pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+        return pytree.tree_unflatten(
+            [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
+        )
+
     node = graph.call_function(op, *filled(nodes))
     fake_args, fake_kwargs = filled(fakes)
     with mode:
@@ -68,16 +87,26 @@ def one_operation(op, args, kwargs) -> tuple[fx.Graph, fx.Node, list[Tensor]]:
     return graph, node, tensors
 
 
-def shard(graph: fx.Graph, node: fx.Node, assignment: dict, mesh: Mesh) -> tuple[fx.Graph, list[ShardSpec], list[ShardSpec]] | None:
-    """The graph with the operation's factors sharded as given and its pending results reduced; layouts of inputs and
-    outputs. None where no layout of whole dimensions expresses the assignment."""
+def shard(
+    graph: fx.Graph, node: fx.Node, assignment: dict, mesh: Mesh
+) -> tuple[fx.Graph, list[ShardSpec], list[ShardSpec]] | None:
+    """The graph with the operation's factors sharded as given and its pending results reduced;
+    layouts of inputs and outputs. None where no layout of whole dimensions expresses the
+    assignment.
+    """
     rule = rule_of(call_of(node))
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    needs = [operand_layout(rule, i, tuple(n.meta["val"].shape), assignment, mesh) for i, n in enumerate(placeholders)]
+    needs = [
+        operand_layout(rule, i, tuple(n.meta["val"].shape), assignment, mesh)
+        for i, n in enumerate(placeholders)
+    ]
     outs = [assemble(dims, assignment, rule.sizes, mesh) for dims in rule.results]
     if None in needs or None in outs:
         return None
-    specs = [ShardSpec(axes, (), *result_pending(rule, dims, assignment)) for axes, dims in zip(outs, rule.results)]
+    specs = [
+        ShardSpec(axes, (), *result_pending(rule, dims, assignment))
+        for axes, dims in zip(outs, rule.results)
+    ]
     for given, need in zip(placeholders, needs):
         given.meta["spec"] = need.plain()
         with graph.inserting_before(node):
@@ -92,7 +121,9 @@ def shard(graph: fx.Graph, node: fx.Node, assignment: dict, mesh: Mesh) -> tuple
     return graph, [need.plain() for need in needs], [s.with_pending(()) for s in specs]
 
 
-def resharded(graph: fx.Graph, value: fx.Node, before: ShardSpec, after: ShardSpec, mesh: Mesh) -> fx.Node:
+def resharded(
+    graph: fx.Graph, value: fx.Node, before: ShardSpec, after: ShardSpec, mesh: Mesh
+) -> fx.Node:
     shape, size = tuple(value.meta["val"].shape), value.meta["val"].element_size()
     for step in Resharder(mesh).steps(shape, size, before, after):
         made = graph.call_function(STEPS[step.kind], (value, *step.args))
@@ -101,16 +132,22 @@ def resharded(graph: fx.Graph, value: fx.Node, before: ShardSpec, after: ShardSp
     return value
 
 
-def run(graph: fx.Graph, mesh: Mesh, tensors: list[Tensor], ins: list[ShardSpec], outs: list[ShardSpec]) -> list[Tensor]:
+def run(
+    graph: fx.Graph, mesh: Mesh, tensors: list[Tensor], ins: list[ShardSpec], outs: list[ShardSpec]
+) -> list[Tensor]:
     program = fx.GraphModule(nn.Module(), localize(graph, mesh))
-    parts = Lockstep(program, mesh).run_devices([split_global(t, spec, mesh, poison=True) for t, spec in zip(tensors, ins)])
+    parts = Lockstep(program, mesh).run_devices(
+        [split_global(t, spec, mesh, poison=True) for t, spec in zip(tensors, ins)]
+    )
     shapes = [n.meta["val"].shape for n in graph.output_node().args[0]]
     return [join_global(p, spec, shape, mesh) for p, spec, shape in zip(parts, outs, shapes)]
 
 
 def expected(op, args, kwargs) -> list[Tensor]:
     torch.manual_seed(1)
-    return [t.contiguous() for t in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(t, Tensor)]
+    return [
+        t.contiguous() for t in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(t, Tensor)
+    ]
 
 
 def check(op, number: int, assignment: dict, mesh: Mesh) -> None:
@@ -120,7 +157,11 @@ def check(op, number: int, assignment: dict, mesh: Mesh) -> None:
     if made is None:
         return
     torch.manual_seed(1)
-    assert_same(run(made[0], mesh, tensors, *made[1:]), expected(op, args, kwargs), f"{op} {assignment} {mesh!r}")
+    assert_same(
+        run(made[0], mesh, tensors, *made[1:]),
+        expected(op, args, kwargs),
+        f"{op} {assignment} {mesh!r}",
+    )
 
 
 def shardable(op, number: int) -> list[str]:
@@ -161,12 +202,22 @@ def test_pending_sums_pass_through_what_is_linear(op, number):
         for operand in group:
             x = leaves[places[operand]]
             if x.dtype == torch.bool:
-                return                  # no rule leaves terms of booleans that do not exclude each other
+                return  # no rule leaves terms of booleans that do not exclude each other
             terms[places[operand]] = torch.randn(x.shape).mul(3).to(x.dtype)
             sums[places[operand]] = x + terms[places[operand]]
-        a, b, both = (expected(op, *pytree.tree_unflatten(flat, tree)) for flat in (leaves, terms, sums))
-        coarse = min((t.dtype for t in (*tensors, *both) if t.is_floating_point()), key=lambda d: -torch.finfo(d).eps, default=torch.int64)
-        assert_same([(x + y).to(coarse) for x, y in zip(a, b)], [t.to(coarse) for t in both], f"{op}, operands {sorted(group)}")
+        a, b, both = (
+            expected(op, *pytree.tree_unflatten(flat, tree)) for flat in (leaves, terms, sums)
+        )
+        coarse = min(
+            (t.dtype for t in (*tensors, *both) if t.is_floating_point()),
+            key=lambda d: -torch.finfo(d).eps,
+            default=torch.int64,
+        )
+        assert_same(
+            [(x + y).to(coarse) for x, y in zip(a, b)],
+            [t.to(coarse) for t in both],
+            f"{op}, operands {sorted(group)}",
+        )
 
 
 @pytest.mark.parametrize("op, number", CASES)
@@ -178,12 +229,21 @@ def test_partition_shards_the_factor_that_inputs_and_outputs_are_laid_out_by(op,
         graph, node, tensors = one_operation(op, *SAMPLES[op][number]())
         rule = rule_of(call_of(node))
         assignment = {factor: ("m",)}
-        ins, outs = ([assemble(dims, assignment, rule.sizes, mesh) for dims in side] for side in (rule.operands, rule.results))
+        ins, outs = (
+            [assemble(dims, assignment, rule.sizes, mesh) for dims in side]
+            for side in (rule.operands, rule.results)
+        )
         if None in ins or None in outs or not any(any(axes) for axes in outs):
-            continue                    # a factor that is summed over: whether to shard it is a question of cost
-        given = {n: ShardSpec(axes) for n, axes in zip((n for n in graph.nodes if n.op == "placeholder"), ins)}
+            continue  # a factor that is summed over: whether to shard it is a question of cost
+        given = {
+            n: ShardSpec(axes)
+            for n, axes in zip((n for n in graph.nodes if n.op == "placeholder"), ins)
+        }
         wanted = {i: ShardSpec(axes) for i, axes in enumerate(outs)}
-        seeds = [*((n, s, "") for n, s in given.items()), *((v, s, "") for v, s in zip(results_of(node), wanted.values()))]
+        seeds = [
+            *((n, s, "") for n, s in given.items()),
+            *((v, s, "") for v, s in zip(results_of(node), wanted.values())),
+        ]
         propagate(graph, mesh, seeds)
         sharded = partition(graph, mesh, given, wanted, Rules())
         found = next(n for n in sharded.nodes if "rule" in n.meta)
@@ -191,6 +251,7 @@ def test_partition_shards_the_factor_that_inputs_and_outputs_are_laid_out_by(op,
 
 
 # ------------------------------------------------------------------------------------------ taken apart
+
 
 def _r(*shape) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(str(shape))))
@@ -208,16 +269,27 @@ def test_operations_that_split_run_with_shards_of_what_they_need_whole(op, numbe
 
     def f(*given):
         rest = iter(given)
-        a, k = pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+        a, k = pytree.tree_unflatten(
+            [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
+        )
         return [t for t in pytree.tree_leaves(op(*a, **k)) if isinstance(t, Tensor)]
+
     rule = rule_of(call_of(one_operation(op, args, kwargs)[1]))
     for factor in rule.whole if rule.splits else ():
         for mesh in (Mesh(m=2), Mesh(m=3)):
             specs = [assemble(dims, {factor: ("m",)}, rule.sizes, mesh) for dims in rule.operands]
-            plan = gspmd.plan(f, *tensors, mesh=mesh, in_specs=tuple(str(ShardSpec(s)) for s in specs))
-            assert_same(plan.simulate(*tensors, _poison=True), expected(op, args, kwargs), f"{op} {factor} {mesh!r}")
+            plan = gspmd.plan(
+                f, *tensors, mesh=mesh, in_specs=tuple(str(ShardSpec(s)) for s in specs)
+            )
+            assert_same(
+                plan.simulate(*tensors, _poison=True),
+                expected(op, args, kwargs),
+                f"{op} {factor} {mesh!r}",
+            )
             if op in STATISTICS:
-                assert not any(c.kind == "all_gather" for c in plan.collectives), f"{op} is gathered along {factor}"
+                assert not any(c.kind == "all_gather" for c in plan.collectives), (
+                    f"{op} is gathered along {factor}"
+                )
 
 
 _C = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
@@ -226,94 +298,203 @@ DECOMPOSED = {
     aten.squeeze.default: [(_r(4, 1, 5),)],
     aten.squeeze.dim: [(_r(4, 1, 5), 1), (_r(4, 5), 1)],
     aten.squeeze.dims: [(_r(1, 4, 1, 5), [0, 2])],
-    aten.convolution.default: [(_r(2, 3, 5, 5), _r(4, 3, 3, 3), _r(4), *_C), (_r(2, 3, 5, 5), _r(4, 3, 3, 3), None, *_C)],
+    aten.convolution.default: [
+        (_r(2, 3, 5, 5), _r(4, 3, 3, 3), _r(4), *_C),
+        (_r(2, 3, 5, 5), _r(4, 3, 3, 3), None, *_C),
+    ],
     aten.convolution_backward.default: [
         (_r(2, 4, 5, 5), _r(2, 3, 5, 5), _r(4, 3, 3, 3), [4], *_C, [True, True, True]),
-        (_r(2, 4, 5, 5), _r(2, 3, 5, 5), _r(4, 3, 3, 3), None, *_C, [False, True, False])],
-    aten.cholesky.default: [(_r(2, 3, 3) @ _r(2, 3, 3).mT + torch.eye(3),), (_r(3, 3) @ _r(3, 3).mT + torch.eye(3), True)],
-    aten.cholesky_inverse.default: [(_r(2, 3, 3).tril() + 3 * torch.eye(3),), (_r(3, 3).triu() + 3 * torch.eye(3), True)],
+        (_r(2, 4, 5, 5), _r(2, 3, 5, 5), _r(4, 3, 3, 3), None, *_C, [False, True, False]),
+    ],
+    aten.cholesky.default: [
+        (_r(2, 3, 3) @ _r(2, 3, 3).mT + torch.eye(3),),
+        (_r(3, 3) @ _r(3, 3).mT + torch.eye(3), True),
+    ],
+    aten.cholesky_inverse.default: [
+        (_r(2, 3, 3).tril() + 3 * torch.eye(3),),
+        (_r(3, 3).triu() + 3 * torch.eye(3), True),
+    ],
     aten._conj.default: [(_r(3, 4).to(torch.complex64) * 1j,)],
     aten._neg_view.default: [(_r(3, 4),)],
     aten.as_strided.default: [
-        (_r(4, 6), (4, 6), (6, 1)), (_r(4, 6), (6, 4), (1, 6)), (_r(4, 6), (2, 3), (12, 2), 1), (_r(4, 6), (3, 5), (6, 1), 7),
-        (_r(2, 4, 6), (2, 7, 6, 2), (24, 3, 1, 0)), (_r(3, 8, 2), (3, 3, 4, 2), (16, 4, 2, 1)), (_r(4, 6), (4, 3), (5, 3)),
-        (_r(6, 4).t(), (4, 6), (1, 4)), (_r(6, 4).t(), (3, 2, 5), (1, 1, 4)), (_r(4, 6), (), (), 5), (_r(4, 6), (1, 3), (1, 7))],
+        (_r(4, 6), (4, 6), (6, 1)),
+        (_r(4, 6), (6, 4), (1, 6)),
+        (_r(4, 6), (2, 3), (12, 2), 1),
+        (_r(4, 6), (3, 5), (6, 1), 7),
+        (_r(2, 4, 6), (2, 7, 6, 2), (24, 3, 1, 0)),
+        (_r(3, 8, 2), (3, 3, 4, 2), (16, 4, 2, 1)),
+        (_r(4, 6), (4, 3), (5, 3)),
+        (_r(6, 4).t(), (4, 6), (1, 4)),
+        (_r(6, 4).t(), (3, 2, 5), (1, 1, 4)),
+        (_r(4, 6), (), (), 5),
+        (_r(4, 6), (1, 3), (1, 7)),
+    ],
     aten.as_strided_copy.default: [(_r(4, 6), (2, 3), (12, 2), 1)],
-    aten.as_strided_scatter.default: [(_r(4, 6), _r(2, 3), (2, 3), (12, 2), 1), (_r(6, 4).t(), _r(3, 2), (3, 2), (1, 4))],
+    aten.as_strided_scatter.default: [
+        (_r(4, 6), _r(2, 3), (2, 3), (12, 2), 1),
+        (_r(6, 4).t(), _r(3, 2), (3, 2), (1, 4)),
+    ],
     prims.as_strided_scatter.default: [(_r(4, 6), _r(2, 3), (2, 3), (12, 2), 1)],
-    aten.unfold.default: [(_r(4, 7), 1, 3, 2), (_r(4, 7), 0, 2, 2), (_r(4, 7), -1, 3, 1), (_r(4, 7), 1, 2, 3)],
+    aten.unfold.default: [
+        (_r(4, 7), 1, 3, 2),
+        (_r(4, 7), 0, 2, 2),
+        (_r(4, 7), -1, 3, 1),
+        (_r(4, 7), 1, 2, 3),
+    ],
     aten.unfold_copy.default: [(_r(4, 7), 1, 3, 2)],
-    aten.unfold_backward.default: [(_r(4, 3, 3), [4, 7], 1, 3, 2), (_r(2, 7, 2), [4, 7], 0, 2, 2), (_r(4, 2, 2), [4, 7], 1, 2, 3)],
+    aten.unfold_backward.default: [
+        (_r(4, 3, 3), [4, 7], 1, 3, 2),
+        (_r(2, 7, 2), [4, 7], 0, 2, 2),
+        (_r(4, 2, 2), [4, 7], 1, 2, 3),
+    ],
     aten.diagonal.default: [(_r(4, 5),), (_r(4, 5), 1), (_r(3, 4, 5), -2, 2, 0), (_r(4, 5), 9)],
     aten.diagonal_copy.default: [(_r(3, 4, 5), -2, 2, 0)],
     aten.diagonal_backward.default: [(_r(4), [4, 5], 0, 0, 1), (_r(4, 3), [3, 4, 5], -2, 2, 0)],
     aten.diagonal_scatter.default: [(_r(4, 5), _r(4)), (_r(3, 4, 5), _r(4, 3), -2, 2, 0)],
     aten.trace.default: [(_r(4, 5),), (torch.arange(9, dtype=torch.int32).reshape(3, 3),)],
     aten.take.default: [(_r(4, 5), torch.tensor([[3, 19], [-1, 0]]))],
-    aten.put.default: [(_r(4, 5), torch.tensor([[3, 19], [-1, 0]]), _r(2, 2)), (_r(4, 5), _T, _r(4), True)],
+    aten.put.default: [
+        (_r(4, 5), torch.tensor([[3, 19], [-1, 0]]), _r(2, 2)),
+        (_r(4, 5), _T, _r(4), True),
+    ],
     aten.masked_scatter.default: [(_r(4, 5), _r(4, 5) > 0, _r(20)), (_r(4, 5), _r(5) > 0, _r(20))],
-    aten.masked_scatter_backward.default: [(_r(4, 5), _r(4, 5) > 0, [20]), (_r(4, 5), _r(4, 5) > 0, [5, 6]), (_r(4, 5), _r(5) > 0, [20])],
-    aten._unsafe_masked_index.default: [(_r(4, 5), _r(3) > 0, [None, torch.tensor([4, -3, 7])], 2.0)],
-    aten._unsafe_masked_index_put_accumulate.default: [(_r(4, 5), _r(3) > 0, [None, torch.tensor([4, -3, 7])], _r(4, 3))],
+    aten.masked_scatter_backward.default: [
+        (_r(4, 5), _r(4, 5) > 0, [20]),
+        (_r(4, 5), _r(4, 5) > 0, [5, 6]),
+        (_r(4, 5), _r(5) > 0, [20]),
+    ],
+    aten._unsafe_masked_index.default: [
+        (_r(4, 5), _r(3) > 0, [None, torch.tensor([4, -3, 7])], 2.0)
+    ],
+    aten._unsafe_masked_index_put_accumulate.default: [
+        (_r(4, 5), _r(3) > 0, [None, torch.tensor([4, -3, 7])], _r(4, 3))
+    ],
     aten._weight_norm_interface_backward.default: [
         (_r(4, 3, 2), _r(4, 3, 2), _r(4, 1, 1), _r(4, 3, 2).norm(dim=(1, 2), keepdim=True), 0),
-        (_r(4, 3, 2), _r(4, 3, 2), _r(1, 1, 2), _r(4, 3, 2).norm(dim=(0, 1), keepdim=True), 2)],
+        (_r(4, 3, 2), _r(4, 3, 2), _r(1, 1, 2), _r(4, 3, 2).norm(dim=(0, 1), keepdim=True), 2),
+    ],
     aten.std_mean.correction: [(_r(4, 5), [1], {"correction": 1, "keepdim": True}), (_r(4, 5), {})],
     aten.aminmax.default: [(_r(4, 5), {}), (_r(4, 5), {"dim": 1, "keepdim": True})],
-    aten._trilinear.default: [(_r(3, 4), _r(5, 4, 6), _r(3, 6), [1, 3], [0], [1, 2], [2, 3]),
-                              (_r(3, 4), _r(5, 4), _r(3, 5), [1], [0], [2], [0])],
-    aten.addbmm.default: [(_r(3, 5), _r(2, 3, 4), _r(2, 4, 5), {"beta": 0.5, "alpha": 2}),
-                           (_r(3, 5), _r(2, 3, 4), _r(2, 4, 5), {"beta": 0})],
+    aten._trilinear.default: [
+        (_r(3, 4), _r(5, 4, 6), _r(3, 6), [1, 3], [0], [1, 2], [2, 3]),
+        (_r(3, 4), _r(5, 4), _r(3, 5), [1], [0], [2], [0]),
+    ],
+    aten.addbmm.default: [
+        (_r(3, 5), _r(2, 3, 4), _r(2, 4, 5), {"beta": 0.5, "alpha": 2}),
+        (_r(3, 5), _r(2, 3, 4), _r(2, 4, 5), {"beta": 0}),
+    ],
     aten.nll_loss2d_forward.default: [
-        (_r(3, 5, 2, 2), _PIXELS, w, how, -100)
-        for w in (None, _r(5).abs()) for how in (0, 1, 2)],
+        (_r(3, 5, 2, 2), _PIXELS, w, how, -100) for w in (None, _r(5).abs()) for how in (0, 1, 2)
+    ],
     aten.nll_loss2d_backward.default: [
         (_r(()) if how else _r(3, 2, 2), _r(3, 5, 2, 2), _PIXELS, w, how, -100, torch.tensor(3.0))
-        for w in (None, _r(5).abs()) for how in (0, 1, 2)],
-    aten.mm.default: [(_r(3, 4), _r(4, 5))], aten.bmm.default: [(_r(2, 3, 4), _r(2, 4, 5))], aten.mv.default: [(_r(3, 4), _r(4))],
-    aten.dot.default: [(_r(4), _r(4))], aten.vdot.default: [(_r(4), _r(4))],
-    aten.addmm.default: [(_r(5), _r(3, 4), _r(4, 5)), (_r(5), _r(3, 4), _r(4, 5), dict(beta=0.5, alpha=2)),
-                         (_r(5) * float("nan"), _r(3, 4), _r(4, 5), dict(beta=0))],
+        for w in (None, _r(5).abs())
+        for how in (0, 1, 2)
+    ],
+    aten.mm.default: [(_r(3, 4), _r(4, 5))],
+    aten.bmm.default: [(_r(2, 3, 4), _r(2, 4, 5))],
+    aten.mv.default: [(_r(3, 4), _r(4))],
+    aten.dot.default: [(_r(4), _r(4))],
+    aten.vdot.default: [(_r(4), _r(4))],
+    aten.addmm.default: [
+        (_r(5), _r(3, 4), _r(4, 5)),
+        (_r(5), _r(3, 4), _r(4, 5), dict(beta=0.5, alpha=2)),
+        (_r(5) * float("nan"), _r(3, 4), _r(4, 5), dict(beta=0)),
+    ],
     aten.baddbmm.default: [(_r(2, 3, 5), _r(2, 3, 4), _r(2, 4, 5), dict(beta=0.5, alpha=2))],
-    aten.addcmul.default: [(_r(3, 4), _r(4), _r(3, 1)), (_r(3, 4), _r(3, 4), _r(3, 4), dict(value=0.3))],
-    aten.addcdiv.default: [(_r(3, 4), _r(4), _r(3, 1) + 5), (_r(3, 4), _r(3, 4), _r(3, 4) + 5, dict(value=0.3))],
-    aten.mean.dim: [(_r(3, 4), [1]), (_r(3, 4), [], True), (_r(3, 4), None), (_r(3, 4), [0], dict(dtype=torch.float64))],
+    aten.addcmul.default: [
+        (_r(3, 4), _r(4), _r(3, 1)),
+        (_r(3, 4), _r(3, 4), _r(3, 4), dict(value=0.3)),
+    ],
+    aten.addcdiv.default: [
+        (_r(3, 4), _r(4), _r(3, 1) + 5),
+        (_r(3, 4), _r(3, 4), _r(3, 4) + 5, dict(value=0.3)),
+    ],
+    aten.mean.dim: [
+        (_r(3, 4), [1]),
+        (_r(3, 4), [], True),
+        (_r(3, 4), None),
+        (_r(3, 4), [0], dict(dtype=torch.float64)),
+    ],
     aten.mean.default: [(_r(3, 4),)],
-    aten.any.dim: [(_r(3, 4) > 1, 1), (_r(3, 4) > 1, 0, True)], aten.any.dims: [(_r(3, 4) > 1, [0, 1])],
+    aten.any.dim: [(_r(3, 4) > 1, 1), (_r(3, 4) > 1, 0, True)],
+    aten.any.dims: [(_r(3, 4) > 1, [0, 1])],
     aten.any.default: [(_r(3, 4) > 9,)],
-    aten.all.dim: [(_r(3, 4) > 0, 1), (_r(3, 4), 0, True)], aten.all.dims: [(_r(3, 4) > -9, [0, 1])], aten.all.default: [(_r(3, 4) > -9,)],
-    aten.var_mean.correction: [(_r(3, 4), [1]), (_r(3, 4), None), (_r(3, 4), [0], dict(correction=0, keepdim=True))],
+    aten.all.dim: [(_r(3, 4) > 0, 1), (_r(3, 4), 0, True)],
+    aten.all.dims: [(_r(3, 4) > -9, [0, 1])],
+    aten.all.default: [(_r(3, 4) > -9,)],
+    aten.var_mean.correction: [
+        (_r(3, 4), [1]),
+        (_r(3, 4), None),
+        (_r(3, 4), [0], dict(correction=0, keepdim=True)),
+    ],
     aten.var.correction: [(_r(3, 4), [1]), (_r(3, 4), [0, 1], dict(correction=2))],
     aten.std.correction: [(_r(3, 4), [1]), (_r(3, 4), [0], dict(correction=0, keepdim=True))],
-    aten.logsumexp.default: [(_r(3, 4), [1]), (_r(3, 4), [0, 1], True), (_r(3, 4) - float("inf"), [1])],
-    aten.arange.default: [(5,), (5.5,), (5, dict(dtype=torch.float64))], aten.arange.start: [(2, 5), (0.5, 4)],
-    aten.zeros_like.default: [(_r(3, 4),), (_r(3), dict(dtype=torch.int64))], aten.ones_like.default: [(_r(3, 4),)],
+    aten.logsumexp.default: [
+        (_r(3, 4), [1]),
+        (_r(3, 4), [0, 1], True),
+        (_r(3, 4) - float("inf"), [1]),
+    ],
+    aten.arange.default: [(5,), (5.5,), (5, dict(dtype=torch.float64))],
+    aten.arange.start: [(2, 5), (0.5, 4)],
+    aten.zeros_like.default: [(_r(3, 4),), (_r(3), dict(dtype=torch.int64))],
+    aten.ones_like.default: [(_r(3, 4),)],
     aten.full_like.default: [(_r(3, 4), 2.5), (torch.ones(3, dtype=torch.int64), 2)],
-    aten.new_zeros.default: [(_r(3), [2, 4])], aten.new_ones.default: [(_r(3), [2, 4], dict(dtype=torch.bool))],
-    aten.new_full.default: [(_r(3), [2, 4], 1.5)], aten.fill.Scalar: [(_r(3), 2)], aten.fill.Tensor: [(_r(3), torch.tensor(2))],
+    aten.new_zeros.default: [(_r(3), [2, 4])],
+    aten.new_ones.default: [(_r(3), [2, 4], dict(dtype=torch.bool))],
+    aten.new_full.default: [(_r(3), [2, 4], 1.5)],
+    aten.fill.Scalar: [(_r(3), 2)],
+    aten.fill.Tensor: [(_r(3), torch.tensor(2))],
     aten.copy.default: [(_r(3, 4), _r(4)), (_r(3), torch.tensor([1, 2, 3]))],
     aten.native_dropout.default: [(_r(3, 4), 0.5, False), (_r(3, 4), 0.0, True)],
     aten.native_dropout_backward.default: [(_r(3, 4), _r(3, 4) > 0, 2.0)],
     aten.nll_loss_forward.default: [
-        (_r(4, 5), _T, None, 1, -100), (_r(4, 5), _T, _r(5).abs(), 1, -100), (_r(4, 5), _T, _r(5).abs(), 0, 2), (_r(4, 5), _T, None, 2, 2),
-        (_r(5), torch.tensor(3), None, 1, -100), (_r(4, 5), _T, None, 1, 2)],
+        (_r(4, 5), _T, None, 1, -100),
+        (_r(4, 5), _T, _r(5).abs(), 1, -100),
+        (_r(4, 5), _T, _r(5).abs(), 0, 2),
+        (_r(4, 5), _T, None, 2, 2),
+        (_r(5), torch.tensor(3), None, 1, -100),
+        (_r(4, 5), _T, None, 1, 2),
+    ],
     aten.nll_loss_backward.default: [
-        (_r(()), _r(4, 5), _T, None, 1, -100, torch.tensor(4.0)), (_r(4), _r(4, 5), _T, _r(5).abs(), 0, 2, torch.tensor(0.0)),
+        (_r(()), _r(4, 5), _T, None, 1, -100, torch.tensor(4.0)),
+        (_r(4), _r(4, 5), _T, _r(5).abs(), 0, 2, torch.tensor(0.0)),
         (_r(()), _r(4, 5), _T, _r(5).abs(), 2, -100, torch.tensor(3.0)),
-        (_r(()), _r(5), torch.tensor(3), None, 1, -100, torch.tensor(1.0))],
+        (_r(()), _r(5), torch.tensor(3), None, 1, -100, torch.tensor(1.0)),
+    ],
 }
-UNDEFINED = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}          # content is unspecified
+UNDEFINED = {
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}  # content is unspecified
 _LONG = torch.full((40_000,), 0.3)
-DRAWN = {                               # what one device draws by PyTorch's generator has the same distribution
-    aten.rand.default: ([40_000],), aten.randn.default: ([40_000],), aten.rand_like.default: (_LONG,), aten.randn_like.default: (_LONG,),
-    aten.randint.default: (9, [40_000]), aten.randint.low: (-3, 1 << 20, [40_000]), aten.randint_like.default: (_LONG, 9),
-    aten.randint_like.low_dtype: (_LONG, -3, 9), aten.bernoulli.p: (_LONG, 0.3), aten.bernoulli.default: (_LONG,),
-    aten.bernoulli.Tensor: (_LONG, _LONG), aten.uniform.default: (_LONG, -2.0, 3.0), aten.normal_functional.default: (_LONG, -2.0, 3.0),
-    aten.normal.Tensor_Tensor: (_LONG, _LONG), aten.normal.Tensor_float: (_LONG, 2.0), aten.normal.float_Tensor: (1.0, _LONG),
-    aten.exponential.default: (_LONG, 2.0), aten.log_normal.default: (_LONG, 0.5, 0.7), aten.cauchy.default: (_LONG, 0.5, 2.0),
-    aten.geometric.default: (_LONG, 0.3), aten.randperm.default: (40_000,), aten.multinomial.default: (torch.arange(9.0), 40_000, True),
+DRAWN = {  # what one device draws by PyTorch's generator has the same distribution
+    aten.rand.default: ([40_000],),
+    aten.randn.default: ([40_000],),
+    aten.rand_like.default: (_LONG,),
+    aten.randn_like.default: (_LONG,),
+    aten.randint.default: (9, [40_000]),
+    aten.randint.low: (-3, 1 << 20, [40_000]),
+    aten.randint_like.default: (_LONG, 9),
+    aten.randint_like.low_dtype: (_LONG, -3, 9),
+    aten.bernoulli.p: (_LONG, 0.3),
+    aten.bernoulli.default: (_LONG,),
+    aten.bernoulli.Tensor: (_LONG, _LONG),
+    aten.uniform.default: (_LONG, -2.0, 3.0),
+    aten.normal_functional.default: (_LONG, -2.0, 3.0),
+    aten.normal.Tensor_Tensor: (_LONG, _LONG),
+    aten.normal.Tensor_float: (_LONG, 2.0),
+    aten.normal.float_Tensor: (1.0, _LONG),
+    aten.exponential.default: (_LONG, 2.0),
+    aten.log_normal.default: (_LONG, 0.5, 0.7),
+    aten.cauchy.default: (_LONG, 0.5, 2.0),
+    aten.geometric.default: (_LONG, 0.3),
+    aten.randperm.default: (40_000,),
+    aten.multinomial.default: (torch.arange(9.0), 40_000, True),
     aten.native_dropout.default: (_LONG, 0.3, True),
-    aten.rrelu_with_noise_functional.default: (-_LONG, _LONG, 0.1, 0.3, True)}
+    aten.rrelu_with_noise_functional.default: (-_LONG, _LONG, 0.1, 0.3, True),
+}
 
 
 def present(ops) -> list:
@@ -339,13 +520,21 @@ def test_decompositions_compute_the_same(op):
 
 @pytest.mark.parametrize("op", present(DRAWN), ids=str)
 def test_decompositions_draw_from_the_same_distribution(op):
-    """Kolmogorov's and Smirnov's statistic of two samples: below 1.95 sqrt(2 / n) with probability 0.999."""
+    """Kolmogorov's and Smirnov's statistic of two samples: below 1.95 sqrt(2 / n) with probability
+    0.999.
+    """
     for got, want in zip(call(DECOMPOSITIONS[op], DRAWN[op]), call(op, DRAWN[op])):
         assert got.shape == want.shape and got.dtype == want.dtype
         places = torch.cat([got, want]).double().sort()[0]
-        below = [torch.searchsorted(t.double().sort()[0], places, right=True) / len(t) for t in (got, want)]
+        below = [
+            torch.searchsorted(t.double().sort()[0], places, right=True) / len(t)
+            for t in (got, want)
+        ]
         assert float((below[0] - below[1]).abs().max()) < 1.95 * (2 / len(got)) ** 0.5
-        assert len(got.unique()) < 100 or abs(float(torch.corrcoef(torch.stack([got[1:], got[:-1]]).double())[0, 1])) < 0.03
+        assert (
+            len(got.unique()) < 100
+            or abs(float(torch.corrcoef(torch.stack([got[1:], got[:-1]]).double())[0, 1])) < 0.03
+        )
 
 
 def test_multinomial_without_replacement():

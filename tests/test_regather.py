@@ -1,4 +1,5 @@
 """Weights gathered once more for the backward; updates stored in parts."""
+
 import copy
 
 import models
@@ -16,22 +17,43 @@ MESH = Mesh(data=4)
 def planned(regather):
     model = models.block(MESH, "fsdp")
     x = torch.randn(8, 32, models.WIDTH, generator=torch.Generator().manual_seed(0))
-    return gspmd.plan(model, x, mesh=MESH, grad=True, in_specs="data _ _", out_specs="data _ _", regather=regather), model, x
+    return (
+        gspmd.plan(
+            model,
+            x,
+            mesh=MESH,
+            grad=True,
+            in_specs="data _ _",
+            out_specs="data _ _",
+            regather=regather,
+        ),
+        model,
+        x,
+    )
 
 
 def gathers(plan, backward):
-    return sum(n.meta["step"].kind == "all_gather" for n in plan.sharded.nodes
-               if "step" in n.meta and bool(n.meta["backward"]) is backward)
+    return sum(
+        n.meta["step"].kind == "all_gather"
+        for n in plan.sharded.nodes
+        if "step" in n.meta and bool(n.meta["backward"]) is backward
+    )
 
 
 def test_what_is_gathered_again_is_not_kept():
     kept, again = planned("never")[0], planned("always")[0]
-    matrices = 6                                                            # the gains of norms are not needed as they are
+    matrices = 6  # the gains of norms are not needed as they are
     assert gathers(again, False) == gathers(kept, False)
     assert gathers(again, True) >= matrices > gathers(kept, True) == 0
     for node in again.sharded.nodes:
-        if "step" in node.meta and node.meta["step"].kind == "all_gather" and node.args[0].op == "placeholder":
-            assert len({bool(u.meta["backward"]) for u in node.users}) == 1, f"{node} lives from the forward to the backward"
+        if (
+            "step" in node.meta
+            and node.meta["step"].kind == "all_gather"
+            and node.args[0].op == "placeholder"
+        ):
+            assert len({bool(u.meta["backward"]) for u in node.users}) == 1, (
+                f"{node} lives from the forward to the backward"
+            )
 
 
 def test_the_numbers_stay():
@@ -39,7 +61,9 @@ def test_the_numbers_stay():
     out, grads = plan.simulate(x)
     want = model(x)
     assert_same(out, want)
-    for (name, _), grad in zip(model.named_parameters(), torch.autograd.grad(want.sum(), list(model.parameters()))):
+    for (name, _), grad in zip(
+        model.named_parameters(), torch.autograd.grad(want.sum(), list(model.parameters()))
+    ):
         assert_same(grads[name], grad)
 
 
@@ -48,26 +72,43 @@ def test_a_cast_weight_is_gathered_and_cast_again():
     gspmd.mark_sharding(model.weight, MESH, "data _")
     x = torch.randn(4, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        plan = gspmd.plan(model, x, mesh=MESH, grad=True, in_specs="data _", out_specs="data _", regather="always")
+        plan = gspmd.plan(
+            model, x, mesh=MESH, grad=True, in_specs="data _", out_specs="data _", regather="always"
+        )
     assert gathers(plan, True) == gathers(plan, False) == 1
 
 
 def test_unknown_options():
-    with pytest.raises(ShardingError, match="there is no regather 'sometimes'; there are 'auto', 'always', 'never'"):
+    with pytest.raises(
+        ShardingError, match="there is no regather 'sometimes'; there are 'auto', 'always', 'never'"
+    ):
         planned("sometimes")
-    with pytest.raises(ShardingError, match="shard_updates names axis 'date', which mesh data=4 does not have"):
+    with pytest.raises(
+        ShardingError, match="shard_updates names axis 'date', which mesh data=4 does not have"
+    ):
         gspmd.parallelize(nn.Linear(2, 2), MESH, shard_updates="date")
 
 
 def test_updates_are_cut_along_the_longest_free_dimension():
     from torchgspmd.runtime.module_proxy import mark_on, shard_updates
+
     mesh = Mesh(data=4, model=2)
-    model = nn.ModuleDict({"a": nn.Linear(6, 10), "b": nn.Linear(8, 4), "c": nn.Linear(3, 3, bias=False)})
+    model = nn.ModuleDict(
+        {"a": nn.Linear(6, 10), "b": nn.Linear(8, 4), "c": nn.Linear(3, 3, bias=False)}
+    )
     frozen = copy.deepcopy(model["b"])
     for parameter in frozen.parameters():
         parameter.requires_grad_(False)
     model["frozen"] = frozen
     gspmd.mark_sharding(model["b"].weight, mesh, "model _")
     shard_updates(model, mesh, "data")
-    marks = {name: str(mark_on(p, mesh)) for name, p in model.named_parameters() if mark_on(p, mesh)}
-    assert marks == {"a.weight": "data _", "a.bias": "data", "b.weight": "model data", "b.bias": "data", "c.weight": "data _"}
+    marks = {
+        name: str(mark_on(p, mesh)) for name, p in model.named_parameters() if mark_on(p, mesh)
+    }
+    assert marks == {
+        "a.weight": "data _",
+        "a.bias": "data",
+        "b.weight": "model data",
+        "b.bias": "data",
+        "c.weight": "data _",
+    }

@@ -1,4 +1,7 @@
-"""Interpolation and adaptive pooling along sharded dimensions: PyTorch's numbers, and only rows of neighbours are sent."""
+"""Interpolation and adaptive pooling along sharded dimensions: PyTorch's numbers, and only rows of
+neighbours are sent.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,12 +17,19 @@ from torchgspmd.custom_ops.resampling import Line, bands, weights
 
 LAYOUTS = [("s=2", "_ _ s _"), ("s=3", "_ _ s _"), ("s=2,r=2", "_ _ s r"), ("s=2,r=2", "_ _ s+r _")]
 PLANES: dict[str, dict] = {
-    "nearest up": dict(size=(111, 49)), "nearest down": dict(scale_factor=0.4), "nearest by 2": dict(scale_factor=2),
-    "exact": dict(size=(89, 45), mode="nearest-exact"), "bilinear": dict(size=(121, 28), mode="bilinear"),
-    "corners": dict(size=(105, 61), mode="bilinear", align_corners=True), "by 1.5": dict(scale_factor=1.5, mode="bilinear"),
-    "bicubic": dict(size=(123, 61), mode="bicubic"), "antialias": dict(size=(27, 22), mode="bilinear", antialias=True),
-    "bicubic antialias": dict(size=(31, 73), mode="bicubic", antialias=True), "area": dict(size=(24, 16), mode="area"),
-    "one dimension": dict(size=(51, 67), mode="bilinear"), "same": dict(size=(51, 33), mode="bilinear"),
+    "nearest up": dict(size=(111, 49)),
+    "nearest down": dict(scale_factor=0.4),
+    "nearest by 2": dict(scale_factor=2),
+    "exact": dict(size=(89, 45), mode="nearest-exact"),
+    "bilinear": dict(size=(121, 28), mode="bilinear"),
+    "corners": dict(size=(105, 61), mode="bilinear", align_corners=True),
+    "by 1.5": dict(scale_factor=1.5, mode="bilinear"),
+    "bicubic": dict(size=(123, 61), mode="bicubic"),
+    "antialias": dict(size=(27, 22), mode="bilinear", antialias=True),
+    "bicubic antialias": dict(size=(31, 73), mode="bicubic", antialias=True),
+    "area": dict(size=(24, 16), mode="area"),
+    "one dimension": dict(size=(51, 67), mode="bilinear"),
+    "same": dict(size=(51, 33), mode="bilinear"),
 }
 
 
@@ -27,11 +37,14 @@ def with_gradient(function: Callable) -> Callable:
     def both(x: Tensor) -> tuple[Tensor, Tensor]:
         y = function(x.requires_grad_())
         return y, torch.autograd.grad((y * y.detach().cos()).sum(), x)[0]
+
     return both
 
 
 def check(function: Callable, x: Tensor, mesh: str, spec: str) -> gspmd.Plan:
-    plan = gspmd.plan(function, x.clone(), mesh=gspmd.Mesh.parse(mesh), in_specs=spec, out_specs=(spec, spec))
+    plan = gspmd.plan(
+        function, x.clone(), mesh=gspmd.Mesh.parse(mesh), in_specs=spec, out_specs=(spec, spec)
+    )
     assert_same(plan.simulate(x.clone(), _poison=True), function(x.clone()))
     return plan
 
@@ -45,10 +58,21 @@ def test_planes(name: str, mesh: str, spec: str) -> None:
 
 
 @pytest.mark.parametrize("mesh, spec", [(m, f"{s} _") for m, s in LAYOUTS])
-@pytest.mark.parametrize("function", [lambda x: F.interpolate(x, size=(27, 8, 11), mode="trilinear"),
-                                      lambda x: F.interpolate(x, scale_factor=(2, 1, 0.5)), lambda x: F.adaptive_avg_pool3d(x, (7, 4, 1))])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.interpolate(x, size=(27, 8, 11), mode="trilinear"),
+        lambda x: F.interpolate(x, scale_factor=(2, 1, 0.5)),
+        lambda x: F.adaptive_avg_pool3d(x, (7, 4, 1)),
+    ],
+)
 def test_volumes(function: Callable, mesh: str, spec: str) -> None:
-    check(with_gradient(function), torch.randn(2, 2, 13, 7, 5, generator=torch.Generator().manual_seed(0)), mesh, spec)
+    check(
+        with_gradient(function),
+        torch.randn(2, 2, 13, 7, 5, generator=torch.Generator().manual_seed(0)),
+        mesh,
+        spec,
+    )
 
 
 def adaptive_max(size: tuple) -> Callable:
@@ -57,6 +81,7 @@ def adaptive_max(size: tuple) -> Callable:
     def both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, index = function(x.requires_grad_(), size, return_indices=True)
         return y, index, torch.autograd.grad((y * y.detach().cos()).sum(), x)[0]
+
     return both
 
 
@@ -76,7 +101,13 @@ def test_adaptive_max_pooling(size: tuple, mesh: str, spec: str, equals: bool) -
     if equals:
         x = x.round()
         x[0, 0, 40, 2] = x[0, 0, 41, 1] = torch.nan
-    plan = gspmd.plan(function := adaptive_max(size), x, mesh=gspmd.Mesh.parse(mesh), in_specs=spec, out_specs=(spec,) * 3)
+    plan = gspmd.plan(
+        function := adaptive_max(size),
+        x,
+        mesh=gspmd.Mesh.parse(mesh),
+        in_specs=spec,
+        out_specs=(spec,) * 3,
+    )
     same(plan.simulate(x, _poison=True), function(x.clone()))
     assert {c.kind for c in plan.collectives} <= {"permute"} and not plan.replicated_ops
 
@@ -86,14 +117,26 @@ def test_adaptive_max_pooling_to_one(mesh: str, spec: str) -> None:
     x = torch.randn(2, 3, 51, 33, generator=torch.Generator().manual_seed(0)).round()
     x[0, 0, 40, 2] = x[0, 0, 41, 1] = torch.nan
     whole = "_ _ _ _"
-    plan = gspmd.plan(function := adaptive_max((1, 1)), x, mesh=gspmd.Mesh.parse(mesh), in_specs=spec, out_specs=(whole, whole, spec))
+    plan = gspmd.plan(
+        function := adaptive_max((1, 1)),
+        x,
+        mesh=gspmd.Mesh.parse(mesh),
+        in_specs=spec,
+        out_specs=(whole, whole, spec),
+    )
     same(plan.simulate(x, _poison=True), function(x.clone()))
     assert {c.kind for c in plan.collectives} == {"all_reduce"} and not plan.replicated_ops
 
 
 def test_adaptive_max_pooling_of_volumes() -> None:
     x = torch.randn(2, 13, 7, 5, generator=torch.Generator().manual_seed(0))
-    plan = gspmd.plan(function := adaptive_max((6, 3, 1)), x, mesh=gspmd.Mesh(s=2, r=2), in_specs="_ s r _", out_specs=("_ s r _",) * 3)
+    plan = gspmd.plan(
+        function := adaptive_max((6, 3, 1)),
+        x,
+        mesh=gspmd.Mesh(s=2, r=2),
+        in_specs="_ s r _",
+        out_specs=("_ s r _",) * 3,
+    )
     assert_same(plan.simulate(x, _poison=True), function(x.clone()))
     assert {c.kind for c in plan.collectives} <= {"permute"} and not plan.replicated_ops
 
@@ -101,25 +144,44 @@ def test_adaptive_max_pooling_of_volumes() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_types(dtype: torch.dtype) -> None:
     x = torch.randn(2, 3, 17, 11, generator=torch.Generator().manual_seed(0)).to(dtype)
-    check(with_gradient(lambda x: F.interpolate(x, size=(40, 9), mode="bilinear")), x, "s=2", "_ _ s _")
+    check(
+        with_gradient(lambda x: F.interpolate(x, size=(40, 9), mode="bilinear")),
+        x,
+        "s=2",
+        "_ _ s _",
+    )
 
 
 def test_bytes_of_an_image_are_rounded_as_pytorch_does() -> None:
-    x = torch.randint(0, 256, (2, 3, 17, 11), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    plan = gspmd.plan(lambda x: F.interpolate(x, size=(40, 9), mode="bilinear"), x, mesh=gspmd.Mesh(s=2), in_specs="_ _ s _")
+    x = torch.randint(
+        0, 256, (2, 3, 17, 11), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
+    plan = gspmd.plan(
+        lambda x: F.interpolate(x, size=(40, 9), mode="bilinear"),
+        x,
+        mesh=gspmd.Mesh(s=2),
+        in_specs="_ _ s _",
+    )
     assert torch.equal(plan.simulate(x), F.interpolate(x, size=(40, 9), mode="bilinear"))
 
 
 def test_the_graph_of_an_interpolation() -> None:
     x = torch.empty(1, 2, 32, device="meta")
     mesh = gspmd.Mesh(s=4)
-    plan = gspmd.plan(lambda x: F.interpolate(x, scale_factor=2, mode="linear"), x, mesh=mesh, in_specs="_ _ s", out_specs="_ _ s")
+    plan = gspmd.plan(
+        lambda x: F.interpolate(x, scale_factor=2, mode="linear"),
+        x,
+        mesh=mesh,
+        in_specs="_ _ s",
+        out_specs="_ _ s",
+    )
     assert str(plan).splitlines()[1:5] == [
         "  %x                 : f32[1, 2, 32@s]                = input",
         "  %x_h               : f32[1, 2, 32@s[(16i-1)/2:+10]] = halo(%x, 2, s, (16i-1)/2:+10 in 0:32 else 0, 32)",
         "  %upsample_linear1d : f32[1, 2, 64@s]                = upsample_linear1d(%x_h, [64], False, 2.0)",
-        "  return %upsample_linear1d"]
-    assert plan.sent_bytes == 2 * 2 * 4                                     # a row of two channels to either side
+        "  return %upsample_linear1d",
+    ]
+    assert plan.sent_bytes == 2 * 2 * 4  # a row of two channels to either side
 
 
 def test_bands_are_the_weights() -> None:
@@ -127,5 +189,5 @@ def test_bands_are_the_weights() -> None:
     first, last, band = bands(line, torch.float64)
     dense = torch.zeros(12, 7, dtype=torch.float64)
     for p, (row, end) in enumerate(zip(first.tolist(), last.tolist())):
-        dense[p, row:end + 1] = band[p, :end + 1 - row]
+        dense[p, row : end + 1] = band[p, : end + 1 - row]
     assert torch.equal(dense, weights(line, torch.float64)) and band.shape == (12, 2)

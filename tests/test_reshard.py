@@ -1,8 +1,11 @@
-"""Resharding: Shardy's conformance cases at no more than its cost, and every pair of layouts executed.
+"""Resharding: Shardy's conformance cases at no more than its cost, and every pair of layouts
+executed.
 
-The cases are facts re-expressed from openxla/shardy, reshard_to_collectives.mlir (Apache-2.0, HEAD a0277a83). A sub-axis
-of theirs is an axis here: x:(1)2 and x:(2)2 of an axis x of size 4 are x1 and x2.
+The cases are facts re-expressed from openxla/shardy, reshard_to_collectives.mlir (Apache-2.0, HEAD
+a0277a83). A sub-axis of theirs is an axis here: x:(1)2 and x:(2)2 of an axis x of size 4 are x1 and
+x2.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -20,9 +23,9 @@ from torchgspmd.comm.simulator import Lockstep, split_global
 from torchgspmd.fx_passes import localize
 from torchgspmd.fx_passes.partition.reshard import Resharder, Step
 
-ITEMSIZE = 4                            # bytes of a float32
+ITEMSIZE = 4  # bytes of a float32
 
-LEFT_OUT = {                            # what these cases are about does not exist here: one mesh, devices in order
+LEFT_OUT = {  # what these cases are about does not exist here: one mesh, devices in order
     "between two meshes": """redundant_reshard_fully_replicated_different_meshes
         reshard_from_sharded_to_fully_replicated_different_meshes reshard_from_sharded_to_sharded_different_meshes""",
     "another order of devices": """redundant_reshard_fully_replicated_same_mesh_different_device_ids reorder_device_ids
@@ -211,8 +214,16 @@ def cases() -> list:
         layouts, _, steps = body.partition(" :")
         before, after = (ShardSpec.parse(text) for text in layouts.split("->"))
         theirs = [step.strip().partition(" ") for step in steps.split(",") if step.strip()]
-        found.append(pytest.param(Mesh.parse(mesh), tuple(map(int, shape.split("x"))), before, after,
-                                  [(kind, ShardSpec.parse(text)) for kind, _, text in theirs], id=name))
+        found.append(
+            pytest.param(
+                Mesh.parse(mesh),
+                tuple(map(int, shape.split("x"))),
+                before,
+                after,
+                [(kind, ShardSpec.parse(text)) for kind, _, text in theirs],
+                id=name,
+            )
+        )
     return found
 
 
@@ -220,8 +231,12 @@ def bytes_of(shape: tuple[int, ...], spec: ShardSpec, mesh: Mesh) -> int:
     return math.prod(spec.local_shape(shape, mesh)) * ITEMSIZE
 
 
-def cost_of_shardy(mesh: Mesh, shape: tuple[int, ...], spec: ShardSpec, steps: list[tuple[str, ShardSpec]]) -> float:
-    """What the steps send, a block that does not divide padded: 8 rows over 16 devices are 1 row each, of 8 devices."""
+def cost_of_shardy(
+    mesh: Mesh, shape: tuple[int, ...], spec: ShardSpec, steps: list[tuple[str, ShardSpec]]
+) -> float:
+    """What the steps send, a block that does not divide padded: 8 rows over 16 devices are 1 row
+    each, of 8 devices.
+    """
     total, rows = 0.0, list(spec.local_shape(shape, mesh))
     for kind, new in steps:
         gone = {a for b, n in zip(spec.dims, new.dims) for a in b if a not in n}
@@ -232,7 +247,12 @@ def cost_of_shardy(mesh: Mesh, shape: tuple[int, ...], spec: ShardSpec, steps: l
                 rows[d] = min(rows[d] * mesh.count(gone), shape[d])
             elif kind == "exchange" and len(old) < len(axes):
                 rows[d] = -(-rows[d] // mesh.count(gone))
-        name = {"gather": "all_gather", "exchange": "all_to_all", "permute": "permute", "slice": None}[kind]
+        name = {
+            "gather": "all_gather",
+            "exchange": "all_to_all",
+            "permute": "permute",
+            "slice": None,
+        }[kind]
         total += sent_bytes(name, math.prod(rows) * ITEMSIZE, mesh.count(gone)) if name else 0.0
         spec = new
     return total
@@ -246,18 +266,25 @@ def test_all_97_cases_are_accounted_for():
 def test_sends_no_more_than_shardy(mesh, shape, before, after, theirs):
     steps = Resharder(mesh).steps(shape, ITEMSIZE, before, after)
     assert (steps[-1].spec if steps else before) == after
-    assert sum(step.sent for step in steps) <= cost_of_shardy(mesh, shape, before, theirs), [f"{s.kind} {s.spec}" for s in steps]
+    assert sum(step.sent for step in steps) <= cost_of_shardy(mesh, shape, before, theirs), [
+        f"{s.kind} {s.spec}" for s in steps
+    ]
 
 
 # ------------------------------------------------------------------------------------------ executed
+
 
 def layouts(rank: int, names: tuple[str, ...], pending: bool) -> list[ShardSpec]:
     """Every layout: each axis unused, on one of the dimensions, in every order there, or pending."""
     found = {}
     for order in itertools.permutations(names):
         for places in itertools.product(range(-1 - pending, rank), repeat=len(names)):
-            dims = tuple(tuple(a for a, place in zip(order, places) if place == d) for d in range(rank))
-            found[ShardSpec(dims, (), tuple(a for a in names if dict(zip(order, places))[a] == -2))] = None
+            dims = tuple(
+                tuple(a for a, place in zip(order, places) if place == d) for d in range(rank)
+            )
+            found[
+                ShardSpec(dims, (), tuple(a for a in names if dict(zip(order, places))[a] == -2))
+            ] = None
     return list(found)
 
 
@@ -266,7 +293,9 @@ def hold(x: Tensor, spec: ShardSpec, mesh: Mesh) -> list[Tensor]:
     count = mesh.count(spec.pending)
     terms = [torch.randint(-99, 99, x.shape).to(x.dtype) for _ in range(count - 1)]
     parts = [split_global(t, spec, mesh, poison=True) for t in [*terms, x - sum(terms)]]
-    return [parts[mesh.index(spec.pending, mesh.coordinates(rank))][rank] for rank in range(mesh.size)]
+    return [
+        parts[mesh.index(spec.pending, mesh.coordinates(rank))][rank] for rank in range(mesh.size)
+    ]
 
 
 def run(steps: tuple[Step, ...], x: Tensor, before: ShardSpec, mesh: Mesh) -> list[Tensor]:
@@ -277,21 +306,31 @@ def run(steps: tuple[Step, ...], x: Tensor, before: ShardSpec, mesh: Mesh) -> li
         node = graph.call_function(STEPS[step.kind], (node, *step.args))
         node.meta = {"val": x, "spec": step.spec, "step": step}
     graph.output((node,))
-    return Lockstep(fx.GraphModule(nn.Module(), localize(graph, mesh)), mesh).run_devices([hold(x, before, mesh)])[0]
+    return Lockstep(fx.GraphModule(nn.Module(), localize(graph, mesh)), mesh).run_devices(
+        [hold(x, before, mesh)]
+    )[0]
 
 
-def check(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec, resharder: Resharder) -> None:
-    """Every device, not only one of each group, ends with its part; rows of padding may hold anything."""
+def check(
+    mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec, resharder: Resharder
+) -> None:
+    """Every device, not only one of each group, ends with its part; rows of padding may hold
+    anything.
+    """
     x = torch.randint(-99, 99, shape).float()
     steps = resharder.steps(shape, ITEMSIZE, before, after)
     assert (steps[-1].spec if steps else before) == after
-    assert resharder.at_least(shape, ITEMSIZE, before, after) <= resharder.cost(shape, ITEMSIZE, before, after)
+    assert resharder.at_least(shape, ITEMSIZE, before, after) <= resharder.cost(
+        shape, ITEMSIZE, before, after
+    )
     got = run(steps, x, before, mesh)
     want, inside = (split_global(t, after, mesh) for t in (x, torch.ones_like(x)))
     for group in mesh.groups(after.pending):
         total = sum(got[rank] for rank in group)
         assert total.shape == want[group[0]].shape
-        assert torch.equal(torch.where(inside[group[0]] > 0, total, 0), want[group[0]]), f"{before} -> {after}: {[s.kind for s in steps]}"
+        assert torch.equal(torch.where(inside[group[0]] > 0, total, 0), want[group[0]]), (
+            f"{before} -> {after}: {[s.kind for s in steps]}"
+        )
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (5, 7), (3, 1)], ids=str)
@@ -309,8 +348,12 @@ THREE = layouts(3, ("a", "b", "c"), pending=True)
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
-@given(st.sampled_from(THREE), st.sampled_from(THREE), st.sampled_from([(8, 8, 8), (5, 7, 6), (2, 9, 3)]),
-       st.sampled_from([Mesh(a=2, b=2, c=2), Mesh(a=2, b=3, c=2)]))
+@given(
+    st.sampled_from(THREE),
+    st.sampled_from(THREE),
+    st.sampled_from([(8, 8, 8), (5, 7, 6), (2, 9, 3)]),
+    st.sampled_from([Mesh(a=2, b=2, c=2), Mesh(a=2, b=3, c=2)]),
+)
 def test_three_axes_and_three_dimensions(before, after, shape, mesh):
     after = after.with_pending(tuple(a for a in after.pending if a in before.pending))
     check(mesh, shape, before, after, Resharder(mesh))
@@ -322,23 +365,54 @@ def test_never_costs_more_than_gathering_everything():
     whole = math.prod(shape) * ITEMSIZE
     for before, after in itertools.product(layouts(2, mesh.names, pending=False), repeat=2):
         gathered = sent_bytes("all_gather", whole, mesh.count(before.sharding_axes))
-        assert sum(step.sent for step in resharder.steps(shape, ITEMSIZE, before, after)) <= gathered
+        assert (
+            sum(step.sent for step in resharder.steps(shape, ITEMSIZE, before, after)) <= gathered
+        )
 
 
 def test_a_value_becomes_a_sum_for_nothing_but_no_other_reduction():
     resharder = Resharder(Mesh(a=2, b=2))
-    for before, after in (("_ _", "_ _ sum@a"), ("b _", "b _ sum@a"), ("a b", "_ b sum@a"), ("_ _ sum@b", "b _ sum@a")):
+    for before, after in (
+        ("_ _", "_ _ sum@a"),
+        ("b _", "b _ sum@a"),
+        ("a b", "_ b sum@a"),
+        ("_ _ sum@b", "b _ sum@a"),
+    ):
         check(resharder.mesh, (4, 6), ShardSpec.parse(before), ShardSpec.parse(after), resharder)
-    assert [s.kind for s in resharder.steps((4, 6), ITEMSIZE, ShardSpec.parse("_ _"), ShardSpec.parse("_ _ sum@a"))] == ["term"]
-    assert resharder.cost((4, 6), ITEMSIZE, ShardSpec.parse("_ _"), ShardSpec.parse("_ _ max@a")) == math.inf
-    assert resharder.cost((4, 6), ITEMSIZE, ShardSpec.parse("_ _ max@a"), ShardSpec.parse("_ _ sum@a+b")) == math.inf
+    assert [
+        s.kind
+        for s in resharder.steps(
+            (4, 6), ITEMSIZE, ShardSpec.parse("_ _"), ShardSpec.parse("_ _ sum@a")
+        )
+    ] == ["term"]
+    assert (
+        resharder.cost((4, 6), ITEMSIZE, ShardSpec.parse("_ _"), ShardSpec.parse("_ _ max@a"))
+        == math.inf
+    )
+    assert (
+        resharder.cost(
+            (4, 6), ITEMSIZE, ShardSpec.parse("_ _ max@a"), ShardSpec.parse("_ _ sum@a+b")
+        )
+        == math.inf
+    )
 
 
-@pytest.mark.parametrize("before, after, steps", [
-    ("a _", "_ a", "all_to_all 768"), ("a b", "b a", "permute 768"), ("_ _", "a b", "shard 0, shard 0"), ("a _", "_ _", "all_gather 1536"),
-    ("_ _ sum@a", "_ _", "all_reduce 3072"), ("_ _ sum@a", "a _", "reduce_scatter 1536"),
-    ("_ _ sum@a+b", "a b", "reduce_scatter 1536, reduce_scatter 768"), ("b _ sum@a", "b+a _", "reduce_scatter 768")])
+@pytest.mark.parametrize(
+    "before, after, steps",
+    [
+        ("a _", "_ a", "all_to_all 768"),
+        ("a b", "b a", "permute 768"),
+        ("_ _", "a b", "shard 0, shard 0"),
+        ("a _", "_ _", "all_gather 1536"),
+        ("_ _ sum@a", "_ _", "all_reduce 3072"),
+        ("_ _ sum@a", "a _", "reduce_scatter 1536"),
+        ("_ _ sum@a+b", "a b", "reduce_scatter 1536, reduce_scatter 768"),
+        ("b _ sum@a", "b+a _", "reduce_scatter 768"),
+    ],
+)
 def test_steps_and_bytes(before, after, steps):
     mesh = Mesh(a=2, b=2)
-    found = Resharder(mesh).steps((24, 32), ITEMSIZE, ShardSpec.parse(before), ShardSpec.parse(after))
+    found = Resharder(mesh).steps(
+        (24, 32), ITEMSIZE, ShardSpec.parse(before), ShardSpec.parse(after)
+    )
     assert ", ".join(f"{s.kind} {s.sent:g}" for s in found) == steps

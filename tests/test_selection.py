@@ -1,4 +1,7 @@
-"""x[mask], nonzero, unique and the like of values that are known when a program is made: results with a shape, which stay sharded."""
+"""x[mask], nonzero, unique and the like of values that are known when a program is made: results
+with a shape, which stay sharded.
+"""
+
 from __future__ import annotations
 
 import numpy
@@ -18,9 +21,14 @@ class Selecting(nn.Module):
 
     def __init__(self, f):
         super().__init__()
-        self.f, self.w = f, nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
+        self.f, self.w = (
+            f,
+            nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0))),
+        )
         self.register_buffer("mask", ROWS.clone())
-        self.register_buffer("grid", torch.rand(6, 6, generator=torch.Generator().manual_seed(1)) > 0.5)
+        self.register_buffer(
+            "grid", torch.rand(6, 6, generator=torch.Generator().manual_seed(1)) > 0.5
+        )
         self.register_buffer("ids", torch.tensor([0, 3, 3, 1]))
         self.kept = ROWS.flip(0)
 
@@ -42,9 +50,13 @@ SELECTED = {
     "nonzero": lambda m, x: x[torch.nonzero(m.mask).squeeze(1)],
     "where": lambda m, x: x[torch.where(m.grid)],
     "argwhere": lambda m, x: x[torch.argwhere(m.mask)[:, 0]],
-    "repeat_interleave": lambda m, x: torch.repeat_interleave(x, torch.tensor([1, 2, 0, 1, 1, 2]), 0),
+    "repeat_interleave": lambda m, x: torch.repeat_interleave(
+        x, torch.tensor([1, 2, 0, 1, 1, 2]), 0
+    ),
     "rows by count": lambda m, x: x[torch.repeat_interleave(torch.tensor([1, 2, 3]))],
-    "unique": lambda m, x: x[torch.unique(m.ids)] * torch.unique(m.ids, return_counts=True)[1][:, None],
+    "unique": lambda m, x: (
+        x[torch.unique(m.ids)] * torch.unique(m.ids, return_counts=True)[1][:, None]
+    ),
     "unique_consecutive": lambda m, x: x[torch.unique_consecutive(m.ids)],
     "masked_select": lambda m, x: torch.masked_select(x, m.mask),
     "masked_select of a matrix": lambda m, x: x.masked_select(m.grid),
@@ -59,7 +71,7 @@ SELECTED = {
 def test_what_known_values_select(name: str, spec: str) -> None:
     module, x = Selecting(SELECTED[name]), torch.randn(6, 6)
     want = module(x)
-    gradient, = torch.autograd.grad(want.sum(), [module.w])
+    (gradient,) = torch.autograd.grad(want.sum(), [module.w])
     mesh = Mesh(a=2)
     gspmd.mark_sharding(module.w, mesh, spec)
     plan = gspmd.plan(module, x, mesh=mesh, in_specs="a _", grad=True)
@@ -71,7 +83,10 @@ def test_what_known_values_select(name: str, spec: str) -> None:
 
 def test_other_dimensions_stay_sharded() -> None:
     """Where the rows of a batch are sharded, and features are selected, nothing is sent."""
-    module, x = Selecting(lambda m, x: x[:, m.mask][:, torch.arange(4) > 0].unbind(1)[0]), torch.randn(6, 6)
+    module, x = (
+        Selecting(lambda m, x: x[:, m.mask][:, torch.arange(4) > 0].unbind(1)[0]),
+        torch.randn(6, 6),
+    )
     plan = gspmd.plan(module, x, mesh=Mesh(a=2), in_specs="a _", out_specs="a")
     assert not plan.collectives and not plan.replicated_ops
 
@@ -91,7 +106,9 @@ def test_a_mask_of_another_size_is_the_error_that_it_is_on_one_device() -> None:
 
 def test_masks_inside_of_torch_func() -> None:
     def squares(x):
-        return torch.func.grad(lambda y: (y[:, ROWS].square().sum() + y.masked_select(ROWS).square().sum()))(x)
+        return torch.func.grad(
+            lambda y: y[:, ROWS].square().sum() + y.masked_select(ROWS).square().sum()
+        )(x)
 
     x = torch.randn(6, 6)
     plan = gspmd.plan(squares, x, mesh=Mesh(a=2), in_specs="a _")
@@ -103,5 +120,8 @@ def test_values_that_are_not_known_select_when_the_program_runs() -> None:
     plan = gspmd.plan(module, x, mesh=Mesh(a=2), in_specs="a _", grad=True)
     assert_same(plan.simulate(x)[0], module(x))
     module.f = lambda m, x: x[x > 0]
-    with pytest.raises(ShardingError, match="a size that is known only when the program runs, and so has its gradient"):
+    with pytest.raises(
+        ShardingError,
+        match="a size that is known only when the program runs, and so has its gradient",
+    ):
         gspmd.plan(module, x, mesh=Mesh(a=2), in_specs="a _", grad=True).simulate(x)

@@ -1,4 +1,5 @@
 """ShardSpec: its notation there and back, local shapes, every malformed spec."""
+
 import pytest
 from helpers import message
 from hypothesis import given, settings
@@ -28,9 +29,18 @@ def test_notation(text, spec):
     assert str(spec) == text
 
 
-@pytest.mark.parametrize("entries, text", [
-    ((), ""), ((None,), "_"), (["data", None], "data _"), ((("data", "model"), None), "data+model _"),
-    ((UNCONSTRAINED, "model"), "? model"), (((), None), "_ _"), ([["data"], ("model",)], "data model")])
+@pytest.mark.parametrize(
+    "entries, text",
+    [
+        ((), ""),
+        ((None,), "_"),
+        (["data", None], "data _"),
+        ((("data", "model"), None), "data+model _"),
+        ((UNCONSTRAINED, "model"), "? model"),
+        (((), None), "_ _"),
+        ([["data"], ("model",)], "data model"),
+    ],
+)
 def test_sequences_mean_the_same_as_strings(entries, text):
     assert ShardSpec.parse(entries) == ShardSpec.parse(text)
 
@@ -49,8 +59,10 @@ def specs(draw):
         dims.append(tuple(axes[:count]))
         axes = axes[count:]
         opens.append(draw(st.booleans()))
-    pending = tuple(axes[:draw(st.integers(0, min(2, len(axes))))])
-    return ShardSpec(tuple(dims), tuple(opens), pending, draw(st.sampled_from(["sum", "max", "min", "prod"])))
+    pending = tuple(axes[: draw(st.integers(0, min(2, len(axes))))])
+    return ShardSpec(
+        tuple(dims), tuple(opens), pending, draw(st.sampled_from(["sum", "max", "min", "prod"]))
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
@@ -78,13 +90,27 @@ def test_made_from_others():
     assert str(spec.with_pending(("model",), "max")) == "data? _ max@model"
     assert str(spec.with_dim(1, ("model",))) == "data? model sum@model"
     assert str(ShardSpec.replicated(2)) == "_ _" and str(ShardSpec.unconstrained(2)) == "? ?"
-    assert [ShardSpec.parse(t).is_replicated for t in ("_ _", "? _", "data _", "_ sum@data")] == [True, True, False, False]
+    assert [ShardSpec.parse(t).is_replicated for t in ("_ _", "? _", "data _", "_ sum@data")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert ShardSpec.parse("data _ model+pipe sum@rest").sharding_axes == ("data", "model", "pipe")
 
 
-@pytest.mark.parametrize("text, shape, local", [
-    ("data _", (8, 3), (4, 3)), ("data+model _", (8, 3), (1, 3)), ("data+model _", (9, 3), (2, 3)), ("_ model", (8, 3), (8, 1)),
-    ("model", (5,), (2,)), ("model", (0,), (0,)), ("", (), ())])
+@pytest.mark.parametrize(
+    "text, shape, local",
+    [
+        ("data _", (8, 3), (4, 3)),
+        ("data+model _", (8, 3), (1, 3)),
+        ("data+model _", (9, 3), (2, 3)),
+        ("_ model", (8, 3), (8, 1)),
+        ("model", (5,), (2,)),
+        ("model", (0,), (0,)),
+        ("", (), ()),
+    ],
+)
 def test_local_shape_is_the_same_on_every_device(text, shape, local):
     assert ShardSpec.parse(text).local_shape(shape, MESH) == local
 
@@ -108,14 +134,32 @@ MALFORMED = [
     ("a??", f"'a?' in spec 'a??' is not an axis name{WHERE}\n{WORDS}"),
     ("?a", f"'?a' in spec '?a' is not an axis name{WHERE}\n{WORDS}"),
     ("sum@m a", f"'sum@m' in spec 'sum@m a' is not an axis name{WHERE}\n{WORDS}"),
-    ("a ave@m", f"'ave' in spec 'a ave@m' is not a reduction; known are sum, max, min, prod{WHERE}"),
+    (
+        "a ave@m",
+        f"'ave' in spec 'a ave@m' is not a reduction; known are sum, max, min, prod{WHERE}",
+    ),
     ("a @m", f"'' in spec 'a @m' is not a reduction; known are sum, max, min, prod{WHERE}"),
-    ("a sum@", f"'' in spec 'a sum@' is not an axis name{WHERE}\n  fix   behind '@' an axis, or axes joined by '+'"),
-    ("a sum@m+", f"'m+' in spec 'a sum@m+' is not an axis name{WHERE}\n  fix   behind '@' an axis, or axes joined by '+'"),
-    ("a sum@_", f"'_' in spec 'a sum@_' is not an axis name{WHERE}\n  fix   behind '@' an axis, or axes joined by '+'"),
+    (
+        "a sum@",
+        f"'' in spec 'a sum@' is not an axis name{WHERE}\n  fix   behind '@' an axis, or axes joined by '+'",
+    ),
+    (
+        "a sum@m+",
+        f"'m+' in spec 'a sum@m+' is not an axis name{WHERE}\n  fix   behind '@' an axis, or axes joined by '+'",
+    ),
+    (
+        "a sum@_",
+        f"'_' in spec 'a sum@_' is not an axis name{WHERE}\n  fix   behind '@' an axis, or axes joined by '+'",
+    ),
     (3, f"a spec is a string such as 'data _' or a tuple such as ('data', None), not 3{WHERE}"),
-    (None, f"a spec is a string such as 'data _' or a tuple such as ('data', None), not None{WHERE}"),
-    ({"a": 1}, f"a spec is a string such as 'data _' or a tuple such as ('data', None), not {{'a': 1}}{WHERE}"),
+    (
+        None,
+        f"a spec is a string such as 'data _' or a tuple such as ('data', None), not None{WHERE}",
+    ),
+    (
+        {"a": 1},
+        f"a spec is a string such as 'data _' or a tuple such as ('data', None), not {{'a': 1}}{WHERE}",
+    ),
     (("a", 3), f"3 is not an entry of a spec; {ENTRIES}{WHERE}"),
     ((("a", None),), f"('a', None) is not an entry of a spec; {ENTRIES}{WHERE}"),
     (("data model",), f"'data model' is not an entry of a spec; {ENTRIES}{WHERE}"),
@@ -132,17 +176,41 @@ def test_malformed(spec, text):
 
 
 UNFIT = [
-    ("data _ _", (4, 8), f"spec 'data _ _' has 3 entries, but the tensor has 2 dimensions [4, 8]{WHERE}\n"
-                         "  fix   one entry per dimension, such as '_ _'"),
-    ("data", (), f"spec 'data' has 1 entries, but the tensor has 0 dimensions []{WHERE}\n  fix   one entry per dimension, such as ''"),
-    ("data data", (4, 8), f"'data' occurs twice in spec 'data data'{WHERE}\n  why   an axis shards at most one dimension of a tensor\n"
-                          "  fix   remove one of the two"),
-    ("data+data _", (4, 8), f"'data' occurs twice in spec 'data+data _'{WHERE}\n  why   an axis shards at most one dimension of a tensor\n"
-                            "  fix   remove one of the two"),
-    ("data _ sum@data", (4, 8), f"'data' occurs twice in spec 'data _ sum@data'{WHERE}\n"
-                                "  why   an axis shards at most one dimension of a tensor\n  fix   remove one of the two"),
+    (
+        "data _ _",
+        (4, 8),
+        f"spec 'data _ _' has 3 entries, but the tensor has 2 dimensions [4, 8]{WHERE}\n"
+        "  fix   one entry per dimension, such as '_ _'",
+    ),
+    (
+        "data",
+        (),
+        f"spec 'data' has 1 entries, but the tensor has 0 dimensions []{WHERE}\n  fix   one entry per dimension, such as ''",
+    ),
+    (
+        "data data",
+        (4, 8),
+        f"'data' occurs twice in spec 'data data'{WHERE}\n  why   an axis shards at most one dimension of a tensor\n"
+        "  fix   remove one of the two",
+    ),
+    (
+        "data+data _",
+        (4, 8),
+        f"'data' occurs twice in spec 'data+data _'{WHERE}\n  why   an axis shards at most one dimension of a tensor\n"
+        "  fix   remove one of the two",
+    ),
+    (
+        "data _ sum@data",
+        (4, 8),
+        f"'data' occurs twice in spec 'data _ sum@data'{WHERE}\n"
+        "  why   an axis shards at most one dimension of a tensor\n  fix   remove one of the two",
+    ),
     ("data modl", (4, 8), f"mesh data=2,model=4 has no axis 'modl'; did you mean 'model'?{WHERE}"),
-    ("data _ sum@x", (4, 8), f"mesh data=2,model=4 has no axis 'x'; known are 'data', 'model'{WHERE}"),
+    (
+        "data _ sum@x",
+        (4, 8),
+        f"mesh data=2,model=4 has no axis 'x'; known are 'data', 'model'{WHERE}",
+    ),
 ]
 
 

@@ -1,4 +1,5 @@
 """What modules keep between calls, on real gloo processes (worker_state.py), and in plans."""
+
 import collections
 import copy
 import functools
@@ -63,7 +64,7 @@ class Node:
 def test_of_very_many_objects_the_nearest_are_watched():
     """A module that names its trainer, which names all there is."""
     net, x = Uses(lambda x, n: x), rand(4, 6)
-    net.trainer = Node(6)                                                   # 5,461 of them
+    net.trainer = Node(6)  # 5,461 of them
     net.use = lambda x, n: x * net.trainer.children[3].children[0].value
     plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2))
     assert len(plan.captured.reads.names) < 20 and plan.captured.reads.hold()
@@ -73,18 +74,32 @@ def test_of_very_many_objects_the_nearest_are_watched():
 
 
 USES = {
-    "product": lambda x, n: n * x, "quotient": lambda x, n: n / (x + 9), "power": lambda x, n: x * 2 ** n,
-    "float": lambda x, n: x * (n * 0.5), "row": lambda x, n: x[n], "rows": lambda x, n: x[:n],
-    "size": lambda x, n: x.new_full((n,), 2.0), "view": lambda x, n: x.view(n, -1),
-    "ones": lambda x, n: torch.ones(n, 1), "expand": lambda x, n: x[None].expand(n, 4, 6),
+    "product": lambda x, n: n * x,
+    "quotient": lambda x, n: n / (x + 9),
+    "power": lambda x, n: x * 2**n,
+    "float": lambda x, n: x * (n * 0.5),
+    "row": lambda x, n: x[n],
+    "rows": lambda x, n: x[:n],
+    "size": lambda x, n: x.new_full((n,), 2.0),
+    "view": lambda x, n: x.view(n, -1),
+    "ones": lambda x, n: torch.ones(n, 1),
+    "expand": lambda x, n: x[None].expand(n, 4, 6),
     "roll": lambda x, n: x.roll(n, 0),
-    "tensor": lambda x, n: x * torch.tensor(n), "array": lambda x, n: x + torch.from_numpy(numpy.arange(n).sum(keepdims=True)),
-    "range": lambda x, n: sum(x * i for i in range(n)), "list": lambda x, n: x * [5, 6, 7, 8][n],
+    "tensor": lambda x, n: x * torch.tensor(n),
+    "array": lambda x, n: x + torch.from_numpy(numpy.arange(n).sum(keepdims=True)),
+    "range": lambda x, n: sum(x * i for i in range(n)),
+    "list": lambda x, n: x * [5, 6, 7, 8][n],
     "table": lambda x, n: x * {2: 3}.get(n, 9),
-    "text": lambda x, n: x * len(f"{n:05d}"), "branch": lambda x, n: x * 3 if n > 2 else x,
+    "text": lambda x, n: x * len(f"{n:05d}"),
+    "branch": lambda x, n: x * 3 if n > 2 else x,
     "even": lambda x, n: x * (5 if n % 2 == 0 else 7),
-    "root": lambda x, n: x * math.sqrt(n), "largest": lambda x, n: x * max(n, 3), "truth": lambda x, n: x * 2 if n else x,
-    "clamp": lambda x, n: x.clamp(min=n), "where": lambda x, n: torch.where(x > n, x, n), "alpha": lambda x, n: torch.add(x, x, alpha=n)}
+    "root": lambda x, n: x * math.sqrt(n),
+    "largest": lambda x, n: x * max(n, 3),
+    "truth": lambda x, n: x * 2 if n else x,
+    "clamp": lambda x, n: x.clamp(min=n),
+    "where": lambda x, n: torch.where(x > n, x, n),
+    "alpha": lambda x, n: torch.add(x, x, alpha=n),
+}
 
 
 class Uses(nn.Module):
@@ -97,7 +112,7 @@ class Uses(nn.Module):
         return self.use(x, self.calls + 1)
 
 
-INPUTS = {"product", "quotient", "float", "truth"}                          # that need no other program for another number
+INPUTS = {"product", "quotient", "float", "truth"}  # that need no other program for another number
 
 
 @pytest.mark.parametrize("name", USES)
@@ -123,31 +138,43 @@ def test_a_counter_that_is_not_used_is_no_part_of_the_program():
 
 
 Pair = collections.namedtuple("Pair", "calls other")
-INTO = {"named": lambda n: Pair(n, [n]), "table": lambda n: collections.OrderedDict(calls=n), "deque": lambda n: collections.deque([n])}
+INTO = {
+    "named": lambda n: Pair(n, [n]),
+    "table": lambda n: collections.OrderedDict(calls=n),
+    "deque": lambda n: collections.deque([n]),
+}
 
 
 @pytest.mark.parametrize("make", INTO.values(), ids=list(INTO))
 def test_what_is_made_of_a_counted_number_holds_numbers(make):
     """Results, attributes and what is put into arguments: no stand-in is left."""
+
     class Makes(Uses):
         def forward(self, x, log):
             y = super().forward(x)
             self.kept, log["kept"] = make(self.calls), make(self.calls)
             return y, make(self.calls)
+
     net, log = Makes(lambda x, n: x * n), {}
     _, result = gspmd.plan(net, rand(4, 6), log, mesh=gspmd.Mesh(data=2)).simulate(rand(4, 6), log)
     for found in (result, net.kept, log["kept"]):
-        assert found == make(1) and all(type(leaf) is int for leaf in torch.utils._pytree.tree_leaves(found))
+        assert found == make(1) and all(
+            type(leaf) is int for leaf in torch.utils._pytree.tree_leaves(found)
+        )
 
 
 def test_conditions_of_numbers_that_do_not_fit():
-    """A condition that fails on another number does not hold; of large integers none is computed in 64 bits, and doubling is no hang."""
-    net, x = Uses(lambda x, n: x * (n * 10 ** 15 / 10 ** 15)), rand(4, 6)
+    """A condition that fails on another number does not hold; of large integers none is computed in
+    64 bits, and doubling is no hang.
+    """
+    net, x = Uses(lambda x, n: x * (n * 10**15 / 10**15)), rand(4, 6)
     plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2))
     assert plan.captured.reads.hold()
-    net.calls = 10 ** 6
+    net.calls = 10**6
     assert not plan.captured.reads.hold()
-    torch.testing.assert_close(gspmd.plan(net, x, mesh=gspmd.Mesh(data=2)).simulate(x), x * (10 ** 6 + 2))
+    torch.testing.assert_close(
+        gspmd.plan(net, x, mesh=gspmd.Mesh(data=2)).simulate(x), x * (10**6 + 2)
+    )
     net = Uses(lambda x, n: x * int(n / 2))
     net.calls = 0.0
     plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2))
@@ -159,6 +186,7 @@ def test_conditions_of_numbers_that_do_not_fit():
         for _ in range(100):
             n = n * 0.5 + n * 0.5
         return x * n
+
     net = Uses(doubled)
     torch.testing.assert_close(gspmd.plan(net, x, mesh=gspmd.Mesh(data=2)).simulate(x), 2 * x)
 
@@ -230,7 +258,9 @@ def test_constants_that_a_function_caches_have_values(cache):
     net, mesh, x = nn.Linear(6, 8), gspmd.Mesh(data=2), rand(4, 6)
     net.forward = lambda x: nn.functional.linear(x * cache(len(x)), net.weight)
     for _ in range(2):
-        torch.testing.assert_close(gspmd.plan(net, x, mesh=mesh, in_specs="data _").simulate(x), net(x))
+        torch.testing.assert_close(
+            gspmd.plan(net, x, mesh=mesh, in_specs="data _").simulate(x), net(x)
+        )
     torch.testing.assert_close(cache(4), torch.arange(24.0).view(4, 6).cos())
     assert type(cache(4)) is torch.Tensor
 
@@ -249,7 +279,9 @@ MAKERS = Makers(affine=nn.LayerNorm)
 def test_a_table_that_makes_its_values_is_not_looked_into():
     net, x = nn.Linear(6, 6), rand(4, 6)
     net.forward = lambda x: nn.functional.linear(x, net.weight) * MAKERS["affine"].detach()
-    torch.testing.assert_close(gspmd.plan(net, x, mesh=gspmd.Mesh(data=2), in_specs="data _").simulate(x), net(x))
+    torch.testing.assert_close(
+        gspmd.plan(net, x, mesh=gspmd.Mesh(data=2), in_specs="data _").simulate(x), net(x)
+    )
 
 
 class Views(nn.Module):
@@ -264,7 +296,9 @@ class Views(nn.Module):
 
 
 def test_a_change_of_what_shares_its_memory_is_an_error():
-    with pytest.raises(gspmd.ShardingError, match="changes a tensor in place that shares its memory with 'rows'"):
+    with pytest.raises(
+        gspmd.ShardingError, match="changes a tensor in place that shares its memory with 'rows'"
+    ):
         gspmd.plan(Views(), rand(4, 6), mesh=gspmd.Mesh(data=2))
 
 
@@ -313,16 +347,30 @@ def test_values_that_a_plan_looks_at():
     plan = gspmd.plan(net, x, mesh=mesh, in_specs="data _")
     assert not plan.collectives and not plan.replicated_ops
     torch.testing.assert_close(plan.simulate(x), net(x))
-    for change in (lambda: net.count.add_(1), lambda: net.scales.mul_(0.5), lambda: net.offsets.fill_(2)):
+    for change in (
+        lambda: net.count.add_(1),
+        lambda: net.scales.mul_(0.5),
+        lambda: net.offsets.fill_(2),
+    ):
         change()
-        with pytest.raises(gspmd.ShardingError, match="a buffer has another value than when this was planned"):
+        with pytest.raises(
+            gspmd.ShardingError, match="a buffer has another value than when this was planned"
+        ):
             plan.simulate(x)
         plan = gspmd.plan(net, x, mesh=mesh, in_specs="data _")
         torch.testing.assert_close(plan.simulate(x), net(x))
 
 
-@pytest.mark.parametrize("branch", [lambda x: x.sum() > 0, lambda x: (x > 0).any().item() == 1, lambda x: torch.rand(3).sum() > 1,
-                                    lambda x: torch.equal(x, x + 1), lambda x: (x > 0).any().item() != 0])
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda x: x.sum() > 0,
+        lambda x: (x > 0).any().item() == 1,
+        lambda x: torch.rand(3).sum() > 1,
+        lambda x: torch.equal(x, x + 1),
+        lambda x: (x > 0).any().item() != 0,
+    ],
+)
 def test_values_of_arguments_and_random_numbers_are_not_looked_at(branch):
     with pytest.raises(gspmd.ShardingError, match="the program depends on values"):
         gspmd.plan(lambda x: x * 2 if branch(x) else x, rand(4, 6), mesh=gspmd.Mesh(data=2))
@@ -348,13 +396,25 @@ def lengthens_data(net):
     net.weight.data = torch.ones(12)
 
 
-@pytest.mark.parametrize("change, message", [
-    (makes, "forward makes parameter 'fresh'"), (takes_away, "forward takes away parameter 'weight'"),
-    (replaces, "forward puts another parameter in the place of 'weight', on which its result depends"),
-    (lengthens, r"parameter 'weight', torch.float32 of shape \[6\], is given data of torch.float32 and shape \[12\]"),
-    (lengthens_data, r"a tensor, torch.float32 of shape \[6\], is given data")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (makes, "forward makes parameter 'fresh'"),
+        (takes_away, "forward takes away parameter 'weight'"),
+        (
+            replaces,
+            "forward puts another parameter in the place of 'weight', on which its result depends",
+        ),
+        (
+            lengthens,
+            r"parameter 'weight', torch.float32 of shape \[6\], is given data of torch.float32 and shape \[12\]",
+        ),
+        (lengthens_data, r"a tensor, torch.float32 of shape \[6\], is given data"),
+    ],
+)
 def test_parameters_that_forward_cannot_change(change, message):
     """Their gradients would be lost. The module stays as it was."""
+
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -364,6 +424,7 @@ def test_parameters_that_forward_cannot_change(change, message):
             y = x * self.weight
             change(self)
             return y if self.weight is None else y + self.weight[:6]
+
     net = Net()
     with pytest.raises(gspmd.ShardingError, match=message):
         gspmd.plan(net, rand(4, 6), mesh=gspmd.Mesh(data=2), grad=True)
@@ -374,7 +435,10 @@ def test_parameters_that_forward_cannot_change(change, message):
 def test_what_functions_that_forward_calls_read_and_write():
     net, x = Keeps(lambda x, n: x), rand(4, 6)
     plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2), in_specs="data _")
-    assert LOSSES == [] and dict(zip(plan.captured.reads.names, plan.captured.reads.values))["FACTOR"] == 2.0
+    assert (
+        LOSSES == []
+        and dict(zip(plan.captured.reads.names, plan.captured.reads.values))["FACTOR"] == 2.0
+    )
     for step in (1, 2):
         torch.testing.assert_close(plan.simulate(x), 2 * step * x.mean())
         torch.testing.assert_close(LOSSES, [x.mean() * i for i in range(1, step + 1)])
@@ -408,6 +472,7 @@ def test_a_table_that_refuses_changes_is_read():
         def forward(self, x):
             self.last = x.sum()
             return x * self.config["scale"] * self.config["sizes"]["first"]
+
     net, x = Net(), rand(4, 6)
     plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2), in_specs="data _")
     torch.testing.assert_close(plan.simulate(x), x * 6)

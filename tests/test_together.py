@@ -1,4 +1,7 @@
-"""What several operations gain together: sums, bodies between contractions. Bytes against those of the known best programs."""
+"""What several operations gain together: sums, bodies between contractions. Bytes against those of
+the known best programs.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -19,10 +22,12 @@ def r(*shape: int, seed: int = 0) -> Tensor:
 
 def with_gradients(function, names):
     """y = function(**arguments), and the gradients of the named arguments for the cotangent dy."""
+
     def run(dy, **arguments):
         leaves = {k: arguments[k].detach().requires_grad_() for k in names}
         y = function(**{**arguments, **leaves})
         return y, torch.autograd.grad(y, list(leaves.values()), dy)
+
     return run
 
 
@@ -31,26 +36,43 @@ def attention(x, q, k, v, o, mesh):
     h = F.layer_norm(x, x.shape[-1:])
     queries, keys, values = (torch.einsum("bsm,mnd->bsnd", h, w) for w in (q, k, v))
     future = torch.ones(x.shape[1], x.shape[1]).triu(1) > 0
-    weights = (torch.einsum("bsnd,btnd->bnst", queries, keys) * 0.1).masked_fill(future, -1e9).softmax(-1)
+    weights = (
+        (torch.einsum("bsnd,btnd->bnst", queries, keys) * 0.1).masked_fill(future, -1e9).softmax(-1)
+    )
     y = torch.einsum("bsnd,ndm->bsm", torch.einsum("bnst,btnd->bsnd", weights, values), o)
     return gspmd.mark_sharding(x + y, mesh, "data model _")
 
 
 @pytest.mark.parametrize("data, model", [(2, 4), (4, 2)])
 def test_the_softmax_follows_the_heads(data, model):
-    """Scores, mask and softmax, forward and backward, between contractions that have the heads sharded."""
+    """Scores, mask and softmax, forward and backward, between contractions that have the heads
+    sharded.
+    """
     mesh, (b, s, m, n, d) = Mesh(data=data, model=model), (8, 64, 256, 8, 32)
-    arguments = {"x": r(b, s, m), **{w: r(m, n, d, seed=i) for i, w in enumerate("qkv")}, "o": r(n, d, m, seed=4)}
+    arguments = {
+        "x": r(b, s, m),
+        **{w: r(m, n, d, seed=i) for i, w in enumerate("qkv")},
+        "o": r(n, d, m, seed=4),
+    }
     specs = {"x": "data model _", **dict.fromkeys("qkv", "_ model _"), "o": "model _ _"}
     run = with_gradients(lambda **a: attention(**a, mesh=mesh), list(arguments))
 
     def program(dy, *tensors):
         return run(dy, **dict(zip(arguments, tensors)))
+
     inputs = (r(b, s, m, seed=5), *arguments.values())
-    plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=("data model _", *specs.values()),
-                      out_specs=("data model _", tuple(specs.values())))
-    stream, weights = b // data * s * m * 4, 4 * m * n * d // model * 4                      # bytes of a device
-    assert {c.kind for c in plan.collectives if "model" in c.axes} == {"all_gather", "reduce_scatter"}
+    plan = gspmd.plan(
+        program,
+        *inputs,
+        mesh=mesh,
+        in_specs=("data model _", *specs.values()),
+        out_specs=("data model _", tuple(specs.values())),
+    )
+    stream, weights = b // data * s * m * 4, 4 * m * n * d // model * 4  # bytes of a device
+    assert {c.kind for c in plan.collectives if "model" in c.axes} == {
+        "all_gather",
+        "reduce_scatter",
+    }
     assert plan.sent_bytes == 4 * (model - 1) / model * stream + 2 * (data - 1) / data * weights
     assert_same(plan.simulate(*inputs), program(*inputs), terms=1024)
 
@@ -63,7 +85,9 @@ def mlps(x, up, down):
 
 
 def test_the_residual_stream_leaves_the_layout_of_a_weight():
-    """The lookup makes rows in parts, as the table is stored: they are exchanged once, not for every norm and product."""
+    """The lookup makes rows in parts, as the table is stored: they are exchanged once, not for
+    every norm and product.
+    """
     mesh, (b, s, m, v, h) = Mesh(data=4), (16, 64, 64, 512, 64)
     ids = torch.arange(b * s).reshape(b, s) % v
 
@@ -71,18 +95,35 @@ def test_the_residual_stream_leaves_the_layout_of_a_weight():
         leaves = [w.detach().requires_grad_() for w in (table, *up, *down)]
         y = mlps(F.embedding(ids, leaves[0]), leaves[1:3], leaves[3:])
         return torch.autograd.grad(y, leaves, dy)
-    inputs = (ids, r(b, s, m), r(v, m, seed=1), [r(m, h, seed=2), r(m, h, seed=3)], [r(h, m, seed=4), r(h, m, seed=5)])
+
+    inputs = (
+        ids,
+        r(b, s, m),
+        r(v, m, seed=1),
+        [r(m, h, seed=2), r(m, h, seed=3)],
+        [r(h, m, seed=4), r(h, m, seed=5)],
+    )
     weights = ["data _"] * 2, ["_ data"] * 2
-    plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=("data _", "data _ _", "_ data", tuple(weights[0]), tuple(weights[1])),
-                      out_specs=("_ data", *weights[0], *weights[1]))
-    moved = [c for c in plan.collectives if c.payload_bytes >= b // 4 * s * m * 4 and c.kind == "all_to_all"]
-    assert len(moved) <= 2                                                  # the rows, and their gradient
+    plan = gspmd.plan(
+        program,
+        *inputs,
+        mesh=mesh,
+        in_specs=("data _", "data _ _", "_ data", tuple(weights[0]), tuple(weights[1])),
+        out_specs=("_ data", *weights[0], *weights[1]),
+    )
+    moved = [
+        c
+        for c in plan.collectives
+        if c.payload_bytes >= b // 4 * s * m * 4 and c.kind == "all_to_all"
+    ]
+    assert len(moved) <= 2  # the rows, and their gradient
     assert_same(plan.simulate(*inputs), program(*inputs), terms=1024)
 
 
 def test_bodies_are_what_lies_between_contractions():
     def program(x, w):
         return (torch.relu(x @ w) + 1).sin() @ w
+
     mesh = Mesh(a=2)
     graph = gspmd.plan(program, r(4, 8), r(8, 8), mesh=mesh).captured.graph
     (body,) = bodies({op.node: op for op in Rules().ops(graph)})
@@ -96,11 +137,17 @@ def test_a_factor_that_an_operation_needs_whole_is_not_given_to_an_axis():
 
     def program(x, dy, scale):
         x, scale = x.detach().requires_grad_(), scale.detach().requires_grad_()
-        y = F.layer_norm(gspmd.mark_sharding(x.sin(), mesh, "a b"), x.shape[-1:], scale).exp().cos() * x
+        y = (
+            F.layer_norm(gspmd.mark_sharding(x.sin(), mesh, "a b"), x.shape[-1:], scale).exp().cos()
+            * x
+        )
         return torch.autograd.grad(gspmd.mark_sharding(y, mesh, "_ a+b"), (x, scale), dy)
+
     inputs = r(4, 64), r(4, 64, seed=1), r(64, seed=2)
     for specs in (("_ a+b", "_ b", "a"), ("a b", "b a", "_")):
-        plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[2]))
+        plan = gspmd.plan(
+            program, *inputs, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[2])
+        )
         assert_same(plan.simulate(*inputs, _poison=True), program(*inputs), terms=1024)
 
 
@@ -111,58 +158,112 @@ def test_a_sum_that_would_be_reduced_at_several_places_is_reduced_where_it_is_ma
 
     def run(dy, x, w):
         return program(dy, x=x, w=w)
+
     inputs = r(8, 8, 8), r(8, 8, 32), r(32, 8)
-    plan = gspmd.plan(run, *inputs, mesh=mesh, in_specs=("_ _ _", "_ y x", "x y"), out_specs=("_ _ _", ("_ y x", "x y")))
-    y, square, w = 8 * 4 * 8 * 4, 8 * 8 * 8 * 4, 16 * 8 * 4                                 # bytes of a device
-    assert plan.sent_bytes == y + square + w / 2 + w / 2                                    # a weight gathered, its gradient scattered
+    plan = gspmd.plan(
+        run,
+        *inputs,
+        mesh=mesh,
+        in_specs=("_ _ _", "_ y x", "x y"),
+        out_specs=("_ _ _", ("_ y x", "x y")),
+    )
+    y, square, w = 8 * 4 * 8 * 4, 8 * 8 * 8 * 4, 16 * 8 * 4  # bytes of a device
+    assert (
+        plan.sent_bytes == y + square + w / 2 + w / 2
+    )  # a weight gathered, its gradient scattered
     assert_same(plan.simulate(*inputs, _poison=True), run(*inputs))
 
 
 def test_heads_change_together_with_their_projections():
-    """Small activations and large weights: the sequence is gathered for the heads' projections, which stay where they are stored."""
+    """Small activations and large weights: the sequence is gathered for the heads' projections,
+    which stay where they are stored.
+    """
     mesh, (b, s, m, n, d) = Mesh(data=4, model=2), (8, 32, 32, 16, 8)
 
     def program(x, q, k, v, o):
         h = F.rms_norm(x, x.shape[-1:])
         queries, keys, values = ((h @ w).unflatten(-1, (n, d)).transpose(1, 2) for w in (q, k, v))
-        return x + F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2).flatten(2) @ o
+        return (
+            x
+            + F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+            @ o
+        )
+
     inputs = (r(b, s, m), *(r(m, n * d, seed=i) for i in range(3)), r(n * d, m, seed=4))
-    plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=("data model _", *("_ model",) * 3, "model _"), out_specs="data model _")
-    assert plan.sent_bytes == 2 * (b // 4 * s * m * 4) / 2                                  # gathered before, summed and scattered behind
+    plan = gspmd.plan(
+        program,
+        *inputs,
+        mesh=mesh,
+        in_specs=("data model _", *("_ model",) * 3, "model _"),
+        out_specs="data model _",
+    )
+    assert (
+        plan.sent_bytes == 2 * (b // 4 * s * m * 4) / 2
+    )  # gathered before, summed and scattered behind
     assert_same(plan.simulate(*inputs), program(*inputs), terms=1024)
 
 
 def test_a_layer_is_divided_by_its_hidden_units_where_the_gradients_of_its_weights_are_more_than_its_tokens():
-    """The axis `s` divides images in space, and no weights. As it is used for activations anyhow, each device computes the gradients
-    of a half of both weights, and gathers the other half: 1.25 of a weight instead of 1.75."""
+    """The axis `s` divides images in space, and no weights. As it is used for activations anyhow,
+    each device computes the gradients of a half of both weights, and gathers the other half: 1.25
+    of a weight instead of 1.75.
+    """
     mesh, (b, t, m, h) = Mesh(data=4, s=2), (16, 16, 32, 256)
 
     def program(x, up, down, dy):
         leaves = [v.detach().requires_grad_() for v in (x, up, down)]
         normal = leaves[0] - leaves[0].mean(1, keepdim=True)
-        y = torch.einsum("bth,hm->btm", torch.einsum("btm,mh->bth", normal, leaves[1]).relu(), leaves[2]).sin()
+        y = torch.einsum(
+            "bth,hm->btm", torch.einsum("btm,mh->bth", normal, leaves[1]).relu(), leaves[2]
+        ).sin()
         return torch.autograd.grad(y, leaves, dy)
-    inputs, specs = (r(b, t, m), r(m, h, seed=1), r(h, m, seed=2), r(b, t, m, seed=3)), ("data s _", "_ _", "_ _", "data s _")
+
+    inputs, specs = (
+        (r(b, t, m), r(m, h, seed=1), r(h, m, seed=2), r(b, t, m, seed=3)),
+        ("data s _", "_ _", "_ _", "data s _"),
+    )
     plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=specs, out_specs=specs[:3])
     tokens, weights, means = b // 4 * t * m * 4, 2 * m * h * 4, b // 4 * m * 4
-    assert plan.sent_bytes <= (1.5 / 2 + 0.5) * weights + 4 * tokens / 2 + 2 * means < (2 * 7 / 8) * weights
+    assert (
+        plan.sent_bytes
+        <= (1.5 / 2 + 0.5) * weights + 4 * tokens / 2 + 2 * means
+        < (2 * 7 / 8) * weights
+    )
     assert_same(plan.simulate(*inputs), program(*inputs), terms=256)
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_no_summand_stays_pending_where_all_can_be_made_without_a_sum(n):
-    """Two layers of cross attention with the same weights: the gradient of the memory is a sum of four products, each of which was
-    cheaper as a sum over the axis while the weights were not gathered yet. Only weights and their gradients are sent."""
+    """Two layers of cross attention with the same weights: the gradient of the memory is a sum of
+    four products, each of which was cheaper as a sum over the axis while the weights were not
+    gathered yet. Only weights and their gradients are sent.
+    """
     mesh, (b, t, m, h) = Mesh(x=n), (8, 32, 64, 16)
 
     def program(x, memory, q, k, v, o, dy):
         leaves = [tensor.detach().requires_grad_() for tensor in (x, memory, q, k, v, o)]
         y, memory, q, k, v, o = leaves
         for _ in range(2):
-            queries, keys, values = ((c @ w).unflatten(-1, (4, 4)).transpose(1, 2) for c, w in ((y, q), (memory, k), (memory, v)))
-            y = y + F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2) @ o
+            queries, keys, values = (
+                (c @ w).unflatten(-1, (4, 4)).transpose(1, 2)
+                for c, w in ((y, q), (memory, k), (memory, v))
+            )
+            y = (
+                y
+                + F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
+                @ o
+            )
         return torch.autograd.grad(y, leaves, dy)
-    inputs = (r(b, t, m), r(b, t, m, seed=1), *(r(m, h, seed=i) for i in (2, 3, 4)), r(h, m, seed=5), r(b, t, m, seed=6))
+
+    inputs = (
+        r(b, t, m),
+        r(b, t, m, seed=1),
+        *(r(m, h, seed=i) for i in (2, 3, 4)),
+        r(h, m, seed=5),
+        r(b, t, m, seed=6),
+    )
     specs = ("x _ _", "x _ _", "x _", "x _", "x _", "_ x")
     plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=(*specs, "x _ _"), out_specs=specs)
     assert plan.sent_bytes == 2 * 4 * m * h * 4 * (n - 1) / n
@@ -170,36 +271,53 @@ def test_no_summand_stays_pending_where_all_can_be_made_without_a_sum(n):
 
 
 def test_what_one_operand_has_sharded_alone_need_not_be_summed_over_in_parts():
-    """h @ b, of which b has the rows of the sum sharded: b is gathered and the columns are divided, as those of h @ c are."""
+    """h @ b, of which b has the rows of the sum sharded: b is gathered and the columns are divided,
+    as those of h @ c are.
+    """
+
     def gate(x, a, b, c):
         h = x @ a
         return torch.sigmoid(h @ b) * (h @ c)
+
     inputs = tuple(r(16, 16, seed=i) for i in range(4))
-    plan = gspmd.plan(gate, *inputs, mesh=Mesh(x=2), in_specs=("_ _", "_ _", "x _", "_ _"), out_specs="_ _")
-    assert plan.sent_bytes == 2 * 16 * 16 * 4 / 2                           # b, and the result
+    plan = gspmd.plan(
+        gate, *inputs, mesh=Mesh(x=2), in_specs=("_ _", "_ _", "x _", "_ _"), out_specs="_ _"
+    )
+    assert plan.sent_bytes == 2 * 16 * 16 * 4 / 2  # b, and the result
     assert not plan.replicated_ops
     assert_same(plan.simulate(*inputs), gate(*inputs))
 
 
 def test_a_product_and_what_reshapes_it_change_together():
-    """Keys of one head, projected with the weight's columns sharded: as h is gathered for the queries anyhow, each device makes a
-    part of the columns and these are gathered. Alone, the product would rather stay a sum, which its reshapes pass on."""
+    """Keys of one head, projected with the weight's columns sharded: as h is gathered for the
+    queries anyhow, each device makes a part of the columns and these are gathered. Alone, the
+    product would rather stay a sum, which its reshapes pass on.
+    """
     mesh, (b, s, m, n, d) = Mesh(x=2, y=2), (16, 32, 64, 8, 8)
 
     def program(h, q, k):
         queries = (h @ q).unflatten(-1, (n, d)).transpose(1, 2)
         keys = (h @ k).unflatten(-1, (1, d)).transpose(1, 2)
-        turned = torch.cat([keys[..., d // 2:].sin(), keys[..., :d // 2]], -1).squeeze(1)
+        turned = torch.cat([keys[..., d // 2 :].sin(), keys[..., : d // 2]], -1).squeeze(1)
         return torch.einsum("bnsd,btd->bnst", queries, turned)
+
     inputs = r(b, s, m), r(m, n * d, seed=1), r(m, d, seed=2)
-    plan = gspmd.plan(program, *inputs, mesh=mesh, in_specs=("x _ y", "x y", "x y"), out_specs="x y _ _")
-    tokens, keys, weights = b // 2 * s * m * 4 / 2, b // 2 * s * d * 4 / 2, (m * n * d / 2 + m * d / 2) * 4 / 2
+    plan = gspmd.plan(
+        program, *inputs, mesh=mesh, in_specs=("x _ y", "x y", "x y"), out_specs="x y _ _"
+    )
+    tokens, keys, weights = (
+        b // 2 * s * m * 4 / 2,
+        b // 2 * s * d * 4 / 2,
+        (m * n * d / 2 + m * d / 2) * 4 / 2,
+    )
     assert plan.sent_bytes == tokens + keys + weights
     assert_same(plan.simulate(*inputs), program(*inputs), terms=256)
 
 
 def test_the_weights_of_a_loop_are_moved_once_for_all_its_rounds():
-    """A pipeline whose stages are on y, and its weights not: any one round would rather have the stages gathered and summed up."""
+    """A pipeline whose stages are on y, and its weights not: any one round would rather have the
+    stages gathered and summed up.
+    """
     mesh, (micro, n, b, m, f) = Mesh(x=2, y=2), (16, 4, 8, 16, 64)
 
     def pipeline(inputs, up, down):
@@ -207,12 +325,19 @@ def test_the_weights_of_a_loop_are_moved_once_for_all_its_rounds():
         for rows in torch.cat([inputs, inputs.new_zeros(n - 1, b, m)]):
             state = torch.where((torch.arange(n) == 0)[:, None, None], rows, state.roll(1, 0))
             state = gspmd.mark_sharding(state, mesh, "y x _")
-            state = torch.einsum("lbf,lfm->lbm", torch.einsum("lbm,lmf->lbf", state, up).tanh(), down)
+            state = torch.einsum(
+                "lbf,lfm->lbm", torch.einsum("lbm,lmf->lbf", state, up).tanh(), down
+            )
             outputs.append(state[-1])
-        return torch.stack(outputs)[n - 1:]
+        return torch.stack(outputs)[n - 1 :]
+
     inputs = r(micro, b, m), r(n, m, f, seed=1), r(n, f, m, seed=2)
-    plan = gspmd.plan(pipeline, *inputs, mesh=mesh, in_specs=("_ x _", "_ x y", "_ y x"), out_specs="_ x _")
-    weights = 2 * (n * m * f / 2 - n * m * f / 8) * 4                       # half of the stages whole, of which a quarter was there
+    plan = gspmd.plan(
+        pipeline, *inputs, mesh=mesh, in_specs=("_ x _", "_ x y", "_ y x"), out_specs="_ x _"
+    )
+    weights = (
+        2 * (n * m * f / 2 - n * m * f / 8) * 4
+    )  # half of the stages whole, of which a quarter was there
     stages, results = (micro + n - 2) * b / 2 * m * 4, micro * b / 2 * m * 4
     assert plan.sent_bytes == weights + stages + results
     assert_same(plan.simulate(*inputs), pipeline(*inputs))

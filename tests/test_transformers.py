@@ -1,5 +1,8 @@
-"""Models of transformers, whose source is not ours, sharded by `annotate` alone: tiny random configurations, every parameter marked on
-both axes of a 2x2 mesh, forward and gradients compared with one device. `make test-transformers` installs what they need."""
+"""Models of transformers, whose source is not ours, sharded by `annotate` alone: tiny random
+configurations, every parameter marked on both axes of a 2x2 mesh, forward and gradients compared
+with one device. `make test-transformers` installs what they need.
+"""
+
 from __future__ import annotations
 
 import random
@@ -14,8 +17,12 @@ from test_parallelize import launch
 import torchgspmd as gspmd
 from torchgspmd.capture.state.object_trees import opened
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed; make test-transformers does that")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed; make test-transformers does that"
+)
 MESH = gspmd.Mesh(data=2, model=2)
+
+
 def make(name: str) -> tuple[torch.nn.Module, dict]:
     torch.manual_seed(0)
     family, options, inputs = MODELS[name]
@@ -25,7 +32,10 @@ def make(name: str) -> tuple[torch.nn.Module, dict]:
 
 def both_axes(model: torch.nn.Module) -> dict[str, str]:
     """The first dimension of every parameter over model, the second over data."""
-    return {name: " ".join((["model", "data"] + ["_"] * p.dim())[:p.dim()]) for name, p in model.named_parameters()}
+    return {
+        name: " ".join((["model", "data"] + ["_"] * p.dim())[: p.dim()])
+        for name, p in model.named_parameters()
+    }
 
 
 def anywhere(model: torch.nn.Module) -> dict[str, str]:
@@ -42,7 +52,9 @@ def anywhere(model: torch.nn.Module) -> dict[str, str]:
 
 def tensors(outputs) -> list[torch.Tensor]:
     """All tensors of a model's outputs, those in caches too."""
-    return [t for t in torch.utils._pytree.tree_leaves(opened(outputs)) if isinstance(t, torch.Tensor)]
+    return [
+        t for t in torch.utils._pytree.tree_leaves(opened(outputs)) if isinstance(t, torch.Tensor)
+    ]
 
 
 @pytest.mark.parametrize("marks", [both_axes, anywhere])
@@ -60,4 +72,9 @@ def test_numbers_are_those_of_one_device(name, marks):
 
 @pytest.mark.parametrize("mesh", ["model=2", "data=2,model=2"])
 def test_generation_caches_and_methods_on_processes(mesh):
-    assert launch(mesh, worker=Path(__file__).with_name("worker_transformers.py")).count(f"holds on {mesh}") == 3
+    assert (
+        launch(mesh, worker=Path(__file__).with_name("worker_transformers.py")).count(
+            f"holds on {mesh}"
+        )
+        == 3
+    )

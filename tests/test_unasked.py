@@ -1,4 +1,7 @@
-"""replicated_ops and strict: what a plan gathers or computes alike everywhere though nobody asked for it."""
+"""replicated_ops and strict: what a plan gathers or computes alike everywhere though nobody asked
+for it.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -13,33 +16,57 @@ X = torch.randn(8, 6)
 
 
 def listed(f, *args, **options) -> list[tuple[str, int, str]]:
-    return [(r.op, r.bytes, r.why) for r in gspmd.plan(f, *args, mesh=MESH, **options).replicated_ops]
+    return [
+        (r.op, r.bytes, r.why) for r in gspmd.plan(f, *args, mesh=MESH, **options).replicated_ops
+    ]
 
 
 def test_an_operand_that_has_to_be_whole():
     assert listed(lambda x: x.sort(0)[0], X[:, 0], in_specs="m") == [
-        ("aten.sort.default", 32, "dimension 0 of %x is gathered over m: it has to be whole in 'd0 -> d0, d0'".replace("d0", "w0_0", 1)
-         .replace("d0, d0", "w1_0, w2_0"))]
+        (
+            "aten.sort.default",
+            32,
+            "dimension 0 of %x is gathered over m: it has to be whole in 'd0 -> d0, d0'".replace(
+                "d0", "w0_0", 1
+            ).replace("d0, d0", "w1_0, w2_0"),
+        )
+    ]
 
 
 def test_an_operation_without_a_rule():
-    assert ("aten._pdist_forward.default", 112, "no rule and no decomposition") in listed(torch.pdist, X, in_specs="m _")
+    assert ("aten._pdist_forward.default", 112, "no rule and no decomposition") in listed(
+        torch.pdist, X, in_specs="m _"
+    )
 
 
 def test_what_is_asked_for_is_not_listed():
     assert listed(lambda x: x.sin(), X, in_specs="a m", out_specs="_ _") == []
-    assert listed(lambda x: gspmd.mark_sharding(x.sin(), MESH, "_ _").sort(0)[0], X, in_specs="a m") == []
+    assert (
+        listed(lambda x: gspmd.mark_sharding(x.sin(), MESH, "_ _").sort(0)[0], X, in_specs="a m")
+        == []
+    )
 
 
 def test_weights_gathered_where_their_axis_divides_the_batch_are_not_listed():
-    net = gspmd.annotate(nn.Sequential(nn.Linear(6, 64), nn.LayerNorm(64)), MESH, {"1.weight": "a", "0.weight": "a _"})
-    plan = gspmd.plan(net, torch.randn(4096, 6), mesh=MESH, in_specs="a _", out_specs="a _", strict=True)
+    net = gspmd.annotate(
+        nn.Sequential(nn.Linear(6, 64), nn.LayerNorm(64)),
+        MESH,
+        {"1.weight": "a", "0.weight": "a _"},
+    )
+    plan = gspmd.plan(
+        net, torch.randn(4096, 6), mesh=MESH, in_specs="a _", out_specs="a _", strict=True
+    )
     assert any(c.kind == "all_gather" for c in plan.collectives) and plan.replicated_ops == ()
 
 
 def test_strict():
-    text = message(lambda: gspmd.plan(lambda x: x.sort(0)[0], X, mesh=MESH, in_specs="m _", strict=True))
-    assert text.splitlines()[0] == "aten.sort.default replicates or gathers 192 bytes on every device, which strict does not allow"
+    text = message(
+        lambda: gspmd.plan(lambda x: x.sort(0)[0], X, mesh=MESH, in_specs="m _", strict=True)
+    )
+    assert (
+        text.splitlines()[0]
+        == "aten.sort.default replicates or gathers 192 bytes on every device, which strict does not allow"
+    )
     assert text.splitlines()[1] == "  where test_unasked.py:N"
     gspmd.plan(lambda x: x.sort(1)[0], X, mesh=MESH, in_specs="m _", strict=True)
 
@@ -51,10 +78,15 @@ def test_a_cure_that_was_tried():
         def f(x, y):
             a = gspmd.mark_sharding(x * 2, mesh, "_ model _")
             return torch.linalg.inv(gspmd.mark_sharding(a, mesh, "model _ _") if cure else a) @ y
-        return lambda: gspmd.plan(f, torch.randn(4, 8, 8), torch.randn(4, 8, 8), mesh=mesh, strict=True)
+
+        return lambda: gspmd.plan(
+            f, torch.randn(4, 8, 8), torch.randn(4, 8, 8), mesh=mesh, strict=True
+        )
+
     assert message(program(cure=False)).splitlines()[3:] == [
         '  fix   mark_sharding(%mark_sharding, mesh, "model _ _") before it',
-        "  tried 1 all_to_all, 256 bytes sent, nothing replicated or gathered unasked"]
+        "  tried 1 all_to_all, 256 bytes sent, nothing replicated or gathered unasked",
+    ]
     plan = program(cure=True)()
     assert [c.kind for c in plan.collectives] == ["all_to_all"] and plan.sent_bytes == 256
 
@@ -68,6 +100,7 @@ def test_no_cure_is_told_that_does_not_help():
 def test_listing_is_in_program_order(strict):
     def f(x):
         return x.sort(0)[0] @ torch.pdist(x.sort(0)[0])[:6]
+
     if strict:
         assert "more" in message(lambda: gspmd.plan(f, X, mesh=MESH, in_specs="m _", strict=True))
     else:

@@ -1,4 +1,5 @@
 """The garbage collector while planning: off, and afterwards as it was."""
+
 import gc
 
 import pytest

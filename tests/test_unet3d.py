@@ -1,4 +1,7 @@
-"""The example U-Net: every layout simulated, what it sends, some layouts trained on real processes. Nothing is downloaded."""
+"""The example U-Net: every layout simulated, what it sends, some layouts trained on real processes.
+Nothing is downloaded.
+"""
+
 from __future__ import annotations
 
 import json
@@ -23,7 +26,7 @@ MESHES = {"dp": "data=2", "spatial": "data=2,space=2", "spatial2d": "space=2,row
 
 @pytest.fixture(scope="module")
 def head() -> Head:
-    return Head.load("synthetic", 11, Path("unused"))                       # 17 x 21 x 17
+    return Head.load("synthetic", 11, Path("unused"))  # 17 x 21 x 17
 
 
 def test_synthetic_head(head: Head) -> None:
@@ -31,7 +34,9 @@ def test_synthetic_head(head: Head) -> None:
     assert head.labels.unique().tolist() == [0, 1, 2]
     images, labels = head.batch(3, seed=0, size=2)
     assert images.shape == (2, 1, 17, 21, 17) and torch.equal(labels[1], head.labels)
-    assert torch.equal(images, head.batch(3, seed=0, size=2)[0]) and not torch.equal(images, head.batch(4, seed=0, size=2)[0])
+    assert torch.equal(images, head.batch(3, seed=0, size=2)[0]) and not torch.equal(
+        images, head.batch(4, seed=0, size=2)[0]
+    )
 
 
 def test_overlap() -> None:
@@ -42,11 +47,15 @@ def test_overlap() -> None:
 
 # --------------------------------------------------------------------------------------------------------- simulation
 
+
 @pytest.mark.parametrize("up", ["transposed", "trilinear"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_simulated_loss_and_gradients(layout: str, up: str, head: Head) -> None:
     torch.manual_seed(0)
-    mesh, model = gspmd.Mesh.parse(MESHES[layout]), UNet(Config(width=4, levels=3 if layout == "spatial2d" else 2, up=up)).double()
+    mesh, model = (
+        gspmd.Mesh.parse(MESHES[layout]),
+        UNet(Config(width=4, levels=3 if layout == "spatial2d" else 2, up=up)).double(),
+    )
     image, labels = head.batch(0, seed=0, size=2)
     loss = model(image.double(), labels)
     loss.backward()
@@ -72,22 +81,63 @@ def test_only_rows_for_neighbours_and_sums_are_sent(layout: str, mesh: str, up: 
     assert {c.kind for c in plan.collectives} == {"permute", "all_reduce"}
     assert all(c.payload_bytes <= largest for c in plan.collectives if c.kind == "all_reduce")
     assert all(c.axes in (("space",), ("rows",)) for c in plan.collectives if c.kind == "permute")
-    whole = gspmd.plan(UNet(Config(up=up)).to("meta"), *arguments, mesh=gspmd.Mesh(space=1), grad=True)
-    assert plan.memory.peak < 1.5 * whole.memory.peak / mesh.size           # windows are kept beside what they were made of
+    whole = gspmd.plan(
+        UNet(Config(up=up)).to("meta"), *arguments, mesh=gspmd.Mesh(space=1), grad=True
+    )
+    assert (
+        plan.memory.peak < 1.5 * whole.memory.peak / mesh.size
+    )  # windows are kept beside what they were made of
 
 
 # --------------------------------------------------------------------------------------------------- real processes
 
+
 def train(folder: Path, name: str, *options: str, processes: int = 0) -> list[float]:
     """The losses of one run of train.py; the runs of a test see the same batches."""
     files = {kind: folder / f"{name}-{kind}" for kind in ("losses", "plot.png", "picture.png")}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
-    small = ["--volume", "synthetic", "--mm", "13", "--width", "4", "--levels", "2", "--steps", "20", "--batch", "2"]
-    written = [text for kind, path in files.items() for text in (f"--{kind.removesuffix('.png')}", str(path))]
-    command = [sys.executable, *launcher, str(EXAMPLES / "unet3d" / "train.py"), *small, *written, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        if processes
+        else []
+    )
+    small = [
+        "--volume",
+        "synthetic",
+        "--mm",
+        "13",
+        "--width",
+        "4",
+        "--levels",
+        "2",
+        "--steps",
+        "20",
+        "--batch",
+        "2",
+    ]
+    written = [
+        text
+        for kind, path in files.items()
+        for text in (f"--{kind.removesuffix('.png')}", str(path))
+    ]
+    command = [
+        sys.executable,
+        *launcher,
+        str(EXAMPLES / "unet3d" / "train.py"),
+        *small,
+        *written,
+        *options,
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     if not files["losses"].exists():
-        raise RuntimeError(f"train.py stopped with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"train.py stopped with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     assert "dice: background" in done.stdout and files["picture.png"].stat().st_size > 5000
     return json.loads(files["losses"].read_text())["losses"]
 
@@ -104,13 +154,34 @@ def single(runs: Path) -> list[float]:
 
 @pytest.mark.parametrize("layout, mesh", [("spatial", "space=2"), ("spatial2d", "space=2,rows=2")])
 def test_training_on_processes(layout: str, mesh: str, runs: Path, single: list[float]) -> None:
-    losses = train(runs, f"{layout}-{mesh}", "--mesh", mesh, "--layout", layout, processes=gspmd.Mesh.parse(mesh).size)
+    losses = train(
+        runs,
+        f"{layout}-{mesh}",
+        "--mesh",
+        mesh,
+        "--layout",
+        layout,
+        processes=gspmd.Mesh.parse(mesh).size,
+    )
     assert len(losses) == len(single) == 20
     assert max(abs(a - b) / b for a, b in zip(losses, single)) <= 1e-4
     assert single[-1] < single[0] - 0.1
 
 
 def test_plan_of_the_full_volume_needs_no_devices() -> None:
-    command = [sys.executable, str(EXAMPLES / "unet3d" / "train.py"), "--plan", "--mm", "1", "--levels", "2", "--mesh", "space=8"]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "unet3d" / "train.py"),
+        "--plan",
+        "--mm",
+        "1",
+        "--levels",
+        "2",
+        "--mesh",
+        "space=8",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    assert "1 x 197 x 233 x 189 voxels" in done.stdout and "memory of a device: parameters" in done.stdout
+    assert (
+        "1 x 197 x 233 x 189 voxels" in done.stdout
+        and "memory of a device: parameters" in done.stdout
+    )

@@ -1,4 +1,7 @@
-"""Programs whose sizes, or numbers, depend on values: they run, or one sentence says where and why they cannot."""
+"""Programs whose sizes, or numbers, depend on values: they run, or one sentence says where and why
+they cannot.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -9,7 +12,9 @@ from helpers import MESHES, assert_same, message
 import torchgspmd as gspmd
 
 BIG = gspmd.Mesh(a=2, m=2)
-OLD = torch.__version__ < "2.10"            # cannot trace some of them; what differs there is the capture, not the layouts
+OLD = (
+    torch.__version__ < "2.10"
+)  # cannot trace some of them; what differs there is the capture, not the layouts
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -29,9 +34,13 @@ def assigned_at_number(x):
 
 
 PROGRAMS = {
-    "row at a number": lambda x: (x[(x > 9).sum()], x[..., x[0].argmax(), None], x[x.shape[0] - x[:, 0].argmax().item() - 1, 1:]),
+    "row at a number": lambda x: (
+        x[(x > 9).sum()],
+        x[..., x[0].argmax(), None],
+        x[x.shape[0] - x[:, 0].argmax().item() - 1, 1:],
+    ),
     "assigned at a number": assigned_at_number,
-    "slice up to a tensor": lambda x: x[:, :(x > 0).sum().clamp(1, 3)].sum(),
+    "slice up to a tensor": lambda x: x[:, : (x > 0).sum().clamp(1, 3)].sum(),
     "boolean index": lambda x: x[x > 0],
     "mean of a boolean index": lambda x: (x * 2)[x > 0].mean(),
     "boolean assignment": assigned,
@@ -43,22 +52,38 @@ PROGRAMS = {
     "repeat_interleave": lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).long() + 1, 0).cos(),
     "item": lambda x: x * x.sum().item(),
     "tolist": lambda x: x * x.sum().tolist(),
-    "slice up to a number": lambda x: x[:, :(x > 0).sum().clamp(1, 3).item()].sum(),
+    "slice up to a number": lambda x: x[:, : (x > 0).sum().clamp(1, 3).item()].sum(),
     "narrow from a number": lambda x: x.narrow(0, (x[:, 0] > 9).sum().item(), 2) + 1,
     "split": lambda x: [t * 2 for t in x[x > 0].reshape(-1, 1).unbind(1)],
-    "cov": lambda x: (torch.cov(x), torch.corrcoef(x), torch.cov(x, fweights=torch.tensor([1, 2, 0, 3]), aweights=x[0].abs())),
+    "cov": lambda x: (
+        torch.cov(x),
+        torch.corrcoef(x),
+        torch.cov(x, fweights=torch.tensor([1, 2, 0, 3]), aweights=x[0].abs()),
+    ),
     "equal": lambda x: x.mul(torch.equal(x, x.clone())),
 }
 
 
 # what to write instead
-NOT_ON_OLD = {"slice up to a number": "x.index_select(0, torch.arange(n))", "narrow from a number": "x.index_select(0, torch.arange(n))",
-              "slice up to a tensor": "x.index_select(0, torch.arange(n))", "equal": "(x == y).all() instead of torch.equal(x, y)"}
+NOT_ON_OLD = {
+    "slice up to a number": "x.index_select(0, torch.arange(n))",
+    "narrow from a number": "x.index_select(0, torch.arange(n))",
+    "slice up to a tensor": "x.index_select(0, torch.arange(n))",
+    "equal": "(x == y).all() instead of torch.equal(x, y)",
+}
 
-CURED = {"slice up to a number": lambda x: x.index_select(1, torch.arange((x > 0).sum().clamp(1, 3).item())).sum(),
-         "slice up to a tensor": lambda x: x.index_select(1, torch.arange((x > 0).sum().clamp(1, 3).item())).sum(),
-         "narrow from a number": lambda x: x.index_select(0, torch.arange(2) + (x[:, 0] > 9).sum().item()) + 1,
-         "equal": lambda x: x.mul((x == x.clone()).all())}
+CURED = {
+    "slice up to a number": lambda x: x.index_select(
+        1, torch.arange((x > 0).sum().clamp(1, 3).item())
+    ).sum(),
+    "slice up to a tensor": lambda x: x.index_select(
+        1, torch.arange((x > 0).sum().clamp(1, 3).item())
+    ).sum(),
+    "narrow from a number": lambda x: (
+        x.index_select(0, torch.arange(2) + (x[:, 0] > 9).sum().item()) + 1
+    ),
+    "equal": lambda x: x.mul((x == x.clone()).all()),
+}
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if not (OLD and name in NOT_ON_OLD)])
@@ -72,13 +97,18 @@ def test_sizes_that_depend_on_values(name, spec):
 def test_what_old_versions_cannot_trace_has_a_cure(name):
     if OLD:
         assert NOT_ON_OLD[name] in message(lambda: gspmd.plan(PROGRAMS[name], X, mesh=BIG))
-    assert_same(gspmd.plan(CURED[name], X, mesh=BIG, in_specs="a m").simulate(X, _poison=True), PROGRAMS[name](X), name)
+    assert_same(
+        gspmd.plan(CURED[name], X, mesh=BIG, in_specs="a m").simulate(X, _poison=True),
+        PROGRAMS[name](X),
+        name,
+    )
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=repr)
 def test_gradient_of_a_boolean_index(mesh):
     def f(x):
         return torch.autograd.grad((x * 3)[x > 0].square().mean(), x)
+
     x = X.clone().requires_grad_()
     assert_same(gspmd.plan(f, x, mesh=mesh, in_specs="m _").simulate(x, _poison=True), f(x))
 
@@ -96,11 +126,16 @@ def test_what_depends_on_values_is_listed():
 
 def test_ctc_loss():
     probs = torch.randn(7, 4, 5).log_softmax(-1).requires_grad_()
-    targets, lengths = torch.randint(1, 5, (4, 3)), (torch.tensor([7, 6, 7, 5]), torch.tensor([3, 2, 1, 3]))
+    targets, lengths = (
+        torch.randint(1, 5, (4, 3)),
+        (torch.tensor([7, 6, 7, 5]), torch.tensor([3, 2, 1, 3])),
+    )
     for how in ("mean", "sum", "none"):
+
         def f(probs, how=how):
             loss = F.ctc_loss(probs, targets, *lengths, reduction=how, zero_infinity=True)
             return loss, torch.autograd.grad(loss.sum(), probs)
+
         plan = gspmd.plan(f, probs, mesh=BIG, in_specs="_ a _")
         assert_same(plan.simulate(probs, _poison=True), f(probs))
         assert plan.replicated_ops == ()
@@ -116,19 +151,33 @@ the program depends on values: an `if`{", a loop or a slice" if OLD else " or a 
 
 def test_a_branch_on_values_is_one_sentence():
     assert message(lambda: gspmd.plan(lambda x: x if x.sum() > 0 else -x, X, mesh=BIG)) == BRANCH
-    assert "tensor_split" in message(lambda: gspmd.plan(lambda x, at: torch.tensor_split(x, at), X, torch.tensor([1, 3]), mesh=BIG))
-    assert "linalg_lstsq" in message(lambda: gspmd.plan(lambda x: torch.linalg.lstsq(x, x).solution, X, mesh=BIG))
+    assert "tensor_split" in message(
+        lambda: gspmd.plan(
+            lambda x, at: torch.tensor_split(x, at), X, torch.tensor([1, 3]), mesh=BIG
+        )
+    )
+    assert "linalg_lstsq" in message(
+        lambda: gspmd.plan(lambda x: torch.linalg.lstsq(x, x).solution, X, mesh=BIG)
+    )
 
 
 def test_a_number_as_result_is_one_sentence():
     assert "return the tensor" in message(lambda: gspmd.plan(lambda x: x.sum().item(), X, mesh=BIG))
 
 
-BY_NAME = {                                 # functions whose arguments have several names
-    "tensor_split": lambda x: torch.tensor_split(x, indices=(1, 3), dim=0)[1] * x.tensor_split(sections=3, dim=1)[1].sum(),
-    "matmul": lambda x: torch.matmul(input=x, other=x.mT) + torch.mm(x, mat2=x.mT) + torch.linalg.vecdot(x=x, y=x),
-    "linear": lambda x: torch.nn.functional.linear(input=x, weight=x) + torch.inner(input=x, other=x),
-    "masked_select": lambda x: torch.masked_select(x, mask=torch.eye(4, 6, dtype=torch.bool)).sum() + x,
+BY_NAME = {  # functions whose arguments have several names
+    "tensor_split": lambda x: (
+        torch.tensor_split(x, indices=(1, 3), dim=0)[1] * x.tensor_split(sections=3, dim=1)[1].sum()
+    ),
+    "matmul": lambda x: (
+        torch.matmul(input=x, other=x.mT) + torch.mm(x, mat2=x.mT) + torch.linalg.vecdot(x=x, y=x)
+    ),
+    "linear": lambda x: (
+        torch.nn.functional.linear(input=x, weight=x) + torch.inner(input=x, other=x)
+    ),
+    "masked_select": lambda x: (
+        torch.masked_select(x, mask=torch.eye(4, 6, dtype=torch.bool)).sum() + x
+    ),
 }
 
 

@@ -1,4 +1,5 @@
 """What of the XLA backend needs no torch_xla: its texts, its decompositions, its error without it."""
+
 import importlib.util
 
 import pytest
@@ -46,16 +47,25 @@ ENTRY %main (x: f32[4,8], i: s32[]) -> f32[8,8] {
 def test_collectives_of_a_program():
     assert collectives(HLO, MESH) == (
         Collective("all_reduce", ("model",), 2, "f32", 128, 128),
-        Collective("reduce_scatter", ("data",), 2, "f32", 128, 64),         # only slices of it are used
+        Collective("reduce_scatter", ("data",), 2, "f32", 128, 64),  # only slices of it are used
         Collective("all_to_all", ("model",), 2, "bf16", 32, 16),
         Collective("permute", ("data",), 2, "i64", 128, 128),
-        Collective("all_gather", ("data", "model"), 4, "f32", 256, 192))
+        Collective("all_gather", ("data", "model"), 4, "f32", 256, 192),
+    )
 
 
-@pytest.mark.parametrize("spec, text", [
-    ("_ _", "{replicated}"), ("data _", "{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}"),
-    ("_ model", "{devices=[1,2,2]0,2,1,3 last_tile_dim_replicate}"), ("data model", "{devices=[2,2]0,1,2,3}"),
-    ("model data", "{devices=[2,2]0,2,1,3}"), ("data+model _", "{devices=[4,1]0,1,2,3}"), ("_ model+data", "{devices=[1,4]0,2,1,3}")])
+@pytest.mark.parametrize(
+    "spec, text",
+    [
+        ("_ _", "{replicated}"),
+        ("data _", "{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}"),
+        ("_ model", "{devices=[1,2,2]0,2,1,3 last_tile_dim_replicate}"),
+        ("data model", "{devices=[2,2]0,1,2,3}"),
+        ("model data", "{devices=[2,2]0,2,1,3}"),
+        ("data+model _", "{devices=[4,1]0,1,2,3}"),
+        ("_ model+data", "{devices=[1,4]0,2,1,3}"),
+    ],
+)
 def test_layouts_in_xlas_words(spec, text):
     order = (0, 1, 2, 3)
     assert text_of(ShardSpec.parse(spec), MESH, order) == text
@@ -83,26 +93,40 @@ def test_attention_taken_apart(causal):
     ours = torch.ops.torchgspmd
     out, lse = unpartitioned_of(ours.attention.default)(q, k, v, causal, 0.3)
     torch.testing.assert_close(out, want.detach())
-    gradients = unpartitioned_of(ours.attention_backward.default)(grad, q, k, v, out, lse, causal, 0.3)
+    gradients = unpartitioned_of(ours.attention_backward.default)(
+        grad, q, k, v, out, lse, causal, 0.3
+    )
     for got, leaf in zip(gradients, leaves):
         torch.testing.assert_close(got, leaf.grad)
 
 
-@pytest.mark.parametrize("shifts, dims", [([1], [0]), ([-2], [1]), ([3, 1], [0, 1]), ([5], []), ([7], [0]), ([0], [1])])
+@pytest.mark.parametrize(
+    "shifts, dims", [([1], [0]), ([-2], [1]), ([3, 1], [0, 1]), ([5], []), ([7], [0]), ([0], [1])]
+)
 def test_roll_as_slices(shifts, dims):
     x = torch.randn(7, 4)
-    assert torch.equal(unpartitioned_of(torch.ops.aten.roll.default)(x, shifts, dims), torch.roll(x, shifts, dims or None))
+    assert torch.equal(
+        unpartitioned_of(torch.ops.aten.roll.default)(x, shifts, dims),
+        torch.roll(x, shifts, dims or None),
+    )
 
 
 def test_without_torch_xla_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert message(lambda: gspmd.parallelize(torch.nn.Linear(2, 2), Mesh(data=8), backend="xla")) == """\
+    assert (
+        message(lambda: gspmd.parallelize(torch.nn.Linear(2, 2), Mesh(data=8), backend="xla"))
+        == """\
 backend 'xla' needs torch_xla
   where test_xla_text.py:N
   fix   pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 'torch_xla[tpu]==2.9.0'"""
+    )
 
 
-@pytest.mark.parametrize("backend, option", [("xla", {"strict": True}), ("xla", {"rng": "native"}), ("torch", {"pin": "all"})])
+@pytest.mark.parametrize(
+    "backend, option",
+    [("xla", {"strict": True}), ("xla", {"rng": "native"}), ("torch", {"pin": "all"})],
+)
 def test_options_of_the_other_backend(backend, option):
-    assert message(lambda: gspmd.parallelize(torch.nn.Linear(2, 2), Mesh(data=8), backend=backend, **option)) == (
-        f"backend '{backend}' has no option {next(iter(option))}\n  where test_xla_text.py:N")
+    assert message(
+        lambda: gspmd.parallelize(torch.nn.Linear(2, 2), Mesh(data=8), backend=backend, **option)
+    ) == (f"backend '{backend}' has no option {next(iter(option))}\n  where test_xla_text.py:N")

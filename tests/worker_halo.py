@@ -1,4 +1,7 @@
-"""Run under torchrun by test_halo.py: a network sharded in space on real processes, compared with one process on every rank."""
+"""Run under torchrun by test_halo.py: a network sharded in space on real processes, compared with
+one process on every rank.
+"""
+
 import copy
 import sys
 
@@ -16,8 +19,14 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.same, self.halved = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 5, stride=2, padding=2)
-        self.doubled, self.wide = nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1), nn.Conv2d(4, 2, 3, dilation=2)
+        self.same, self.halved = (
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.Conv2d(4, 6, 5, stride=2, padding=2),
+        )
+        self.doubled, self.wide = (
+            nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1),
+            nn.Conv2d(4, 2, 3, dilation=2),
+        )
 
     def forward(self, x):
         return self.wide(F.relu(self.doubled(F.relu(self.halved(F.relu(self.same(x)))))))
@@ -28,7 +37,9 @@ def main(mesh: str, spec: str, backend: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     one, x = Net(), torch.randn(2, 3, 19, 10)
-    many = gspmd.parallelize(copy.deepcopy(one), gspmd.Mesh.parse(mesh), backend=backend, in_specs=spec)
+    many = gspmd.parallelize(
+        copy.deepcopy(one), gspmd.Mesh.parse(mesh), backend=backend, in_specs=spec
+    )
     for model in (one, many):
         y = model(x)
         y.pow(2).sum().backward()

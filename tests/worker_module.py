@@ -1,4 +1,7 @@
-"""Run under torchrun by test_module.py: what users do with a wrapped module, against one process, on every rank."""
+"""Run under torchrun by test_module.py: what users do with a wrapped module, against one process,
+on every rank.
+"""
+
 import copy
 import os
 import sys
@@ -10,14 +13,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
 
-WORDS = 11                                                                  # which no mesh divides
+WORDS = 11  # which no mesh divides
 OFFSET = 1.0
 Result = namedtuple("Result", "logits norm")
 
@@ -32,17 +40,23 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.up, self.down = nn.Embedding(WORDS, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.embedding, self.up, self.down = (
+            nn.Embedding(WORDS, 16),
+            nn.Linear(16, 32),
+            nn.Linear(32, 16),
+        )
         self.head, self.dropout = nn.Linear(16, WORDS), nn.Dropout(0.0)
         self.register_buffer("shift", torch.zeros(WORDS))
         self.temperature, self.scales, self.calls, self.options = 1.0, [1.0, 2.0], 0, Options()
 
-    def forward(self, tokens):                                              # [b, s]
+    def forward(self, tokens):  # [b, s]
         self.calls += 1
         x = self.embedding(tokens)
         x = x + self.down(F.gelu(self.up(x)))
-        x = x * self.options.scale ** self.options.inner.power * OFFSET
-        return self.sign * self.dropout(self.head(x)) / self.temperature * self.scales[1] + self.shift
+        x = x * self.options.scale**self.options.inner.power * OFFSET
+        return (
+            self.sign * self.dropout(self.head(x)) / self.temperature * self.scales[1] + self.shift
+        )
 
     @torch.no_grad()
     def generate(self, tokens, count):
@@ -54,14 +68,24 @@ class Model(nn.Module):
 class WithPenalty(Model):
     def forward(self, tokens):
         loss = F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
-        return loss + sum(g.square().sum() for g in torch.autograd.grad(loss, [self.up.weight, self.down.weight], create_graph=True))
+        return loss + sum(
+            g.square().sum()
+            for g in torch.autograd.grad(
+                loss, [self.up.weight, self.down.weight], create_graph=True
+            )
+        )
 
 
 class WithKinds(Model):
     def forward(self, tokens, *, scale=1.0, more=None, change=None, by=None):
         logits = super().forward(tokens) * scale + more["bias"]
         logits = logits if change is None else change(logits) * by.scale + by.tensor
-        return {"result": Result(logits, logits.norm()), "none": None, "text": "hi", "list": [3, (logits.mean(),)]}
+        return {
+            "result": Result(logits, logits.norm()),
+            "none": None,
+            "text": "hi",
+            "list": [3, (logits.mean(),)],
+        }
 
 
 def tokens(step=0, rows=6):
@@ -73,7 +97,16 @@ def pair(mesh, kind=Model):
     torch.manual_seed(0)
     reference = kind()
     model, axis = copy.deepcopy(reference), mesh.names[-1]
-    gspmd.annotate(model, mesh, {"embedding.weight": f"{axis} _", "up.weight": f"{axis} _", "up.bias": axis, "down.weight": f"_ {axis}"})
+    gspmd.annotate(
+        model,
+        mesh,
+        {
+            "embedding.weight": f"{axis} _",
+            "up.weight": f"{axis} _",
+            "up.bias": axis,
+            "down.weight": f"_ {axis}",
+        },
+    )
     return gspmd.parallelize(model, mesh), reference
 
 
@@ -137,6 +170,7 @@ def stepping(optimizer):
     def hook(_):
         optimizer.step()
         optimizer.zero_grad()
+
     return hook
 
 
@@ -157,8 +191,11 @@ def check_copies(mesh):
     model, reference = pair(mesh)
     means = []
     for m in (model, reference):
-        loss_of(m).backward()                                               # there is a program when it is copied
-        mean, optimizer = AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9)), torch.optim.SGD(m.parameters(), 0.1)
+        loss_of(m).backward()  # there is a program when it is copied
+        mean, optimizer = (
+            AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+            torch.optim.SGD(m.parameters(), 0.1),
+        )
         for step in range(3):
             optimizer.zero_grad()
             loss_of(m, step).backward()
@@ -172,7 +209,9 @@ def check_copies(mesh):
 
 
 def check_states(mesh):
-    """Whole tensors can be loaded, by load_state_dict and by torch's checkpoint functions; what is trained on goes on."""
+    """Whole tensors can be loaded, by load_state_dict and by torch's checkpoint functions; what is
+    trained on goes on.
+    """
     model, reference = pair(mesh)
     with torch.no_grad():
         for p in reference.parameters():
@@ -188,12 +227,14 @@ def check_states(mesh):
         loss_of(m).backward()
         optimizer.step()
     weights, moments = get_state_dict(model, optimizers[0], options=options)
-    set_state_dict(other, optimizers[2], model_state_dict=weights, optim_state_dict=moments, options=options)
+    set_state_dict(
+        other, optimizers[2], model_state_dict=weights, optim_state_dict=moments, options=options
+    )
     for m, optimizer in zip((other, reference), optimizers[2:0:-1]):
         optimizer.zero_grad()
         loss_of(m, 1).backward()
         optimizer.step()
-    same_parameters(other, reference, 1e-4)                                 # AdamW divides by small second moments
+    same_parameters(other, reference, 1e-4)  # AdamW divides by small second moments
 
 
 def check_other_types(mesh):
@@ -207,16 +248,25 @@ def check_other_types(mesh):
 
 
 def check_attributes(mesh):
-    """What forward reads may change between calls; what it writes does not make a program for every call."""
+    """What forward reads may change between calls; what it writes does not make a program for every
+    call.
+    """
     model, reference = pair(mesh)
     programs = []
 
     def compare():
         close(model(tokens()), reference(tokens()))
         programs.append(len(model._all_programs()))
+
     compare()
     compare()
-    for name, value in (("temperature", 2.0), ("sign", -1), ("unused", 3), ("temperature", 1.0), ("sign", 1)):
+    for name, value in (
+        ("temperature", 2.0),
+        ("sign", -1),
+        ("unused", 3),
+        ("temperature", 1.0),
+        ("sign", 1),
+    ):
         for m in (model, reference):
             setattr(m, name, value)
         compare()
@@ -229,9 +279,14 @@ def check_attributes(mesh):
     compare()
     model, reference = pair(mesh)
     close(model(tokens()), reference(tokens()))
-    for change in (lambda m: setattr(m.options, "scale", 2.0), lambda m: setattr(m.options.inner, "power", 3),
-                   lambda m: globals().update(OFFSET=1.5), lambda m: setattr(m, "options", Options()), lambda m: m.double(),
-                   lambda m: globals().update(OFFSET=1.0)):
+    for change in (
+        lambda m: setattr(m.options, "scale", 2.0),
+        lambda m: setattr(m.options.inner, "power", 3),
+        lambda m: globals().update(OFFSET=1.5),
+        lambda m: setattr(m, "options", Options()),
+        lambda m: m.double(),
+        lambda m: globals().update(OFFSET=1.0),
+    ):
         for m in (model, reference):
             change(m)
         close(model(tokens()), reference(tokens()))
@@ -245,14 +300,18 @@ def check_attributes(mesh):
             for m in (model, reference):
                 m.temperature, m.scales = 1 + step / 8, (1.0, 1 + step / 4, *range(step))
             compare()
-    assert programs[-2:] == [8, 8] and any("since forward reads" in str(w.message) and "'scales'" in str(w.message) for w in caught)
-    for before in ((1.0,), (1.0, 2.0, 4.0)):                                # it may be an input of the program by then
+    assert programs[-2:] == [8, 8] and any(
+        "since forward reads" in str(w.message) and "'scales'" in str(w.message) for w in caught
+    )
+    for before in ((1.0,), (1.0, 2.0, 4.0)):  # it may be an input of the program by then
         model, _ = pair(mesh)
         for model.temperature in before:
             model(tokens())
         if dist.get_rank() == 0:
             model.temperature = 3.0
-        assert error_of(lambda model=model: model(tokens())).startswith("the models differ between ranks")
+        assert error_of(lambda model=model: model(tokens())).startswith(
+            "the models differ between ranks"
+        )
 
 
 def doubled(module, inputs, output):
@@ -280,7 +339,9 @@ def check_other_modules(mesh):
     for m in (model, reference):
         m.down.forward = lambda x, m=m: 3 * F.linear(x, m.down.weight)
     close(model(tokens()), reference(tokens()))
-    assert error_of(lambda: gspmd.parallelize(nn.Sequential(model), mesh)).startswith("a module is on a mesh already")
+    assert error_of(lambda: gspmd.parallelize(nn.Sequential(model), mesh)).startswith(
+        "a module is on a mesh already"
+    )
     model.head = nn.Linear(16, WORDS)
     assert error_of(lambda: model(tokens())).startswith("parameter 'weight' is a plain tensor")
 
@@ -290,7 +351,7 @@ def check_methods(mesh):
     model, reference = pair(mesh)
     for _ in range(2):
         assert torch.equal(model.generate(tokens(), 3), reference.generate(tokens(), 3))
-    assert len(model._all_programs()) == 3                                  # one for each length
+    assert len(model._all_programs()) == 3  # one for each length
     loss_of(model)
 
 
@@ -304,7 +365,9 @@ class Leaves(nn.Module):
 
 
 class WithCache(Model):
-    """Keeps keys of earlier tokens in an object that its caller passes, and a loss of its own in an attribute."""
+    """Keeps keys of earlier tokens in an object that its caller passes, and a loss of its own in an
+    attribute.
+    """
 
     def __init__(self):
         super().__init__()
@@ -317,7 +380,7 @@ class WithCache(Model):
         if cache is not None:
             cache.keys = keys = torch.cat([cache.keys, keys], 1) if cache.keys is not None else keys
             cache.rows.append(tokens.shape[1])
-        self.losses = self.leaves(keys).square().mean(), keys.mean(-1)      # [], [b, s]
+        self.losses = self.leaves(keys).square().mean(), keys.mean(-1)  # [], [b, s]
         return self.head(self.down(F.gelu(keys)).mean(1)) * self.mask
 
 
@@ -333,11 +396,13 @@ def check_what_forward_leaves(mesh):
         assert cache.rows == [5, 5, 5]
         loss = m(tokens(3)).square().mean() + 2 * m.losses[0] + whole(m.losses[1]).sum()
         loss.backward()
-        m.mask = torch.arange(float(WORDS))                                 # another tensor, not a parameter and not a buffer
+        m.mask = torch.arange(float(WORDS))  # another tensor, not a parameter and not a buffer
         prefix = SimpleNamespace(keys=None, rows=[])
         m(tokens(4), prefix)
-        m(tokens(5), prefix).square().mean().backward()                     # through what is in the cache
-        left.append((*kept, cache.keys, loss, m(tokens(6)), m.losses[0], m.losses[1], *m.seen, *SEEN))
+        m(tokens(5), prefix).square().mean().backward()  # through what is in the cache
+        left.append(
+            (*kept, cache.keys, loss, m(tokens(6)), m.losses[0], m.losses[1], *m.seen, *SEEN)
+        )
         assert len(m.seen) == 3 and len(SEEN) == 7
         SEEN.clear()
     for mine, theirs in zip(*left):
@@ -345,16 +410,23 @@ def check_what_forward_leaves(mesh):
     same_gradients(model, reference)
     programs = len(model._all_programs())
     for _ in range(2):
-        model.seen = []                                                     # another list, which the program finds
+        model.seen = []  # another list, which the program finds
         model(tokens(6)).square().mean().backward()
         assert len(model.seen) == 1 and model.losses is not None
-    assert len(model._all_programs()) == programs                           # what a run has left makes no program for the next
+    assert (
+        len(model._all_programs()) == programs
+    )  # what a run has left makes no program for the next
 
 
 class WithParts(Model):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.Linear(32, 16)) for _ in range(2)])
+        self.layers = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.Linear(32, 16))
+                for _ in range(2)
+            ]
+        )
 
     def encode(self, x):
         for layer in self.layers:
@@ -378,16 +450,24 @@ def check_submodules(mesh):
             calls = len(seen)
             copied.embed(tokens()).square().sum().backward()
             x = copied.layers[0](torch.ones(3, 16))
-            assert len(seen) == calls + 1                                   # once each time, as it is no part of a program
+            assert len(seen) == calls + 1  # once each time, as it is no part of a program
             copied.eval()
-            found.append((x, copied.layers[0](x), copied.layers[0][1].running_mean, copied.embed(tokens(1)), copied(tokens(2))))
+            found.append(
+                (
+                    x,
+                    copied.layers[0](x),
+                    copied.layers[0][1].running_mean,
+                    copied.embed(tokens(1)),
+                    copied(tokens(2)),
+                )
+            )
             copied.train()
             x.sum().backward()
             found[-1] += tuple(p.grad for p in copied.parameters() if p.grad is not None)
     for mine, theirs in zip(found[:2], found[2:]):
         assert len(mine) == len(theirs)
         for a, b in zip(mine, theirs):
-            scale = max(1.0, float(whole(b).abs().max()))                   # gradients are sums of many squares
+            scale = max(1.0, float(whole(b).abs().max()))  # gradients are sums of many squares
             close(whole(a) / scale, whole(b) / scale)
 
 
@@ -396,13 +476,22 @@ def check_layouts_of_results(mesh):
     one, other = mesh.names[0], mesh.names[-1]
     for rows in (8, 5):
         x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
-        for spec in (f"{one} _", f"_ {other}", "? ?", *((f"{one}+{other} _", f"{other}+{one} _") if one != other else ())):
+        for spec in (
+            f"{one} _",
+            f"_ {other}",
+            "? ?",
+            *((f"{one}+{other} _", f"{other}+{one} _") if one != other else ()),
+        ):
             for given in (None, spec.replace("?", "_")):
-                close(gspmd.parallelize(nn.Tanh(), mesh, in_specs=given, out_specs=spec)(x), x.tanh())
+                close(
+                    gspmd.parallelize(nn.Tanh(), mesh, in_specs=given, out_specs=spec)(x), x.tanh()
+                )
 
 
 def check_second_order(mesh):
-    """A penalty on gradients is computed in forward; one outside would lose its gradient, and is an error."""
+    """A penalty on gradients is computed in forward; one outside would lose its gradient, and is an
+    error.
+    """
     model, reference = pair(mesh, WithPenalty)
     for m in (model, reference):
         m(tokens()).backward()
@@ -410,17 +499,25 @@ def check_second_order(mesh):
     model, _ = pair(mesh)
     gradients = torch.autograd.grad(loss_of(model), list(model.parameters()), create_graph=True)
     penalty = sum(whole(g).square().sum() for g in gradients)
-    assert error_of((loss_of(model) + penalty).backward).startswith("a gradient of a sharded module is differentiated again")
+    assert error_of((loss_of(model) + penalty).backward).startswith(
+        "a gradient of a sharded module is differentiated again"
+    )
 
 
 def check_gradients_of_some_results(mesh):
-    """Parameters from which no result with a cotangent comes have no gradient, and no optimizer changes them. Also under torch.compile."""
+    """Parameters from which no result with a cotangent comes have no gradient, and no optimizer
+    changes them. Also under torch.compile.
+    """
+
     class Middle(Model):
         def forward(self, tokens):
             middle = self.up(self.embedding(tokens))
             return {"middle": middle, "logits": self.head(self.down(middle))}
+
     model, reference = pair(mesh, Middle)
-    optimizers = [torch.optim.AdamW(m.parameters(), 0.1, weight_decay=0.5) for m in (model, reference)]
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), 0.1, weight_decay=0.5) for m in (model, reference)
+    ]
     for used in (["middle"], ["logits"], ["middle", "logits"], ["middle"]):
         for call, optimizer in zip((torch.compile(model, backend="eager"), reference), optimizers):
             results = call(tokens())
@@ -434,23 +531,38 @@ def check_gradients_of_some_results(mesh):
 
 def check_results_of_all_kinds(mesh):
     model, reference = pair(mesh, WithKinds)
-    got, want = (m(tokens(), scale=3.0, more={"bias": torch.ones(WORDS)}) for m in (model, reference))
-    assert type(got["result"]) is Result and got["none"] is None and got["text"] == "hi" and got["list"][0] == 3
+    got, want = (
+        m(tokens(), scale=3.0, more={"bias": torch.ones(WORDS)}) for m in (model, reference)
+    )
+    assert (
+        type(got["result"]) is Result
+        and got["none"] is None
+        and got["text"] == "hi"
+        and got["list"][0] == 3
+    )
     close(got["result"].logits, want["result"].logits)
     close(got["list"][1][0], want["list"][1][0])
     more = {"bias": 0.0}
     for scale, tensor in ((2.0, 1.0), (2.0, 3.0), (4.0, 3.0)):
         by = SimpleNamespace(scale=scale, tensor=torch.tensor(tensor))
-        got, want = (m(tokens(), more=more, change=lambda x: x.tanh(), by=by) for m in (model, reference))
+        got, want = (
+            m(tokens(), more=more, change=lambda x: x.tanh(), by=by) for m in (model, reference)
+        )
         close(got["result"].logits, want["result"].logits)
-    for factor in (1.0, 2.0, 3.0):                                          # functions that may lie at one address, one after the other
-        got, want = (m(tokens(), more=more, change=lambda x, f=factor: x * f, by=by) for m in (model, reference))
+    for factor in (1.0, 2.0, 3.0):  # functions that may lie at one address, one after the other
+        got, want = (
+            m(tokens(), more=more, change=lambda x, f=factor: x * f, by=by)
+            for m in (model, reference)
+        )
         close(got["result"].logits, want["result"].logits)
     rows = 6 if dist.get_rank() == 0 else 4
     error = error_of(lambda: model(tokens(rows=rows), more=more, change=torch.tanh, by=by))
     assert error.startswith("the arguments differ between ranks"), error
     with torch.inference_mode():
-        close(model(tokens(), more={"bias": 0.0})["result"].norm, reference(tokens(), more={"bias": 0.0})["result"].norm)
+        close(
+            model(tokens(), more={"bias": 0.0})["result"].norm,
+            reference(tokens(), more={"bias": 0.0})["result"].norm,
+        )
     with torch.autograd.detect_anomaly(check_nan=True):
         model(tokens(), more={"bias": 1.0})["result"].norm.backward()
 
@@ -458,19 +570,31 @@ def check_results_of_all_kinds(mesh):
 def check_what_cannot_be(mesh):
     model, _ = pair(mesh)
     x = tokens()
-    assert error_of(lambda: torch.func.vmap(model)(x)).startswith("torch.func transforms a module on a mesh")
+    assert error_of(lambda: torch.func.vmap(model)(x)).startswith(
+        "torch.func transforms a module on a mesh"
+    )
     parameters = dict(model.named_parameters())
     loss = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())
     assert error_of(lambda: loss(parameters)).startswith("torch.func transforms a module on a mesh")
-    for send in (dist.all_reduce, lambda y: dist.all_gather([torch.empty_like(y) for _ in range(mesh.size)], y), lambda y: dist.barrier()):
+    for send in (
+        dist.all_reduce,
+        lambda y: dist.all_gather([torch.empty_like(y) for _ in range(mesh.size)], y),
+        lambda y: dist.barrier(),
+    ):
+
         class Sends(Model):
             def forward(self, tokens, send=send):
                 y = super().forward(tokens).mean()
                 send(y)
                 return y
-        assert error_of(lambda: pair(mesh, Sends)[0](x)).startswith("the program communicates by itself, through torch.distributed")
+
+        assert error_of(lambda: pair(mesh, Sends)[0](x)).startswith(
+            "the program communicates by itself, through torch.distributed"
+        )
     assert error_of(model.compile).startswith("a module on a mesh is compiled by its backend")
-    assert error_of(lambda: gspmd.parallelize(nn.LazyLinear(3), mesh)).startswith("parameter 'weight' has no shape yet")
+    assert error_of(lambda: gspmd.parallelize(nn.LazyLinear(3), mesh)).startswith(
+        "parameter 'weight' has no shape yet"
+    )
     close(model(x), model(x))
 
 
@@ -488,7 +612,7 @@ def run(checks):
         if dist.get_rank() == 0:
             print(f"{check.__name__} holds on {mesh}", flush=True)
     sys.stdout.flush()
-    os._exit(0)                                                             # gloo may abort at exit
+    os._exit(0)  # gloo may abort at exit
 
 
 if __name__ == "__main__":

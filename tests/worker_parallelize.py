@@ -1,4 +1,7 @@
-"""Run under torchrun by test_parallelize.py: every check compares real processes with one process, on every rank."""
+"""Run under torchrun by test_parallelize.py: every check compares real processes with one process,
+on every rank.
+"""
+
 import copy
 import os
 import sys
@@ -22,7 +25,7 @@ from torchgspmd.fx_passes.lower.verify_in_flight import STARTS
 from torchgspmd.fx_passes.partition import machine
 from torchgspmd.fx_passes.schedule import collective_matmul
 
-WORDS, WIDTH, HIDDEN = 51, 16, 65                                           # sizes that 2, 3 and 4 do not divide
+WORDS, WIDTH, HIDDEN = 51, 16, 65  # sizes that 2, 3 and 4 do not divide
 
 
 class Model(nn.Module):
@@ -38,8 +41,8 @@ class Model(nn.Module):
 
     drop = staticmethod(F.dropout)
 
-    def forward(self, tokens, targets):                                     # [b, 6]
-        x = self.embedding(tokens)                                          # [b, 6, m]
+    def forward(self, tokens, targets):  # [b, 6]
+        x = self.embedding(tokens)  # [b, 6, m]
         x = x + self.drop(self.down(F.gelu(self.up(self.norm(x)))), self.dropout, self.training)
         logits = self.batch_norm(x) @ self.embedding.weight.T
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -48,15 +51,23 @@ class Model(nn.Module):
 def dropout_of_one_device(x, p, training):
     """F.dropout with the numbers that a mesh of one device draws."""
     shape = list(x.shape)
-    drawn = uniform(draw_seed(), 0, shape, [0] * x.dim(), shape, torch.float32, x.device, False) if training else torch.zeros(shape)
+    drawn = (
+        uniform(draw_seed(), 0, shape, [0] * x.dim(), shape, torch.float32, x.device, False)
+        if training
+        else torch.zeros(shape)
+    )
     return x * ((drawn < 1 - p) / (1 - p)) if training else x
 
 
 def marked(model, mesh):
     if "model" not in mesh.names:
         return model
-    for tensor, spec in ((model.embedding.weight, "model _"), (model.up.weight, "model _"), (model.up.bias, "model"),
-                         (model.down.weight, "_ model")):
+    for tensor, spec in (
+        (model.embedding.weight, "model _"),
+        (model.up.weight, "model _"),
+        (model.up.bias, "model"),
+        (model.down.weight, "_ model"),
+    ):
         gspmd.mark_sharding(tensor, mesh, spec)
     return model
 
@@ -74,7 +85,9 @@ def close(a, b, tolerance=1e-5):
     a, b = whole(a).detach(), whole(b).detach()
     assert a.shape == b.shape and torch.isfinite(a).all(), (a.shape, b.shape)
     scale = max(b.abs().max().item(), 1e-6)
-    assert (a - b).abs().max().item() <= tolerance * scale, f"off by {(a - b).abs().max().item() / scale:.1e}"
+    assert (a - b).abs().max().item() <= tolerance * scale, (
+        f"off by {(a - b).abs().max().item() / scale:.1e}"
+    )
 
 
 def pair(mesh, **options):
@@ -108,37 +121,65 @@ def check_training(mesh):
     close(model.batch_norm.running_mean, reference.batch_norm.running_mean)
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
     for name, parameter in reference.named_parameters():
-        close(model.get_parameter(name), parameter, 1e-3)                   # AdamW divides by small second moments
+        close(model.get_parameter(name), parameter, 1e-3)  # AdamW divides by small second moments
 
 
 def check_sharded_updates(mesh):
-    """Parameters, gradients and optimizer states in parts over an axis, weights gathered twice: the same training."""
+    """Parameters, gradients and optimizer states in parts over an axis, weights gathered twice: the
+    same training.
+    """
     axis = mesh.names[0]
     torch.manual_seed(0)
     reference = Model(dropout=0.0)
-    model = gspmd.parallelize(marked(copy.deepcopy(reference), mesh), mesh, in_specs=specs(mesh), shard_updates=axis, regather="always")
+    model = gspmd.parallelize(
+        marked(copy.deepcopy(reference), mesh),
+        mesh,
+        in_specs=specs(mesh),
+        shard_updates=axis,
+        regather="always",
+    )
     assert all(axis in spec_of(p, mesh).sharding_axes for p in model.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, fused=True) for m in (model, reference)]
     for step in range(4):
         losses = [m(*batch(step)) for m in (model, reference)]
         for loss in losses:
             loss.backward()
-        close(*[torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5, foreach=True) for m in (model, reference)])
+        close(
+            *[
+                torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5, foreach=True)
+                for m in (model, reference)
+            ]
+        )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         close(*losses)
-    assert any("step" in n.meta and n.meta["step"].kind == "all_gather" and n.meta["backward"] for n in model.plan.sharded.nodes)
-    called = {n.target for p in model._all_programs() for f in (p.forward, p.backward) for n in f.__self__.graph.nodes}
-    unsafe = {torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
-    assert called & STARTS and not called & unsafe                          # over gloo: see fx_passes/lower/gloo_all_to_all.py
+    assert any(
+        "step" in n.meta and n.meta["step"].kind == "all_gather" and n.meta["backward"]
+        for n in model.plan.sharded.nodes
+    )
+    called = {
+        n.target
+        for p in model._all_programs()
+        for f in (p.forward, p.backward)
+        for n in f.__self__.graph.nodes
+    }
+    unsafe = {
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+    assert (
+        called & STARTS and not called & unsafe
+    )  # over gloo: see fx_passes/lower/gloo_all_to_all.py
 
 
 def check_fused_steps(mesh):
-    """Lists of DTensors are stepped on as lists of their parts, where all that meet are laid out alike; else as DTensor does it."""
+    """Lists of DTensors are stepped on as lists of their parts, where all that meet are laid out
+    alike; else as DTensor does it.
+    """
     model, reference = pair(mesh, dropout=0.0)
     seen = []
-    with patch.object(fused, "as_before", lambda *call: seen.append(call)):
+    with patch.object(fused_optimizers, "as_before", lambda *call: seen.append(call)):
         for m in (model, reference):
             m(*batch(0)).backward()
             torch.optim.SGD(m.parameters(), 1e-2, fused=True).step()
@@ -147,7 +188,9 @@ def check_fused_steps(mesh):
             close(model.get_parameter(name), parameter)
         for parameter in (p for p in model.parameters() if spec_of(p, mesh).sharding_axes):
             whole = [Replicate()] * len(mesh.axes)
-            parameter.grad = DTensor.from_local(parameter.grad.full_tensor(), parameter.device_mesh, whole, run_check=False)
+            parameter.grad = DTensor.from_local(
+                parameter.grad.full_tensor(), parameter.device_mesh, whole, run_check=False
+            )
             torch.optim.SGD([parameter], 1e-2, fused=True).step()
             assert seen.pop()
 
@@ -167,22 +210,33 @@ def check_modes(mesh):
 
 
 def check_ways_to_a_gradient(mesh):
-    """Accumulation, hooks, torch.autograd.grad, backward(inputs=...): the same gradients and calls as on one process."""
+    """Accumulation, hooks, torch.autograd.grad, backward(inputs=...): the same gradients and calls
+    as on one process.
+    """
     seen = []
     for model in pair(mesh, dropout=0.0):
         calls, params = [], list(model.parameters())
         model(*batch(0)).backward()
         first = [whole(p.grad).clone() for p in params]
-        handles = [params[0].register_hook(lambda g: 2 * g),
-                   params[1].register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(1))]
+        handles = [
+            params[0].register_hook(lambda g: 2 * g),
+            params[1].register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(1)),
+        ]
         model(*batch(1)).backward()
         grads = torch.autograd.grad(model(*batch(2)), params[1:3])
         for handle in handles:
             handle.remove()
         model.zero_grad()
         model(*batch(3)).backward(inputs=params[2:4])
-        seen.append((len(calls), *first, *[whole(g) for g in grads], *[whole(p.grad) for p in params[2:4]],
-                     [p.grad is None for p in params]))
+        seen.append(
+            (
+                len(calls),
+                *first,
+                *[whole(g) for g in grads],
+                *[whole(p.grad) for p in params[2:4]],
+                [p.grad is None for p in params],
+            )
+        )
     assert seen[0][0] == seen[1][0] == 1 and seen[0][-1] == seen[1][-1]
     for mine, theirs in zip(seen[0][1:-1], seen[1][1:-1]):
         close(mine, theirs)
@@ -215,8 +269,11 @@ def check_layouts_of_results(mesh):
     (grad,) = torch.autograd.grad(whole(y).square().sum(), x)
     close(grad, torch.autograd.grad(reference(x).square().sum(), x)[0])
     index = mesh.coordinates(dist.get_rank())[axis]
-    part, again = (gspmd.shard_batch(x.detach()[4 * index:4 * index + 4], mesh, f"{axis} _") for _ in range(2))
-    assert part.device_mesh is again.device_mesh                            # no process groups a step
+    part, again = (
+        gspmd.shard_batch(x.detach()[4 * index : 4 * index + 4], mesh, f"{axis} _")
+        for _ in range(2)
+    )
+    assert part.device_mesh is again.device_mesh  # no process groups a step
     close(part, x)
     close(model(part), reference(x))
 
@@ -225,7 +282,7 @@ def check_errors(mesh):
     """Other shapes on one rank: an error on every rank, no hang."""
     model, _ = pair(mesh, dropout=0.0)
     model(*batch(0))
-    for compiled in (False, True):                                          # each rank has a program for what it is given
+    for compiled in (False, True):  # each rank has a program for what it is given
         for rows in (6, 7) if compiled else ():
             model(*batch(0, rows))
         try:
@@ -238,10 +295,14 @@ def check_errors(mesh):
         model(*batch(0)).backward()
     for program in model._all_programs():
         compared = program.carry if program.carries else program.settle
-        sent = [n.target for n in program.forward.__self__.graph.nodes if n.target in STARTS or n.target == compared]
+        sent = [
+            n.target
+            for n in program.forward.__self__.graph.nodes
+            if n.target in STARTS or n.target == compared
+        ]
         assert sent[0] == compared and sent.count(compared) == 1, sent
     model, _ = pair(mesh, dropout=0.5)
-    for _ in range(2):                                                      # when it is compiled, and later
+    for _ in range(2):  # when it is compiled, and later
         torch.manual_seed(dist.get_rank())
         try:
             model(*batch(0))
@@ -254,15 +315,19 @@ def check_errors(mesh):
     model, _ = pair(mesh, dropout=0.0)
     for _ in range(2):
         try:
-            model(*batch(int(dist.get_rank() == mesh.size - 1)))             # each rank its own, as with DistributedDataParallel
+            model(
+                *batch(int(dist.get_rank() == mesh.size - 1))
+            )  # each rank its own, as with DistributedDataParallel
         except gspmd.ShardingError as error:
-            assert str(error).startswith(f"argument 'tokens' has other values on rank {mesh.size - 1} than on rank 0"), error
+            assert str(error).startswith(
+                f"argument 'tokens' has other values on rank {mesh.size - 1} than on rank 0"
+            ), error
             assert "made by shard_batch" in str(error), error
         else:
             raise AssertionError("no error")
     model(*batch(0))
     model = gspmd.parallelize(Distance(), mesh)
-    model(torch.arange(6.0).view(2, 3) / (3 + 1e-6 * dist.get_rank()))       # rounding is no difference
+    model(torch.arange(6.0).view(2, 3) / (3 + 1e-6 * dist.get_rank()))  # rounding is no difference
     try:
         gspmd.parallelize(Model(), gspmd.Mesh(data=mesh.size + 1))
     except gspmd.ShardingError as error:
@@ -302,7 +367,7 @@ def check_a_sum_that_travels_with_the_comparison(mesh):
     close(model(x), reference(x))
     assert all(program.carries for program in model._all_programs())
     half = model.to(torch.bfloat16)
-    close(half(x.bfloat16()), reference.to(torch.bfloat16)(x.bfloat16()), 2 ** -7)     # two roundings
+    close(half(x.bfloat16()), reference.to(torch.bfloat16)(x.bfloat16()), 2**-7)  # two roundings
     for forward in (p.forward.__self__.graph for p in model._all_programs()):
         assert not [n for n in forward.nodes if n.target in STARTS]
 
@@ -320,7 +385,9 @@ class TwoDistances(nn.Module):
 
 def check_nothing_is_sent_before_the_comparison_ends(mesh):
     reference = TwoDistances()
-    model = gspmd.parallelize(copy.deepcopy(reference), mesh, in_specs=("+".join(mesh.names) + " _",))
+    model = gspmd.parallelize(
+        copy.deepcopy(reference), mesh, in_specs=("+".join(mesh.names) + " _",)
+    )
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         for got, want in zip(model(x), reference(x), strict=True):
@@ -362,7 +429,9 @@ def check_sizes_that_depend_on_values(mesh):
 def check_native_random_numbers(mesh):
     axis = mesh.names[0]
     torch.manual_seed(0)
-    model = gspmd.parallelize(nn.Dropout(0.5), mesh, in_specs=f"{axis} _", out_specs=f"{axis} _", rng="native")
+    model = gspmd.parallelize(
+        nn.Dropout(0.5), mesh, in_specs=f"{axis} _", out_specs=f"{axis} _", rng="native"
+    )
     x = torch.ones(8 * mesh.size, 8)
     whole_result = whole(model(x))
     rows = len(x) // dict(mesh.axes)[axis]
@@ -372,7 +441,9 @@ def check_native_random_numbers(mesh):
 
 
 def check_uneven_weights(mesh):
-    """Weights stored along dimensions that the axis does not divide: gathered together, their gradients scattered."""
+    """Weights stored along dimensions that the axis does not divide: gathered together, their
+    gradients scattered.
+    """
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 17))
     model, axis = copy.deepcopy(reference), mesh.names[0]
@@ -400,12 +471,16 @@ class Moves(nn.Module):
 
 
 def check_exchanges(mesh):
-    """From layouts to others whose blocks do not nest, forward and backward, sizes that do not divide; one device may have nothing."""
+    """From layouts to others whose blocks do not nest, forward and backward, sizes that do not
+    divide; one device may have nothing.
+    """
     if len(mesh.names) < 2:
         return
     torch.manual_seed(0)
     a, b = mesh.names[:2]
-    model = gspmd.parallelize(Moves(mesh, (f"{a} {b}", f"{b} {a}", f"{a}+{b} _", f"_ {b}+{a}", f"{b} _", f"{a} _")), mesh)
+    model = gspmd.parallelize(
+        Moves(mesh, (f"{a} {b}", f"{b} {a}", f"{a}+{b} _", f"_ {b}+{a}", f"{b} _", f"{a} _")), mesh
+    )
     for shape in ((8, 8), (5, 7), (9, 16), (13, 3)):
         x = torch.randn(shape, requires_grad=True)
         want = x
@@ -413,8 +488,13 @@ def check_exchanges(mesh):
             want = torch.sin(want)
         y = model(x)
         close(y, want)
-        close(torch.autograd.grad(whole(y).square().sum(), x)[0], torch.autograd.grad(want.square().sum(), x)[0])
-        assert [c.kind for c in model.plan.collectives].count("permute") >= 2, model.plan.collectives
+        close(
+            torch.autograd.grad(whole(y).square().sum(), x)[0],
+            torch.autograd.grad(want.square().sum(), x)[0],
+        )
+        assert [c.kind for c in model.plan.collectives].count("permute") >= 2, (
+            model.plan.collectives
+        )
 
 
 class Grouped(nn.Module):
@@ -424,7 +504,7 @@ class Grouped(nn.Module):
         super().__init__()
         self.q, self.k, self.o = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 16)
 
-    def forward(self, x):                                                   # [b, s, 16]
+    def forward(self, x):  # [b, s, 16]
         q, k = self.q(x).unflatten(-1, (2, 2, 4)), self.k(x).unflatten(-1, (2, 4))
         p = torch.einsum("bskgd,btkd->bkgst", q, k).softmax(-1)
         return self.o(torch.einsum("bkgst,btkd->bskgd", p, k).flatten(2))
@@ -436,7 +516,11 @@ def check_parts_of_axes(mesh):
     torch.manual_seed(0)
     reference, x = Grouped(), torch.randn(2, 5, 16)
     model = copy.deepcopy(reference)
-    for tensor, spec in ((model.q.weight, "model _"), (model.q.bias, "model"), (model.o.weight, "_ model")):
+    for tensor, spec in (
+        (model.q.weight, "model _"),
+        (model.q.bias, "model"),
+        (model.o.weight, "_ model"),
+    ):
         gspmd.mark_sharding(tensor, whole_mesh, spec)
     model = gspmd.parallelize(model, whole_mesh)
     close(model(x), reference(x))
@@ -444,46 +528,66 @@ def check_parts_of_axes(mesh):
         m(x).square().mean().backward()
     for name, parameter in reference.named_parameters():
         close(model.get_parameter(name).grad, parameter.grad, 1e-4)
-    assert mesh.size != 4 or any(a.startswith("model:") for c in model.plan.collectives for a in c.axes), model.plan.collectives
+    assert mesh.size != 4 or any(
+        a.startswith("model:") for c in model.plan.collectives for a in c.axes
+    ), model.plan.collectives
 
 
 class Kinds(nn.Module):
-    """Every way that values go: from part to part, from parts to the whole, sums and other reductions of parts to both."""
+    """Every way that values go: from part to part, from parts to the whole, sums and other
+    reductions of parts to both.
+    """
 
     def __init__(self, mesh, computes):
         super().__init__()
         self.mesh, self.computes = mesh, computes
 
-    def forward(self, x):                                                   # [6, 9]
+    def forward(self, x):  # [6, 9]
         axis = self.mesh.names[-1]
         x = gspmd.mark_sharding(x.clone(), self.mesh, f"{axis} _")
-        results = [gspmd.mark_sharding(x.clone(), self.mesh, f"_ {axis}").clone(), gspmd.mark_sharding(x.clone(), self.mesh, "_ _")]
+        results = [
+            gspmd.mark_sharding(x.clone(), self.mesh, f"_ {axis}").clone(),
+            gspmd.mark_sharding(x.clone(), self.mesh, "_ _"),
+        ]
         for reduced in (op(x) for op in self.computes):
-            results += [gspmd.mark_sharding(reduced.clone(), self.mesh, spec) for spec in ("_", axis)]
+            results += [
+                gspmd.mark_sharding(reduced.clone(), self.mesh, spec) for spec in ("_", axis)
+            ]
         return results
 
 
 class Chain(nn.Module):
-    """A conditional random field: pairs of tags read the table of transitions, whose rows are on several devices."""
+    """A conditional random field: pairs of tags read the table of transitions, whose rows are on
+    several devices.
+    """
 
     def __init__(self):
         super().__init__()
         self.emissions, self.transitions = nn.Linear(6, 4), nn.Parameter(torch.randn(4, 4))
 
-    def forward(self, x):                                                   # [b, s, 6]
+    def forward(self, x):  # [b, s, 6]
         emissions, (b, s) = self.emissions(x), x.shape[:2]
         scores = emissions[:, 0]
         for i in range(1, s):
-            scores = torch.logsumexp(scores[:, :, None] + self.transitions + emissions[:, i, None], 1)
+            scores = torch.logsumexp(
+                scores[:, :, None] + self.transitions + emissions[:, i, None], 1
+            )
         tags = torch.arange(b * s).view(b, s) % 4
-        path = emissions.gather(2, tags[..., None]).sum() + self.transitions[tags[:, :-1], tags[:, 1:]].sum()
+        path = (
+            emissions.gather(2, tags[..., None]).sum()
+            + self.transitions[tags[:, :-1], tags[:, 1:]].sum()
+        )
         return scores.logsumexp(1).sum() - path
 
 
 def check_a_coordinate_that_forward_and_backward_compare(mesh):
     torch.manual_seed(0)
     axis, reference, x = mesh.names[0], Chain(), torch.randn(2, 5, 6)
-    model = gspmd.parallelize(gspmd.annotate(copy.deepcopy(reference), mesh, {"transitions": f"{axis} _"}), mesh, in_specs=f"{axis} _ _")
+    model = gspmd.parallelize(
+        gspmd.annotate(copy.deepcopy(reference), mesh, {"transitions": f"{axis} _"}),
+        mesh,
+        in_specs=f"{axis} _ _",
+    )
     for m in (model, reference):
         m(x).backward()
     close(model(x), reference(x))
@@ -492,10 +596,16 @@ def check_a_coordinate_that_forward_and_backward_compare(mesh):
 
 
 def check_recurrent_layers(mesh):
-    """Their lists of weights hold what is stored, not the whole, and no call makes another program of it."""
+    """Their lists of weights hold what is stored, not the whole, and no call makes another program
+    of it.
+    """
     torch.manual_seed(0)
     axis, reference = mesh.names[0], nn.GRU(6, 5, batch_first=True)
-    model = gspmd.parallelize(gspmd.annotate(copy.deepcopy(reference), mesh, {"weight_*": f"{axis} _"}), mesh, in_specs=f"{axis} _ _")
+    model = gspmd.parallelize(
+        gspmd.annotate(copy.deepcopy(reference), mesh, {"weight_*": f"{axis} _"}),
+        mesh,
+        in_specs=f"{axis} _ _",
+    )
     assert all(isinstance(weight, DTensor) for weight in model._flat_weights)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(3):
@@ -521,9 +631,17 @@ class Graph(nn.Module):
 def check_sparse_matrices(mesh):
     torch.manual_seed(0)
     axis, reference = mesh.names[0], Graph()
-    model = gspmd.parallelize(gspmd.annotate(copy.deepcopy(reference), mesh, {"*.weight": f"{axis} _"}), mesh, in_specs=(f"{axis} _", None))
+    model = gspmd.parallelize(
+        gspmd.annotate(copy.deepcopy(reference), mesh, {"*.weight": f"{axis} _"}),
+        mesh,
+        in_specs=(f"{axis} _", None),
+    )
     for seed in range(2):
-        near = torch.sparse_coo_tensor(torch.randint(7, (2, 12), generator=torch.Generator().manual_seed(seed)), torch.ones(12), (7, 7))
+        near = torch.sparse_coo_tensor(
+            torch.randint(7, (2, 12), generator=torch.Generator().manual_seed(seed)),
+            torch.ones(12),
+            (7, 7),
+        )
         x = torch.randn(7, 6, generator=torch.Generator().manual_seed(seed))
         for m in (model, reference):
             m.zero_grad()
@@ -539,18 +657,34 @@ def check_types(mesh):
     """Numbers of all types, gloo's and others."""
     reductions = [lambda x: x.sum(0, dtype=x.dtype), lambda x: x.prod(0, dtype=x.dtype)]
     ordered = [lambda x: x.amax(0), lambda x: x.amin(0)]
-    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-                  torch.complex64, torch.complex128, torch.bool, torch.float8_e4m3fn):
+    for dtype in (
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.complex64,
+        torch.complex128,
+        torch.bool,
+        torch.float8_e4m3fn,
+    ):
         torch.manual_seed(0)
         x = torch.randint(-3, 4, (6, 9)).to(dtype)
         x = x * (1 + 1j) if dtype.is_complex else x
-        computes = {torch.bool: ordered, torch.float8_e4m3fn: []}.get(dtype, reductions if dtype.is_complex else reductions + ordered)
-        for many in (1, 60000):                                             # a small all_reduce takes another way than a large one
+        computes = {torch.bool: ordered, torch.float8_e4m3fn: []}.get(
+            dtype, reductions if dtype.is_complex else reductions + ordered
+        )
+        for many in (1, 60000):  # a small all_reduce takes another way than a large one
             given = x if many == 1 else x.repeat(1, many)
             want = Kinds(gspmd.Mesh(**dict.fromkeys(mesh.names, 1)), computes)(given)
             got = gspmd.parallelize(Kinds(mesh, computes), mesh, strict="warn")(given)
             for mine, theirs in zip(got, want):
-                assert mine.dtype == dtype and torch.equal(*(t.float() if dtype.itemsize == 1 else t for t in (whole(mine), theirs))), many
+                assert mine.dtype == dtype and torch.equal(
+                    *(t.float() if dtype.itemsize == 1 else t for t in (whole(mine), theirs))
+                ), many
 
 
 def check_same_text(mesh):
@@ -567,7 +701,9 @@ def check_passes(mesh):
     for skip in (("bucket",), ("overlap",), ("bucket", "overlap", "prefetch")):
         torch.manual_seed(0)
         reference = Model(dropout=0.0)
-        model = gspmd.parallelize(marked(copy.deepcopy(reference), mesh), mesh, in_specs=specs(mesh), skip_passes=skip)
+        model = gspmd.parallelize(
+            marked(copy.deepcopy(reference), mesh), mesh, in_specs=specs(mesh), skip_passes=skip
+        )
         for m in (model, reference):
             m(*batch(0)).backward()
         for name, parameter in reference.named_parameters():
@@ -575,16 +711,24 @@ def check_passes(mesh):
 
 
 class Sequence(nn.Module):
-    """Its stream is laid out along the sequence: gathered before `up` and `gate`, scattered behind `down`."""
+    """Its stream is laid out along the sequence: gathered before `up` and `gate`, scattered behind
+    `down`.
+    """
 
     def __init__(self, mesh):
         super().__init__()
-        self.up, self.gate, self.down = nn.Linear(48, 96), nn.Linear(48, 96, bias=False), nn.Linear(96, 48)
+        self.up, self.gate, self.down = (
+            nn.Linear(48, 96),
+            nn.Linear(48, 96, bias=False),
+            nn.Linear(96, 48),
+        )
         self.mesh = mesh
 
-    def forward(self, x):                                                   # [b, s, m]
+    def forward(self, x):  # [b, s, m]
         h = gspmd.mark_sharding(x.sin(), self.mesh, "_ model _")
-        return gspmd.mark_sharding(self.down(F.gelu(self.up(h)) * self.gate(h)), self.mesh, "_ model _")
+        return gspmd.mark_sharding(
+            self.down(F.gelu(self.up(h)) * self.gate(h)), self.mesh, "_ model _"
+        )
 
 
 def rings(mesh):
@@ -593,15 +737,24 @@ def rings(mesh):
     for backend in ("torch", "inductor"):
         torch.manual_seed(0)
         reference, x = Sequence(mesh), torch.randn(2, 12, 48)
-        marks = {"up.weight": "model _", "up.bias": "model", "gate.weight": "model _", "down.weight": "_ model"}
-        model = gspmd.parallelize(gspmd.annotate(copy.deepcopy(reference), mesh, marks), mesh, backend=backend)
+        marks = {
+            "up.weight": "model _",
+            "up.bias": "model",
+            "gate.weight": "model _",
+            "down.weight": "_ model",
+        }
+        model = gspmd.parallelize(
+            gspmd.annotate(copy.deepcopy(reference), mesh, marks), mesh, backend=backend
+        )
         close(model(x), reference(x))
         for m in (model, reference):
             m(x).square().sum().backward()
         for name, parameter in reference.named_parameters():
             close(model.get_parameter(name).grad, parameter.grad)
         targets = [n.target for n in model.plan.program.graph.nodes]
-        assert ring_einsum.gather_einsum in targets and ring_einsum.einsum_scatter in targets, model.plan
+        assert ring_einsum.gather_einsum in targets and ring_einsum.einsum_scatter in targets, (
+            model.plan
+        )
     if dist.get_rank() == 0:
         print("rings hold")
 
@@ -624,7 +777,9 @@ def load(mesh, path):
     parameters, state = get_state_dict(model, optimizer)
     content = {"model": parameters, "optimizer": state}
     dcp.load(content, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
+    )
     other = torch.optim.AdamW(reference.parameters(), 1e-2)
     for step in range(4):
         other.zero_grad()
@@ -639,11 +794,29 @@ def load(mesh, path):
             close(loss, expected, 1e-4)
 
 
-CHECKS = (check_training, check_sharded_updates, check_fused_steps, check_modes, check_ways_to_a_gradient, check_scaler,
-          check_a_coordinate_that_forward_and_backward_compare, check_recurrent_layers, check_sparse_matrices,
-          check_layouts_of_results, check_errors, check_a_sum_that_travels_with_the_comparison,
-          check_nothing_is_sent_before_the_comparison_ends, check_uneven_weights, check_sizes_that_depend_on_values,
-          check_native_random_numbers, check_exchanges, check_parts_of_axes, check_passes, check_types, check_same_text)
+CHECKS = (
+    check_training,
+    check_sharded_updates,
+    check_fused_steps,
+    check_modes,
+    check_ways_to_a_gradient,
+    check_scaler,
+    check_a_coordinate_that_forward_and_backward_compare,
+    check_recurrent_layers,
+    check_sparse_matrices,
+    check_layouts_of_results,
+    check_errors,
+    check_a_sum_that_travels_with_the_comparison,
+    check_nothing_is_sent_before_the_comparison_ends,
+    check_uneven_weights,
+    check_sizes_that_depend_on_values,
+    check_native_random_numbers,
+    check_exchanges,
+    check_parts_of_axes,
+    check_passes,
+    check_types,
+    check_same_text,
+)
 
 
 def main():
@@ -665,7 +838,7 @@ def main():
             print(f"{command} done on {mesh}", flush=True)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)                                                             # gloo may abort at exit
+    os._exit(0)  # gloo may abort at exit
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Worker of test_module.py: models that are not the same on all ranks, on real gloo processes.
 
-torchrun --nproc-per-node 2 worker_ranks.py data=2: what makes no difference to the program works; the rest is one ShardingError on
-every rank, that says what differs, and after which the model goes on as before.
+torchrun --nproc-per-node 2 worker_ranks.py data=2: what makes no difference to the program works;
+the rest is one ShardingError on every rank, that says what differs, and after which the model goes
+on as before.
 """
+
 import sys
 import warnings
 from types import SimpleNamespace
@@ -104,12 +106,25 @@ def check_reads_that_make_no_difference(mesh):
     rank = dist.get_rank()
     TABLE.update(rank=rank, scale=2.0)
     log = Log()
-    for use, attributes in ((noted, {"rank": rank, "calls": 0}), (printed, {}), (informed, {"log": log}),
-                            (lambda model, y: y * model.config.scale, {"config": SimpleNamespace(rank=rank, scale=3.0)}),
-                            (lambda model, y: y if model.name else y, {"name": f"rank {rank}"})):
+    for use, attributes in (
+        (noted, {"rank": rank, "calls": 0}),
+        (printed, {}),
+        (informed, {"log": log}),
+        (
+            lambda model, y: y * model.config.scale,
+            {"config": SimpleNamespace(rank=rank, scale=3.0)},
+        ),
+        (lambda model, y: y if model.name else y, {"name": f"rank {rank}"}),
+    ):
         model = wrapped(mesh, use, **attributes)
         same = wrapped(mesh, lambda model, y: y)
-        scale = attributes["config"].scale if "config" in attributes else TABLE["scale"] if use is printed else 1.0
+        scale = (
+            attributes["config"].scale
+            if "config" in attributes
+            else TABLE["scale"]
+            if use is printed
+            else 1.0
+        )
         for _ in range(3):
             torch.testing.assert_close(model(torch.ones(6, 4)), scale * same(torch.ones(6, 4)))
         assert len(model._all_programs()) == 1
@@ -117,7 +132,11 @@ def check_reads_that_make_no_difference(mesh):
 
 
 def check_random_numbers(mesh):
-    model = wrapped(mesh, lambda model, y: nn.functional.dropout(y) if model.rank else nn.functional.dropout(y), rank=dist.get_rank())
+    model = wrapped(
+        mesh,
+        lambda model, y: nn.functional.dropout(y) if model.rank else nn.functional.dropout(y),
+        rank=dist.get_rank(),
+    )
     model(torch.ones(6, 4))
     torch.manual_seed(dist.get_rank())
     assert error_of(model).startswith("the ranks would draw different random numbers")
@@ -127,14 +146,20 @@ def check_reads_that_make_other_programs(mesh):
     rank = dist.get_rank()
     for use in (of_one_rank, kept_on_one_rank):
         message = error_of(wrapped(mesh, use, rank=rank))
-        assert message.startswith("the ranks have made different programs") and "'rank'" in message, message
-    assert "'blocks.1.rank' is 0 on rank 0 and 1 on rank 1" in error_of(gspmd.parallelize(Deep(), mesh))
+        assert (
+            message.startswith("the ranks have made different programs") and "'rank'" in message
+        ), message
+    assert "'blocks.1.rank' is 0 on rank 0 and 1 on rank 1" in error_of(
+        gspmd.parallelize(Deep(), mesh)
+    )
     for value in (torch.tensor([1.0, 2.0, 3.0, rank]), np.arange(4.0) + rank, [1, 2, 3, rank]):
         model = wrapped(mesh, lambda model, y: y * torch.as_tensor(model.given), given=value)
         message = error_of(model)
         assert "'given'" in message, message
         model.given = torch.ones(4)
-        torch.testing.assert_close(model(torch.ones(6, 4)), wrapped(mesh, lambda model, y: y)(torch.ones(6, 4)))
+        torch.testing.assert_close(
+            model(torch.ones(6, 4)), wrapped(mesh, lambda model, y: y)(torch.ones(6, 4))
+        )
 
 
 def check_errors_of_one_rank(mesh):
@@ -167,15 +192,23 @@ def in_a_table(model):
 
 def check_what_is_changed_on_one_rank(mesh):
     TABLE.update(scale=1.0, rank=0)
-    for change, name in ((changed, "'scale'"), (in_a_table, "scale=5.0"), (frozen, "requires_grad of head.bias"),
-                         (replaced, "the class of head is Sequential"), (nn.Module.eval, "the mode of the model is eval"),
-                         (lambda model: setattr(model, "use", of_one_rank), "'use'")):
+    for change, name in (
+        (changed, "'scale'"),
+        (in_a_table, "scale=5.0"),
+        (frozen, "requires_grad of head.bias"),
+        (replaced, "the class of head is Sequential"),
+        (nn.Module.eval, "the mode of the model is eval"),
+        (lambda model: setattr(model, "use", of_one_rank), "'use'"),
+    ):
         model = wrapped(mesh, lambda model, y: y * model.scale * TABLE["scale"], scale=1.0, rank=1)
         before = model(torch.ones(6, 4))
         if dist.get_rank() == 0:
             change(model)
         message = error_of(model)
-        assert message.startswith("the models differ between ranks") and name in message, (name, message)
+        assert message.startswith("the models differ between ranks") and name in message, (
+            name,
+            message,
+        )
         if dist.get_rank() != 0:
             change(model)
         assert model(torch.ones(6, 4)).shape == before.shape
@@ -187,7 +220,10 @@ def check_what_is_changed_on_one_rank(mesh):
     model.scale = float(dist.get_rank())
     message = error_of(model)
     assert "'scale'" in message, message
-    for manager, name in ((torch.no_grad, "is_grad_enabled"), (lambda: torch.autocast("cpu", torch.bfloat16), "autocast")):
+    for manager, name in (
+        (torch.no_grad, "is_grad_enabled"),
+        (lambda: torch.autocast("cpu", torch.bfloat16), "autocast"),
+    ):
         model = wrapped(mesh, lambda model, y: y)
         if dist.get_rank() == 0:
             with manager():
@@ -199,5 +235,12 @@ def check_what_is_changed_on_one_rank(mesh):
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    run([check_reads_that_make_no_difference, check_random_numbers, check_reads_that_make_other_programs, check_errors_of_one_rank,
-         check_what_is_changed_on_one_rank])
+    run(
+        [
+            check_reads_that_make_no_difference,
+            check_random_numbers,
+            check_reads_that_make_other_programs,
+            check_errors_of_one_rank,
+            check_what_is_changed_on_one_rank,
+        ]
+    )

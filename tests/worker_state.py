@@ -1,8 +1,10 @@
-"""Worker of test_state.py: modules that keep something from one call to the next in attributes, on real gloo processes.
+"""Worker of test_state.py: modules that keep something from one call to the next in attributes, on
+real gloo processes.
 
-torchrun --nproc-per-node 3 worker_state.py model=3: each check compares losses, gradients and what is kept with a copy of the module on
-one device, over several calls.
+torchrun --nproc-per-node 3 worker_state.py model=3: each check compares losses, gradients and what
+is kept with a copy of the module on one device, over several calls.
 """
+
 import collections
 import copy
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from worker_module import error_of, run, whole
 
 import torchgspmd as gspmd
 
-WIDTH, STEPS = 7, 4                                                         # which no mesh divides
+WIDTH, STEPS = 7, 4  # which no mesh divides
 MARKS = {"up.weight": "model _", "up.bias": "model", "down.weight": "_ model"}
 TABLE: dict = {}
 
@@ -34,6 +36,7 @@ class Net(nn.Module):
 
 class Recurrent(Net):
     """A hidden state in an attribute, None before the first call."""
+
     hidden = None
 
     def forward(self, x):
@@ -101,9 +104,9 @@ class Cached(Net):
         self.rows, self.filled = torch.zeros(STEPS * 4, 6), 0
 
     def forward(self, x):
-        self.rows[self.filled:self.filled + len(x)] = x
+        self.rows[self.filled : self.filled + len(x)] = x
         self.filled += len(x)
-        return super().forward(self.rows[:self.filled]).mean(0)
+        return super().forward(self.rows[: self.filled]).mean(0)
 
 
 class Normalized(Net):
@@ -182,8 +185,10 @@ class Grows(Net):
 
     def forward(self, x):
         if not hasattr(self, "angles") or len(self.angles) < len(x):
-            self.register_buffer("angles", torch.arange(len(x) * 6.0).view(-1, 6).cos(), persistent=False)
-        return super().forward(x * self.angles[:len(x)])
+            self.register_buffer(
+                "angles", torch.arange(len(x) * 6.0).view(-1, 6).cos(), persistent=False
+            )
+        return super().forward(x * self.angles[: len(x)])
 
 
 def batch(step, rows=4):
@@ -213,7 +218,11 @@ def same_gradients(model, reference):
 
 def kept(module):
     """The tensors and numbers that it keeps."""
-    everything = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    everything = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "training"
+    }
     everything |= dict(module.named_buffers())
     found = torch.utils._pytree.tree_leaves(everything)
     return [vars(value)["rows"] if isinstance(value, Memory) else value for value in found]
@@ -234,7 +243,7 @@ def compare(mesh, kind, backward=True, rows=lambda step: 4):
                 assert type(a) is type(b) and a == b
         if backward:
             for y in (mine, theirs):
-                y.square().sum().backward(retain_graph=True)                # through all calls up to here
+                y.square().sum().backward(retain_graph=True)  # through all calls up to here
             same_gradients(model, reference)
     return model, reference
 
@@ -243,12 +252,14 @@ def check_hidden_states(mesh):
     for kind in (Recurrent, Recomputed, Pair, Spiking):
         model, reference = compare(mesh, kind)
         programs = len(model._all_programs())
-        assert programs <= 3, programs                                      # without a state, with a whole one, with one as it is laid out
+        assert programs <= 3, (
+            programs
+        )  # without a state, with a whole one, with one as it is laid out
         for _ in range(3):
             close(model(batch(9)), reference(batch(9)))
         assert len(model._all_programs()) == programs
     model, reference = compare(mesh, Recurrent)
-    for m in (model, reference):                                            # truncated, then from the start again
+    for m in (model, reference):  # truncated, then from the start again
         m.hidden = m.hidden.detach()
         m(batch(5)).square().sum().backward()
     same_gradients(model, reference)
@@ -276,7 +287,7 @@ def check_changes_in_place(mesh):
 def check_lists_and_tables(mesh):
     compare(mesh, Lists, backward=False)
     model, _ = compare(mesh, Window)
-    assert len(model._all_programs()) == 3                                  # of none, one and two
+    assert len(model._all_programs()) == 3  # of none, one and two
     compare(mesh, Named, backward=False)
 
 
@@ -327,7 +338,13 @@ def check_counters(mesh):
     """A number that forward counts up makes no program for every call; a branch by it two."""
     model, _ = compare(mesh, Counts)
     assert len(model._all_programs()) == 1
-    assert (model.calls, model.rows, model.length, model.seconds, model.ticks) == (STEPS, 4 * STEPS, 4, STEPS / 4, 200 * STEPS)
+    assert (model.calls, model.rows, model.length, model.seconds, model.ticks) == (
+        STEPS,
+        4 * STEPS,
+        4,
+        STEPS / 4,
+        200 * STEPS,
+    )
     model(batch(0, 3))
     assert (model.calls, model.rows, model.length) == (STEPS + 1, 4 * STEPS + 3, 3)
     model, _ = compare(mesh, Warms)
@@ -335,7 +352,10 @@ def check_counters(mesh):
 
 
 class Annealed(Net):
-    """A temperature that the caller sets, a rate that forward lowers, and a weight that is passed. is_exact: with a part that needs it."""
+    """A temperature that the caller sets, a rate that forward lowers, and a weight that is passed.
+    is_exact: with a part that needs it.
+    """
+
     is_exact = False
 
     def __init__(self):
@@ -347,12 +367,29 @@ class Annealed(Net):
         self.rate *= 0.9
         self.scales[0] *= 0.5
         y = super().forward(x) / self.temperature * (1 - self.rate) + self.options.power
-        parts = [y * weight, y.bfloat16() * weight, y.double() * weight, y.sum() * weight, y.sum().bfloat16() * weight, weight - y,
-                 weight / (y.square() + 1), y + weight * (1 - weight), 0.5 ** weight * y, y.clone().mul_(weight), (y > weight) * y,
-                 more["scales"][0] * y, y * -weight,
-                 y * self.scales[0] + self.options.weights["loss"]["first"], y * self.scales[0] * self.scales[1]]
+        parts = [
+            y * weight,
+            y.bfloat16() * weight,
+            y.double() * weight,
+            y.sum() * weight,
+            y.sum().bfloat16() * weight,
+            weight - y,
+            weight / (y.square() + 1),
+            y + weight * (1 - weight),
+            0.5**weight * y,
+            y.clone().mul_(weight),
+            (y > weight) * y,
+            more["scales"][0] * y,
+            y * -weight,
+            y * self.scales[0] + self.options.weights["loss"]["first"],
+            y * self.scales[0] * self.scales[1],
+        ]
         if self.is_exact:
-            parts += [torch.arange(4) * weight, torch.full((3,), weight), torch.tensor([weight, 2.0])]
+            parts += [
+                torch.arange(4) * weight,
+                torch.full((3,), weight),
+                torch.tensor([weight, 2.0]),
+            ]
         return parts
 
 
@@ -362,7 +399,9 @@ class Options:
 
 
 def check_numbers_that_change(mesh):
-    """Numbers that are others at every call are inputs of one program, in the types of PyTorch's scalars."""
+    """Numbers that are others at every call are inputs of one program, in the types of PyTorch's
+    scalars.
+    """
     for is_exact, programs in ((False, 2), (True, STEPS)):
         model, reference = pair(mesh, Annealed)
         for step in range(STEPS):
@@ -375,20 +414,26 @@ def check_numbers_that_change(mesh):
                 sum(y.float().mean() for y in results[-1] if y.dtype != torch.bfloat16).backward()
             for got, want in zip(*results):
                 tolerance = 2e-2 if got.dtype == torch.bfloat16 else 1e-5
-                torch.testing.assert_close(got.detach(), want.detach(), rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(
+                    got.detach(), want.detach(), rtol=tolerance, atol=tolerance
+                )
             assert model.rate == reference.rate and model.scales == reference.scales
             same_gradients(model, reference)
         assert len(model._all_programs()) == programs, len(model._all_programs())
-        error = error_of(lambda model=model: model(batch(0), 0.5 + dist.get_rank(), more={"scales": [1.5]}))
+        error = error_of(
+            lambda model=model: model(batch(0), 0.5 + dist.get_rank(), more={"scales": [1.5]})
+        )
         assert error.startswith("the arguments differ between ranks") and "1.5" in error, error
 
 
 def check_a_detached_result(mesh):
     """y and y.detach() are one value, of which one has a gradient."""
+
     class Both(Net):
         def forward(self, x):
             y = super().forward(x)
             return y, y.detach()
+
     model, reference = pair(mesh, Both)
     for m in (model, reference):
         y, detached = m(batch(0))
@@ -398,7 +443,9 @@ def check_a_detached_result(mesh):
 
 
 class Quantizer(Net):
-    """Words that move to the mean of what is near them, as parameters that forward replaces (VQ-VAE, arXiv 1711.00937, appendix A.1)."""
+    """Words that move to the mean of what is near them, as parameters that forward replaces
+    (VQ-VAE, arXiv 1711.00937, appendix A.1).
+    """
 
     def __init__(self):
         super().__init__()
@@ -467,7 +514,7 @@ class LooksAt(Net):
             self.mean.copy_(x.mean(0))
             self.ready.fill_(True)
         self.step += 1
-        y = super().forward(x - self.mean) * self.step                      # the number itself is computed with
+        y = super().forward(x - self.mean) * self.step  # the number itself is computed with
         if self.step > 2:
             y = y + 1
         for _ in range(self.depths[1]):
@@ -494,10 +541,19 @@ class Configured(Net):
     def __init__(self):
         super().__init__()
         names = [f"option {i}" for i in range(20)]
-        self.config = {"scale": 2.0, "defaults": list(set(names)), "by name": {name: len(name) for name in set(names)}}
+        self.config = {
+            "scale": 2.0,
+            "defaults": list(set(names)),
+            "by name": {name: len(name) for name in set(names)},
+        }
 
     def forward(self, x, without):
-        return super().forward(x) * self.config["scale"] * self.config["by name"]["option 7"] * (1 if "first" in without else 2)
+        return (
+            super().forward(x)
+            * self.config["scale"]
+            * self.config["by name"]["option 7"]
+            * (1 if "first" in without else 2)
+        )
 
 
 def check_names_in_the_order_of_a_set(mesh):
@@ -520,7 +576,9 @@ class Masked(Net):
 
 
 def check_masks_that_change(mesh):
-    """A program for each of four masks; for more of them what they select is found when the program runs."""
+    """A program for each of four masks; for more of them what they select is found when the program
+    runs.
+    """
     model, reference = pair(mesh, Masked)
     for step in range(9):
         for m in (model, reference):
@@ -565,7 +623,9 @@ def check_global_variables(mesh):
         assert ROUNDS == 6 and type(ROUNDS) is int
     for mine, theirs in zip(*found):
         close(mine, theirs)
-    assert len(model._all_programs()) <= 4, len(model._all_programs())      # without a last one, and for either outcome
+    assert len(model._all_programs()) <= 4, len(
+        model._all_programs()
+    )  # without a last one, and for either outcome
 
 
 class Settings:
@@ -576,7 +636,9 @@ OPTIONS = SimpleNamespace(scale=1.0)
 
 
 def check_what_forward_reads_by_name(mesh):
-    """Attributes of classes and of objects that are global variables, and variables around a function."""
+    """Attributes of classes and of objects that are global variables, and variables around a
+    function.
+    """
     power = 1.0
 
     def scaled(y):
@@ -590,6 +652,7 @@ def check_what_forward_reads_by_name(mesh):
 
     def all_alike():
         close(model(batch(0)), reference(batch(0)))
+
     model, reference = pair(mesh, Reads)
     try:
         all_alike()
@@ -614,6 +677,7 @@ class Seen:
 
 def of_slots():
     """Nets that keep something in an object with slots, and what they have kept."""
+
     class Kept(Net):
         def __init__(self):
             super().__init__()
@@ -622,8 +686,11 @@ def of_slots():
         def forward(self, x):
             y = super().forward(x)
             self.seen.steps += 1
-            self.seen.mean = y.mean() if self.seen.mean is None else self.seen.mean.detach() + y.mean()
+            self.seen.mean = (
+                y.mean() if self.seen.mean is None else self.seen.mean.detach() + y.mean()
+            )
             return y * self.seen.steps * self.seen.mean
+
     return Kept, lambda net: [net.seen.steps, net.seen.mean]
 
 
@@ -643,6 +710,7 @@ def of_classes():
             Counter.mean = y.detach().mean()
             Counter.last = y.detach().sum()
             return y * Counter.steps / type(self).calls
+
     return Kept, lambda net: [Counter.steps, Counter.mean, Counter.last, Kept.calls]
 
 
@@ -662,6 +730,7 @@ def of_hooks():
 
         def forward(self, x):
             return super().forward(x if features is None else x + features.mean())
+
     return Hooked, lambda net: [steps, features, total]
 
 
@@ -674,6 +743,7 @@ def of_methods():
 
         def forward(self, x):
             return super().forward(x) * self.count()
+
     return Kept, lambda net: [Kept.steps]
 
 
@@ -693,7 +763,9 @@ def check_slots_classes_and_variables_around_functions(mesh):
 
 
 class TwoHeads(Net):
-    """Results of which the third has nothing in common with the others, and a parameter that none needs."""
+    """Results of which the third has nothing in common with the others, and a parameter that none
+    needs.
+    """
 
     def __init__(self):
         super().__init__()
@@ -711,7 +783,7 @@ def check_backwards_from_single_results(mesh):
         m.unused.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
         y, _, z = m(batch(0))
         y.sum().backward()
-        z.square().sum().backward()                                         # nothing that it needs has been freed
+        z.square().sum().backward()  # nothing that it needs has been freed
     same_gradients(model, reference)
     for m in (model, reference):
         y, square, z = m(batch(1))
@@ -733,6 +805,7 @@ def check_backwards_from_single_results(mesh):
 
 class Truncated(Net):
     """A state whose history ends in forward."""
+
     hidden = None
 
     def forward(self, x):

@@ -1,4 +1,7 @@
-"""Run under torchrun by test_transformers.py: generation, caches and methods of models of transformers, against one process."""
+"""Run under torchrun by test_transformers.py: generation, caches and methods of models of
+transformers, against one process.
+"""
+
 import copy
 import os
 import sys
@@ -15,41 +18,79 @@ TOKENS = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(0)
 
 
 def pair(model, mesh, over, along):
-    """The model on the mesh, with these weights sharded by rows and those by columns, and the model itself."""
+    """The model on the mesh, with these weights sharded by rows and those by columns, and the model
+    itself.
+    """
     sharded, axis = copy.deepcopy(model), mesh.names[-1]
-    gspmd.annotate(sharded, mesh, {f"**.{n}.weight": f"{axis} _" for n in over} | {f"**.{n}.weight": f"_ {axis}" for n in along})
+    gspmd.annotate(
+        sharded,
+        mesh,
+        {f"**.{n}.weight": f"{axis} _" for n in over}
+        | {f"**.{n}.weight": f"_ {axis}" for n in along},
+    )
     return gspmd.parallelize(sharded, mesh), model
 
 
 def close(a, b):
     """Up to rounding in float32: as helpers.tolerance has it for sums of 1,024 terms."""
-    torch.testing.assert_close(a.full_tensor() if isinstance(a, DTensor) else a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        a.full_tensor() if isinstance(a, DTensor) else a, b, rtol=1e-4, atol=1e-5
+    )
 
 
 def same_text(model, reference, *inputs, **options):
-    assert torch.equal(model.generate(*inputs, do_sample=False, **options), reference.generate(*inputs, do_sample=False, **options))
+    assert torch.equal(
+        model.generate(*inputs, do_sample=False, **options),
+        reference.generate(*inputs, do_sample=False, **options),
+    )
 
 
 def check_encoder_and_decoder(mesh):
-    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, **VOCABULARY)
-    model, reference = pair(transformers.T5ForConditionalGeneration(config).eval(), mesh, ("q", "k", "v", "wi"), ("o", "wo"))
+    config = transformers.T5Config(
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        **VOCABULARY,
+    )
+    model, reference = pair(
+        transformers.T5ForConditionalGeneration(config).eval(),
+        mesh,
+        ("q", "k", "v", "wi"),
+        ("o", "wo"),
+    )
     same_text(model, reference, TOKENS, max_new_tokens=6)
     same_text(model, reference, TOKENS, max_new_tokens=4, num_beams=3)
     close(model.encoder(TOKENS).last_hidden_state, reference.encoder(TOKENS).last_hidden_state)
 
 
 def check_caches(mesh):
-    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                                      num_key_value_heads=2, **VOCABULARY)
-    model, reference = pair(transformers.LlamaForCausalLM(config).eval(), mesh, ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj"),
-                            ("o_proj", "down_proj"))
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **VOCABULARY,
+    )
+    model, reference = pair(
+        transformers.LlamaForCausalLM(config).eval(),
+        mesh,
+        ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj"),
+        ("o_proj", "down_proj"),
+    )
     for use_cache in (True, False):
         same_text(model, reference, TOKENS, max_new_tokens=6, use_cache=use_cache)
-    for make in (lambda: transformers.DynamicCache(config=config), lambda: transformers.StaticCache(config=config, max_cache_len=16)):
+    for make in (
+        lambda: transformers.DynamicCache(config=config),
+        lambda: transformers.StaticCache(config=config, max_cache_len=16),
+    ):
         logits = []
         for m in (model, reference):
             cache, tokens = make(), TOKENS
-            for _ in range(4):                                              # the cache that is passed is the one that changes
+            for _ in range(4):  # the cache that is passed is the one that changes
                 with torch.no_grad():
                     result = m(input_ids=tokens, past_key_values=cache, use_cache=True)
                 assert result.past_key_values is cache
@@ -64,9 +105,17 @@ def check_caches(mesh):
 
 
 def check_two_towers(mesh):
-    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.CLIPConfig(text_config={**tower, "vocab_size": 100, "eos_token_id": 1}, projection_dim=16,
-                                     vision_config={**tower, "image_size": 32, "patch_size": 8})
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = transformers.CLIPConfig(
+        text_config={**tower, "vocab_size": 100, "eos_token_id": 1},
+        projection_dim=16,
+        vision_config={**tower, "image_size": 32, "patch_size": 8},
+    )
     model, reference = pair(transformers.CLIPModel(config).eval(), mesh, ("fc1",), ("fc2",))
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     for features, inputs in (("get_image_features", images), ("get_text_features", TOKENS)):
@@ -84,7 +133,7 @@ def main():
             if dist.get_rank() == 0:
                 print(f"{name} holds on {mesh}", flush=True)
     dist.barrier()
-    os._exit(0)                                                             # gloo may abort at exit
+    os._exit(0)  # gloo may abort at exit
 
 
 if __name__ == "__main__":

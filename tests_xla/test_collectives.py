@@ -2,13 +2,28 @@
 
 EXPECTTEST_ACCEPT=1 writes collectives.txt anew.
 """
+
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from gpt.model import LAYOUTS
-from programs import DIGITS, EVEN, MESH, UNEVEN, UNEVEN_DIGITS, ConvNet, MoE, gpt, groups, images, pictures, texts, vit
+from programs import (
+    DIGITS,
+    EVEN,
+    MESH,
+    UNEVEN,
+    UNEVEN_DIGITS,
+    ConvNet,
+    MoE,
+    gpt,
+    groups,
+    images,
+    pictures,
+    texts,
+    vit,
+)
 from vit.model import LAYOUTS as VIT_LAYOUTS
 from vit.model import layout_on
 
@@ -25,18 +40,37 @@ def transformer(layout: str, sizes: tuple[int, int]) -> tuple:
     return vit(layout, sizes), next(pictures(sizes, 1)), (marks["images"], marks["labels"])
 
 
-CASES = {**{f"gpt {layout}": lambda layout=layout: (gpt(layout, EVEN), next(texts(EVEN, 1)), TOKENS) for layout in LAYOUTS},
-         **{f"gpt {layout} uneven": lambda layout=layout: (gpt(layout, UNEVEN), next(texts(UNEVEN, 1)), TOKENS) for layout in LAYOUTS},
-         **{f"vit {layout}": lambda layout=layout: transformer(layout, DIGITS) for layout in VIT_LAYOUTS},
-         **{f"vit {layout} uneven": lambda layout=layout: transformer(layout, UNEVEN_DIGITS) for layout in VIT_LAYOUTS},
-         "conv net": lambda: (ConvNet(MESH), next(images(*FIRST)), PIXELS),
-         "conv net uneven": lambda: (ConvNet(MESH), next(images(*FIRST, (13, 10))), PIXELS),
-         "moe": lambda: (MoE(MESH), next(groups(*FIRST)), GROUPS),
-         "moe uneven": lambda: (MoE(MESH), next(groups(*FIRST, 6)), GROUPS)}
+CASES = {
+    **{
+        f"gpt {layout}": lambda layout=layout: (gpt(layout, EVEN), next(texts(EVEN, 1)), TOKENS)
+        for layout in LAYOUTS
+    },
+    **{
+        f"gpt {layout} uneven": lambda layout=layout: (
+            gpt(layout, UNEVEN),
+            next(texts(UNEVEN, 1)),
+            TOKENS,
+        )
+        for layout in LAYOUTS
+    },
+    **{
+        f"vit {layout}": lambda layout=layout: transformer(layout, DIGITS) for layout in VIT_LAYOUTS
+    },
+    **{
+        f"vit {layout} uneven": lambda layout=layout: transformer(layout, UNEVEN_DIGITS)
+        for layout in VIT_LAYOUTS
+    },
+    "conv net": lambda: (ConvNet(MESH), next(images(*FIRST)), PIXELS),
+    "conv net uneven": lambda: (ConvNet(MESH), next(images(*FIRST, (13, 10))), PIXELS),
+    "moe": lambda: (MoE(MESH), next(groups(*FIRST)), GROUPS),
+    "moe uneven": lambda: (MoE(MESH), next(groups(*FIRST, 6)), GROUPS),
+}
 
 
 def planned(name: str) -> gspmd.Plan:
-    """No input is left open, as in parallelize: XLA is given those of the plan, and what it sends should not depend on ours."""
+    """No input is left open, as in parallelize: XLA is given those of the plan, and what it sends
+    should not depend on ours.
+    """
     module, arguments, specs = CASES[name]()
     for parameter in module.parameters():
         if recorded_mark(parameter) is None:
@@ -53,7 +87,9 @@ def check(name: str, text: str) -> None:
     found = golden()
     if os.environ.get("EXPECTTEST_ACCEPT") == "1":
         found[name] = text
-        GOLDEN.write_text("".join(f"== {case}\n{found[case]}\n\n" for case in CASES if case in found))
+        GOLDEN.write_text(
+            "".join(f"== {case}\n{found[case]}\n\n" for case in CASES if case in found)
+        )
     assert text == found[name]
 
 
@@ -63,8 +99,10 @@ def rows(collectives) -> str:
         total = totals.setdefault((c.kind, "+".join(c.axes), c.dtype), [0, 0.0])
         total[0] += c.count
         total[1] += c.sent_bytes
-    return "\n".join(f"{kind:14} {axes:10} {dtype:4} {count:3} x {size:8.0f} B"
-                     for (kind, axes, dtype), (count, size) in sorted(totals.items()))
+    return "\n".join(
+        f"{kind:14} {axes:10} {dtype:4} {count:3} x {size:8.0f} B"
+        for (kind, axes, dtype), (count, size) in sorted(totals.items())
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -92,17 +130,24 @@ def test_the_table():
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.up, self.down = torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(32, 16, bias=False)
+            self.up, self.down = (
+                torch.nn.Linear(16, 32, bias=False),
+                torch.nn.Linear(32, 16, bias=False),
+            )
             gspmd.mark_sharding(self.up.weight, MESH, "model _")
             gspmd.mark_sharding(self.down.weight, MESH, "_ model")
 
         def forward(self, x):
             return self.down(self.up(x).relu())
+
     plan = gspmd.plan(Net(), torch.zeros(8, 16), mesh=MESH, in_specs="data _", out_specs="data _")
-    assert str(gspmd.compare_with_xla(plan)) == """\
+    assert (
+        str(gspmd.compare_with_xla(plan))
+        == """\
 mesh data=4,model=2, pin user: bytes sent by a device
   collective  over   ours  bytes  XLA  bytes
   all_reduce  model  1     128    1    128
   all                1     128    1    128
 
 0 values laid out otherwise"""
+    )

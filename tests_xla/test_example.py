@@ -1,4 +1,5 @@
 """The examples on XLA, and checkpoints of the GPT between gloo processes and XLA."""
+
 import json
 import os
 import subprocess
@@ -9,20 +10,52 @@ import pytest
 from conftest import ENVIRONMENT, ROOT
 from programs import furthest
 
-SMALL = {"gpt": ["--text", "pydoc", "--layers", "2", "--width", "32", "--context", "32", "--batch", "12", "--sample", "0"],
-         "vit": ["--data", "digits", "--patch", "2", "--layers", "1", "--width", "32", "--batch", "13"]}
+SMALL = {
+    "gpt": [
+        "--text",
+        "pydoc",
+        "--layers",
+        "2",
+        "--width",
+        "32",
+        "--context",
+        "32",
+        "--batch",
+        "12",
+        "--sample",
+        "0",
+    ],
+    "vit": ["--data", "digits", "--patch", "2", "--layers", "1", "--width", "32", "--batch", "13"],
+}
 
 
-def train(folder: Path, name: str, *options: str, processes: int = 0, example: str = "gpt") -> list[float]:
+def train(
+    folder: Path, name: str, *options: str, processes: int = 0, example: str = "gpt"
+) -> list[float]:
     """The losses of one run of train.py; the runs of a test see the same batches."""
     losses = folder / f"{name}.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
-    command = [sys.executable, *launcher, str(ROOT / "examples" / example / "train.py"), *SMALL[example], *options,
-               "--losses", str(losses), "--plot", str(folder / f"{name}.png")]
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        if processes
+        else []
+    )
+    command = [
+        sys.executable,
+        *launcher,
+        str(ROOT / "examples" / example / "train.py"),
+        *SMALL[example],
+        *options,
+        "--losses",
+        str(losses),
+        "--plot",
+        str(folder / f"{name}.png"),
+    ]
     environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1", "XLA_USE_SPMD": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     if not losses.exists():
-        raise RuntimeError(f"train.py stopped with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"train.py stopped with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     return json.loads(losses.read_text())["losses"]
 
 
@@ -42,5 +75,16 @@ def test_from_gloo_to_xla_and_back(tmp_path: Path) -> None:
 def test_losses_of_an_example(example, layout, tmp_path: Path) -> None:
     """13 images and 103 different characters divide over nothing."""
     four = ["--steps", "4", "--dtype", "float64"]
-    losses = train(tmp_path, "xla", *four, "--backend", "xla", "--mesh", "data=4,model=2", "--layout", layout, example=example)
+    losses = train(
+        tmp_path,
+        "xla",
+        *four,
+        "--backend",
+        "xla",
+        "--mesh",
+        "data=4,model=2",
+        "--layout",
+        layout,
+        example=example,
+    )
     assert furthest(losses, train(tmp_path, "single", *four, example=example)) <= 1e-8

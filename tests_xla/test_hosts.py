@@ -1,4 +1,5 @@
 """Several hosts. There is one here: what others would give their devices is computed, and compared."""
+
 import pytest
 import torch
 from common import checkpoint
@@ -13,7 +14,7 @@ from torchgspmd.xla_backend.batch import own_devices, parts
 from torchgspmd.xla_backend.sharding import device_order, layout_text, text_of
 
 X = torch.arange(8 * 12 * 4.0).reshape(8, 12, 4)
-BLOCKS, TORUS = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]]       # devices of every host
+BLOCKS, TORUS = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]]  # devices of every host
 CUBE = Mesh(data=2, seq=2, model=2)
 
 
@@ -23,14 +24,28 @@ def held(spec: ShardSpec, mesh: Mesh, ranks: list[int]) -> tuple[Tensor, list[Te
     for d, axes in enumerate(spec.dims):
         rows = X.shape[d] // mesh.count(axes)
         places = [mesh.index(axes, mesh.coordinates(rank)) for rank in ranks]
-        index.append(torch.cat([torch.arange(i * rows, (i + 1) * rows) for i in sorted(set(places))]))
+        index.append(
+            torch.cat([torch.arange(i * rows, (i + 1) * rows) for i in sorted(set(places))])
+        )
         shards.append([slice(i * rows, (i + 1) * rows) for i in places])
     return X[index[0]][:, index[1]][:, :, index[2]], [X[where] for where in zip(*shards)]
 
 
-@pytest.mark.parametrize("hosts", [BLOCKS, TORUS, [[5], [2]]], ids=["blocks", "torus", "one chip each"])
-@pytest.mark.parametrize("mesh, spec", [(MESH, "data _ _"), (MESH, "model data _"), (CUBE, "data+model seq _"), (CUBE, "seq+data _ model"),
-                                        (CUBE, "_ _ _"), (MESH, "_ data _")], ids=str)
+@pytest.mark.parametrize(
+    "hosts", [BLOCKS, TORUS, [[5], [2]]], ids=["blocks", "torus", "one chip each"]
+)
+@pytest.mark.parametrize(
+    "mesh, spec",
+    [
+        (MESH, "data _ _"),
+        (MESH, "model data _"),
+        (CUBE, "data+model seq _"),
+        (CUBE, "seq+data _ model"),
+        (CUBE, "_ _ _"),
+        (MESH, "_ data _"),
+    ],
+    ids=str,
+)
 def test_every_host_gives_its_devices_their_shards(mesh, spec, hosts):
     spec = ShardSpec.parse(spec)
     for ranks in hosts:
@@ -40,8 +55,18 @@ def test_every_host_gives_its_devices_their_shards(mesh, spec, hosts):
         assert all(torch.equal(got, want) for got, want in zip(shards, wanted, strict=True))
 
 
-@pytest.mark.parametrize("mesh, spec", [(Mesh(data=8), "data _ _"), (MESH, "data _ model"), (MESH, "model+data _ _"), (MESH, "_ _ _"),
-                                        (CUBE, "seq model+data _"), (Mesh(one=1, data=8), "one+data _ _")], ids=str)
+@pytest.mark.parametrize(
+    "mesh, spec",
+    [
+        (Mesh(data=8), "data _ _"),
+        (MESH, "data _ model"),
+        (MESH, "model+data _ _"),
+        (MESH, "_ _ _"),
+        (CUBE, "seq model+data _"),
+        (Mesh(one=1, data=8), "one+data _ _"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("x", [X, X.long()[:5, :7, :3]], ids=["even", "uneven"])
 def test_the_batch_of_the_only_host_is_the_whole(mesh, spec, x):
     batch = gspmd.shard_batch(x, mesh, spec)
@@ -56,16 +81,23 @@ def test_this_host_has_all_devices_here():
 
 def test_rows_that_do_not_divide_over_the_devices_of_a_host():
     half = [MESH.coordinates(rank) for rank in BLOCKS[0]]
-    assert message(lambda: parts(X[:5], ShardSpec.parse("data _ _"), MESH, half)) == """\
+    assert (
+        message(lambda: parts(X[:5], ShardSpec.parse("data _ _"), MESH, half))
+        == """\
 dimension 0 of a host's batch has 5 rows, which its 2 shards do not divide
   where test_hosts.py:N
   fix   the same number of rows for every device, on every host"""
+    )
 
 
 def test_all_hosts_read_what_one_of_them_writes(monkeypatch, tmp_path):
-    """Reading a sharded tensor is a program that all hosts run; DCP would let every host read other ones."""
+    """Reading a sharded tensor is a program that all hosts run; DCP would let every host read other
+    ones.
+    """
     given = []
-    monkeypatch.setattr(checkpoint.dcp, "save", lambda content, checkpoint_id: given.append(content))
+    monkeypatch.setattr(
+        checkpoint.dcp, "save", lambda content, checkpoint_id: given.append(content)
+    )
     module = torch.nn.Linear(8, 4)
     weight = gspmd.mark_sharding(module.weight, MESH, "model data").detach().clone()
     model = gspmd.parallelize(module, MESH, backend="xla")

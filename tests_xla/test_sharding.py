@@ -1,4 +1,5 @@
 """Our layouts and XLA's: the same text, the same shards on the same devices."""
+
 import itertools
 
 import pytest
@@ -39,10 +40,14 @@ def test_every_layout_is_written_as_xla_writes_it(mesh):
 @pytest.mark.parametrize("shape", [(8, 16), (13, 3)])
 def test_every_device_gets_the_shard_of_its_coordinates(mesh, shape):
     import torch_xla
+
     device, x = start(mesh), torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     for spec in layouts(mesh, 2):
         placed = place_tensor(x, spec, mesh, device)
-        shards = {int(name.split(":")[1]): shard for shard, name in torch_xla._XLAC._get_local_shards([placed])[0]}
+        shards = {
+            int(name.split(":")[1]): shard
+            for shard, name in torch_xla._XLAC._get_local_shards([placed])[0]
+        }
         local = spec.local_shape(shape, mesh)
         for rank, id in enumerate(device_order()):
             where = mesh.coordinates(rank)
@@ -50,12 +55,17 @@ def test_every_device_gets_the_shard_of_its_coordinates(mesh, shape):
             for d, axes in enumerate(spec.dims):
                 begin = min(mesh.index(axes, where) * local[d], shape[d])
                 mine = mine.narrow(d, begin, min(local[d], shape[d] - begin))
-            kept = shards[id][tuple(slice(n) for n in mine.shape)]          # XLA pads
+            kept = shards[id][tuple(slice(n) for n in mine.shape)]  # XLA pads
             assert shards[id].shape == torch.Size(local) and torch.equal(kept, mine), (spec, rank)
 
 
 def test_slices_are_the_slow_axes(monkeypatch):
-    """Devices of one slice are neighbours in the order, so that the first axes of a mesh run between slices."""
+    """Devices of one slice are neighbours in the order, so that the first axes of a mesh run
+    between slices.
+    """
     import torch_xla.runtime as xr
-    monkeypatch.setattr(xr, "global_runtime_device_attributes", lambda: [{"slice_index": i % 2} for i in range(8)])
+
+    monkeypatch.setattr(
+        xr, "global_runtime_device_attributes", lambda: [{"slice_index": i % 2} for i in range(8)]
+    )
     assert device_order() == [0, 2, 4, 6, 1, 3, 5, 7]

@@ -1,11 +1,27 @@
 """Parameters, batches, random numbers, precision and recomputation on XLA."""
+
 import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import EVEN, MESH, UNEVEN, ConvNet, MoE, adam, furthest, gpt, groups, images, on_both, primed, texts, train
+from programs import (
+    EVEN,
+    MESH,
+    UNEVEN,
+    ConvNet,
+    MoE,
+    adam,
+    furthest,
+    gpt,
+    groups,
+    images,
+    on_both,
+    primed,
+    texts,
+    train,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +34,13 @@ from torchgspmd.xla_backend.state import program_text, sync
 class Net(nn.Module):
     """x [b, 16] -> [b, 12], with what a test needs in between."""
 
-    def __init__(self, up: str = "model _", down: str = "_ model", dropout: float = 0.0, recompute: bool = False):
+    def __init__(
+        self,
+        up: str = "model _",
+        down: str = "_ model",
+        dropout: float = 0.0,
+        recompute: bool = False,
+    ):
         super().__init__()
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 12)
         self.dropout, self.recompute = dropout, recompute
@@ -39,26 +61,43 @@ def layout(spec: str) -> str:
 
 def shards(tensor: torch.Tensor) -> list[torch.Tensor]:
     import torch_xla
+
     return [shard for shard, _ in torch_xla._XLAC._get_local_shards([tensor])[0]]
 
 
-PROGRAMS = {**{f"gpt {name}": lambda name=name: (gpt(name, EVEN, torch.float64, 1), lambda: texts(EVEN, 3)) for name in ("tp", "sp", "2d")},
-            "gpt 2d uneven": lambda: (gpt("2d", UNEVEN, torch.float64, 1), lambda: texts(UNEVEN, 3)),
-            "conv net": lambda: (ConvNet(MESH).double(), lambda: images(torch.float64, 3, (13, 10))),
-            "moe": lambda: (MoE(MESH).double(), lambda: groups(torch.float64, 3, 6))}
+PROGRAMS = {
+    **{
+        f"gpt {name}": lambda name=name: (gpt(name, EVEN, torch.float64, 1), lambda: texts(EVEN, 3))
+        for name in ("tp", "sp", "2d")
+    },
+    "gpt 2d uneven": lambda: (gpt("2d", UNEVEN, torch.float64, 1), lambda: texts(UNEVEN, 3)),
+    "conv net": lambda: (ConvNet(MESH).double(), lambda: images(torch.float64, 3, (13, 10))),
+    "moe": lambda: (MoE(MESH).double(), lambda: groups(torch.float64, 3, 6)),
+}
 
 
-@pytest.mark.parametrize("pin, program", [*(("all", name) for name in PROGRAMS), ("none", "gpt sp")])
+@pytest.mark.parametrize(
+    "pin, program", [*(("all", name) for name in PROGRAMS), ("none", "gpt sp")]
+)
 def test_pin_changes_no_number(pin, program):
     module, batches = PROGRAMS[program]()
     model, reference = on_both(module, pin=pin)
-    assert furthest(train(model, batches(), primed(adam(model))), train(reference, batches(), primed(adam(reference)))) <= 1e-8
+    assert (
+        furthest(
+            train(model, batches(), primed(adam(model))),
+            train(reference, batches(), primed(adam(reference))),
+        )
+        <= 1e-8
+    )
 
 
 class Remembering(Net):
     def forward(self, x, cache):
         y = super().forward(x)
-        cache.rows, self.norm = y if cache.rows is None else torch.cat([cache.rows, y]), y.square().mean()
+        cache.rows, self.norm = (
+            y if cache.rows is None else torch.cat([cache.rows, y]),
+            y.square().mean(),
+        )
         return y
 
 
@@ -76,7 +115,10 @@ def test_what_forward_leaves_in_objects_and_attributes():
 
 
 class Truncated(Net):
-    """A state whose history ends in forward, counted in the class, and a second result that has nothing in common with the first."""
+    """A state whose history ends in forward, counted in the class, and a second result that has
+    nothing in common with the first.
+    """
+
     calls = 0
 
     def __init__(self):
@@ -94,7 +136,7 @@ def test_backwards_from_single_results():
     model, reference = on_both(Truncated())
     left = []
     for m in (model, reference):
-        m.unused.register_hook(lambda gradient: gradient * 2)               # never called
+        m.unused.register_hook(lambda gradient: gradient * 2)  # never called
         Truncated.calls = 0
         for seed in range(3):
             y, z = m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)))
@@ -126,7 +168,10 @@ def test_what_forward_keeps_for_the_next_call():
     model, reference = on_both(Recurrent())
     left = []
     for m in (model, reference):
-        ys = [m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))) for seed in range(3)]
+        ys = [
+            m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)))
+            for seed in range(3)
+        ]
         sum(y.square().mean() for y in ys).backward()
         left.append([*ys, m.hidden, m.rows, m.up.weight.grad])
         assert m.ready and m.calls == 3
@@ -150,8 +195,13 @@ class LooksAt(Net):
 def test_values_of_buffers_that_forward_looks_at():
     model, reference = on_both(LooksAt())
     for seed in range(3):
-        results = [m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))) for m in (model, reference)]
-        torch.testing.assert_close(results[0].detach().cpu(), results[1].detach(), rtol=1e-5, atol=1e-5)
+        results = [
+            m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)))
+            for m in (model, reference)
+        ]
+        torch.testing.assert_close(
+            results[0].detach().cpu(), results[1].detach(), rtol=1e-5, atol=1e-5
+        )
     assert len(model._all_programs()) == 2 and bool(model.ready)
 
 
@@ -172,13 +222,20 @@ class Follows(Net):
 def test_parameters_that_forward_changes():
     model, reference = on_both(Follows())
     for seed in range(3):
-        losses = [m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).square().mean() for m in (model, reference)]
+        losses = [
+            m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).square().mean()
+            for m in (model, reference)
+        ]
         for loss in losses:
             loss.backward()
-        torch.testing.assert_close(losses[0].detach().cpu(), losses[1].detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            losses[0].detach().cpu(), losses[1].detach(), rtol=1e-5, atol=1e-5
+        )
         for mine, theirs in zip(model.parameters(), reference.parameters()):
             torch.testing.assert_close(mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(model.up.weight.grad.cpu(), reference.up.weight.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model.up.weight.grad.cpu(), reference.up.weight.grad, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_results_are_plain_tensors_and_evaluation_is_without_gradients():
@@ -210,7 +267,9 @@ def test_shard_batch():
     x = torch.randn(13, 16)
     batch = gspmd.shard_batch(x, MESH, "data _")
     assert layout_text(batch) == layout("data _")
-    torch.testing.assert_close(model(batch).detach().cpu(), reference(x).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        model(batch).detach().cpu(), reference(x).detach(), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_gradients_of_some_results():
@@ -218,13 +277,16 @@ def test_gradients_of_some_results():
         def forward(self, x):
             middle = self.up(x)
             return middle, self.down(middle)
+
     model, reference = on_both(Middle())
     for used in (0, 1):
         for m in (model, reference):
             m.zero_grad()
             m(torch.ones(8, 16))[used].square().mean().backward()
         for (name, p), q in zip(model.named_parameters(), reference.parameters()):
-            assert (p.grad is None) == (q.grad is None) == (name.startswith("down") and not used), name
+            assert (p.grad is None) == (q.grad is None) == (name.startswith("down") and not used), (
+                name
+            )
             if q.grad is not None:
                 torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-5, atol=1e-5)
 
@@ -251,11 +313,12 @@ def test_a_model_on_meta_is_initialized_in_shards():
     assert losses == [] and y.isfinite().all()
     assert layout_text(model.up.weight) == layout("model data")
     assert {tuple(s.shape) for s in shards(model.up.weight)} == {(16, 4)}
-    assert 0.05 < float(model.up.weight.detach().std()) < 0.5        # uniform in +-1/4
+    assert 0.05 < float(model.up.weight.detach().std()) < 0.5  # uniform in +-1/4
 
 
 class Warm(Net):
     """What it reads and writes besides tensors."""
+
     temperature, calls = 1.0, 0
 
     def forward(self, x):
@@ -271,18 +334,29 @@ def test_attributes_and_modules_may_change():
     x, programs = torch.randn(8, 16), []
 
     def compare():
-        torch.testing.assert_close(model(x).detach().cpu(), reference(x).detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            model(x).detach().cpu(), reference(x).detach(), rtol=1e-5, atol=1e-6
+        )
         programs.append(len(model._all_programs()))
+
     for _ in range(3):
         compare()
     for value in (2.0, 1.0):
         model.temperature = reference.temperature = value
         compare()
-    assert programs == [1, 2, 2, 3, 4]                                      # first and at last an attribute of the object, not of its class
+    assert programs == [
+        1,
+        2,
+        2,
+        3,
+        4,
+    ]  # first and at last an attribute of the object, not of its class
     for m in (model, reference):
         m.down = nn.Sequential(m.down, nn.GELU())
     compare()
-    torch.testing.assert_close(model.twice(x).detach().cpu(), reference.twice(x).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        model.twice(x).detach().cpu(), reference.twice(x).detach(), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_deep_copy_is_a_module_of_its_own():
@@ -301,8 +375,12 @@ def test_a_deep_copy_is_a_module_of_its_own():
 
 def test_a_gradient_is_not_differentiated_again():
     model, _ = on_both(Net())
-    gradients = torch.autograd.grad(model(torch.randn(8, 16)).sum(), list(model.parameters()), create_graph=True)
-    with pytest.raises(gspmd.ShardingError, match="a gradient of a sharded module is differentiated again"):
+    gradients = torch.autograd.grad(
+        model(torch.randn(8, 16)).sum(), list(model.parameters()), create_graph=True
+    )
+    with pytest.raises(
+        gspmd.ShardingError, match="a gradient of a sharded module is differentiated again"
+    ):
         sum(g.square().sum() for g in gradients).backward()
 
 
@@ -316,7 +394,10 @@ def test_what_is_assigned_or_copied_is_laid_out_again():
         reference.up.weight.copy_(new)
         reference.down.weight.fill_(1.0)
     y = model(x)
-    assert (layout_text(model.up.weight), layout_text(model.down.weight)) == (layout("model data"), layout("data model"))
+    assert (layout_text(model.up.weight), layout_text(model.down.weight)) == (
+        layout("model data"),
+        layout("data model"),
+    )
     torch.testing.assert_close(y.detach().cpu(), reference(x).detach(), rtol=1e-5, atol=1e-5)
 
 
@@ -331,6 +412,7 @@ def test_load_state_dict_keeps_layouts():
 
 def test_dropout_does_not_depend_on_the_layout():
     import torch_xla
+
     x, drawn = torch.ones(8, 16), []
     torch.manual_seed(0)
     module = Net(dropout=0.5)
@@ -349,7 +431,10 @@ def test_dropout_does_not_depend_on_the_layout():
 def test_every_device_draws_its_part():
     class Drops(nn.Module):
         def forward(self, x):
-            return gspmd.mark_sharding(F.dropout(gspmd.mark_sharding(x, MESH, "data _"), 0.5, True), MESH, "data _")
+            return gspmd.mark_sharding(
+                F.dropout(gspmd.mark_sharding(x, MESH, "data _"), 0.5, True), MESH, "data _"
+            )
+
     text = program_text([gspmd.parallelize(Drops(), MESH, backend="xla")(torch.ones(64, 32))])
     assert "f32[16,32]" in text and "[64,32]" not in text
     assert collectives(text, MESH) == ()
@@ -363,7 +448,9 @@ def test_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         want = reference(x)
     assert y.dtype == want.dtype == torch.bfloat16
-    torch.testing.assert_close(y.detach().cpu().float(), want.detach().float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        y.detach().cpu().float(), want.detach().float(), rtol=2e-2, atol=2e-2
+    )
     y.float().sum().backward()
     assert model.up.weight.grad.dtype == torch.float32
     assert "bf16" in program_text([model(x).detach(), model.up.weight.grad])
@@ -379,8 +466,11 @@ def test_parameters_in_bfloat16():
 
 
 def test_what_is_computed_again_is_behind_a_barrier():
-    """Whether XLA:TPU then keeps both is not seen here: XLA:CPU drops the barriers in the end, and merges."""
+    """Whether XLA:TPU then keeps both is not seen here: XLA:CPU drops the barriers in the end, and
+    merges.
+    """
     import torch_xla
+
     module = Net(recompute=True)
     plain = Net()
     plain.load_state_dict(module.state_dict())
@@ -391,7 +481,9 @@ def test_what_is_computed_again_is_behind_a_barrier():
         model = gspmd.parallelize(net, MESH, backend="xla")
         model(x).square().sum().backward()
         grads = [p.grad for p in model.parameters()]
-        barriers[name] = torch_xla._XLAC._get_xla_tensors_text(grads).count("xla::optimization_barrier(")
+        barriers[name] = torch_xla._XLAC._get_xla_tensors_text(grads).count(
+            "xla::optimization_barrier("
+        )
         sync()
         for got, want in zip(grads, reference.parameters()):
             torch.testing.assert_close(got.cpu(), want.grad, rtol=1e-4, atol=1e-5)
@@ -412,5 +504,10 @@ def test_a_mask_that_is_known_has_a_shape():
     for seed in range(4):
         for m in (model, reference):
             m.mask[seed] = True
-        results = [m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))) for m in (model, reference)]
-        torch.testing.assert_close(results[0].detach().cpu(), results[1].detach(), rtol=1e-5, atol=1e-5)
+        results = [
+            m(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)))
+            for m in (model, reference)
+        ]
+        torch.testing.assert_close(
+            results[0].detach().cpu(), results[1].detach(), rtol=1e-5, atol=1e-5
+        )

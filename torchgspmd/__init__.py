@@ -1,4 +1,7 @@
-"""torchgspmd: GSPMD (arXiv 2105.04663) for PyTorch. Write a model for one device, mark a few tensors, run it on a mesh."""
+"""torchgspmd: GSPMD (arXiv 2105.04663) for PyTorch. Write a model for one device, mark a few
+tensors, run it on a mesh.
+"""
+
 from .annotate import annotate, mark_sharding
 from .api import plan
 from .comm.collective import Collective
@@ -11,5 +14,19 @@ from .rules.custom import rule
 from .runtime.sharded_module import parallelize, shard_batch
 from .shard_spec import UNCONSTRAINED, ShardSpec
 
-__all__ = ["UNCONSTRAINED", "Collective", "Mesh", "Plan", "ShardSpec", "ShardingError", "annotate", "compare_with_xla", "doctor",
-           "mark_sharding", "parallelize", "plan", "rule", "shard_batch"]
+__all__ = [
+    "UNCONSTRAINED",
+    "Collective",
+    "Mesh",
+    "Plan",
+    "ShardSpec",
+    "ShardingError",
+    "annotate",
+    "compare_with_xla",
+    "doctor",
+    "mark_sharding",
+    "parallelize",
+    "plan",
+    "rule",
+    "shard_batch",
+]

@@ -1,4 +1,5 @@
 """`python -m torchgspmd doctor`: what of this installation of torch can be used."""
+
 from __future__ import annotations
 
 import argparse

@@ -1,4 +1,5 @@
 """mark_sharding and annotate: how a user says where tensors live."""
+
 from __future__ import annotations
 
 import re
@@ -15,7 +16,7 @@ from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec, SpecLike
 
-_MARK = "_torchgspmd_mark"              # attribute of a parameter or buffer: (mesh, spec, user's line)
+_MARK = "_torchgspmd_mark"  # attribute of a parameter or buffer: (mesh, spec, user's line)
 
 
 @torch.library.custom_op("torchgspmd::mark_sharding", mutates_args=())
@@ -43,13 +44,15 @@ mark_sharding_op.register_autograd(_mark_gradient, setup_context=_keep)
 def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
     """Says how a tensor is laid out on a mesh (GSPMD, arXiv 2105.04663, section 3.1).
 
-    spec has one entry per dimension of the tensor: None (replicated along it), an axis name, a tuple of axis names
-    (major first) or UNCONSTRAINED (propagation decides); or the same as a string, "data _ model".
+    spec has one entry per dimension of the tensor: None (replicated along it), an axis name, a
+    tuple of axis names (major first) or UNCONSTRAINED (propagation decides); or the same as a
+    string, "data _ model".
 
-    On a parameter or buffer the layout is recorded on it. On a value inside of a model it is an identity whose
-    gradient gets the same layout. Outside of a capture the arguments are checked and the tensor is returned
-    unchanged, so that the model still runs on one device. Returns the tensor. Raises ShardingError for an unknown
-    axis, an axis used twice or a spec of another rank than the tensor's.
+    On a parameter or buffer the layout is recorded on it. On a value inside of a model it is an
+    identity whose gradient gets the same layout. Outside of a capture the arguments are checked and
+    the tensor is returned unchanged, so that the model still runs on one device. Returns the
+    tensor. Raises ShardingError for an unknown axis, an axis used twice or a spec of another rank
+    than the tensor's.
     """
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
@@ -62,11 +65,16 @@ def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
 def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> ShardSpec:
     """The parsed spec of a mark; ShardingError if it does not fit."""
     if not isinstance(mesh, Mesh):
-        raise ShardingError(f"mark_sharding takes a torchgspmd.Mesh, not {type(mesh).__name__}", where=user_line(),
-                            fix="Mesh.from_device_mesh(device_mesh) makes one from torch's DeviceMesh")
+        raise ShardingError(
+            f"mark_sharding takes a torchgspmd.Mesh, not {type(mesh).__name__}",
+            where=user_line(),
+            fix="Mesh.from_device_mesh(device_mesh) makes one from torch's DeviceMesh",
+        )
     parsed = ShardSpec.parse(spec).check(mesh, tensor.shape)
     if parsed.pending:
-        raise ShardingError(f"a mark cannot ask for a pending reduction ('{parsed}')", where=user_line())
+        raise ShardingError(
+            f"a mark cannot ask for a pending reduction ('{parsed}')", where=user_line()
+        )
     return parsed
 
 
@@ -84,18 +92,25 @@ def copy_mark(source: Tensor, target: Tensor) -> None:
 def annotate(module: nn.Module, mesh: Mesh, layouts: Mapping[str, SpecLike]) -> nn.Module:
     """Marks parameters, buffers and outputs of submodules of a model whose source you do not own.
 
-    Keys are globs over parameter and buffer names ("blocks.*.mlp.up.weight") and over module names ("blocks.*": the
-    layout of every floating tensor that the module returns); `*` matches within one part of a name, `**` across
-    parts. A later key wins over an earlier one. Returns the module. Raises ShardingError if a key matches nothing.
+    Keys are globs over parameter and buffer names ("blocks.*.mlp.up.weight") and over module names
+    ("blocks.*": the layout of every floating tensor that the module returns); `*` matches within
+    one part of a name, `**` across parts. A later key wins over an earlier one. Returns the module.
+    Raises ShardingError if a key matches nothing.
     """
-    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
     modules = dict(module.named_modules())
     for pattern, spec in layouts.items():
         matches = _glob(pattern).fullmatch
         names = [name for name in (*tensors, *modules) if matches(name)]
         if not names:
-            raise ShardingError(f"'{pattern}' matches no parameter, buffer or module", where=user_line(),
-                                fix=_other_pattern(pattern, [*tensors, *filter(None, modules)]))
+            raise ShardingError(
+                f"'{pattern}' matches no parameter, buffer or module",
+                where=user_line(),
+                fix=_other_pattern(pattern, [*tensors, *filter(None, modules)]),
+            )
         for name in names:
             if name in tensors:
                 mark_sharding(tensors[name], mesh, spec)
@@ -118,7 +133,9 @@ def _other_pattern(pattern: str, names: list[str]) -> str:
 
 def _glob(pattern: str) -> re.Pattern[str]:
     parts = re.split(r"(\*\*|\*)", pattern)
-    return re.compile("".join({"**": ".*", "*": "[^.]*"}.get(part, re.escape(part)) for part in parts))
+    return re.compile(
+        "".join({"**": ".*", "*": "[^.]*"}.get(part, re.escape(part)) for part in parts)
+    )
 
 
 def _mark_outputs(mesh: Mesh, spec: ShardSpec):
@@ -131,4 +148,5 @@ def _mark_outputs(mesh: Mesh, spec: ShardSpec):
         if isinstance(output, Tensor):
             return mark_sharding(output, mesh, spec)
         return pytree.tree_map(mark, output)
+
     return hook

@@ -1,4 +1,5 @@
 """plan and parallelize: capture, the passes, a backend."""
+
 from __future__ import annotations
 
 import math
@@ -12,7 +13,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from .annotate import mark_sharding_op
-from .capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, OUTPUT, TANGENT, Captured, Output, capture, opened
+from .capture import (
+    ARGUMENT,
+    GRADIENT,
+    MUTATION,
+    OBSERVED,
+    OUTPUT,
+    TANGENT,
+    Captured,
+    Output,
+    capture,
+    opened,
+)
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
 from .dtensor.storage import storable
@@ -42,111 +54,225 @@ def _ignore(*_: Any) -> None:
     """In place of a clock or a dump."""
 
 
-def plan(fn: Callable | nn.Module, *args: Any, mesh: Mesh, in_specs: Any = None, out_specs: Any = None, grad: bool = False,
-         strict: bool = False, rng: str = "global", regather: str = "auto", skip_passes: Sequence[str] = (), **kwargs: Any) -> Plan:
+def plan(
+    fn: Callable | nn.Module,
+    *args: Any,
+    mesh: Mesh,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    grad: bool = False,
+    strict: bool = False,
+    rng: str = "global",
+    regather: str = "auto",
+    skip_passes: Sequence[str] = (),
+    **kwargs: Any,
+) -> Plan:
     """Compiles a function or module for a mesh, without devices.
 
-    args, kwargs: real, fake or meta tensors of global shape, and whatever else fn takes. in_specs, out_specs: pytree
-    prefixes of args and of the result (a mapping as in_specs: of kwargs) whose leaves are specs in string form, or
-    None where propagation decides. grad=True, on a module: forward and backward together. strict=True: what would be
-    listed as replicated_ops is an error. rng="global": random numbers are those of a mesh of one device; "native": from
-    PyTorch's generator, other ones in every part. regather, skip_passes: see parallelize. A module's plan is of what it keeps in
-    attributes now, and changes nothing of it; `simulate` does. Raises ShardingError.
+    args, kwargs: real, fake or meta tensors of global shape, and whatever else fn takes. in_specs,
+    out_specs: pytree prefixes of args and of the result (a mapping as in_specs: of kwargs) whose
+    leaves are specs in string form, or None where propagation decides. grad=True, on a module:
+    forward and backward together. strict=True: what would be listed as replicated_ops is an error.
+    rng="global": random numbers are those of a mesh of one device; "native": from PyTorch's
+    generator, other ones in every part. regather, skip_passes: see parallelize. A module's plan is
+    of what it keeps in attributes now, and changes nothing of it; `simulate` does. Raises
+    ShardingError.
     """
     if not isinstance(mesh, Mesh):
-        raise ShardingError(f"plan takes a torchgspmd.Mesh, not {type(mesh).__name__}", where=user_line(),
-                            fix="Mesh(data=2, model=4), or Mesh.from_device_mesh(device_mesh)")
+        raise ShardingError(
+            f"plan takes a torchgspmd.Mesh, not {type(mesh).__name__}",
+            where=user_line(),
+            fix="Mesh(data=2, model=4), or Mesh.from_device_mesh(device_mesh)",
+        )
     check_plan()
     if grad and not isinstance(fn, nn.Module):
-        raise ShardingError("plan(grad=True) takes a module", where=user_line(), fix="call torch.autograd.grad inside of the function")
+        raise ShardingError(
+            "plan(grad=True) takes a module",
+            where=user_line(),
+            fix="call torch.autograd.grad inside of the function",
+        )
     args, kwargs = opened((args, kwargs))
     wanted = spread_inputs(in_specs, args, kwargs, mesh)
     start = time.perf_counter()
     captured = capture(fn, args, kwargs, mesh, grad=grad)
     seconds = time.perf_counter() - start
-    unplaced = any(isinstance(t, Tensor) and t.is_meta for t in (*captured.tensors, *pytree.tree_leaves((args, kwargs))))
+    unplaced = any(
+        isinstance(t, Tensor) and t.is_meta
+        for t in (*captured.tensors, *pytree.tree_leaves((args, kwargs)))
+    )
     wanted += [None for _ in captured.places]
-    made = compile_plan(captured, mesh, wanted, out_specs, strict=strict, rng=rng, regather=regather, skip_passes=skip_passes,
-                        device="meta" if unplaced else None)
+    made = compile_plan(
+        captured,
+        mesh,
+        wanted,
+        out_specs,
+        strict=strict,
+        rng=rng,
+        regather=regather,
+        skip_passes=skip_passes,
+        device="meta" if unplaced else None,
+    )
     made.seconds = {"capture": seconds, **made.seconds}
     return made
 
 
 @dataclass
 class Annotated:
-    """A captured program with a layout for every value: what partition works on, or a partitioner that is not ours."""
+    """A captured program with a layout for every value: what partition works on, or a partitioner
+    that is not ours.
+    """
+
     captured: Captured
-    graph: fx.Graph                         # operations that have rules, where they can be had; meta["spec"], meta["mark"]
+    graph: fx.Graph  # operations that have rules, where they can be had; meta["spec"], meta["mark"]
     layouts: Layouts
-    given: dict[fx.Node, ShardSpec]         # layouts of inputs that are settled
-    results: list[ShardSpec | None]         # those asked for, of the outputs
-    parted: bool = False                    # whether products are computed by parts, since they are cut (see fx_passes/expand/split_products.py)
-    stored: bool = False                    # whether what has a layout leaves the program as DTensors
+    given: dict[fx.Node, ShardSpec]  # layouts of inputs that are settled
+    results: list[ShardSpec | None]  # those asked for, of the outputs
+    # whether products are computed by parts, since they are cut (see
+    # fx_passes/expand/split_products.py)
+    parted: bool = False
+    stored: bool = False  # whether what has a layout leaves the program as DTensors
 
 
 @uncollected()
-def compile_plan(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
-                 stored: Mapping[str, ShardSpec] | None = None, plain: Sequence[bool] = (), strict: bool = False,
-                 rng: str = "global", regather: str = "auto", skip_passes: Sequence[str] = (), device: str | None = None) -> Plan:
+def compile_plan(
+    captured: Captured,
+    mesh: Mesh,
+    arguments: list[ShardSpec | None],
+    out_specs: Any = None,
+    stored: Mapping[str, ShardSpec] | None = None,
+    plain: Sequence[bool] = (),
+    strict: bool = False,
+    rng: str = "global",
+    regather: str = "auto",
+    skip_passes: Sequence[str] = (),
+    device: str | None = None,
+) -> Plan:
     """The passes over a captured program. arguments: a spec or None for each.
 
-    For a program that runs on real processes also, stored: the layouts of parameters and buffers, by name; plain:
-    which arguments are whole on every rank, so that their gradients have to be. Results without a spec are whole then. device:
-    the type of those that it is for ("meta": GPUs); else that of the tensors given.
+    For a program that runs on real processes also, stored: the layouts of parameters and buffers,
+    by name; plain: which arguments are whole on every rank, so that their gradients have to be.
+    Results without a spec are whole then. device: the type of those that it is for ("meta": GPUs);
+    else that of the tensors given.
     """
     _check_option("rng", rng, ("global", "native"))
     _check_option("regather", regather, ("auto", "always", "never"))
     for name in skip_passes:
         _check_option("pass", name, OPTIONAL)
-    device = device or max((n.meta["val"].device.type for n in captured.graph.find_nodes(op="placeholder")), default="cpu")
+    device = device or max(
+        (n.meta["val"].device.type for n in captured.graph.find_nodes(op="placeholder")),
+        default="cpu",
+    )
     rules, clock, dump = Rules(), _Clock(), Dump(mesh)
     dump("capture", captured.graph)
-    options = {"whole": stored is not None, "parts": True, "rules": rules, "expand": partial(expand, traced={}),
-               "clock": clock, "dump": dump}
+    options = {
+        "whole": stored is not None,
+        "parts": True,
+        "rules": rules,
+        "expand": partial(expand, traced={}),
+        "clock": clock,
+        "dump": dump,
+    }
     made = lay_out(captured, mesh, arguments, out_specs, stored, pieces=True, **options)
     memories: Memories = {}
     sharded = decide(made, plain, rules, memories=memories)
     clock("partition")
     if made.parted:
         other = lay_out(captured, mesh, arguments, out_specs, stored, **options)
-        made, sharded = min((made, sharded), (other, decide(other, plain, rules, memories=memories)), key=lambda way: _sent(way[1]))
+        made, sharded = min(
+            (made, sharded),
+            (other, decide(other, plain, rules, memories=memories)),
+            key=lambda way: _sent(way[1]),
+        )
     dump("partition", sharded)
     clock("partition")
     if rng == "native":
         natively(sharded)
-    plan = _localized(made, mesh, gather_again(sharded) if regather == "always" else sharded, device, skip_passes, clock)
+    plan = _localized(
+        made,
+        mesh,
+        gather_again(sharded) if regather == "always" else sharded,
+        device,
+        skip_passes,
+        clock,
+    )
     if regather == "auto" and plan.memory.peak > _device_memory(captured):
         plan = _localized(made, mesh, gather_again(sharded), device, skip_passes, clock)
     clock("localize")
     dump.final(plan)
     if strict and plan.replicated_ops:
-        raise replicates(plan, lambda changed: compile_plan(changed, mesh, arguments, out_specs, stored, plain, False, rng, regather,
-                                                            skip_passes, device))
+        raise replicates(
+            plan,
+            lambda changed: compile_plan(
+                changed,
+                mesh,
+                arguments,
+                out_specs,
+                stored,
+                plain,
+                False,
+                rng,
+                regather,
+                skip_passes,
+                device,
+            ),
+        )
     return plan
 
 
-def _localized(made: Annotated, mesh: Mesh, sharded: fx.Graph, device: str, skip_passes: Sequence[str], clock: _Clock) -> Plan:
-    program = fx.GraphModule(made.captured.constants, communicate(localize(sharded, mesh), mesh, device, skip_passes))
+def _localized(
+    made: Annotated,
+    mesh: Mesh,
+    sharded: fx.Graph,
+    device: str,
+    skip_passes: Sequence[str],
+    clock: _Clock,
+) -> Plan:
+    program = fx.GraphModule(
+        made.captured.constants, communicate(localize(sharded, mesh), mesh, device, skip_passes)
+    )
     return Plan(mesh, made.captured, sharded, program, made.layouts, clock.seconds)
 
 
 def _device_memory(captured: Captured) -> float:
     """Bytes of the GPU that the program is for; no limit elsewhere."""
-    on_gpu = any(n.meta["val"].device.type == "cuda" for n in captured.graph.find_nodes(op="placeholder"))
-    return torch.cuda.get_device_properties(0).total_memory if on_gpu and torch.cuda.is_available() else math.inf
+    on_gpu = any(
+        n.meta["val"].device.type == "cuda" for n in captured.graph.find_nodes(op="placeholder")
+    )
+    return (
+        torch.cuda.get_device_properties(0).total_memory
+        if on_gpu and torch.cuda.is_available()
+        else math.inf
+    )
 
 
 def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ShardingError(f"there is no {name} '{value}'; there are {', '.join(map(repr, known))}", where=user_line())
+        raise ShardingError(
+            f"there is no {name} '{value}'; there are {', '.join(map(repr, known))}",
+            where=user_line(),
+        )
 
 
 @uncollected()
-def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], out_specs: Any = None,
-            stored: Mapping[str, ShardSpec] | None = None, *, whole: bool = False, parts: bool = False, pieces: bool = False,
-            expand: Callable = expand, rules: Rules | None = None, clock: Callable = _ignore, dump: Callable = _ignore) -> Annotated:
-    """The passes before partition. whole: results without a spec are replicated; parts: layouts may use parts of axes, on
-    a mesh that is split for it; pieces: products that are cut may be computed by parts; expand: how operations are taken apart."""
+def lay_out(
+    captured: Captured,
+    mesh: Mesh,
+    arguments: list[ShardSpec | None],
+    out_specs: Any = None,
+    stored: Mapping[str, ShardSpec] | None = None,
+    *,
+    whole: bool = False,
+    parts: bool = False,
+    pieces: bool = False,
+    expand: Callable = expand,
+    rules: Rules | None = None,
+    clock: Callable = _ignore,
+    dump: Callable = _ignore,
+) -> Annotated:
+    """The passes before partition. whole: results without a spec are replicated; parts: layouts may
+    use parts of axes, on a mesh that is split for it; pieces: products that are cut may be computed
+    by parts; expand: how operations are taken apart.
+    """
     rules = rules or Rules()
     graph = expand(captured.graph)
     dump("expand", graph)
@@ -154,7 +280,10 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
     results = _result_specs(captured, graph, out_specs, mesh, whole)
     inputs = _input_specs(captured, mesh, arguments, stored or {})
     asked = [out for out in captured.outputs if out.kind == OUTPUT]
-    results = [inputs[out.input] or spec if out.open and out.input >= 0 else spec for spec, out in zip(results, asked)]
+    results = [
+        inputs[out.input] or spec if out.open and out.input >= 0 else spec
+        for spec, out in zip(results, asked)
+    ]
     layouts = _propagate(captured, graph, mesh, inputs, results, rules)
     if splitting := to_split(graph, layouts, rules):
         graph = expand(graph, splitting)
@@ -164,7 +293,9 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
     fine = mesh
     while parts and (wanted := wanted_parts(graph, layouts, rules)):
         fine = fine.split(wanted)
-        inputs, results = ([spec and spec.map_axes(fine.refine) for spec in specs] for specs in (inputs, results))
+        inputs, results = (
+            [spec and spec.map_axes(fine.refine) for spec in specs] for specs in (inputs, results)
+        )
         layouts = _propagate(captured, graph, fine, inputs, results, rules)
     dump("propagate", graph)
     clock("propagate")
@@ -174,25 +305,42 @@ def lay_out(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None], o
             node.meta["mark"] = layouts.spec[node]
     given = {n: layouts.spec[n] for n, spec in zip(placeholders, inputs) if spec is not None}
     for node, inp in zip(placeholders, captured.inputs):
-        if inp.kind == TANGENT and results[inp.output] is not None and not any(results[inp.output].open):
+        if (
+            inp.kind == TANGENT
+            and results[inp.output] is not None
+            and not any(results[inp.output].open)
+        ):
             given[node] = results[inp.output]
     return Annotated(captured, graph, layouts, given, results, parted, whole)
 
 
-def decide(made: Annotated, plain: Sequence[bool] = (), rules: Rules | None = None, keep_marks: bool = False,
-           memories: Memories | None = None) -> fx.Graph:
-    """Partition: what every device holds of every value, with the collectives between. plain: as in compile_plan; memories: as in
-    partition; keep_marks too, for a partitioner that has no way past a mark that is as cheap as ours."""
+def decide(
+    made: Annotated,
+    plain: Sequence[bool] = (),
+    rules: Rules | None = None,
+    keep_marks: bool = False,
+    memories: Memories | None = None,
+) -> fx.Graph:
+    """Partition: what every device holds of every value, with the collectives between. plain: as in
+    compile_plan; memories: as in partition; keep_marks too, for a partitioner that has no way past
+    a mark that is as cheap as ours.
+    """
     placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
     wanted = _outputs(made, placeholders, plain)
     mesh = made.layouts.mesh
-    leaving = (lambda spec, shape: storable(spec, shape, mesh).map_axes(mesh.whole)) if made.stored else None
+    leaving = (
+        (lambda spec, shape: storable(spec, shape, mesh).map_axes(mesh.whole))
+        if made.stored
+        else None
+    )
     values, cotangents = made.graph.output_node().args[0], {}
     for node, given in zip(placeholders, made.captured.inputs) if made.stored else ():
         spec = made.results[given.output] if given.kind == TANGENT else None
-        if spec is not None and any(spec.open):                             # it comes as its output has left
+        if spec is not None and any(spec.open):  # it comes as its output has left
             cotangents[node], wanted[given.output] = (values[given.output], spec), node
-    sharded = partition(made.graph, mesh, made.given, wanted, rules, keep_marks, memories, leaving, cotangents)
+    sharded = partition(
+        made.graph, mesh, made.given, wanted, rules, keep_marks, memories, leaving, cotangents
+    )
     return merge_parts(verify(sharded, mesh), mesh)
 
 
@@ -215,33 +363,61 @@ class _Clock:
 
 def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:
     """Without axes of size 1, which shard nothing."""
-    return ShardSpec(tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims), spec.open)
+    return ShardSpec(
+        tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims), spec.open
+    )
 
 
-def _input_specs(captured: Captured, mesh: Mesh, arguments: list[ShardSpec | None],
-                 stored: Mapping[str, ShardSpec]) -> list[ShardSpec | None]:
+def _input_specs(
+    captured: Captured,
+    mesh: Mesh,
+    arguments: list[ShardSpec | None],
+    stored: Mapping[str, ShardSpec],
+) -> list[ShardSpec | None]:
     """What is settled about every input of the graph."""
     rest = iter(arguments)
     found = []
     for given in captured.inputs:
-        spec = next(rest) if given.kind == ARGUMENT else stored.get(given.name) if given.kind != TANGENT else None
+        spec = (
+            next(rest)
+            if given.kind == ARGUMENT
+            else stored.get(given.name)
+            if given.kind != TANGENT
+            else None
+        )
         if spec is None:
             spec = given.mark
-        found.append(_drop_trivial(spec.check(mesh, given.shape, f"{given.kind} '{given.name}'"), mesh) if spec is not None else None)
+        found.append(
+            _drop_trivial(spec.check(mesh, given.shape, f"{given.kind} '{given.name}'"), mesh)
+            if spec is not None
+            else None
+        )
     return found
 
 
-def _result_specs(captured: Captured, graph: fx.Graph, out_specs: Any, mesh: Mesh, whole: bool) -> list[ShardSpec | None]:
+def _result_specs(
+    captured: Captured, graph: fx.Graph, out_specs: Any, mesh: Mesh, whole: bool
+) -> list[ShardSpec | None]:
     """The specs asked for, for every flat output of the function; whole: others are replicated."""
     outs = [out for out in captured.outputs if out.kind == OUTPUT]
-    values = graph.output_node().args[0][:len(outs)]
+    values = graph.output_node().args[0][: len(outs)]
     leaves = list(captured.result_leaves)
     for slot, value in zip(captured.result_slots, values):
         leaves[slot] = value.meta["val"]
     tree = pytree.tree_unflatten(leaves, captured.results)
-    specs = [None if spec is None else _drop_trivial(spec, mesh) for spec in spread(out_specs, tree, mesh, "the result")]
-    specs += [None] * (len(values) - len(specs))                            # what is put into arguments and attributes
-    return [_returned(spec, out, tuple(v.meta["val"].shape), mesh) for spec, out, v in zip(specs, outs, values)] if whole else specs
+    specs = [
+        None if spec is None else _drop_trivial(spec, mesh)
+        for spec in spread(out_specs, tree, mesh, "the result")
+    ]
+    specs += [None] * (len(values) - len(specs))  # what is put into arguments and attributes
+    return (
+        [
+            _returned(spec, out, tuple(v.meta["val"].shape), mesh)
+            for spec, out, v in zip(specs, outs, values)
+        ]
+        if whole
+        else specs
+    )
 
 
 def _returned(spec: ShardSpec | None, out: Output, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
@@ -255,8 +431,12 @@ def _as_laid_out(rank: int) -> ShardSpec:
     return ShardSpec.parse((UNCONSTRAINED,) * rank)
 
 
-def _propagate(captured: Captured, graph: fx.Graph, mesh: Mesh, inputs, results, rules: Rules) -> Layouts:
-    """Seeds: inputs, marks, outputs. Ties: gradients and updates with their inputs, cotangents with their outputs."""
+def _propagate(
+    captured: Captured, graph: fx.Graph, mesh: Mesh, inputs, results, rules: Rules
+) -> Layouts:
+    """Seeds: inputs, marks, outputs. Ties: gradients and updates with their inputs, cotangents with
+    their outputs.
+    """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     returned = graph.output_node().args[0]
     seeds = []
@@ -267,22 +447,38 @@ def _propagate(captured: Captured, graph: fx.Graph, mesh: Mesh, inputs, results,
         if node.target is _MARK:
             seeds.append((node, _mark_spec(node, mesh), f"marked at {node.meta['source']}"))
     outs = [v for v, out in zip(returned, captured.outputs) if out.kind == OUTPUT]
-    seeds += [(v, spec, "out_specs") for v, spec in zip(outs, results) if spec is not None and isinstance(v, fx.Node)]
-    ties = [(placeholders[out.input], value, f"{out.kind} of {captured.inputs[out.input].name}")
-            for value, out in zip(returned, captured.outputs) if out.kind in (GRADIENT, MUTATION) and isinstance(value, fx.Node)]
-    ties += [(outs[given.output], node, "cotangent") for node, given in zip(placeholders, captured.inputs) if given.kind == TANGENT]
+    seeds += [
+        (v, spec, "out_specs")
+        for v, spec in zip(outs, results)
+        if spec is not None and isinstance(v, fx.Node)
+    ]
+    ties = [
+        (placeholders[out.input], value, f"{out.kind} of {captured.inputs[out.input].name}")
+        for value, out in zip(returned, captured.outputs)
+        if out.kind in (GRADIENT, MUTATION) and isinstance(value, fx.Node)
+    ]
+    ties += [
+        (outs[given.output], node, "cotangent")
+        for node, given in zip(placeholders, captured.inputs)
+        if given.kind == TANGENT
+    ]
     return propagate(graph, mesh, seeds, ties, rules)
 
 
 def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
     marked = Mesh.parse(node.args[1])
     if marked != mesh.unsplit():
-        raise ShardingError(f"a value is marked on mesh {marked}, but the program runs on mesh {mesh.unsplit()}", where=node.meta["source"],
-                            fix="use one Mesh for all marks of a program")
+        raise ShardingError(
+            f"a value is marked on mesh {marked}, but the program runs on mesh {mesh.unsplit()}",
+            where=node.meta["source"],
+            fix="use one Mesh for all marks of a program",
+        )
     return _drop_trivial(ShardSpec.parse(node.args[2]), marked).map_axes(mesh.refine)
 
 
-def _outputs(made: Annotated, placeholders: list[fx.Node], plain: Sequence[bool]) -> dict[int, ShardSpec | fx.Node]:
+def _outputs(
+    made: Annotated, placeholders: list[fx.Node], plain: Sequence[bool]
+) -> dict[int, ShardSpec | fx.Node]:
     """What partition is to know of the outputs: a layout, or the input whose layout they have."""
     found: dict[int, ShardSpec | fx.Node] = {}
     captured, wanted = made.captured, iter(made.results)

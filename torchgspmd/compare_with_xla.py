@@ -1,4 +1,5 @@
 """compare_with_xla: the same annotated program partitioned by XLA, beside ours."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -26,33 +27,44 @@ from .xla_backend.state import place_tensor, program_text, sync
 def compare_with_xla(plan: Plan, pin: str = "user") -> Comparison:
     """Where XLA's layouts and collectives for a plan's program differ from the plan's. Print it.
 
-    Inputs and results are laid out as in the plan. pin: what XLA is told besides, as in parallelize. The process must
-    have as many XLA devices as the mesh; raises ShardingError otherwise.
+    Inputs and results are laid out as in the plan. pin: what XLA is told besides, as in
+    parallelize. The process must have as many XLA devices as the mesh; raises ShardingError
+    otherwise.
     """
     if pin not in PINS:
-        raise ShardingError(f"there is no pin '{pin}'; there are {', '.join(map(repr, PINS))}", where=user_line())
+        raise ShardingError(
+            f"there is no pin '{pin}'; there are {', '.join(map(repr, PINS))}", where=user_line()
+        )
     return Comparison(plan, pin)
 
 
 @dataclass(frozen=True)
 class LayoutDifference:
     """A value that XLA lays out otherwise than the plan."""
+
     name: str
-    type: str                           # element type and global shape
-    source: str | None                  # file:line
+    type: str  # element type and global shape
+    source: str | None  # file:line
     ours: ShardSpec
-    xla: ShardSpec | None               # None: no axes of the mesh express it
+    xla: ShardSpec | None  # None: no axes of the mesh express it
 
 
 class Comparison:
-    """ours, xla: collectives of one run of the program; text: XLA's program; layouts: the values on which we differ."""
+    """ours, xla: collectives of one run of the program; text: XLA's program; layouts: the values on
+    which we differ.
+    """
 
     def __init__(self, plan: Plan, pin: str):
         self.plan, self.pin, self.device = plan, pin, start(plan.mesh, backward=False)
         inputs = list(zip(plan.captured.inputs, plan.input_layouts))
-        annotated = lay_out(plan.captured, plan.mesh, [spec for i, spec in inputs if i.kind == ARGUMENT],
-                            stored={i.name: spec for i, spec in inputs if i.kind in (PARAMETER, BUFFER)},
-                            parts=pin == "all", expand=unpartitioned)
+        annotated = lay_out(
+            plan.captured,
+            plan.mesh,
+            [spec for i, spec in inputs if i.kind == ARGUMENT],
+            stored={i.name: spec for i, spec in inputs if i.kind in (PARAMETER, BUFFER)},
+            parts=pin == "all",
+            expand=unpartitioned,
+        )
         self.graph = decide(annotated, keep_marks=True) if pin == "all" else annotated.graph
         self.ours: tuple[Collective, ...] = plan.collectives
         self.text = program_text(self._run(self._graph()))
@@ -66,11 +78,17 @@ class Comparison:
     @cached_property
     def layouts(self) -> tuple[LayoutDifference, ...]:
         """In program order; values that only one of the two programs has are left out."""
-        ours = {n.meta["captured"]: (n, _resolved(n)) for n in self.plan.sharded.nodes if "captured" in n.meta and "spec" in n.meta}
+        ours = {
+            n.meta["captured"]: (n, _resolved(n))
+            for n in self.plan.sharded.nodes
+            if "captured" in n.meta and "spec" in n.meta
+        }
         graph = self._graph()
-        values = [n for n in graph.nodes if n.meta.get("captured") in ours and n.op == "call_function"]
+        values = [
+            n for n in graph.nodes if n.meta.get("captured") in ours and n.op == "call_function"
+        ]
         graph.output_node().args = ((*graph.output_node().args[0], *values),)
-        tensors = self._run(graph)[-len(values):] if values else []
+        tensors = self._run(graph)[-len(values) :] if values else []
         sync()
         order, found = tuple(device_order()), []
         for node, tensor in zip(values, tensors):
@@ -78,7 +96,15 @@ class Comparison:
             theirs = spec_of_text(layout_text(tensor), tensor.dim(), self.plan.mesh, order)
             if theirs is None or theirs != spec:
                 val = node.meta["val"]
-                found.append(LayoutDifference(mine.name, type_text(val.dtype, val.shape, None), node.meta.get("source"), spec, theirs))
+                found.append(
+                    LayoutDifference(
+                        mine.name,
+                        type_text(val.dtype, val.shape, None),
+                        node.meta.get("source"),
+                        spec,
+                        theirs,
+                    )
+                )
         return tuple(found)
 
     def _graph(self) -> fx.Graph:
@@ -87,10 +113,14 @@ class Comparison:
 
     def _run(self, graph: fx.Graph) -> list[Tensor]:
         """Results, still lazy, for inputs of zeros."""
-        inputs = [place_tensor(torch.zeros(i.shape, dtype=i.dtype), spec, self.plan.mesh, self.device)
-                  for i, spec in zip(self.plan.captured.inputs, self.plan.input_layouts)]
+        inputs = [
+            place_tensor(torch.zeros(i.shape, dtype=i.dtype), spec, self.plan.mesh, self.device)
+            for i, spec in zip(self.plan.captured.inputs, self.plan.input_layouts)
+        ]
         with torch.no_grad():
-            results = fx.GraphModule(on_device(self.plan.captured.constants, self.device), graph)(*inputs)
+            results = fx.GraphModule(on_device(self.plan.captured.constants, self.device), graph)(
+                *inputs
+            )
         return [r for r in results if isinstance(r, Tensor)]
 
     def __str__(self) -> str:
@@ -100,11 +130,36 @@ class Comparison:
         for key in sorted({*ours, *xla}):
             (n, b), (m, c) = ours.get(key, (0, 0)), xla.get(key, (0, 0))
             rows.append((*key, str(n), f"{b:.0f}", str(m), f"{c:.0f}"))
-        rows.append(("all", "", str(len(self.ours)), f"{self.bytes[0]:.0f}", str(len(self.xla)), f"{self.bytes[1]:.0f}"))
+        rows.append(
+            (
+                "all",
+                "",
+                str(len(self.ours)),
+                f"{self.bytes[0]:.0f}",
+                str(len(self.xla)),
+                f"{self.bytes[1]:.0f}",
+            )
+        )
         layouts = [("value", "type", "ours", "XLA", "where")]
-        layouts += [(f"%{d.name}", d.type, f"[{d.ours}]", "?" if d.xla is None else f"[{d.xla}]", d.source or "") for d in self.layouts]
-        return "\n".join([f"mesh {self.plan.mesh}, pin {self.pin}: bytes sent by a device", *_table(rows), "",
-                          f"{len(self.layouts)} values laid out otherwise", *(_table(layouts) if len(layouts) > 1 else ())])
+        layouts += [
+            (
+                f"%{d.name}",
+                d.type,
+                f"[{d.ours}]",
+                "?" if d.xla is None else f"[{d.xla}]",
+                d.source or "",
+            )
+            for d in self.layouts
+        ]
+        return "\n".join(
+            [
+                f"mesh {self.plan.mesh}, pin {self.pin}: bytes sent by a device",
+                *_table(rows),
+                "",
+                f"{len(self.layouts)} values laid out otherwise",
+                *(_table(layouts) if len(layouts) > 1 else ()),
+            ]
+        )
 
 
 def _resolved(node: fx.Node) -> ShardSpec:
@@ -127,4 +182,7 @@ def _totals(found: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, flo
 
 def _table(rows: Sequence[Sequence[Any]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return [
+        "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip()
+        for row in rows
+    ]

@@ -1,4 +1,5 @@
 """What of torch is at hand for torchgspmd: `python -m torchgspmd doctor`."""
+
 from __future__ import annotations
 
 import importlib.metadata
@@ -17,10 +18,12 @@ from .rules.registry import RULES, SKIPPED, is_registered
 class Diagnosis:
     """What `doctor()` found; `str` of it is what the command prints.
 
-    torch: its version. is_checked: whether the tests were run on that release. missing: private APIs of torch that it lacks, each with
-    what is lost. operators: those with a rule or a decomposition here that this torch lacks. later: those of other libraries, which
-    have not been imported. backends: what each of parallelize's backends has to run on.
+    torch: its version. is_checked: whether the tests were run on that release. missing: private
+    APIs of torch that it lacks, each with what is lost. operators: those with a rule or a
+    decomposition here that this torch lacks. later: those of other libraries, which have not been
+    imported. backends: what each of parallelize's backends has to run on.
     """
+
     torch: str
     is_checked: bool
     missing: tuple[PrivateApi, ...]
@@ -29,12 +32,18 @@ class Diagnosis:
     backends: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        state = "checked" if self.is_checked else f"{'newer than' if is_newer() else 'not among'} the checked"
+        state = (
+            "checked"
+            if self.is_checked
+            else f"{'newer than' if is_newer() else 'not among'} the checked"
+        )
         lines = [f"torch      {self.torch}: {state} ({', '.join(CHECKED)})"]
         apis = [api for api in TABLE if not api.is_of_xla]
         lines += [f"private    {len(apis) - len(self.missing)} of {len(apis)} APIs found"]
         lines += [f"           {api.path} is missing: {_consequence(api)}" for api in self.missing]
-        lines += [f"operators  {len(RULES)} with rules; of those known here this torch lacks {', '.join(self.operators) or 'none'}"]
+        lines += [
+            f"operators  {len(RULES)} with rules; of those known here this torch lacks {', '.join(self.operators) or 'none'}"
+        ]
         lines += [f"           not imported yet: {', '.join(self.later)}"] * bool(self.later)
         lines += [f"backend    {name}: {what}" for name, what in self.backends]
         return "\n".join(lines)
@@ -45,17 +54,27 @@ class Diagnosis:
 def doctor() -> Diagnosis:
     """Say what of this installation of torch torchgspmd can use.
 
-    Returns: a Diagnosis, which prints as a few lines: the version of torch, whether it was checked, private APIs that are missing and
-    what is lost with them, operators that are missing, backends at hand. Nothing is communicated, and no XLA client is started.
+    Returns: a Diagnosis, which prints as a few lines: the version of torch, whether it was checked,
+    private APIs that are missing and what is lost with them, operators that are missing, backends
+    at hand. Nothing is communicated, and no XLA client is started.
 
     Example:
         >>> import torchgspmd
         >>> torchgspmd.doctor().missing
         ()
     """
-    missing = tuple(api for api in TABLE if not api.is_of_xla and not (is_there(api) or _is_expected(api)))
+    missing = tuple(
+        api for api in TABLE if not api.is_of_xla and not (is_there(api) or _is_expected(api))
+    )
     later = [name for name in RULES if isinstance(name, str) and not is_registered(name)]
-    return Diagnosis(torch.__version__, is_checked(), missing, tuple(sorted({*SKIPPED})), tuple(sorted(later)), tuple(_backends()))
+    return Diagnosis(
+        torch.__version__,
+        is_checked(),
+        missing,
+        tuple(sorted({*SKIPPED})),
+        tuple(sorted(later)),
+        tuple(_backends()),
+    )
 
 
 def _is_expected(api: PrivateApi) -> bool:
@@ -69,13 +88,28 @@ def _consequence(api: PrivateApi) -> str:
 
 
 def _backends() -> list[tuple[str, str]]:
-    available = [name for name, is_available in (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available)) if is_available()] \
-        if dist.is_available() else []
+    available = (
+        [
+            name
+            for name, is_available in (
+                ("gloo", dist.is_gloo_available),
+                ("nccl", dist.is_nccl_available),
+            )
+            if is_available()
+        ]
+        if dist.is_available()
+        else []
+    )
     gpus = torch.cuda.device_count()
     compiler = shutil.which("g++") or shutil.which("clang++")
-    return [("torch", f"{', '.join(available) or 'torch.distributed is not available'}; {gpus or 'no'} GPU{'s' * (gpus != 1)}"),
-            ("inductor", "at hand" if compiler or gpus else "no C++ compiler found"),
-            ("xla", _version("torch_xla") or "torch_xla is not installed")]
+    return [
+        (
+            "torch",
+            f"{', '.join(available) or 'torch.distributed is not available'}; {gpus or 'no'} GPU{'s' * (gpus != 1)}",
+        ),
+        ("inductor", "at hand" if compiler or gpus else "no C++ compiler found"),
+        ("xla", _version("torch_xla") or "torch_xla is not installed"),
+    ]
 
 
 def _version(package: str) -> str:

@@ -1,4 +1,7 @@
-"""TORCHGSPMD_DUMP=1|2|3, on standard error: the final graph; also what every pass changed; also why each value has its layout."""
+"""TORCHGSPMD_DUMP=1|2|3, on standard error: the final graph; also what every pass changed; also why
+each value has its layout.
+"""
+
 from __future__ import annotations
 
 import difflib
@@ -13,7 +16,9 @@ from .plan import Plan
 
 
 class Dump:
-    """Called with the graph after every pass, and with the plan at the end; does nothing without the variable."""
+    """Called with the graph after every pass, and with the plan at the end; does nothing without
+    the variable.
+    """
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.level, self.before = mesh, int(os.environ.get("TORCHGSPMD_DUMP") or 0), ""
@@ -22,7 +27,9 @@ class Dump:
         if self.level < 2:
             return
         text = graph_text(graph, self.mesh)
-        changes = difflib.unified_diff(self.before.splitlines(), text.splitlines(), "before", name, lineterm="", n=0)
+        changes = difflib.unified_diff(
+            self.before.splitlines(), text.splitlines(), "before", name, lineterm="", n=0
+        )
         self._print(text if not self.before else "\n".join(changes), f"after {name}")
         self.before = text
 
@@ -30,7 +37,10 @@ class Dump:
         if self.level:
             self._print(str(plan), "the plan")
         if self.level > 1:
-            self._print(program_text(plan.program.graph), "what each device runs, where communication begins and is waited for")
+            self._print(
+                program_text(plan.program.graph),
+                "what each device runs, where communication begins and is waited for",
+            )
         if self.level > 2:
             lines = [line for value in plan.layouts.spec for line in plan.layouts.explain(value)]
             self._print("\n".join(lines), "who sharded what, and why")

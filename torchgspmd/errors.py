@@ -1,4 +1,5 @@
 """The one exception a user can cause, and the search for the line of theirs that caused it."""
+
 from __future__ import annotations
 
 import difflib
@@ -7,18 +8,33 @@ import sys
 from collections.abc import Iterable
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_LIBRARIES = (os.sep + "torch" + os.sep, os.sep + "torch_xla" + os.sep, "<frozen", "<string>", "<eval_with_key>",
-              os.sep + "lib" + os.sep + "python3")
-_SHOWN = 20                     # known words in a message, if none is close
+_LIBRARIES = (
+    os.sep + "torch" + os.sep,
+    os.sep + "torch_xla" + os.sep,
+    "<frozen",
+    "<string>",
+    "<eval_with_key>",
+    os.sep + "lib" + os.sep + "python3",
+)
+_SHOWN = 20  # known words in a message, if none is close
 
 
 class ShardingError(ValueError):
-    """What is wrong, where (the user's file:line), why, how to fix it, and what came of it when that was tried.
+    """What is wrong, where (the user's file:line), why, how to fix it, and what came of it when
+    that was tried.
 
     Every part but the first is optional; each is one line of the message.
     """
 
-    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None, tried: str | None = None):
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        why: str | None = None,
+        fix: str | None = None,
+        tried: str | None = None,
+    ):
         self.what, self.where, self.why, self.fix, self.tried = what, where, why, fix, tried
         lines = [what]
         if where:
@@ -33,7 +49,9 @@ class ShardingError(ValueError):
 
 
 def user_line() -> str | None:
-    """`file:line` of the innermost frame that is neither torch nor torchgspmd nor the standard library."""
+    """`file:line` of the innermost frame that is neither torch nor torchgspmd nor the standard
+    library.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -44,7 +62,9 @@ def user_line() -> str | None:
 
 
 def user_line_of(error: BaseException) -> str | None:
-    """The same of the place where an error was raised; in a library of models the line there is told as well."""
+    """The same of the place where an error was raised; in a library of models the line there is
+    told as well.
+    """
     found, library, trace = None, None, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -62,7 +82,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    return f"did you mean '{close[0]}'?" if close else f"known are {', '.join(map(repr, known[:_SHOWN])) or 'none'}{more}"
+    return (
+        f"did you mean '{close[0]}'?"
+        if close
+        else f"known are {', '.join(map(repr, known[:_SHOWN])) or 'none'}{more}"
+    )
 
 
 def _shorten(path: str) -> str:

@@ -1,4 +1,5 @@
 """What would cure an error of strict=True: marks that are tried before they are proposed."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from .shard_spec import ShardSpec
 @dataclass(frozen=True)
 class Cure:
     """A mark on one value, and the plan of the program with it."""
+
     value: str
     spec: ShardSpec
     plan: Plan
@@ -37,21 +39,36 @@ class Cure:
 
 
 def replicates(plan: Plan, again: Callable[[Captured], Plan]) -> ShardingError:
-    """The error for a plan that has replicated_ops. again: plans a changed program as this one was planned."""
+    """The error for a plan that has replicated_ops. again: plans a changed program as this one was
+    planned.
+    """
     first, count = plan.replicated_ops[0], len(plan.replicated_ops)
-    cures = [Cure(first.value, spec, again(_marked(plan.captured, first.value, plan.mesh, spec))) for spec in _candidates(plan, first)]
+    cures = [
+        Cure(first.value, spec, again(_marked(plan.captured, first.value, plan.mesh, spec)))
+        for spec in _candidates(plan, first)
+    ]
     cures = [c for c in cures if len(c.plan.replicated_ops) < count]
     best = min(cures, key=lambda c: (len(c.plan.replicated_ops), c.plan.sent_bytes), default=None)
-    return ShardingError(f"{first.op} replicates or gathers {first.bytes} bytes on every device, which strict does not allow",
-                         where=first.source, why=first.why + (f"; {count - 1} more" if count > 1 else ""),
-                         fix=best.fix if best else "mark its operands so that this dimension is whole, or see plan.replicated_ops "
-                         "without strict", tried=best.tried if best else None)
+    return ShardingError(
+        f"{first.op} replicates or gathers {first.bytes} bytes on every device, which strict does not allow",
+        where=first.source,
+        why=first.why + (f"; {count - 1} more" if count > 1 else ""),
+        fix=best.fix
+        if best
+        else "mark its operands so that this dimension is whole, or see plan.replicated_ops "
+        "without strict",
+        tried=best.tried if best else None,
+    )
 
 
 def _candidates(plan: Plan, found: ReplicatedOp) -> Iterator[ShardSpec]:
-    """Other layouts of the value that was gathered: its axes on another dimension that they divide, or on none."""
+    """Other layouts of the value that was gathered: its axes on another dimension that they divide,
+    or on none.
+    """
     node = next((n for n in plan.sharded.nodes if n.name == found.value), None)
-    if node is None or not any(n.name == found.value and not n.meta.get("backward") for n in plan.captured.graph.nodes):
+    if node is None or not any(
+        n.name == found.value and not n.meta.get("backward") for n in plan.captured.graph.nodes
+    ):
         return
     held, shape = node.meta["spec"], node.meta["val"].shape
     if not {a for axes in held.dims for a in axes} <= set(plan.mesh.names):
@@ -70,6 +87,8 @@ def _marked(captured: Captured, name: str, mesh: Mesh, spec: ShardSpec) -> Captu
     for node in captured.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
         if node.name == name:
-            new[node] = graph.call_function(mark_sharding_op._opoverload, (new[node], str(mesh), str(spec)))
+            new[node] = graph.call_function(
+                mark_sharding_op._opoverload, (new[node], str(mesh), str(spec))
+            )
             new[node].meta = dict(node.meta)
     return replace(captured, graph=graph)

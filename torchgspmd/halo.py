@@ -1,6 +1,8 @@
-"""Reach and Window: which rows of a dimension are needed where that is not just the part that a device holds.
+"""Reach and Window: which rows of a dimension are needed where that is not just the part that a
+device holds.
 
-A convolution's, a pool's, a slice's or a roll's position p of the result reads rows r of the operand's dimension with
+A convolution's, a pool's, a slice's or a roll's position p of the result reads rows r of the
+operand's dimension with
 
     low <= every * r - stride * p <= high
 
@@ -10,10 +12,12 @@ A convolution's, a pool's, a slice's or a roll's position p of the result reads 
     flip of n rows                                              n - 1 <= r + p <= n - 1
     linear interpolation to three rows for every two            -3 <= 3 r - 2 p <= 2
 
-A Reach is one such line; its inverse is the reach of the gradient. Bound to a number of shards it is a Window: device i
-needs rows of an interval that moves with i and is of one length for all devices. Source: GSPMD (arXiv 2105.04663,
-section 4.3 and appendix A.2) for the exchange of halos with shifting offsets.
+A Reach is one such line; its inverse is the reach of the gradient. Bound to a number of shards it
+is a Window: device i needs rows of an interval that moves with i and is of one length for all
+devices. Source: GSPMD (arXiv 2105.04663, section 4.3 and appendix A.2) for the exchange of halos
+with shifting offsets.
 """
+
 from __future__ import annotations
 
 import re
@@ -27,9 +31,10 @@ from typing import Any
 class Reach:
     """Which rows of an operand's dimension a position of a factor reads.
 
-    fill: what the rows hold that lie outside of the dimension; None if it does not matter. wrap: rows are counted around
-    the end, so that none lies outside.
+    fill: what the rows hold that lie outside of the dimension; None if it does not matter. wrap:
+    rows are counted around the end, so that none lies outside.
     """
+
     low: int
     high: int
     stride: int = 1
@@ -44,9 +49,13 @@ class Reach:
         return Reach(low, high, self.every * sign, abs(self.stride), fill, self.wrap)
 
     def __str__(self) -> str:
-        """`[2p-1:2p+2]`, as a slice; `/3` behind it where only every third position has a row of its own."""
+        """`[2p-1:2p+2]`, as a slice; `/3` behind it where only every third position has a row of
+        its own.
+        """
+
         def bound(shift: int) -> str:
             return f"{_times(self.stride, 'p')}{shift:+d}" if shift else _times(self.stride, "p")
+
         return f"[{bound(self.low)}:{bound(self.high + 1)}{f'/{self.every}' if self.every > 1 else ''}]"
 
     def bind(self, positions: int, size: int, count: int) -> Window:
@@ -57,17 +66,37 @@ class Reach:
         if moved % self.every == 0:
             length = high // self.every - -(-low // self.every) + 1
         else:
-            length = (high - low) // self.every + 1                         # what the fullest device finds in such an interval
+            length = (
+                high - low
+            ) // self.every + 1  # what the fullest device finds in such an interval
         first, last = self._rows(0, positions)
         begin, end = -(-first // self.every), last // self.every + 1
         if not self.wrap:
             begin, end = min(max(begin, 0), size), min(max(end, 0), size)
-        return Window(moved, low + self.every - 1, self.every, length, begin, max(begin, end), self.fill, size if self.wrap else 0)
+        return Window(
+            moved,
+            low + self.every - 1,
+            self.every,
+            length,
+            begin,
+            max(begin, end),
+            self.fill,
+            size if self.wrap else 0,
+        )
 
     def through(self, window: Window, size: int) -> Window | None:
-        """The rows, of `size` ones, that a window of positions consists of, where every position reads one row. None if they
-        are none of equal spacing, or if what lies outside would have to hold two different things."""
-        if self.every != 1 or self.low != self.high or abs(self.stride) != 1 or window.wrap or self.stride < 0 and window.every != 1:
+        """The rows, of `size` ones, that a window of positions consists of, where every position
+        reads one row. None if they are none of equal spacing, or if what lies outside would have to
+        hold two different things.
+        """
+        if (
+            self.every != 1
+            or self.low != self.high
+            or abs(self.stride) != 1
+            or window.wrap
+            or self.stride < 0
+            and window.every != 1
+        ):
             return None
         if self.fill is not None and window.fill not in (None, self.fill):
             return None
@@ -75,11 +104,25 @@ class Reach:
             step, start = -window.step, self.low - window.length + 1 - window.start
             begin, end = self.low - window.end + 1, self.low - window.begin + 1
         else:
-            step, start, begin, end = window.step, window.start + self.low * window.every, window.begin + self.low, window.end + self.low
+            step, start, begin, end = (
+                window.step,
+                window.start + self.low * window.every,
+                window.begin + self.low,
+                window.end + self.low,
+            )
         if not self.wrap:
             begin, end = min(max(begin, 0), size), min(max(end, 0), size)
         fill = window.fill if self.fill is None else self.fill
-        return Window(step, start, window.every, window.length, begin, max(begin, end), fill, size if self.wrap else 0)
+        return Window(
+            step,
+            start,
+            window.every,
+            window.length,
+            begin,
+            max(begin, end),
+            fill,
+            size if self.wrap else 0,
+        )
 
     def _rows(self, start: int, count: int) -> tuple[int, int]:
         """Smallest and largest every * r of `count` positions from `start` on."""
@@ -89,10 +132,13 @@ class Reach:
 
 @dataclass(frozen=True)
 class Window:
-    """Device i holds `length` rows from (step * i + start) // every on, of which those in begin:end have content.
+    """Device i holds `length` rows from (step * i + start) // every on, of which those in begin:end
+    have content.
 
-    The others hold `fill`, or anything if that is None. wrap: row r stands for row r % wrap (0: for itself).
+    The others hold `fill`, or anything if that is None. wrap: row r stands for row r % wrap (0: for
+    itself).
     """
+
     step: int
     start: int
     every: int
@@ -109,11 +155,18 @@ class Window:
     def is_block(self, size: int, count: int) -> bool:
         """Whether it is the part that a device holds anyhow."""
         rows = -(-size // count)
-        return (self.length == rows and not self.wrap and self.step == rows * self.every and 0 <= self.start < self.every
-                and (self.fill is None or rows * count == size and self.begin <= 0 and self.end >= size))
+        return (
+            self.length == rows
+            and not self.wrap
+            and self.step == rows * self.every
+            and 0 <= self.start < self.every
+            and (self.fill is None or rows * count == size and self.begin <= 0 and self.end >= size)
+        )
 
     def pieces(self, index: int, size: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """What a device's rows consist of: (owner, first row in the owner's part, first row in the window, rows)."""
+        """What a device's rows consist of: (owner, first row in the owner's part, first row in the
+        window, rows).
+        """
         rows, first = -(-size // count), self.first(index)
         row, end = max(first, self.begin), min(first + self.length, self.end)
         while row < end:
@@ -138,15 +191,25 @@ class Window:
             raise ValueError(f"'{text}' is not a window")
         step, start, every, length, begin, end, fill, wrap = match.groups()
         step = {"": 1, "-": -1}[step] if step in ("", "-") else int(step)
-        return cls(step, int(start or 0), int(every or 1), int(length), int(begin), int(end), None if fill is None else float(fill),
-                   int(wrap or 0))
+        return cls(
+            step,
+            int(start or 0),
+            int(every or 1),
+            int(length),
+            int(begin),
+            int(end),
+            None if fill is None else float(fill),
+            int(wrap or 0),
+        )
 
     @property
     def short(self) -> str:
         return str(self).partition(" in ")[0]
 
 
-_WINDOW = re.compile(r"\(?(-?\d*)i([+-]\d+)?\)?(?:/(\d+))?:\+(\d+) in (-?\d+):(-?\d+)(?: else (\S+))?(?: wrap (\d+))?")
+_WINDOW = re.compile(
+    r"\(?(-?\d*)i([+-]\d+)?\)?(?:/(\d+))?:\+(\d+) in (-?\d+):(-?\d+)(?: else (\S+))?(?: wrap (\d+))?"
+)
 
 
 def _shortest(number: float) -> str:
@@ -159,7 +222,9 @@ def _times(factor: int, name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def sent_rows(window: Window, size: int, count: int) -> int:
-    """Rows that the device sends that sends most, when `count` shards of `size` rows become windows."""
+    """Rows that the device sends that sends most, when `count` shards of `size` rows become
+    windows.
+    """
     sent = [0] * count
     for index in range(count):
         for owner, _, _, rows in window.pieces(index, size, count):

@@ -1,4 +1,5 @@
 """A named grid of devices. Pure arithmetic: no process group and no device is touched here."""
+
 from __future__ import annotations
 
 import itertools
@@ -14,21 +15,24 @@ from .errors import ShardingError, did_you_mean, user_line
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Coordinates = dict[str, int]            # axis name -> index along it
+Coordinates = dict[str, int]  # axis name -> index along it
 _SUB_AXIS = re.compile(r"(\w+):\((\d+)\)(\d+)")
 
 
 @lru_cache(maxsize=1024)
 def sub_axis(name: str) -> tuple[str, int, int] | None:
-    """The axis, how many devices along it lie before (major), and the size of a part of an axis: `model:(2)4` is the minor
-    part of model=8 behind one of two. None for the name of an axis. The notation is Shardy's."""
+    """The axis, how many devices along it lie before (major), and the size of a part of an axis:
+    `model:(2)4` is the minor part of model=8 behind one of two. None for the name of an axis. The
+    notation is Shardy's.
+    """
     match = _SUB_AXIS.fullmatch(name)
     return (match[1], int(match[2]), int(match[3])) if match else None
 
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """Ordered axes with their sizes, the first one major: `Mesh(data=2, model=4)` is 8 devices, rank = data * 4 + model.
+    """Ordered axes with their sizes, the first one major: `Mesh(data=2, model=4)` is 8 devices,
+    rank = data * 4 + model.
 
     Raises ShardingError for an axis without a proper name or with a size below 1.
     """
@@ -38,29 +42,43 @@ class Mesh:
     def __init__(self, **axes: int):
         for name, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ShardingError(f"mesh axis '{name}' has size {size!r}; a size is an integer of at least 1", where=user_line())
+                raise ShardingError(
+                    f"mesh axis '{name}' has size {size!r}; a size is an integer of at least 1",
+                    where=user_line(),
+                )
             if not name.isidentifier() or name == "_":
-                raise ShardingError(f"'{name}' cannot name a mesh axis; use a Python identifier other than '_'", where=user_line())
+                raise ShardingError(
+                    f"'{name}' cannot name a mesh axis; use a Python identifier other than '_'",
+                    where=user_line(),
+                )
         object.__setattr__(self, "axes", tuple(axes.items()))
         object.__setattr__(self, "_sizes", dict(axes))
-        object.__setattr__(self, "_wholes", dict(axes))         # of axes that were split, too
+        object.__setattr__(self, "_wholes", dict(axes))  # of axes that were split, too
         object.__setattr__(self, "_counts", {})
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
         """The mesh of a torch DeviceMesh, whose dimensions must be named."""
         if device_mesh.mesh_dim_names is None:
-            raise ShardingError("the DeviceMesh has no dimension names", where=user_line(),
-                                fix="init_device_mesh(..., mesh_dim_names=('data', 'model'))")
+            raise ShardingError(
+                "the DeviceMesh has no dimension names",
+                where=user_line(),
+                fix="init_device_mesh(..., mesh_dim_names=('data', 'model'))",
+            )
         return cls(**dict(zip(device_mesh.mesh_dim_names, map(int, device_mesh.mesh.shape))))
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
         """The inverse of str(): `data=2,model=4`."""
         try:
-            axes = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(",") if part)]
+            axes = [
+                (name.strip(), int(size))
+                for name, size in (part.split("=") for part in text.split(",") if part)
+            ]
         except ValueError:
-            raise ShardingError(f"'{text}' is not a mesh; write it as 'data=2,model=4'", where=user_line()) from None
+            raise ShardingError(
+                f"'{text}' is not a mesh; write it as 'data=2,model=4'", where=user_line()
+            ) from None
         twice = next((name for name, _ in axes if [n for n, _ in axes].count(name) > 1), None)
         if twice is not None:
             raise ShardingError(f"'{twice}' occurs twice in mesh '{text}'", where=user_line())
@@ -104,7 +122,10 @@ class Mesh:
     def check_axis(self, axis: str) -> None:
         """Raises ShardingError if the mesh has no such axis."""
         if axis not in self._sizes:
-            raise ShardingError(f"mesh {self} has no axis '{axis}'; {did_you_mean(axis, self.names)}", where=user_line())
+            raise ShardingError(
+                f"mesh {self} has no axis '{axis}'; {did_you_mean(axis, self.names)}",
+                where=user_line(),
+            )
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a device lies on each axis."""
@@ -140,13 +161,17 @@ class Mesh:
         axes = mesh.refine(axes)
         others = [name for name in mesh.names if name not in axes]
         for fixed in itertools.product(*(range(mesh._sizes[a]) for a in others)):
-            yield [mesh.rank({**dict(zip(others, fixed)), **dict(zip(axes, moving))})
-                   for moving in itertools.product(*(range(mesh._sizes[a]) for a in axes))]
+            yield [
+                mesh.rank({**dict(zip(others, fixed)), **dict(zip(axes, moving))})
+                for moving in itertools.product(*(range(mesh._sizes[a]) for a in axes))
+            ]
 
     # -------------------------------------------------------------------------------------- parts of axes
 
     def split(self, parts: Mapping[str, tuple[int, ...]]) -> Mesh:
-        """The same devices in the same order, with axes of it as several: {"model": (2, 4)} for model=8."""
+        """The same devices in the same order, with axes of it as several: {"model": (2, 4)} for
+        model=8.
+        """
         if not parts:
             return self
         axes = []
@@ -169,22 +194,42 @@ class Mesh:
     def divided(self, axes: Iterable[str]) -> Mesh:
         """The mesh in which all the parts of axes among these are axes."""
         borders: dict[str, set[int]] = {}
-        for name, before, size in (part for axis in axes if axis not in self._sizes and (part := sub_axis(axis))):
+        for name, before, size in (
+            part for axis in axes if axis not in self._sizes and (part := sub_axis(axis))
+        ):
             borders.setdefault(name, {1, self._sizes[name]}).update((before, before * size))
-        return self.split({name: tuple(b // a for a, b in itertools.pairwise(sorted(found))) for name, found in borders.items()})
+        return self.split(
+            {
+                name: tuple(b // a for a, b in itertools.pairwise(sorted(found)))
+                for name, found in borders.items()
+            }
+        )
 
     def refine(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Axes of the mesh that this one was split from, or larger parts of them, as axes of this one."""
+        """Axes of the mesh that this one was split from, or larger parts of them, as axes of this
+        one.
+        """
         found: list[str] = []
         for axis in axes:
             name, before, size = sub_axis(axis) or (axis, 1, 0)
-            found += [axis] if axis in self._sizes else [
-                part for part in self.names if (inner := sub_axis(part)) and inner[0] == name
-                and before <= inner[1] and (not size or inner[1] * inner[2] <= before * size)]
+            found += (
+                [axis]
+                if axis in self._sizes
+                else [
+                    part
+                    for part in self.names
+                    if (inner := sub_axis(part))
+                    and inner[0] == name
+                    and before <= inner[1]
+                    and (not size or inner[1] * inner[2] <= before * size)
+                ]
+            )
         return tuple(found)
 
     def merge(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Parts of an axis that follow on each other as one, all of them as the axis: the inverse of refine()."""
+        """Parts of an axis that follow on each other as one, all of them as the axis: the inverse
+        of refine().
+        """
         found: list[str] = []
         for axis in axes:
             last, part = sub_axis(found[-1]) if found else None, sub_axis(axis)
@@ -202,7 +247,13 @@ class Mesh:
 
     def in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Axes, and parts of them, as they lie in the mesh: the major one first."""
+
         def key(axis: str) -> tuple[int, int]:
             name, before, _ = sub_axis(axis) or (axis, 0, 0)
-            return (self.names.index(axis), 0) if axis in self._sizes else (self.names.index(name), before)
+            return (
+                (self.names.index(axis), 0)
+                if axis in self._sizes
+                else (self.names.index(name), before)
+            )
+
         return tuple(sorted(axes, key=key))

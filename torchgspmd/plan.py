@@ -1,4 +1,7 @@
-"""Plan: what was decided for a program. Print it, ask it why, count its bytes, run it on simulated devices."""
+"""Plan: what was decided for a program. Print it, ask it why, count its bytes, run it on simulated
+devices.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,7 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Captured, opened
+from .capture import (
+    ARGUMENT,
+    BUFFER,
+    GRADIENT,
+    MUTATION,
+    OBSERVED,
+    OUTPUT,
+    PARAMETER,
+    TANGENT,
+    Captured,
+    opened,
+)
 from .comm.collective import Collective
 from .comm.simulator import Lockstep, join_global, split_global
 from .compat.private_apis import _pytree as pytree
@@ -25,9 +39,10 @@ from .shard_spec import ShardSpec
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one device, padding included."""
+
     parameters: int
-    inputs: int                         # arguments and buffers
-    peak: int                           # of everything alive at once during a run, parameters and inputs included
+    inputs: int  # arguments and buffers
+    peak: int  # of everything alive at once during a run, parameters and inputs included
 
     def __str__(self) -> str:
         return f"parameters {_size(self.parameters)}, inputs {_size(self.inputs)}, peak {_size(self.peak)}"
@@ -36,19 +51,32 @@ class Memory:
 class Plan:
     """A program for every device of a mesh; made by torchgspmd.plan."""
 
-    def __init__(self, mesh: Mesh, captured: Captured, sharded: fx.Graph, program: fx.GraphModule, layouts: Layouts,
-                 seconds: dict[str, float]):
+    def __init__(
+        self,
+        mesh: Mesh,
+        captured: Captured,
+        sharded: fx.Graph,
+        program: fx.GraphModule,
+        layouts: Layouts,
+        seconds: dict[str, float],
+    ):
         self.mesh = mesh
         self.program = program
-        self.seconds = seconds              # what planning took, by phase
+        self.seconds = seconds  # what planning took, by phase
         self.captured, self.sharded, self.layouts = captured, sharded, layouts
 
     # -------------------------------------------------------------------------------------- what was decided
 
     @cached_property
     def in_specs(self) -> tuple[ShardSpec, ...]:
-        """The layout of every flat input: parameters, buffers, then the tensors among the arguments."""
-        return tuple(spec for spec, given in zip(self.input_layouts, self.captured.inputs) if given.kind != TANGENT)
+        """The layout of every flat input: parameters, buffers, then the tensors among the
+        arguments.
+        """
+        return tuple(
+            spec
+            for spec, given in zip(self.input_layouts, self.captured.inputs)
+            if given.kind != TANGENT
+        )
 
     @cached_property
     def input_layouts(self) -> tuple[ShardSpec, ...]:
@@ -63,11 +91,17 @@ class Plan:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Every communication of a run, in program order."""
-        return tuple(_collective(n, self.mesh) for n in self.sharded.nodes if "step" in n.meta and n.meta["step"].collective)
+        return tuple(
+            _collective(n, self.mesh)
+            for n in self.sharded.nodes
+            if "step" in n.meta and n.meta["step"].collective
+        )
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends in a run, by bandwidth-optimal algorithms (see comm/collective.py)."""
+        """Bytes that one device sends in a run, by bandwidth-optimal algorithms (see
+        comm/collective.py).
+        """
         return sum(c.sent_bytes for c in self.collectives)
 
     @cached_property
@@ -78,10 +112,14 @@ class Plan:
     @cached_property
     def memory(self) -> Memory:
         """Bytes on one device."""
-        inputs = [n for n in self.program.graph.nodes if n.op == "placeholder"][len(self.mesh.axes):]
+        inputs = [n for n in self.program.graph.nodes if n.op == "placeholder"][
+            len(self.mesh.axes) :
+        ]
         kinds = [given.kind for given in self.captured.inputs]
         parameters = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind == PARAMETER)
-        others = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind in (ARGUMENT, BUFFER, TANGENT))
+        others = sum(
+            bytes_of(n) for n, kind in zip(inputs, kinds) if kind in (ARGUMENT, BUFFER, TANGENT)
+        )
         return Memory(parameters, others, peak(self.program.graph))
 
     def explain(self, name: str) -> str:
@@ -90,7 +128,11 @@ class Plan:
         alias = {given.name: n.name for given, n in zip(self.captured.inputs, by_name.values())}
         name = alias.get(name, name.removeprefix("%"))
         if name not in by_name:
-            raise ShardingError(f"the plan has no value '{name}'", where=user_line(), fix=did_you_mean(name, by_name))
+            raise ShardingError(
+                f"the plan has no value '{name}'",
+                where=user_line(),
+                fix=did_you_mean(name, by_name),
+            )
         lines = self.layouts.explain(by_name[name])
         held = next((n.meta.get("spec") for n in self.sharded.nodes if n.name == name), None)
         if held is not None and held != self.layouts.spec[by_name[name]]:
@@ -105,56 +147,92 @@ class Plan:
         groups: dict[tuple[str, str], list[Collective]] = {}
         for c in self.collectives:
             groups.setdefault((c.kind, "+".join(c.axes)), []).append(c)
-        lines = [f"{kind:14} over {axes:12} {len(found):4} x, {_size(sum(c.sent_bytes for c in found))} sent by a device"
-                 for (kind, axes), found in sorted(groups.items())] or ["no communication"]
-        return "\n".join([*lines, f"sent by a device in all: {_size(self.sent_bytes)}", f"memory of a device: {self.memory}"])
+        lines = [
+            f"{kind:14} over {axes:12} {len(found):4} x, {_size(sum(c.sent_bytes for c in found))} sent by a device"
+            for (kind, axes), found in sorted(groups.items())
+        ] or ["no communication"]
+        return "\n".join(
+            [
+                *lines,
+                f"sent by a device in all: {_size(self.sent_bytes)}",
+                f"memory of a device: {self.memory}",
+            ]
+        )
 
     # -------------------------------------------------------------------------------------- running it
 
     def simulate(self, *args: Any, _poison: bool = False, **kwargs: Any) -> Any:
-        """Runs the program of every device of the mesh in this process; takes and returns global tensors.
+        """Runs the program of every device of the mesh in this process; takes and returns global
+        tensors.
 
-        Inputs that the function changes in place are changed. A plan with grad=True returns (outputs, gradients): the
-        gradients of the sum of the floating outputs that require one, by parameter name. (Tensors in objects that pytree does
-        not know count only if there are no others; those that are put into arguments or attributes do not.)
+        Inputs that the function changes in place are changed. A plan with grad=True returns
+        (outputs, gradients): the gradients of the sum of the floating outputs that require one, by
+        parameter name. (Tensors in objects that pytree does not know count only if there are no
+        others; those that are put into arguments or attributes do not.)
         """
         tensors = self.flat_inputs(args, kwargs)
         self.captured.check_aliases(tensors)
-        inputs = [split_global(t, spec, self.mesh, _poison) for t, spec in zip(tensors, self.input_layouts)]
+        inputs = [
+            split_global(t, spec, self.mesh, _poison)
+            for t, spec in zip(tensors, self.input_layouts)
+        ]
         with torch.no_grad():
             results = Lockstep(self.program, self.mesh).run_devices(inputs)
         nodes = self.sharded.output_node().args[0]
-        joined = [None if spec is None else join_global(parts, spec, _shape(node, parts), self.mesh)
-                  for parts, spec, node in zip(results, self.out_specs, nodes)]
+        joined = [
+            None if spec is None else join_global(parts, spec, _shape(node, parts), self.mesh)
+            for parts, spec, node in zip(results, self.out_specs, nodes)
+        ]
         return self.rebuild(joined, tensors, (args, kwargs))
 
     def flat_inputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
         """Every input as a tensor: the module's own state, the arguments, cotangents."""
         for place in self.captured.places:
             if not place.holds():
-                raise ShardingError(f"there is no {place.kind} at '{place.name}' any more, where the plan found one", where=user_line(),
-                                    fix="make a plan of the module as it is now")
+                raise ShardingError(
+                    f"there is no {place.kind} at '{place.name}' any more, where the plan found one",
+                    where=user_line(),
+                    fix="make a plan of the module as it is now",
+                )
         leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
         self.captured.check_looks()
         given = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.captured.at_places()]
         wanted = [i for i in self.captured.inputs if i.kind == ARGUMENT]
         if tree != self.captured.arguments or len(given) != len(wanted):
-            raise ShardingError("the arguments have another structure than those that the plan was made for", where=user_line(),
-                                fix="call simulate as the function itself was called in plan()")
+            raise ShardingError(
+                "the arguments have another structure than those that the plan was made for",
+                where=user_line(),
+                fix="call simulate as the function itself was called in plan()",
+            )
         for tensor, want in zip(given, wanted):
             if tuple(tensor.shape) != want.shape or tensor.dtype != want.dtype:
-                raise ShardingError(f"argument '{want.name}' is {dtype_name(tensor.dtype)}{list(tensor.shape)}, the plan was made for "
-                                    f"{dtype_name(want.dtype)}{list(want.shape)}", where=user_line(), fix="make a plan for these shapes")
+                raise ShardingError(
+                    f"argument '{want.name}' is {dtype_name(tensor.dtype)}{list(tensor.shape)}, the plan was made for "
+                    f"{dtype_name(want.dtype)}{list(want.shape)}",
+                    where=user_line(),
+                    fix="make a plan for these shapes",
+                )
         summed = self.captured.visible()
         if any(not isinstance(n, int) for i in self.captured.inputs for n in i.shape):
-            raise ShardingError("a result has a size that is known only when the program runs, and so has its gradient", where=user_line(),
-                                why="the devices are simulated forward and backward at once", fix="return a sum of it, or a loss")
-        cotangents = [(torch.ones if i.output in summed else torch.zeros)(i.shape, dtype=i.dtype)
-                      for i in self.captured.inputs if i.kind == TANGENT]
+            raise ShardingError(
+                "a result has a size that is known only when the program runs, and so has its gradient",
+                where=user_line(),
+                why="the devices are simulated forward and backward at once",
+                fix="return a sum of it, or a loss",
+            )
+        cotangents = [
+            (torch.ones if i.output in summed else torch.zeros)(i.shape, dtype=i.dtype)
+            for i in self.captured.inputs
+            if i.kind == TANGENT
+        ]
         return [*self.captured.tensors, *given, *cotangents]
 
-    def rebuild(self, flat: Sequence[Any], tensors: Sequence[Tensor], given: tuple[tuple, dict]) -> Any:
-        """The function's own structure of flat results; writes what it changes in place, of tensors and of containers in `given`."""
+    def rebuild(
+        self, flat: Sequence[Any], tensors: Sequence[Tensor], given: tuple[tuple, dict]
+    ) -> Any:
+        """The function's own structure of flat results; writes what it changes in place, of tensors
+        and of containers in `given`.
+        """
         outputs, observed, gradients = [], [], {}
         for value, out in zip(flat, self.captured.outputs):
             if out.kind == OUTPUT:
@@ -173,12 +251,22 @@ class Plan:
 
 def _collective(node: fx.Node, mesh: Mesh) -> Collective:
     step, val = node.meta["step"], node.meta["val"]
-    return Collective(step.collective, step.axes, mesh.count(step.axes), dtype_name(val.dtype), step.payload, step.sent, 1,
-                      node.meta.get("source"))
+    return Collective(
+        step.collective,
+        step.axes,
+        mesh.count(step.axes),
+        dtype_name(val.dtype),
+        step.payload,
+        step.sent,
+        1,
+        node.meta.get("source"),
+    )
 
 
 def _shape(node: fx.Node, parts: Sequence[Tensor]) -> Sequence[int]:
-    """The global shape of a result. A size that depends on values is never sharded: the part has it."""
+    """The global shape of a result. A size that depends on values is never sharded: the part has
+    it.
+    """
     return parts[0].shape if node.meta.get("dynamic") else node.meta["val"].shape
 
 

@@ -1,4 +1,5 @@
 """in_specs and out_specs: pytree prefixes of layouts, spread over the tensors of a structure."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -13,35 +14,65 @@ from .shard_spec import ShardSpec
 
 
 def spread(prefix: Any, tree: Any, mesh: Mesh, what: str) -> list[ShardSpec | None]:
-    """A spec, or None, for every tensor leaf of `tree`. A leaf of the prefix is a string, a ShardSpec or None, and
-    counts for everything below it; containers of the prefix must be those of the tree."""
+    """A spec, or None, for every tensor leaf of `tree`. A leaf of the prefix is a string, a
+    ShardSpec or None, and counts for everything below it; containers of the prefix must be those of
+    the tree.
+    """
     if prefix is None or isinstance(prefix, (str, ShardSpec)):
         leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
         parsed = None if prefix is None else ShardSpec.parse(prefix)
         if parsed is not None and parsed.pending:
-            raise ShardingError(f"spec '{parsed}' for {what} asks for a pending reduction", where=user_line())
-        return [parsed.check(mesh, leaf.shape, what) if parsed is not None else None for leaf in leaves]
+            raise ShardingError(
+                f"spec '{parsed}' for {what} asks for a pending reduction", where=user_line()
+            )
+        return [
+            parsed.check(mesh, leaf.shape, what) if parsed is not None else None for leaf in leaves
+        ]
     if isinstance(prefix, Mapping) and isinstance(tree, Mapping):
         unknown = [key for key in prefix if key not in tree]
         if unknown:
-            raise ShardingError(f"{what} has no entry {unknown[0]!r}; it has {', '.join(map(repr, tree))}", where=user_line())
-        return [spec for key in tree for spec in spread(prefix.get(key), tree[key], mesh, f"{what}[{key!r}]")]
+            raise ShardingError(
+                f"{what} has no entry {unknown[0]!r}; it has {', '.join(map(repr, tree))}",
+                where=user_line(),
+            )
+        return [
+            spec
+            for key in tree
+            for spec in spread(prefix.get(key), tree[key], mesh, f"{what}[{key!r}]")
+        ]
     if isinstance(prefix, Sequence) and isinstance(tree, Sequence):
         if len(prefix) != len(tree):
-            raise ShardingError(f"{what} has {len(tree)} entries, but {len(prefix)} specs are given", where=user_line(),
-                                fix="one spec for each, None where it is open; a spec itself is a string here, a tuple is a container")
-        return [spec for i, (p, t) in enumerate(zip(prefix, tree)) for spec in spread(p, t, mesh, f"{what}[{i}]")]
-    raise ShardingError(f"the specs given for {what} are a {type(prefix).__name__}, where the value is a {type(tree).__name__}",
-                        where=user_line(), fix="specs in string form, in the containers of the value")
+            raise ShardingError(
+                f"{what} has {len(tree)} entries, but {len(prefix)} specs are given",
+                where=user_line(),
+                fix="one spec for each, None where it is open; a spec itself is a string here, a tuple is a container",
+            )
+        return [
+            spec
+            for i, (p, t) in enumerate(zip(prefix, tree))
+            for spec in spread(p, t, mesh, f"{what}[{i}]")
+        ]
+    raise ShardingError(
+        f"the specs given for {what} are a {type(prefix).__name__}, where the value is a {type(tree).__name__}",
+        where=user_line(),
+        fix="specs in string form, in the containers of the value",
+    )
 
 
 def spread_inputs(prefix: Any, args: tuple, kwargs: dict, mesh: Mesh) -> list[ShardSpec | None]:
-    """For the tensors of (args, kwargs): a tuple or list goes with args, a mapping with kwargs, one spec with one argument."""
+    """For the tensors of (args, kwargs): a tuple or list goes with args, a mapping with kwargs, one
+    spec with one argument.
+    """
     if isinstance(prefix, Mapping):
         return spread(None, args, mesh, "args") + spread(prefix, kwargs, mesh, "kwargs")
     if isinstance(prefix, (str, ShardSpec)) and len(args) == 1:
         prefix = (prefix,)
     elif isinstance(prefix, (str, ShardSpec)):
-        raise ShardingError(f"one spec, '{prefix}', is given for {len(args)} arguments", where=user_line(),
-                            fix="a tuple with one spec for each")
-    return spread(tuple(prefix) if isinstance(prefix, list) else prefix, args, mesh, "args") + spread(None, kwargs, mesh, "kwargs")
+        raise ShardingError(
+            f"one spec, '{prefix}', is given for {len(args)} arguments",
+            where=user_line(),
+            fix="a tuple with one spec for each",
+        )
+    return spread(
+        tuple(prefix) if isinstance(prefix, list) else prefix, args, mesh, "args"
+    ) + spread(None, kwargs, mesh, "kwargs")

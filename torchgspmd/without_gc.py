@@ -1,4 +1,7 @@
-"""Planning without the garbage collector, which would look at millions of small objects in vain: a fifth of the time."""
+"""Planning without the garbage collector, which would look at millions of small objects in vain: a
+fifth of the time.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -8,7 +11,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """While inside, as a decorator or in a with statement, nothing is collected but by counting references."""
+    """While inside, as a decorator or in a with statement, nothing is collected but by counting
+    references.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,5 @@
 """Random choices of a program: sizes, layouts by letters of dimensions, arguments, marks."""
+
 from __future__ import annotations
 
 import random
@@ -10,13 +11,14 @@ from torch import Tensor
 
 from torchgspmd import Mesh, mark_sharding
 
-MARKED = 0.3                    # how often a value is marked
+MARKED = 0.3  # how often a value is marked
 Axes = tuple[str, ...]
 
 
 @dataclass
 class Program:
     """function(*inputs) on one device is what simulated devices have to compute."""
+
     name: str
     mesh: Mesh
     function: Callable
@@ -28,6 +30,7 @@ class Program:
 @dataclass
 class Draw:
     """Random choices, and the arguments of the program that is being made."""
+
     random: random.Random
     mesh: Mesh
     uneven: bool
@@ -38,8 +41,8 @@ class Draw:
     inputs: list[Tensor] = field(default_factory=list)
     specs: list[str] = field(default_factory=list)
     marked: dict[str, bool] = field(default_factory=dict)
-    words: list[str] = field(default_factory=list)              # of the program's name
-    results: tuple[str, ...] = ()                               # layouts of the results, where there are several
+    words: list[str] = field(default_factory=list)  # of the program's name
+    results: tuple[str, ...] = ()  # layouts of the results, where there are several
 
     def pick(self, *options):
         found = self.random.choice(options)
@@ -54,24 +57,38 @@ class Draw:
     def size(self, **choices: Sequence[int]) -> None:
         """Sizes of letters; odd ones if the program is uneven."""
         for name, options in choices.items():
-            self.sizes[name] = self.random.choice(options) - (self.uneven and self.flip(0.4) and min(options) > 3)
+            self.sizes[name] = self.random.choice(options) - (
+                self.uneven and self.flip(0.4) and min(options) > 3
+            )
 
     def spec(self, dims: str, layout: Mapping[str, Axes]) -> str:
-        """Words of a spec; an axis goes to the first dimension that has it, and to none that is smaller than it."""
+        """Words of a spec; an axis goes to the first dimension that has it, and to none that is
+        smaller than it.
+        """
         words, used = [], set()
         for name in dims.split():
             axes = tuple(a for a in layout.get(name, ()) if a not in used)
-            if not axes or self.sizes[name] < self.mesh.count(axes) or not self.uneven and self.sizes[name] % self.mesh.count(axes):
+            if (
+                not axes
+                or self.sizes[name] < self.mesh.count(axes)
+                or not self.uneven
+                and self.sizes[name] % self.mesh.count(axes)
+            ):
                 axes = ()
             used |= set(axes)
             words.append("+".join(axes) or "_")
         return " ".join(words)
 
-    def argument(self, dims: str, layout: Mapping[str, Axes], scale: float = 0.3, high: int = 0) -> int:
+    def argument(
+        self, dims: str, layout: Mapping[str, Axes], scale: float = 0.3, high: int = 0
+    ) -> int:
         """A tensor argument; its place among them."""
         shape = [self.sizes[name] for name in dims.split()]
-        self.inputs.append(torch.randint(high, shape, generator=self.generator) if high
-                           else torch.randn(shape, generator=self.generator) * scale)
+        self.inputs.append(
+            torch.randint(high, shape, generator=self.generator)
+            if high
+            else torch.randn(shape, generator=self.generator) * scale
+        )
         self.specs.append(self.spec(dims, layout))
         return len(self.inputs) - 1
 
@@ -88,7 +105,9 @@ class Draw:
         return t
 
     def layout(self, activations: str, weights: str = "", *named: Mapping[str, str]) -> None:
-        """Chooses who has which axes. named: layouts that people use, as "letters for the first axis, ..., for the last"."""
+        """Chooses who has which axes. named: layouts that people use, as "letters for the first
+        axis, ..., for the last".
+        """
         names = self.mesh.names
         if named and self.flip(0.75):
             name, (acts, params) = self.random.choice(list(self.random.choice(named).items()))
@@ -104,9 +123,15 @@ class Draw:
 
 
 def spread(text: str, names: Sequence[str]) -> dict[str, Axes]:
-    """"b|s|n f" on axes x, y, z: x for b, y for s, z for n and f. Fewer axes: the last ones go. More: the first group has them."""
+    """ "b|s|n f" on axes x, y, z: x for b, y for s, z for n and f. Fewer axes: the last ones go.
+    More: the first group has them.
+    """
     groups = [g.split() for g in text.split("|")]
-    groups = groups[:len(names)] if len(groups) > len(names) else [groups[0]] * (len(names) - len(groups)) + groups
+    groups = (
+        groups[: len(names)]
+        if len(groups) > len(names)
+        else [groups[0]] * (len(names) - len(groups)) + groups
+    )
     found: dict[str, Axes] = {}
     for axis, letters in zip(names, groups):
         for letter in letters:
@@ -116,10 +141,12 @@ def spread(text: str, names: Sequence[str]) -> dict[str, Axes]:
 
 def trained(function: Callable, count: int) -> Callable:
     """The result and the gradients of the first floating arguments, for a cotangent."""
+
     def run(dy: Tensor, *args: Tensor):
         leaves = [a.detach().requires_grad_() if a.is_floating_point() else a for a in args]
         y = function(*leaves)
         return y, *torch.autograd.grad(y, [a for a in leaves[:count] if a.is_floating_point()], dy)
+
     return run
 
 

@@ -1,4 +1,5 @@
 """Mixtures of experts."""
+
 from __future__ import annotations
 
 import torch
@@ -6,20 +7,29 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchgspmd.draw import Draw
 
-EXPERTS = {"ep": ("g e", "e"), "dp+ep": ("g|g e", "|e"), "ep+tp": ("g e|f", "e|f"), "ep replicated": ("e", "e"),
-           "ep fsdp": ("g|g e", "m|e")}
+EXPERTS = {
+    "ep": ("g e", "e"),
+    "dp+ep": ("g|g e", "|e"),
+    "ep+tp": ("g e|f", "e|f"),
+    "ep replicated": ("e", "e"),
+    "ep fsdp": ("g|g e", "m|e"),
+}
 
 
 class Experts:
-    """A layer as it was drawn. kind: top1, top2 (GShard), choice (experts choose tokens), index (the same, without products)."""
+    """A layer as it was drawn. kind: top1, top2 (GShard), choice (experts choose tokens), index
+    (the same, without products).
+    """
 
     def __init__(self, draw: Draw, kind: str):
         self.draw, self.kind, self.room, self.count = draw, kind, draw.sizes["c"], draw.sizes["e"]
 
     def __call__(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         """x[g, s, m], up[e, m, f], down[e, f, m]."""
-        odds = (x @ gate).softmax(-1)                                                               # [g, s, e]
-        return {"choice": self.choice, "index": self.index}.get(self.kind, self.top)(x, odds, up, down)
+        odds = (x @ gate).softmax(-1)  # [g, s, e]
+        return {"choice": self.choice, "index": self.index}.get(self.kind, self.top)(
+            x, odds, up, down
+        )
 
     def expert(self, sent: Tensor, up: Tensor, down: Tensor) -> Tensor:
         mark = self.draw.mark
@@ -27,7 +37,9 @@ class Experts:
         return mark(torch.einsum("egcf,efm->egcm", hidden, down), "e g c m")
 
     def slots(self, odds: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token to its best expert behind those that came before: where [g, s, e, c], and how many there are."""
+        """Each token to its best expert behind those that came before: where [g, s, e, c], and how
+        many there are.
+        """
         chosen = F.one_hot(odds.argmax(-1), self.count).to(odds.dtype)
         place = (chosen.cumsum(1) - chosen + before) * chosen
         kept = chosen * (place < self.room)
@@ -41,18 +53,20 @@ class Experts:
             second = odds * (1 - F.one_hot(odds.argmax(-1), self.count))
             more, _ = self.slots(second, count)
             mask, combine = mask + more, combine + more * second[..., None]
-        y = self.expert(torch.einsum("gsec,gsm->egcm", self.draw.mark(mask, "g s e c"), x), up, down)
+        y = self.expert(
+            torch.einsum("gsec,gsm->egcm", self.draw.mark(mask, "g s e c"), x), up, down
+        )
         return torch.einsum("gsec,egcm->gsm", combine, y)
 
     def choice(self, x: Tensor, odds: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        weights, tokens = odds.transpose(1, 2).topk(self.room, -1)                                  # [g, e, c]
-        taken = F.one_hot(tokens, x.shape[1]).to(x.dtype)                                           # [g, e, c, s]
+        weights, tokens = odds.transpose(1, 2).topk(self.room, -1)  # [g, e, c]
+        taken = F.one_hot(tokens, x.shape[1]).to(x.dtype)  # [g, e, c, s]
         y = self.expert(torch.einsum("gecs,gsm->egcm", taken, x), up, down)
         return torch.einsum("gecs,gec,egcm->gsm", taken, weights, y)
 
     def index(self, x: Tensor, odds: Tensor, up: Tensor, down: Tensor) -> Tensor:
         weights, tokens = odds.transpose(1, 2).topk(self.room, -1)
-        rows = tokens.flatten(1)[..., None].expand(-1, -1, x.shape[-1])                             # [g, e c, m]
+        rows = tokens.flatten(1)[..., None].expand(-1, -1, x.shape[-1])  # [g, e c, m]
         sent = x.gather(1, rows).unflatten(1, (self.count, self.room)).transpose(0, 1)
         y = self.expert(sent, up, down).transpose(0, 1) * weights[..., None]
         return torch.zeros_like(x).scatter_add(1, rows, y.flatten(1, 2))

@@ -1,4 +1,7 @@
-"""Rows picked and written: losses over vocabularies, gathers and scatters, caches of keys and values."""
+"""Rows picked and written: losses over vocabularies, gathers and scatters, caches of keys and
+values.
+"""
+
 from __future__ import annotations
 
 import torch
@@ -8,8 +11,19 @@ from torchgspmd.draw import Draw
 
 def losses(draw: Draw):
     draw.size(b=(8, 16), s=(8, 32), m=(16, 64), v=(64, 128, 256))
-    draw.layout("b s m v", "v m", {"dp": ("b", ""), "vocabulary": ("b|v", "|v"), "fsdp": ("b", "m"), "fsdp vocabulary": ("b", "v"),
-                                   "wide": ("b|m", "|m"), "both": ("b|v", "m|v"), "sp": ("b|s", "|v")})
+    draw.layout(
+        "b s m v",
+        "v m",
+        {
+            "dp": ("b", ""),
+            "vocabulary": ("b|v", "|v"),
+            "fsdp": ("b", "m"),
+            "fsdp vocabulary": ("b", "v"),
+            "wide": ("b|m", "|m"),
+            "both": ("b|v", "m|v"),
+            "sp": ("b|s", "|v"),
+        },
+    )
     kind = draw.pick("ce", "smooth", "nll", "bag", "mse", "one_hot", "gather", "contrastive")
     draw.value("b s", high=draw.sizes["v"]), draw.weight("v m"), draw.weight("v m")
 
@@ -20,7 +34,10 @@ def losses(draw: Draw):
         if kind == "mse":
             return F.mse_loss(x, F.embedding(ids, head))
         if kind == "contrastive":
-            a, b = F.normalize(x.mean(1), dim=-1), F.normalize(F.embedding(ids, head).mean(1), dim=-1)
+            a, b = (
+                F.normalize(x.mean(1), dim=-1),
+                F.normalize(F.embedding(ids, head).mean(1), dim=-1),
+            )
             return F.cross_entropy(a @ b.T * 5, torch.arange(a.shape[0]))
         logits = draw.mark(x @ head.T, "b s v")
         if kind == "one_hot":
@@ -29,14 +46,29 @@ def losses(draw: Draw):
             return -logits.log_softmax(-1).gather(-1, ids[..., None]).mean()
         if kind == "nll":
             return F.nll_loss(logits.log_softmax(-1).flatten(0, 1), ids.flatten(), ignore_index=3)
-        return F.cross_entropy(logits.transpose(1, 2), ids, label_smoothing=0.1 * (kind == "smooth"))
+        return F.cross_entropy(
+            logits.transpose(1, 2), ids, label_smoothing=0.1 * (kind == "smooth")
+        )
+
     return run, ""
 
 
 def indexing(draw: Draw):
     draw.size(r=(64, 128), m=(16, 32), i=(16, 32, 64), b=(8,))
     draw.layout("r m i b", "r m i")
-    kind = draw.pick("select", "take", "gather", "scatter", "add", "put", "embedding", "rows", "top", "one", "mask")
+    kind = draw.pick(
+        "select",
+        "take",
+        "gather",
+        "scatter",
+        "add",
+        "put",
+        "embedding",
+        "rows",
+        "top",
+        "one",
+        "mask",
+    )
     batched = kind in ("gather", "scatter", "rows", "one")
     table = "b r m" if batched else "r m"
     draw.weight(table, scale=1)
@@ -66,14 +98,28 @@ def indexing(draw: Draw):
         if kind == "one":
             return torch.einsum("bir,brm->bim", F.one_hot(index, x.shape[1]).to(x.dtype), x) * new
         return torch.where(x > 0, x, 0).sum(0) + new
-    return run, table if kind in ("scatter", "add", "put") else None if kind == "embedding" else updates
+
+    return run, table if kind in (
+        "scatter",
+        "add",
+        "put",
+    ) else None if kind == "embedding" else updates
 
 
 def cache(draw: Draw):
     draw.size(b=(8, 16), t=(32, 64), n=(8,), d=(8, 16), m=(32, 64))
     draw.sizes |= {"o": 1, "l": 4}
-    draw.layout("b t n d", "m n d",
-                {"dp": ("b", ""), "tp": ("b|n", "|n"), "long": ("b|t", ""), "long tp": ("t|n", "|n"), "all tp": ("n", "n")})
+    draw.layout(
+        "b t n d",
+        "m n d",
+        {
+            "dp": ("b", ""),
+            "tp": ("b|n", "|n"),
+            "long": ("b|t", ""),
+            "long tp": ("t|n", "|n"),
+            "all tp": ("n", "n"),
+        },
+    )
     kind = draw.pick("copy", "where", "scatter", "prefill", "shift")
     draw.value("b o m", scale=1), draw.value("b t n d"), draw.value("b t n d")
     for dims in ("m n d", "m n d", "m n d", "n d m"):
@@ -99,5 +145,6 @@ def cache(draw: Draw):
         scores = scores.masked_fill(torch.arange(keys.shape[1]) > at + 8, -torch.inf)
         y = torch.einsum("bnot,btnd->bond", scores.softmax(-1), values)
         return torch.einsum("bond,ndm->bom", y, wo), keys, values
+
     draw.results = tuple(draw.specs[:3])
     return run, None

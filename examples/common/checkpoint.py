@@ -1,4 +1,7 @@
-"""Checkpoints by torch.distributed.checkpoint: those of any mesh and backend are read by all others."""
+"""Checkpoints by torch.distributed.checkpoint: those of any mesh and backend are read by all
+others.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,10 +14,15 @@ from torch.utils._pytree import tree_map_only
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, folder: Path) -> None:
-    """XLA tensors are read before: that is a program of all hosts, and each writes another part of the checkpoint."""
+    """XLA tensors are read before: that is a program of all hosts, and each writes another part of
+    the checkpoint.
+    """
     weights, state = get_state_dict(model, optimizer)
     content = {"model": weights, "optimizer": state, "steps": torch.tensor(steps)}
-    dcp.save(tree_map_only(Tensor, lambda t: t.cpu() if t.device.type == "xla" else t, content), checkpoint_id=folder)
+    dcp.save(
+        tree_map_only(Tensor, lambda t: t.cpu() if t.device.type == "xla" else t, content),
+        checkpoint_id=folder,
+    )
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -28,4 +36,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> in
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """All weights on every rank, gathered."""
-    return {name: (w.full_tensor() if hasattr(w, "full_tensor") else w).detach().cpu() for name, w in model.state_dict().items()}
+    return {
+        name: (w.full_tensor() if hasattr(w, "full_tensor") else w).detach().cpu()
+        for name, w in model.state_dict().items()
+    }

@@ -1,4 +1,5 @@
 """What a run shows: the plan of a step, and the curve of its losses."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,29 +20,51 @@ def show_plan(plan: gspmd.Plan, seconds: float, console: Console) -> None:
     groups: dict[tuple[str, str, str], list[gspmd.Collective]] = {}
     for c in plan.collectives:
         groups.setdefault((c.kind, "+".join(c.axes), c.dtype), []).append(c)
-    table = Table("collective", "over", "dtype", title="one step, one device: forward and backward", title_justify="left")
+    table = Table(
+        "collective",
+        "over",
+        "dtype",
+        title="one step, one device: forward and backward",
+        title_justify="left",
+    )
     table.add_column("count", justify="right")
     table.add_column("sent", justify="right")
     for (kind, axes, dtype), found in sorted(groups.items()):
-        table.add_row(kind, axes, dtype, str(sum(c.count for c in found)), size(sum(c.sent_bytes for c in found)))
+        table.add_row(
+            kind,
+            axes,
+            dtype,
+            str(sum(c.count for c in found)),
+            size(sum(c.sent_bytes for c in found)),
+        )
     table.add_section()
     table.add_row("all", "", "", str(sum(c.count for c in plan.collectives)), size(plan.sent_bytes))
     console.print(table)
-    console.print(f"memory of a device: parameters {size(plan.memory.parameters)}, inputs {size(plan.memory.inputs)}, "
-                  f"peak of a step {size(plan.memory.peak)}; planned in {seconds:.1f} s")
+    console.print(
+        f"memory of a device: parameters {size(plan.memory.parameters)}, inputs {size(plan.memory.inputs)}, "
+        f"peak of a step {size(plan.memory.peak)}; planned in {seconds:.1f} s"
+    )
 
 
 def size(count: float) -> str:
     """Bytes for a person."""
     unit = next((i for i in range(4) if count < 1024 ** (i + 1)), 3)
-    return f"{count:.0f} B" if unit == 0 else f"{count / 1024 ** unit:.2f} {('KiB', 'MiB', 'GiB')[unit - 1]}"
+    return (
+        f"{count:.0f} B"
+        if unit == 0
+        else f"{count / 1024**unit:.2f} {('KiB', 'MiB', 'GiB')[unit - 1]}"
+    )
 
 
-def figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4)) -> tuple[Figure, Axes]:
+def figure(
+    rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4)
+) -> tuple[Figure, Axes]:
     """For a file: no window is opened."""
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
     return pyplot.subplots(rows, columns, figsize=size, layout="constrained")
 
 

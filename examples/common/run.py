@@ -1,4 +1,5 @@
 """One run of an example: its options, its processes, its training loop."""
+
 from __future__ import annotations
 
 import argparse
@@ -21,23 +22,45 @@ from torchgspmd.report import plot_losses, show_plan
 
 from torchgspmd import Mesh
 
-RANK, WORLD = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-LAUNCHED = "RANK" in os.environ                                             # by torchrun
+RANK, WORLD = (
+    int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
+)
+LAUNCHED = "RANK" in os.environ  # by torchrun
 Data = TypeVar("Data")
 
 
-def options(description: str | None, layouts: Sequence[str], layout: str, folder: Path) -> argparse.ArgumentParser:
-    """The options of all examples. layout: the one taken by default. folder: the example's, where its files go."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(
+    description: str | None, layouts: Sequence[str], layout: str, folder: Path
+) -> argparse.ArgumentParser:
+    """The options of all examples. layout: the one taken by default. folder: the example's, where
+    its files go.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--mesh", type=Mesh.parse, help="such as data=2,model=2; default: data=<number of processes>, or plain PyTorch on one")
-    add("--layout", choices=list(layouts), default=layout, help="which marks of model.py (default: %(default)s)")
+    add(
+        "--mesh",
+        type=Mesh.parse,
+        help="such as data=2,model=2; default: data=<number of processes>, or plain PyTorch on one",
+    )
+    add(
+        "--layout",
+        choices=list(layouts),
+        default=layout,
+        help="which marks of model.py (default: %(default)s)",
+    )
     add("--batch", type=int, default=16, help="examples in the global batch (default: %(default)s)")
     add("--steps", type=int, default=200)
     add("--lr", type=float, default=1e-3)
     add("--warmup", type=int, default=20, help="steps of linear warm-up")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    add("--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="bfloat16: by autocast")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float64"),
+        default="float32",
+        help="bfloat16: by autocast",
+    )
     add("--seed", type=int, default=0)
     add("--backend", choices=("torch", "inductor", "xla"), default="torch")
     add("--save", type=Path, help="write a torch.distributed.checkpoint at the end")
@@ -51,6 +74,7 @@ def options(description: str | None, layouts: Sequence[str], layout: str, folder
 @dataclass(frozen=True)
 class Run:
     """mesh: None for plain PyTorch on one process."""
+
     args: argparse.Namespace
     console: Console
     device: torch.device
@@ -59,15 +83,28 @@ class Run:
     @classmethod
     def start(cls, args: argparse.Namespace) -> Run:
         """Starts the process group, if there is to be one."""
-        console = Console(quiet=RANK > 0, highlight=False, width=None if sys.stdout.isatty() else 120)
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+        console = Console(
+            quiet=RANK > 0, highlight=False, width=None if sys.stdout.isatty() else 120
+        )
+        device = (
+            torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if args.backend == "xla" and not args.mesh:
             sys.exit("--backend xla needs a --mesh of all devices, such as data=4,model=2")
         if (LAUNCHED or args.mesh) and args.backend != "xla":
-            for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):
-                os.environ.setdefault(name, value)                          # a group of one process if torchrun did not start more
+            for name, value in (
+                ("RANK", "0"),
+                ("WORLD_SIZE", "1"),
+                ("MASTER_ADDR", "localhost"),
+                ("MASTER_PORT", "0"),
+            ):
+                os.environ.setdefault(
+                    name, value
+                )  # a group of one process if torchrun did not start more
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         return cls(args, console, device, args.mesh or (Mesh(data=WORLD) if WORLD > 1 else None))
 
@@ -81,7 +118,11 @@ class Run:
 
     def autocast(self) -> contextlib.AbstractContextManager:
         where = "xla" if self.args.backend == "xla" else self.device.type
-        return torch.autocast(where, torch.bfloat16) if self.args.dtype == "bfloat16" else contextlib.nullcontext()
+        return (
+            torch.autocast(where, torch.bfloat16)
+            if self.args.dtype == "bfloat16"
+            else contextlib.nullcontext()
+        )
 
     def load(self, load: Callable[[], Data]) -> Data:
         """Rank 0 downloads what there is to download, the others wait for it."""
@@ -96,26 +137,49 @@ class Run:
             return
         if self.args.losses:
             self.args.losses.parent.mkdir(parents=True, exist_ok=True)
-            self.args.losses.write_text(json.dumps({"name": str(self), "first_step": first, "losses": losses}))
+            self.args.losses.write_text(
+                json.dumps({"name": str(self), "first_step": first, "losses": losses})
+            )
         plot_losses(losses, first, str(self), unit, self.args.plot)
         self.console.print(f"loss curve: {self.args.plot}")
 
 
-def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Callable[[int], tuple[Tensor, ...]], first: int,
-          unit: str = "examples", count: Callable[[Tensor], int] = len, lr: Callable[[int], float] = lambda step: 1.0) -> list[float]:
-    """The loss of every step, which the model returns. batch: the global one of a step. count: how many units are in its first tensor.
-    lr: what the learning rate is multiplied by, besides the warm-up."""
+def train(
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[int], tuple[Tensor, ...]],
+    first: int,
+    unit: str = "examples",
+    count: Callable[[Tensor], int] = len,
+    lr: Callable[[int], float] = lambda step: 1.0,
+) -> list[float]:
+    """The loss of every step, which the model returns. batch: the global one of a step. count: how
+    many units are in its first tensor. lr: what the learning rate is multiplied by, besides the
+    warm-up.
+    """
     args, console = run.args, run.console
-    progress = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4f}"),
-                        TextColumn(f"{{task.fields[rate]:,.0f}} {unit}/s"), TimeRemainingColumn(), console=console,
-                        disable=RANK > 0 or not console.is_terminal)
+    progress = Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn(f"{{task.fields[rate]:,.0f}} {unit}/s"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=RANK > 0 or not console.is_terminal,
+    )
     losses: list[float] = []
     rate = start = 0.0
-    compiled = first + (args.backend == "xla")                              # the step that compiles last: XLA's second one has a state
+    compiled = first + (
+        args.backend == "xla"
+    )  # the step that compiles last: XLA's second one has a state
     with progress:
         task = progress.add_task("training", total=args.steps, loss=float("nan"), rate=0)
         for step in range(first, first + args.steps):
-            arguments = [t.to(run.device, run.dtype if t.is_floating_point() else None) for t in batch(step)]
+            arguments = [
+                t.to(run.device, run.dtype if t.is_floating_point() else None) for t in batch(step)
+            ]
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, (step + 1) / args.warmup) * lr(step)
             with run.autocast():

@@ -1,9 +1,10 @@
 """Trains the GPT of model.py on English text, on one process or on a mesh of them.
 
-    python train.py                                                     one process, plain PyTorch
-    torchrun --nproc-per-node 4 train.py --mesh data=2,model=2 --layout tp
-    python train.py --backend xla --mesh data=4,model=2                 one process, all devices that XLA has
+python train.py                                                     one process, plain PyTorch
+torchrun --nproc-per-node 4 train.py --mesh data=2,model=2 --layout tp
+python train.py --backend xla --mesh data=4,model=2                 one process, all devices that XLA has
 """
+
 from __future__ import annotations
 
 import argparse
@@ -25,7 +26,11 @@ from model import GPT, LAYOUTS, Config
 def arguments() -> argparse.Namespace:
     parser = options(__doc__, list(LAYOUTS), "tp", Path(__file__).resolve().parent)
     add = parser.add_argument
-    add("--text", default="shakespeare", help="shakespeare (downloaded once), pydoc (no download) or a file")
+    add(
+        "--text",
+        default="shakespeare",
+        help="shakespeare (downloaded once), pydoc (no download) or a file",
+    )
     add("--layers", type=int, default=4)
     add("--heads", type=int, default=4)
     add("--width", type=int, default=128)
@@ -43,14 +48,26 @@ def main() -> None:
     config = Config(len(text.alphabet), args.context, args.layers, args.heads, args.width)
     model = GPT(config, run.mesh, args.layout) if run.mesh else GPT(config)
     model.to(run.device, run.dtype)
-    run.console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text.tokens):,} characters of {args.text}, "
-                      f"{len(text.alphabet)} different; {run}")
+    run.console.print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text.tokens):,} characters of {args.text}, "
+        f"{len(text.alphabet)} different; {run}"
+    )
     if run.mesh:
-        model = gspmd.parallelize(model, run.mesh, backend=args.backend)    # the one line
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+        model = gspmd.parallelize(model, run.mesh, backend=args.backend)  # the one line
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
+    )
     first = load(model, optimizer, args.resume) if args.resume else 0
 
-    losses = train(run, model, optimizer, lambda step: text.batch(step, args.seed, args.batch, args.context), first, "tokens", Tensor.numel)
+    losses = train(
+        run,
+        model,
+        optimizer,
+        lambda step: text.batch(step, args.seed, args.batch, args.context),
+        first,
+        "tokens",
+        Tensor.numel,
+    )
 
     if args.save:
         save(model, optimizer, first + args.steps, args.save)
@@ -63,11 +80,13 @@ def main() -> None:
     run.write(losses, first, "nats per character")
 
 
-def sample(config: Config, weights: dict[str, Tensor], text: Characters, count: int, seed: int) -> str:
+def sample(
+    config: Config, weights: dict[str, Tensor], text: Characters, count: int, seed: int
+) -> str:
     """Text by the same model on one device."""
     model = GPT(config)
     model.load_state_dict(weights)
-    start = text.encode("\n")[None]                                                             # [1, 1]
+    start = text.encode("\n")[None]  # [1, 1]
     return text.decode(model.generate(start, count, torch.Generator().manual_seed(seed))[0])
 
 

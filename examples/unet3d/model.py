@@ -1,8 +1,11 @@
-"""A 3-D U-Net written for one device. It knows nothing of devices: `shard` says how its volumes lie on a mesh of them.
+"""A 3-D U-Net written for one device. It knows nothing of devices: `shard` says how its volumes lie
+on a mesh of them.
 
-Letters in the comments: b batch, c channels, x y z rows of the volume, t tissues. Every level down has half of the rows, which
-need not divide: 65 become 32, and these 64 again, with one row of zeros behind them.
+Letters in the comments: b batch, c channels, x y z rows of the volume, t tissues. Every level down
+has half of the rows, which need not divide: 65 become 32, and these 64 again, with one row of zeros
+behind them.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,27 +18,33 @@ from torchgspmd import Mesh, annotate
 
 # ------------------------------------------------------------------------------------------------------------- layouts
 
-LAYOUTS = {                             # of every volume [b, c, x, y, z]
-    "dp":        "data _ _ _ _",        # data parallel: every device has whole volumes of its own
-    "spatial":   "data _ space _ _",    # a slab of each volume: convolutions read some rows of the neighbours
-    "spatial2d": "data _ space rows _",     # a beam: in two dimensions at once
+LAYOUTS = {  # of every volume [b, c, x, y, z]
+    "dp": "data _ _ _ _",  # data parallel: every device has whole volumes of its own
+    # a slab of each volume: convolutions read some rows of the neighbours
+    "spatial": "data _ space _ _",
+    "spatial2d": "data _ space rows _",  # a beam: in two dimensions at once
 }
 
 
 def shard(model: UNet, mesh: Mesh, layout: str) -> UNet:
     """Marks what every layer returns. Axes that the mesh does not have are left out."""
     volume = " ".join(axis if axis in mesh.names else "_" for axis in LAYOUTS[layout].split())
-    return annotate(model, mesh, {"down.*.layers.*": volume, "up.*": volume, "merge.*.layers.*": volume, "head": volume})
+    return annotate(
+        model,
+        mesh,
+        {"down.*.layers.*": volume, "up.*": volume, "merge.*.layers.*": volume, "head": volume},
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- model
 
+
 @dataclass(frozen=True)
 class Config:
     tissues: int = 3
-    levels: int = 3                     # of resolution
-    width: int = 8                      # channels of the first level; every further one has twice as many
-    up: str = "transposed"              # convolution, or trilinear interpolation
+    levels: int = 3  # of resolution
+    width: int = 8  # channels of the first level; every further one has twice as many
+    up: str = "transposed"  # convolution, or trilinear interpolation
 
 
 class Block(nn.Module):
@@ -44,28 +53,43 @@ class Block(nn.Module):
     def __init__(self, inner: int, outer: int):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv3d(inner, outer, 3, padding=1, bias=False), nn.InstanceNorm3d(outer, affine=True), nn.ReLU(),
-            nn.Conv3d(outer, outer, 3, padding=1, bias=False), nn.InstanceNorm3d(outer, affine=True), nn.ReLU())
+            nn.Conv3d(inner, outer, 3, padding=1, bias=False),
+            nn.InstanceNorm3d(outer, affine=True),
+            nn.ReLU(),
+            nn.Conv3d(outer, outer, 3, padding=1, bias=False),
+            nn.InstanceNorm3d(outer, affine=True),
+            nn.ReLU(),
+        )
 
-    def forward(self, x: Tensor) -> Tensor:                                                     # [b, c, x, y, z]
+    def forward(self, x: Tensor) -> Tensor:  # [b, c, x, y, z]
         return self.layers(x)
 
 
 class Up(nn.Module):
-    """To the next finer level: twice as many rows, cut or filled to those of the skip connection, which is put beside."""
+    """To the next finer level: twice as many rows, cut or filled to those of the skip connection,
+    which is put beside.
+    """
 
     def __init__(self, config: Config, inner: int, outer: int):
         super().__init__()
         self.trilinear = config.up == "trilinear"
-        self.move = nn.Conv3d(inner, outer, 1) if self.trilinear else nn.ConvTranspose3d(inner, outer, 2, stride=2)
+        self.move = (
+            nn.Conv3d(inner, outer, 1)
+            if self.trilinear
+            else nn.ConvTranspose3d(inner, outer, 2, stride=2)
+        )
 
-    def forward(self, x: Tensor, skip: Tensor) -> Tensor:                                       # [b, 2c, x/2, ...], [b, c, x, ...]
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:  # [b, 2c, x/2, ...], [b, c, x, ...]
         x, rows = self.move(x), skip.shape[2:]
         if self.trilinear:
-            x = F.interpolate(x, size=rows, mode="trilinear", align_corners=False)              # [b, c, x, y, z]
+            x = F.interpolate(
+                x, size=rows, mode="trilinear", align_corners=False
+            )  # [b, c, x, y, z]
         else:
-            x = F.pad(x, [n for have, want in zip(x.shape[:1:-1], rows[::-1]) for n in (0, want - have)])
-        return torch.cat([skip, x], dim=1)                                                      # [b, 2c, x, y, z]
+            x = F.pad(
+                x, [n for have, want in zip(x.shape[:1:-1], rows[::-1]) for n in (0, want - have)]
+            )
+        return torch.cat([skip, x], dim=1)  # [b, 2c, x, y, z]
 
 
 class UNet(nn.Module):
@@ -73,7 +97,7 @@ class UNet(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        widths = [config.width * 2 ** i for i in range(config.levels)]
+        widths = [config.width * 2**i for i in range(config.levels)]
         self.down = nn.ModuleList(Block(i, o) for i, o in zip([1, *widths], widths))
         self.up = nn.ModuleList(Up(config, 2 * w, w) for w in widths[:-1])
         self.merge = nn.ModuleList(Block(2 * w, w) for w in widths[:-1])
@@ -82,19 +106,23 @@ class UNet(nn.Module):
     def forward(self, image: Tensor, labels: Tensor | None = None) -> Tensor:
         x, skips = image, []
         for block in self.down[:-1]:
-            skips.append(block(x))                                                              # [b, c, x, y, z]
-            x = F.max_pool3d(skips[-1], 2)                                                      # [b, c, x/2, y/2, z/2]
+            skips.append(block(x))  # [b, c, x, y, z]
+            x = F.max_pool3d(skips[-1], 2)  # [b, c, x/2, y/2, z/2]
         x = self.down[-1](x)
         for up, merge, skip in reversed(list(zip(self.up, self.merge, skips))):
             x = merge(up(x, skip))
-        logits = self.head(x)                                                                   # [b, t, x, y, z]
+        logits = self.head(x)  # [b, t, x, y, z]
         if labels is None:
             return logits
-        return F.cross_entropy(logits, labels) + 1 - overlap(logits.softmax(1), labels).mean()  # a scalar
+        return (
+            F.cross_entropy(logits, labels) + 1 - overlap(logits.softmax(1), labels).mean()
+        )  # a scalar
 
 
 def overlap(found: Tensor, labels: Tensor) -> Tensor:
-    """Dice of every tissue, [t]: 2 |A B| / (|A| + |B|) of what was found, [b, t, x, y, z], and what is there, [b, x, y, z]."""
-    truth = F.one_hot(labels, found.shape[1]).movedim(-1, 1).to(found.dtype)                    # [b, t, x, y, z]
+    """Dice of every tissue, [t]: 2 |A B| / (|A| + |B|) of what was found, [b, t, x, y, z], and what
+    is there, [b, x, y, z].
+    """
+    truth = F.one_hot(labels, found.shape[1]).movedim(-1, 1).to(found.dtype)  # [b, t, x, y, z]
     dims = [0, 2, 3, 4]
     return (2 * (found * truth).sum(dims) + 1e-6) / ((found + truth).sum(dims) + 1e-6)

@@ -1,9 +1,11 @@
-"""Trains the U-Net of model.py to find gray and white matter in a head, on one process or on a mesh of them.
+"""Trains the U-Net of model.py to find gray and white matter in a head, on one process or on a mesh
+of them.
 
-    python train.py                                                     one process, plain PyTorch
-    torchrun --nproc-per-node 4 train.py --mesh space=2,rows=2          every volume in four parts
-    python train.py --plan --mm 1 --levels 4 --mesh space=4,rows=2      what eight devices would send and keep; needs none
+python train.py                                                     one process, plain PyTorch
+torchrun --nproc-per-node 4 train.py --mesh space=2,rows=2          every volume in four parts
+python train.py --plan --mm 1 --levels 4 --mesh space=4,rows=2      what eight devices would send and keep; needs none
 """
+
 from __future__ import annotations
 
 import argparse
@@ -31,13 +33,37 @@ HERE = Path(__file__).resolve().parent
 def arguments() -> argparse.Namespace:
     parser = options(__doc__, list(LAYOUTS), "spatial2d", HERE)
     add = parser.add_argument
-    add("--volume", choices=("mni", "synthetic"), default="mni", help="mni (downloaded once) or synthetic (no download)")
-    add("--mm", type=int, default=3, help="edge of a voxel; the template has 1 mm (default: %(default)s)")
+    add(
+        "--volume",
+        choices=("mni", "synthetic"),
+        default="mni",
+        help="mni (downloaded once) or synthetic (no download)",
+    )
+    add(
+        "--mm",
+        type=int,
+        default=3,
+        help="edge of a voxel; the template has 1 mm (default: %(default)s)",
+    )
     add("--levels", type=int, default=3, help="of resolution")
     add("--width", type=int, default=8, help="channels of the first level")
-    add("--up", choices=("transposed", "trilinear"), default="transposed", help="convolution, or interpolation")
-    add("--picture", type=Path, default=HERE / "out" / "slice.png", help="where the picture of a slice goes")
-    add("--plan", action="store_true", help="only print what a device of --mesh would send and keep; runs nowhere")
+    add(
+        "--up",
+        choices=("transposed", "trilinear"),
+        default="transposed",
+        help="convolution, or interpolation",
+    )
+    add(
+        "--picture",
+        type=Path,
+        default=HERE / "out" / "slice.png",
+        help="where the picture of a slice goes",
+    )
+    add(
+        "--plan",
+        action="store_true",
+        help="only print what a device of --mesh would send and keep; runs nowhere",
+    )
     parser.set_defaults(batch=1, steps=100, lr=5e-3, warmup=5)
     return parser.parse_args()
 
@@ -52,22 +78,38 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     model = UNet(config).to(run.device, run.dtype)
-    run.console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {_shape(head.image.shape)} voxels; {run}")
+    run.console.print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {_shape(head.image.shape)} voxels; {run}"
+    )
     if run.mesh:
-        model = gspmd.parallelize(shard(model, run.mesh, args.layout), run.mesh, backend=args.backend)      # the one line
+        model = gspmd.parallelize(
+            shard(model, run.mesh, args.layout), run.mesh, backend=args.backend
+        )  # the one line
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=True)
     first = load(model, optimizer, args.resume) if args.resume else 0
 
-    losses = train(run, model, optimizer, lambda step: head.batch(step, args.seed, args.batch), first, "voxels", Tensor.numel)
+    losses = train(
+        run,
+        model,
+        optimizer,
+        lambda step: head.batch(step, args.seed, args.batch),
+        first,
+        "voxels",
+        Tensor.numel,
+    )
 
     if args.save:
         save(model, optimizer, first + args.steps, args.save)
         run.console.print(f"checkpoint: {args.save}")
     with torch.no_grad():
-        logits = model(head.image[None, None].to(run.device, run.dtype)).cpu()                  # [1, t, x, y, z]
-    found = logits.argmax(1)                                                                    # [1, x, y, z]
-    scores = overlap(torch.nn.functional.one_hot(found, len(TISSUES)).movedim(-1, 1).float(), head.labels[None])
-    run.console.print("dice: " + ", ".join(f"{name} {score:.3f}" for name, score in zip(TISSUES, scores.tolist())))
+        logits = model(head.image[None, None].to(run.device, run.dtype)).cpu()  # [1, t, x, y, z]
+    found = logits.argmax(1)  # [1, x, y, z]
+    scores = overlap(
+        torch.nn.functional.one_hot(found, len(TISSUES)).movedim(-1, 1).float(), head.labels[None]
+    )
+    run.console.print(
+        "dice: " + ", ".join(f"{name} {score:.3f}" for name, score in zip(TISSUES, scores.tolist()))
+    )
     run.write(losses, first, "cross entropy + 1 - dice")
     if RANK == 0:
         draw(head, found[0], args.picture)
@@ -95,8 +137,15 @@ def draw(head: Head, found: Tensor, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     picture, axes = figure(1, 3, (10, 4.4))
     middle = head.image.shape[2] // 2
-    for panel, volume, title in zip(axes, (head.image, head.labels, found), ("image", "label", "prediction")):
-        panel.imshow(volume[:, :, middle].T, origin="lower", cmap="gray" if title == "image" else "viridis", interpolation="nearest")
+    for panel, volume, title in zip(
+        axes, (head.image, head.labels, found), ("image", "label", "prediction")
+    ):
+        panel.imshow(
+            volume[:, :, middle].T,
+            origin="lower",
+            cmap="gray" if title == "image" else "viridis",
+            interpolation="nearest",
+        )
         panel.set(title=title, xticks=[], yticks=[])
     picture.savefig(path, dpi=150)
 

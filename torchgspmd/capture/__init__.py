@@ -1,9 +1,43 @@
-"""A module or function as one graph: `capture` runs it on fake tensors, the other files say what is called in place of what."""
-from .captured import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Captured, Input, Output
+"""A module or function as one graph: `capture` runs it on fake tensors, the other files say what is
+called in place of what.
+"""
+
+from .captured import (
+    ARGUMENT,
+    BUFFER,
+    GRADIENT,
+    MUTATION,
+    OBSERVED,
+    OUTPUT,
+    PARAMETER,
+    TANGENT,
+    Captured,
+    Input,
+    Output,
+)
 from .state.object_trees import opened
 from .state.places import State, Varying
 from .trace import capture
 from .trace_context import check_module, is_capturing, is_transforming, not_compiled
 
-__all__ = ["ARGUMENT", "BUFFER", "GRADIENT", "MUTATION", "OBSERVED", "OUTPUT", "PARAMETER", "TANGENT", "Captured", "Input", "Output",
-           "State", "Varying", "capture", "check_module", "is_capturing", "is_transforming", "not_compiled", "opened"]
+__all__ = [
+    "ARGUMENT",
+    "BUFFER",
+    "GRADIENT",
+    "MUTATION",
+    "OBSERVED",
+    "OUTPUT",
+    "PARAMETER",
+    "TANGENT",
+    "Captured",
+    "Input",
+    "Output",
+    "State",
+    "Varying",
+    "capture",
+    "check_module",
+    "is_capturing",
+    "is_transforming",
+    "not_compiled",
+    "opened",
+]

@@ -1,4 +1,7 @@
-"""What autograd's graph says of the results of a trace: which inputs gradients flow to, and which results have nothing in common."""
+"""What autograd's graph says of the results of a trace: which inputs gradients flow to, and which
+results have nothing in common.
+"""
+
 from __future__ import annotations
 
 from functools import reduce
@@ -14,7 +17,9 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
 def parts_of(outs: list[Tensor]) -> list[int]:
-    """For each of these results the first one that it is connected with: by an operation that comes before both, and so on."""
+    """For each of these results the first one that it is connected with: by an operation that comes
+    before both, and so on.
+    """
     part: list[int] = [*range(len(outs))]
     owners: dict[Any, int] = {}
 
@@ -38,8 +43,9 @@ def parts_of(outs: list[Tensor]) -> list[int]:
 
 
 def reached(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
-    """For each of these results the inputs that gradients flow to from there: bit k is that of input k. ShardingError if one would
-    flow to another tensor: it would be lost without a word."""
+    """For each of these results the inputs that gradients flow to from there: bit k is that of
+    input k. ShardingError if one would flow to another tensor: it would be lost without a word.
+    """
     bits = {id(tensor): 1 << k for k, tensor in enumerate(inputs)}
     found: dict[Any, int] = {}
     stack = [out.grad_fn for out in outs if out.grad_fn is not None]
@@ -53,9 +59,12 @@ def reached(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
         stack.pop()
         leaf = node.variable if node.name() == _ACCUMULATE else None
         if leaf is not None and not isinstance(leaf, FunctionalTensor):
-            raise ShardingError(f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is no parameter or argument",
-                                where=user_line(), why="a gradient is computed for what the program is given: it would be lost silently",
-                                fix="make it a parameter of the module or an argument, or detach() it; if the module keeps what an "
-                                    "earlier call computed, empty that, or call under torch.no_grad()")
+            raise ShardingError(
+                f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is no parameter or argument",
+                where=user_line(),
+                why="a gradient is computed for what the program is given: it would be lost silently",
+                fix="make it a parameter of the module or an argument, or detach() it; if the module keeps what an "
+                "earlier call computed, empty that, or call under torch.no_grad()",
+            )
         found[node] = reduce(or_, (found[n] for n in before), bits.get(id(leaf), 0))
     return [bits.get(id(out), 0) if out.grad_fn is None else found[out.grad_fn] for out in outs]

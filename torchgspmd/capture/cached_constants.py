@@ -4,9 +4,10 @@
     def causal(n):                                          # called by a forward
         return torch.ones(n, n).tril()
 
-What is computed while a program is traced has no values. A tensor that depends on no input, and that somebody still holds when the
-trace has ended, is given those that it would have had.
+What is computed while a program is traced has no values. A tensor that depends on no input, and
+that somebody still holds when the trace has ended, is given those that it would have had.
 """
+
 from __future__ import annotations
 
 import weakref
@@ -25,19 +26,27 @@ class Constants:
     def __init__(self, traced: type[Tensor]):
         self.traced = traced
         self.alive: dict[int, weakref.ref] = {}
-        self.given: set[int] = set()                    # ids of tensors with values that functions were called with
+        self.given: set[int] = set()  # ids of tensors with values that functions were called with
 
     def see(self, args: tuple, kwargs: dict) -> None:
         """Before a call of a function."""
-        self.given.update(id(x) for x in _tensors((*args, *kwargs.values())) if not isinstance(x, self.traced))
+        self.given.update(
+            id(x) for x in _tensors((*args, *kwargs.values())) if not isinstance(x, self.traced)
+        )
 
     def note(self, args: tuple, kwargs: dict, result: Any) -> None:
         """After a call of a function with this result."""
-        if any(id(x) not in self.alive for x in _tensors((*args, *kwargs.values())) if isinstance(x, self.traced)):
+        if any(
+            id(x) not in self.alive
+            for x in _tensors((*args, *kwargs.values()))
+            if isinstance(x, self.traced)
+        ):
             return
         for tensor in _tensors((result,)):
             if isinstance(tensor, self.traced) and id(tensor) not in self.alive:
-                self.alive[id(tensor)] = weakref.ref(tensor, lambda _, key=id(tensor): self.alive.pop(key, None))
+                self.alive[id(tensor)] = weakref.ref(
+                    tensor, lambda _, key=id(tensor): self.alive.pop(key, None)
+                )
 
     def now(self) -> list[Tensor]:
         return [tensor for ref in [*self.alive.values()] if (tensor := ref()) is not None]
@@ -66,7 +75,10 @@ def _is_computable(node: fx.Node) -> bool:
     stack, seen = [node], {node}
     while stack:
         node = stack.pop()
-        random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        random = (
+            isinstance(node.target, OpOverload)
+            and torch.Tag.nondeterministic_seeded in node.target.tags
+        )
         if node.op == "placeholder" or random:
             return False
         new = [n for n in node.all_input_nodes if n not in seen]

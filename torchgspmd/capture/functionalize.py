@@ -1,4 +1,5 @@
 """Tensors of a trace: values in which in-place updates have been turned into new ones."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -34,13 +35,17 @@ _ITEM = aten._local_scalar_dense.default
 
 
 class Functional(FunctionalTensorMode):
-    """Turns in-place updates into values; leaves out the checks of values, which a program has only when it runs."""
+    """Turns in-place updates into values; leaves out the checks of values, which a program has only
+    when it runs.
+    """
 
     def __init__(self, tables: Tables, known: Known):
         super().__init__()
         self.tables, self.known = tables, known
         known.entry_of = self._entry
-        self.views: dict[int, tuple[Tensor, tuple | None]] = {}             # of tensors that are no inputs: and the entry that holds those
+        self.views: dict[
+            int, tuple[Tensor, tuple | None]
+        ] = {}  # of tensors that are no inputs: and the entry that holds those
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in _CHECKS:
@@ -61,16 +66,30 @@ class Functional(FunctionalTensorMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
             self.views[id(result)] = result, self._entry(args[0])
-        return result if func.is_view or func._schema.is_mutable else pytree.tree_map_only(Tensor, self._of_program, result)
+        return (
+            result
+            if func.is_view or func._schema.is_mutable
+            else pytree.tree_map_only(Tensor, self._of_program, result)
+        )
 
     def _of_program(self, tensor: Tensor) -> Tensor:
-        """What has been computed, as a tensor of the program; torch leaves those alone that are computed of none of its tensors."""
-        return tensor if isinstance(tensor, FunctionalTensor) else FunctionalTensor(_to_functional_tensor(tensor), self)
+        """What has been computed, as a tensor of the program; torch leaves those alone that are
+        computed of none of its tensors.
+        """
+        return (
+            tensor
+            if isinstance(tensor, FunctionalTensor)
+            else FunctionalTensor(_to_functional_tensor(tensor), self)
+        )
 
     def ask(self, tensor: Tensor, is_shape: bool = False) -> Tensor | None:
-        """Its values, if they are known while it is traced; else None. is_shape: they decide on the shape of something."""
+        """Its values, if they are known while it is traced; else None. is_shape: they decide on the
+        shape of something.
+        """
         tracer = get_proxy_mode().tracer
-        slot = get_proxy_slot(unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor, tracer, None)
+        slot = get_proxy_slot(
+            unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor, tracer, None
+        )
         with at_once():
             if slot is not None:
                 return self.known.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
@@ -80,7 +99,9 @@ class Functional(FunctionalTensorMode):
             return tensor if self.known.see(*found, user_line()) else None
 
     def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
-        """The indices of what a mask selects, a constant for each of its dimensions; None if its values are not known."""
+        """The indices of what a mask selects, a constant for each of its dimensions; None if its
+        values are not known.
+        """
         if (known := self.ask(mask, True)) is None:
             return None
         with at_once():
@@ -93,7 +114,11 @@ class Functional(FunctionalTensorMode):
 
     def _selected(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         """The results of an operation on values that are known, as constants; None if they are not."""
-        known = {id(t): self.ask(t, True) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        known = {
+            id(t): self.ask(t, True)
+            for t in pytree.tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
         if any(values is None for values in known.values()):
             return None
         with at_once():
@@ -109,7 +134,9 @@ class Functional(FunctionalTensorMode):
 
 
 class Changes(Exception):
-    """The program changes a tensor in place that is in this entry, a root and a path, and none of its inputs."""
+    """The program changes a tensor in place that is in this entry, a root and a path, and none of
+    its inputs.
+    """
 
     def __init__(self, entry: tuple[Table, tuple]):
         super().__init__()
@@ -118,7 +145,9 @@ class Changes(Exception):
 
 @contextmanager
 def _whole(func: OpOverload) -> Iterator[None]:
-    """Keeps an interpolation in one piece, which torch 2.9 would replace by its body in Python, a gather of rows."""
+    """Keeps an interpolation in one piece, which torch 2.9 would replace by its body in Python, a
+    gather of rows.
+    """
     key = DispatchKey.CompositeImplicitAutograd
     body = func.py_kernels.pop(key, None) if "upsample_nearest" in func.name() else None
     try:
@@ -130,7 +159,7 @@ def _whole(func: OpOverload) -> Iterator[None]:
 
 def set_data(input: Tensor, data: Tensor) -> None:
     """`input.data = data` in a trace: from here on the one is in the memory of the other."""
-    if not isinstance(input, FunctionalTensor):                             # it becomes one when its change in place is found
+    if not isinstance(input, FunctionalTensor):  # it becomes one when its change in place is found
         input.copy_(data)
         return
     check_alike("a tensor", input, data)

@@ -1,4 +1,7 @@
-"""The traced graph as the passes want it: names that read well, cotangents as inputs, no identities, no dead code."""
+"""The traced graph as the passes want it: names that read well, cotangents as inputs, no
+identities, no dead code.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -16,12 +19,16 @@ from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 from .captured import TANGENT, Input
 
-NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)            # known only when the program runs
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # known only when the program runs
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
 
-def clean(traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]) -> tuple[fx.Graph, list[Input]]:
-    """A copy, and its inputs: those given, then the tangents (number of an output, what stood for its cotangent)."""
+def clean(
+    traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]
+) -> tuple[fx.Graph, list[Input]]:
+    """A copy, and its inputs: those given, then the tangents (number of an output, what stood for
+    its cotangent).
+    """
     old_nodes = list(traced.nodes)
     placeholders = [n for n in old_nodes if n.op == "placeholder"]
     results = list(pytree.tree_leaves(old_nodes[-1].args, is_leaf=lambda x: x is None))
@@ -33,14 +40,24 @@ def clean(traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]
     for node, (output, seed) in zip(_seed_nodes(old_nodes, tangents), tangents):
         new[node] = graph.placeholder(f"tangent_{output}")
         _copy_meta(node, new[node])
-        inputs.append(Input(TANGENT, f"tangent_{output}", tuple(seed.shape), seed.dtype, output=output))
+        inputs.append(
+            Input(TANGENT, f"tangent_{output}", tuple(seed.shape), seed.dtype, output=output)
+        )
     for node in old_nodes:
         if node.target in _IDENTITIES:
             new[node] = new[node.args[0]]
-        elif node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):      # vmap makes tensors of numbers
-            new[node] = graph.call_function(aten.scalar_tensor.default, node.args, {"dtype": node.meta["val"].dtype})
+        elif node.target is aten._to_copy.default and not isinstance(
+            node.args[0], fx.Node
+        ):  # vmap makes tensors of numbers
+            new[node] = graph.call_function(
+                aten.scalar_tensor.default, node.args, {"dtype": node.meta["val"].dtype}
+            )
             _copy_meta(node, new[node])
-        elif node.op in ("call_function", "get_attr") and node not in new and not _is_profiling(node.target):
+        elif (
+            node.op in ("call_function", "get_attr")
+            and node not in new
+            and not _is_profiling(node.target)
+        ):
             new[node] = graph.node_copy(node, new.__getitem__)
             _copy_meta(node, new[node])
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
@@ -60,25 +77,44 @@ def _identifiers(names: list[str]) -> list[str]:
     """Of names, another one for each: the second `h` is `h_1`."""
     found: dict[str, None] = {}
     for name in map(_identifier, names):
-        found[next(each for each in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1))) if each not in found)] = None
+        found[
+            next(
+                each
+                for each in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
+                if each not in found
+            )
+        ] = None
     return list(found)
 
 
 def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
-    """The ones_like nodes that start the backward: as many as there are tangents, the first of the backward's nodes."""
+    """The ones_like nodes that start the backward: as many as there are tangents, the first of the
+    backward's nodes.
+    """
     started = itertools.dropwhile(lambda n: not n.meta.get("custom", {}).get("backward"), nodes)
     seeds = [n for n in started if n.target is aten.ones_like.default]
-    return seeds[:len(tangents)]
+    return seeds[: len(tangents)]
 
 
 def _copy_meta(source: fx.Node, target: fx.Node) -> None:
-    """Sizes that depend on values are 1 from here on: what has size 1 is never sharded. Such operations are marked as dynamic."""
+    """Sizes that depend on values are 1 from here on: what has size 1 is never sharded. Such
+    operations are marked as dynamic.
+    """
     custom = source.meta.get("custom") or {}
-    target.meta = {"val": pytree.tree_map(_settled, source.meta.get("val")), "source": custom.get("source"),
-                   "backward": custom.get("backward", False), "captured": target.name}
-    values = pytree.tree_leaves([source.meta.get("val"), [n.meta.get("val") for n in source.all_input_nodes]])
+    target.meta = {
+        "val": pytree.tree_map(_settled, source.meta.get("val")),
+        "source": custom.get("source"),
+        "backward": custom.get("backward", False),
+        "captured": target.name,
+    }
+    values = pytree.tree_leaves(
+        [source.meta.get("val"), [n.meta.get("val") for n in source.all_input_nodes]]
+    )
     pointwise = isinstance(source.target, OpOverload) and torch.Tag.pointwise in source.target.tags
-    if any(_is_open(v) if isinstance(v, Tensor) else isinstance(v, NUMBERS) and not pointwise for v in values):
+    if any(
+        _is_open(v) if isinstance(v, Tensor) else isinstance(v, NUMBERS) and not pointwise
+        for v in values
+    ):
         target.meta["dynamic"] = True
 
 
@@ -96,15 +132,18 @@ def _settled(value: Any) -> Any:
         return bool(number) if isinstance(value, torch.SymBool) else float(number)
     if isinstance(value, Tensor) and _is_open(value):
         with value.fake_mode:
-            return torch.empty([_settled(n) for n in value.shape], dtype=value.dtype, device=value.device)
+            return torch.empty(
+                [_settled(n) for n in value.shape], dtype=value.dtype, device=value.device
+            )
     return value
 
 
 def _share_random(graph: fx.Graph) -> None:
-    """A random operation that checkpointing repeats in the backward takes the value that the forward drew.
+    """A random operation that checkpointing repeats in the backward takes the value that the
+    forward drew.
 
-    Two nodes compute the same if their targets and canonical arguments agree; the n-th random node of the backward
-    with given arguments repeats the n-th of the forward.
+    Two nodes compute the same if their targets and canonical arguments agree; the n-th random node
+    of the backward with given arguments repeats the n-th of the forward.
     """
     canonical: dict[fx.Node, Any] = {}
     first: dict[Any, fx.Node] = {}
@@ -116,7 +155,9 @@ def _share_random(graph: fx.Graph) -> None:
             continue
         key = (node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: id(canonical[n]))))
         if not _is_random(node.target):
-            canonical[node] = canonical[first.setdefault(key, node)] if first.get(key, node) is not node else node
+            canonical[node] = (
+                canonical[first.setdefault(key, node)] if first.get(key, node) is not node else node
+            )
             first.setdefault(key, node)
         elif not node.meta["backward"]:
             drawn.setdefault(key, []).append(node)
@@ -132,11 +173,14 @@ def _share_random(graph: fx.Graph) -> None:
 
 
 def _share_views(graph: fx.Graph) -> None:
-    """Equal views of one value become one, and equal results of one operation, so that what a loop takes of a weight every time
-    is brought to where it is used once."""
+    """Equal views of one value become one, and equal results of one operation, so that what a loop
+    takes of a weight every time is brought to where it is used once.
+    """
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if not (node.target is operator.getitem or _is_view(node.target)) or node.meta.get("dynamic"):
+        if not (node.target is operator.getitem or _is_view(node.target)) or node.meta.get(
+            "dynamic"
+        ):
             continue
         same = first.setdefault((node.target, repr((node.args, node.kwargs))), node)
         if same is not node:

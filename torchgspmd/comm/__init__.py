@@ -1,1 +1,3 @@
-"""Communication: what a collective is, what it costs, how it is simulated, how torch.distributed does it."""
+"""Communication: what a collective is, what it costs, how it is simulated, how torch.distributed
+does it.
+"""

@@ -1,4 +1,5 @@
 """What a device does alone: take its part of a tensor, and overwrite padding."""
+
 from __future__ import annotations
 
 import math
@@ -11,7 +12,9 @@ from ..halo import Window
 
 
 def take_part(x: Tensor, dim: int, index: int, count: int) -> Tensor:
-    """Part number `index` of `count` equal ones along a dimension; the last ones are padded with zeros."""
+    """Part number `index` of `count` equal ones along a dimension; the last ones are padded with
+    zeros.
+    """
     size = x.shape[dim]
     rows = -(-size // count)
     if rows * count != size:
@@ -22,17 +25,25 @@ def take_part(x: Tensor, dim: int, index: int, count: int) -> Tensor:
 def take_window(x: Tensor, dim: int, index: int, text: str) -> Tensor:
     """The rows of a device's window out of a dimension that it has whole."""
     window, size = Window.parse(text), x.shape[dim]
-    pieces = [(place, x.narrow(dim, row, rows)) for _, row, place, rows in window.pieces(index, size, 1)]
+    pieces = [
+        (place, x.narrow(dim, row, rows)) for _, row, place, rows in window.pieces(index, size, 1)
+    ]
     return join_pieces(pieces, window, dim, x)
 
 
-def join_pieces(pieces: list[tuple[int, Tensor]], window: Window, dim: int, like: Tensor, unspecified: float = 0.0) -> Tensor:
+def join_pieces(
+    pieces: list[tuple[int, Tensor]],
+    window: Window,
+    dim: int,
+    like: Tensor,
+    unspecified: float = 0.0,
+) -> Tensor:
     """A window of pieces that start at given rows of it, in order; its fill where there is none."""
     shape, parts, row = list(like.shape), [], 0
     fill = as_dtype(unspecified if window.fill is None else window.fill, like.dtype)
     for place, piece in [*pieces, (window.length, None)]:
         if place > row:
-            parts.append(like.new_full([*shape[:dim], place - row, *shape[dim + 1:]], fill))
+            parts.append(like.new_full([*shape[:dim], place - row, *shape[dim + 1 :]], fill))
         if piece is not None:
             parts.append(piece)
             row = place + piece.shape[dim]
@@ -45,7 +56,8 @@ def only_first(x: Tensor, index: int) -> Tensor:
 
 
 def mask_padding(x: Tensor, dim: int, index: int, size: int, fill: float) -> Tensor:
-    """x, part number `index` of a dimension of global length `size`, with `fill` in the rows past its end.
+    """x, part number `index` of a dimension of global length `size`, with `fill` in the rows past
+    its end.
 
     By selection and not by multiplication: what stands there may be NaN.
     """

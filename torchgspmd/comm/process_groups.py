@@ -1,4 +1,5 @@
 """Process groups for the axes of a mesh, and the DeviceMesh on which parameters are stored."""
+
 from __future__ import annotations
 
 import torch
@@ -10,25 +11,35 @@ from ..mesh import Coordinates, Mesh
 
 
 class Groups:
-    """The process groups of this rank. Groups are made when first asked for: by all ranks in the same order, since all
-    ranks have the same program. See groups_of."""
+    """The process groups of this rank. Groups are made when first asked for: by all ranks in the
+    same order, since all ranks have the same program. See groups_of.
+    """
 
     def __init__(self, mesh: Mesh, device_type: str):
         self.mesh, self.device_type, self.world = mesh, device_type, dist.group.WORLD
         names = mesh.names or ("device",)
-        self.device_mesh: DeviceMesh = init_device_mesh(device_type, mesh.shape or (1,), mesh_dim_names=names)
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            device_type, mesh.shape or (1,), mesh_dim_names=names
+        )
         self.rank = dist.get_rank()
         self.coordinates: Coordinates = mesh.coordinates(self.rank)
         self.known: dict[tuple[str, ...], tuple[str, list[int]]] = {}
-        beside = device_type != "cpu" and dist.is_gloo_available()          # to compare numbers without waiting for a GPU
+        beside = (
+            device_type != "cpu" and dist.is_gloo_available()
+        )  # to compare numbers without waiting for a GPU
         self.checks = dist.new_group(backend="gloo") if beside else None
         self.checked_on = torch.device("cpu" if beside else device_type)
 
     def group(self, axes: tuple[str, ...]) -> tuple[str, list[int]]:
-        """(name of the group over these axes, for each of its positions in axes order the position in the group)."""
+        """(name of the group over these axes, for each of its positions in axes order the position
+        in the group).
+        """
         ordered = self.mesh.in_order(axes)
         if ordered not in self.known:
-            self.known[ordered] = (self._make(ordered), next(g for g in self.mesh.groups(ordered) if self.rank in g))
+            self.known[ordered] = (
+                self._make(ordered),
+                next(g for g in self.mesh.groups(ordered) if self.rank in g),
+            )
         name, ranks = self.known[ordered]
         mine = next(g for g in self.mesh.groups(axes) if self.rank in g)
         return name, [ranks.index(r) for r in mine]
@@ -59,7 +70,9 @@ _MADE: dict[tuple[Mesh, str], Groups] = {}
 
 
 def groups_of(mesh: Mesh, device_type: str) -> Groups:
-    """The groups of a mesh, the same ones for as long as the process group is: each has threads and connections."""
+    """The groups of a mesh, the same ones for as long as the process group is: each has threads and
+    connections.
+    """
     check_world(mesh)
     made = _MADE.get((mesh, device_type))
     if made is None or made.world is not dist.group.WORLD:
@@ -75,8 +88,14 @@ def known_groups(device_mesh: DeviceMesh) -> Groups | None:
 def check_world(mesh: Mesh) -> None:
     """ShardingError unless there is a process group with one process for every device of the mesh."""
     if not dist.is_initialized():
-        raise ShardingError("there is no process group", where=user_line(),
-                            fix="start the program with torchrun and call torch.distributed.init_process_group() first")
+        raise ShardingError(
+            "there is no process group",
+            where=user_line(),
+            fix="start the program with torchrun and call torch.distributed.init_process_group() first",
+        )
     if dist.get_world_size() != mesh.size:
-        raise ShardingError(f"mesh {mesh} has {mesh.size} devices, but there are {dist.get_world_size()} processes", where=user_line(),
-                            fix=f"torchrun --nproc-per-node {mesh.size}, or a mesh of {dist.get_world_size()} devices")
+        raise ShardingError(
+            f"mesh {mesh} has {mesh.size} devices, but there are {dist.get_world_size()} processes",
+            where=user_line(),
+            fix=f"torchrun --nproc-per-node {mesh.size}, or a mesh of {dist.get_world_size()} devices",
+        )

@@ -1,9 +1,11 @@
-"""Whether all ranks are about to do the same: a number that each has, sent by each to all, in one small all_to_all.
+"""Whether all ranks are about to do the same: a number that each has, sent by each to all, in one
+small all_to_all.
 
-The first sum of a program may travel in that message: data parallelism sums nothing but a loss before its gradients. On two gloo
-processes an all_reduce of more than two elements takes 0.4 to 0.8 ms of CPU time, an all_to_all of up to 256 bytes 0.2 ms; a
-small model's step takes 25.
+The first sum of a program may travel in that message: data parallelism sums nothing but a loss
+before its gradients. On two gloo processes an all_reduce of more than two elements takes 0.4 to 0.8
+ms of CPU time, an all_to_all of up to 256 bytes 0.2 ms; a small model's step takes 25.
 """
+
 from __future__ import annotations
 
 import math
@@ -17,13 +19,17 @@ from torch import Tensor
 
 from .process_groups import Groups
 
-SAMPLE = 2 ** 16                # elements of a tensor that are compared
-ROUNDING = 1e-3                 # relative difference of what may be the same; of other values it is about 1
-ROOM = 7                        # elements of a sum that may travel along; the message has this length with and without one
+SAMPLE = 2**16  # elements of a tensor that are compared
+ROUNDING = 1e-3  # relative difference of what may be the same; of other values it is about 1
+ROOM = (
+    7  # elements of a sum that may travel along; the message has this length with and without one
+)
 
 
 class Agreement:
-    """One comparison of a number (63 bits) between all ranks: first `begin`, then `check`. Every rank must come to both."""
+    """One comparison of a number (63 bits) between all ranks: first `begin`, then `check`. Every
+    rank must come to both.
+    """
 
     def __init__(self, groups: Groups, number: int, otherwise: Callable[[], None]):
         """otherwise: what every rank calls if the numbers differ; it raises."""
@@ -36,7 +42,9 @@ class Agreement:
         if term is not None:
             _terms(message, term).copy_(term.flatten())
         self.received = torch.empty_like(message)
-        self.work = dist.all_to_all_single(self.received, message, group=groups.checks, async_op=True)
+        self.work = dist.all_to_all_single(
+            self.received, message, group=groups.checks, async_op=True
+        )
         return self
 
     def check(self) -> None:
@@ -53,7 +61,7 @@ class Agreement:
 
 def _terms(message: Tensor, term: Tensor) -> Tensor:
     """[ranks, elements] of a message"""
-    return message.view(torch.float64)[:, 1:1 + term.numel()]
+    return message.view(torch.float64)[:, 1 : 1 + term.numel()]
 
 
 def agree(groups: Groups, number: int, otherwise: Callable[[], None]) -> None:
@@ -62,26 +70,39 @@ def agree(groups: Groups, number: int, otherwise: Callable[[], None]) -> None:
 
 
 def gathered(groups: Groups, mine: Any) -> list[Any]:
-    """What each rank has. Ranks that disagree all come here, each with an Account (disagreement.py)."""
+    """What each rank has. Ranks that disagree all come here, each with an Account
+    (disagreement.py).
+    """
     found: list[Any] = [None] * groups.mesh.size
     dist.all_gather_object(found, mine, group=groups.checks)
     return found
 
 
 def differing(groups: Groups, tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Which of these tensors, that should be the same everywhere, have other values on a rank than on rank 0: (place, first such rank)."""
+    """Which of these tensors, that should be the same everywhere, have other values on a rank than
+    on rank 0: (place, first such rank).
+    """
     found = gathered(groups, [_fingerprint(t) for t in tensors])
-    apart = [[not _alike(own, found[0][i]) for own in column] for i, column in enumerate(zip(*found))]
+    apart = [
+        [not _alike(own, found[0][i]) for own in column] for i, column in enumerate(zip(*found))
+    ]
     return [(i, row.index(True)) for i, row in enumerate(apart) if any(row)]
 
 
 def _fingerprint(tensor: Tensor) -> int | tuple[float, float]:
-    """Of integers another one for other values; of floats a norm and an irregular mean. Of a large tensor a part is read."""
+    """Of integers another one for other values; of floats a norm and an irregular mean. Of a large
+    tensor a part is read.
+    """
     values = tensor.detach().flatten()
-    values = values[::max(1, len(values) // SAMPLE)].cpu()
+    values = values[:: max(1, len(values) // SAMPLE)].cpu()
     if not (values.is_floating_point() or values.is_complex()):
         return zlib.crc32(values.numpy().tobytes())
-    values = (torch.view_as_real(values).flatten() if values.is_complex() else values).double().nan_to_num().clamp_(-1e100, 1e100)
+    values = (
+        (torch.view_as_real(values).flatten() if values.is_complex() else values)
+        .double()
+        .nan_to_num()
+        .clamp_(-1e100, 1e100)
+    )
     weights = torch.arange(len(values), dtype=torch.float64).mul_(0.618).frac_().sub_(0.5)
     norm = values.norm().item()
     return norm, (weights @ values).item() / (norm or 1.0)
@@ -95,6 +116,13 @@ def _alike(one: int | tuple[float, float], other: int | tuple[float, float]) -> 
 
 
 def is_room(groups: Groups, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> bool:
-    """Whether a sum of this shape over so many ranks may travel with a comparison, which it must not delay."""
+    """Whether a sum of this shape over so many ranks may travel with a comparison, which it must
+    not delay.
+    """
     same_device = groups.checked_on.type == groups.device_type
-    return same_device and dtype.is_floating_point and math.prod(shape) <= ROOM and ranks == groups.mesh.size
+    return (
+        same_device
+        and dtype.is_floating_point
+        and math.prod(shape) <= ROOM
+        and ranks == groups.mesh.size
+    )

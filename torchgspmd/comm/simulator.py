@@ -1,7 +1,10 @@
-"""All devices of a mesh in one process, in lockstep: every node is run for each device before the next one.
+"""All devices of a mesh in one process, in lockstep: every node is run for each device before the
+next one.
 
-No process group is needed. Values are lists with one tensor a device; collectives are what they mean.
+No process group is needed. Values are lists with one tensor a device; collectives are what they
+mean.
 """
+
 from __future__ import annotations
 
 import functools
@@ -19,15 +22,32 @@ from ..halo import Window
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from .box_exchange import exchange, pack, unpack
-from .collective import SENDING, all_gather, all_reduce, all_to_all, halo, permute, reduce_scatter, split_axes, start
+from .collective import (
+    SENDING,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    halo,
+    permute,
+    reduce_scatter,
+    split_axes,
+    start,
+)
 from .local_ops import join_pieces, take_part
 from .ring_einsum import einsum_scatter, gather_einsum
 
-COMBINE: dict[str, Callable] = {"sum": operator.add, "max": torch.maximum, "min": torch.minimum, "prod": operator.mul}
+COMBINE: dict[str, Callable] = {
+    "sum": operator.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": operator.mul,
+}
 
 
 class Lockstep(fx.Interpreter):
-    """Runs the program of one device for all of them. Inputs and results are lists over the devices."""
+    """Runs the program of one device for all of them. Inputs and results are lists over the
+    devices.
+    """
 
     def __init__(self, program: fx.GraphModule, mesh: Mesh):
         super().__init__(program)
@@ -44,7 +64,10 @@ class Lockstep(fx.Interpreter):
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> list:
         if target is start:
             kind, operands, arguments = args
-            results = [_COLLECTIVES[SENDING[kind]](self.mesh, x, *rest) for x, rest in zip(operands, arguments)]
+            results = [
+                _COLLECTIVES[SENDING[kind]](self.mesh, x, *rest)
+                for x, rest in zip(operands, arguments)
+            ]
             return _PerDevice(zip(*results))
         if target in _COLLECTIVES:
             return _PerDevice(_COLLECTIVES[target](self.mesh, *args, **kwargs))
@@ -53,7 +76,7 @@ class Lockstep(fx.Interpreter):
         results = []
         for device in range(self.mesh.size):
             if random:
-                torch.set_rng_state(state)                                  # all devices draw the same numbers
+                torch.set_rng_state(state)  # all devices draw the same numbers
             mine = operator.itemgetter(device)
             results.append(target(*_map(args, mine), **_map(kwargs, mine)))
         return _PerDevice(results)
@@ -63,7 +86,9 @@ class Lockstep(fx.Interpreter):
 
 
 class _PerDevice(list):
-    """One value a device; a list among the arguments of an operation that is not such a value stays a list."""
+    """One value a device; a list among the arguments of an operation that is not such a value stays
+    a list.
+    """
 
 
 def _map(args: Any, mine: Callable) -> Any:
@@ -76,7 +101,9 @@ def _map(args: Any, mine: Callable) -> Any:
     return args
 
 
-def _in_groups(axes: str, mesh: Mesh, x: list[Tensor], run: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+def _in_groups(
+    axes: str, mesh: Mesh, x: list[Tensor], run: Callable[[list[Tensor]], list[Tensor]]
+) -> list[Tensor]:
     results: list[Any] = [None] * mesh.size
     for group in mesh.groups(split_axes(axes)):
         for rank, result in zip(group, run([x[rank] for rank in group])):
@@ -85,27 +112,40 @@ def _in_groups(axes: str, mesh: Mesh, x: list[Tensor], run: Callable[[list[Tenso
 
 
 def _all_reduce(mesh: Mesh, x: list[Tensor], reduction: str, axes: str) -> list[Tensor]:
-    return _in_groups(axes, mesh, x, lambda terms: [functools.reduce(COMBINE[reduction], terms)] * len(terms))
+    return _in_groups(
+        axes, mesh, x, lambda terms: [functools.reduce(COMBINE[reduction], terms)] * len(terms)
+    )
 
 
 def _all_gather(mesh: Mesh, x: list[Tensor], dim: int, axes: str) -> list[Tensor]:
     return _in_groups(axes, mesh, x, lambda parts: [torch.cat(parts, dim)] * len(parts))
 
 
-def _reduce_scatter(mesh: Mesh, x: list[Tensor], reduction: str, dim: int, axes: str) -> list[Tensor]:
+def _reduce_scatter(
+    mesh: Mesh, x: list[Tensor], reduction: str, dim: int, axes: str
+) -> list[Tensor]:
     def run(terms: list[Tensor]) -> list[Tensor]:
         total = functools.reduce(COMBINE[reduction], terms)
         return [take_part(total, dim, i, len(terms)) for i in range(len(terms))]
+
     return _in_groups(axes, mesh, x, run)
 
 
-def _all_to_all(mesh: Mesh, x: list[Tensor], gather_dim: int, scatter_dim: int, axes: str) -> list[Tensor]:
+def _all_to_all(
+    mesh: Mesh, x: list[Tensor], gather_dim: int, scatter_dim: int, axes: str
+) -> list[Tensor]:
     def run(parts: list[Tensor]) -> list[Tensor]:
-        return [torch.cat([take_part(p, scatter_dim, i, len(parts)) for p in parts], gather_dim) for i in range(len(parts))]
+        return [
+            torch.cat([take_part(p, scatter_dim, i, len(parts)) for p in parts], gather_dim)
+            for i in range(len(parts))
+        ]
+
     return _in_groups(axes, mesh, x, run)
 
 
-def _permute(mesh: Mesh, x: list[Tensor], before: str, after: str, shape: tuple[int, ...]) -> list[Tensor]:
+def _permute(
+    mesh: Mesh, x: list[Tensor], before: str, after: str, shape: tuple[int, ...]
+) -> list[Tensor]:
     plan = exchange(mesh, tuple(shape), ShardSpec.parse(before), ShardSpec.parse(after))
     transfers = [plan.transfer(mesh.coordinates(rank)) for rank in range(mesh.size)]
     results: list[Any] = [None] * mesh.size
@@ -114,8 +154,14 @@ def _permute(mesh: Mesh, x: list[Tensor], before: str, after: str, shape: tuple[
             arriving = [transfers[r].sends[place] for r in group]
             parts = [pack(x[r], [box]) for r, box in zip(group, arriving) if box is not None]
             moved = torch.cat(parts) if parts else x[rank].new_empty(0)
-            results[rank] = unpack(x[rank], moved, [b for b in transfers[rank].receives if b is not None], transfers[rank].keep,
-                                   transfers[rank].shape, math.nan if moved.is_floating_point() else 0)
+            results[rank] = unpack(
+                x[rank],
+                moved,
+                [b for b in transfers[rank].receives if b is not None],
+                transfers[rank].keep,
+                transfers[rank].shape,
+                math.nan if moved.is_floating_point() else 0,
+            )
     return results
 
 
@@ -124,31 +170,61 @@ def _halo(mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int
 
     def run(parts: list[Tensor]) -> list[Tensor]:
         def mine(index: int) -> Tensor:
-            pieces = [(place, parts[owner].narrow(dim, row, rows)) for owner, row, place, rows in window.pieces(index, size, len(parts))]
-            return join_pieces(pieces, window, dim, parts[0], math.nan if parts[0].is_floating_point() else 0)
+            pieces = [
+                (place, parts[owner].narrow(dim, row, rows))
+                for owner, row, place, rows in window.pieces(index, size, len(parts))
+            ]
+            return join_pieces(
+                pieces, window, dim, parts[0], math.nan if parts[0].is_floating_point() else 0
+            )
+
         return [mine(i) for i in range(len(parts))]
+
     return _in_groups(axes, mesh, x, run)
 
 
-def _gather_einsum(mesh: Mesh, x: list[Tensor], others: Sequence[list[Tensor]], dim: int, axes: str, equations: Sequence[str],
-                   sides: Sequence[int], keep: bool) -> list[tuple[Tensor, ...]]:
+def _gather_einsum(
+    mesh: Mesh,
+    x: list[Tensor],
+    others: Sequence[list[Tensor]],
+    dim: int,
+    axes: str,
+    equations: Sequence[str],
+    sides: Sequence[int],
+    keep: bool,
+) -> list[tuple[Tensor, ...]]:
     whole = _all_gather(mesh, x, dim, axes)
-    results = [[torch.einsum(equation, *((y, w) if side else (w, y))) for w, y in zip(whole, other)]
-               for equation, side, other in zip(equations, sides, others)]
+    results = [
+        [torch.einsum(equation, *((y, w) if side else (w, y))) for w, y in zip(whole, other)]
+        for equation, side, other in zip(equations, sides, others)
+    ]
     return list(zip(*results, *([whole] if keep else [])))
 
 
-def _einsum_scatter(mesh: Mesh, a: list[Tensor], b: list[Tensor], dim: int, axes: str, equation: str) -> list[Tensor]:
-    return _reduce_scatter(mesh, [torch.einsum(equation, x, y) for x, y in zip(a, b)], "sum", dim, axes)
+def _einsum_scatter(
+    mesh: Mesh, a: list[Tensor], b: list[Tensor], dim: int, axes: str, equation: str
+) -> list[Tensor]:
+    return _reduce_scatter(
+        mesh, [torch.einsum(equation, x, y) for x, y in zip(a, b)], "sum", dim, axes
+    )
 
 
 _COLLECTIVES: dict[Callable, Callable] = {
-    all_reduce: _all_reduce, all_gather: _all_gather, reduce_scatter: _reduce_scatter, all_to_all: _all_to_all, halo: _halo,
-    permute: _permute, gather_einsum: _gather_einsum, einsum_scatter: _einsum_scatter}
+    all_reduce: _all_reduce,
+    all_gather: _all_gather,
+    reduce_scatter: _reduce_scatter,
+    all_to_all: _all_to_all,
+    halo: _halo,
+    permute: _permute,
+    gather_einsum: _gather_einsum,
+    einsum_scatter: _einsum_scatter,
+}
 
 
 def split_global(tensor: Tensor, spec: ShardSpec, mesh: Mesh, poison: bool = False) -> list[Tensor]:
-    """The parts of a global tensor. poison: NaN in the padding of floating ones, to see whether it leaks."""
+    """The parts of a global tensor. poison: NaN in the padding of floating ones, to see whether it
+    leaks.
+    """
     parts = []
     for rank in range(mesh.size):
         part, c = tensor, mesh.coordinates(rank)
@@ -158,7 +234,11 @@ def split_global(tensor: Tensor, spec: ShardSpec, mesh: Mesh, poison: bool = Fal
                 rows = -(-tensor.shape[d] // count) * count
                 if rows != part.shape[d]:
                     fill = float("nan") if part.is_floating_point() else 0
-                    part = F.pad(part, [0, 0] * (part.dim() - 1 - d) + [0, rows - part.shape[d]], value=fill if poison else 0)
+                    part = F.pad(
+                        part,
+                        [0, 0] * (part.dim() - 1 - d) + [0, rows - part.shape[d]],
+                        value=fill if poison else 0,
+                    )
                 part = take_part(part, d, mesh.index(axes, c), count)
         parts.append(part)
     return parts
@@ -170,6 +250,9 @@ def join_global(parts: list[Tensor], spec: ShardSpec, shape: Sequence[int], mesh
     result = parts[0].new_empty([n * mesh.count(axes) for n, axes in zip(rows, spec.dims)])
     for rank in reversed(range(mesh.size)):
         c = mesh.coordinates(rank)
-        where = tuple(slice(mesh.index(axes, c) * n, (mesh.index(axes, c) + 1) * n) for n, axes in zip(rows, spec.dims))
+        where = tuple(
+            slice(mesh.index(axes, c) * n, (mesh.index(axes, c) + 1) * n)
+            for n, axes in zip(rows, spec.dims)
+        )
         result[where] = parts[rank]
     return result[tuple(slice(0, n) for n in shape)].contiguous()

@@ -1,8 +1,10 @@
-"""Operators of torch by name: one that this release of torch lacks costs its own rule, and nothing else.
+"""Operators of torch by name: one that this release of torch lacks costs its own rule, and nothing
+else.
 
-    aten.mm.default             the operator, as torch.ops.aten.mm.default
-    aten.cholesky.default       on torch 2.15, which has none: an AbsentOperator. Tables may have it as a key, no node of a graph is one.
+aten.mm.default             the operator, as torch.ops.aten.mm.default
+aten.cholesky.default       on torch 2.15, which has none: an AbsentOperator. Tables may have it as a key, no node of a graph is one.
 """
+
 from __future__ import annotations
 
 from typing import Any, NoReturn
@@ -11,7 +13,7 @@ import torch
 
 from ..errors import ShardingError, user_line
 
-ABSENT: dict[str, AbsentOperator] = {}          # what was asked for and is not there, by name
+ABSENT: dict[str, AbsentOperator] = {}  # what was asked for and is not there, by name
 
 
 class AbsentOperator:
@@ -25,8 +27,11 @@ class AbsentOperator:
         return self._name
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise ShardingError(f"torch {torch.__version__} has no operator {self._name}", where=user_line(),
-                            fix="`python -m torchgspmd doctor` lists what is missing in this version of torch")
+        raise ShardingError(
+            f"torch {torch.__version__} has no operator {self._name}",
+            where=user_line(),
+            fix="`python -m torchgspmd doctor` lists what is missing in this version of torch",
+        )
 
     def __repr__(self) -> str:
         return f"<{self._name}, which torch {torch.__version__} lacks>"
@@ -46,7 +51,7 @@ class Packet:
         if found is None:
             name = self._prefix if overload == "default" else f"{self._prefix}.{overload}"
             found = ABSENT.setdefault(name, AbsentOperator(name))
-        setattr(self, overload, found)                                      # looked up once
+        setattr(self, overload, found)  # looked up once
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,5 @@
 """The version of torch at hand, beside those that the package was checked on."""
+
 from __future__ import annotations
 
 import logging
@@ -21,7 +22,9 @@ def is_checked() -> bool:
 
 @cache
 def check_torch(*needed_for: str) -> None:
-    """On first use: ShardingError if this torch lacks what is needed; one line if it is newer than what was checked, from one rank."""
+    """On first use: ShardingError if this torch lacks what is needed; one line if it is newer than
+    what was checked, from one rank.
+    """
     require(*needed_for)
     _say_newer()
 
@@ -30,7 +33,9 @@ def check_torch(*needed_for: str) -> None:
 def _say_newer() -> None:
     if is_newer() and os.environ.get("RANK", "0") == "0":
         version = ".".join(map(str, release(torch.__version__)))
-        logging.getLogger("torchgspmd").warning("torch %s is newer than what torchgspmd was checked on", version)
+        logging.getLogger("torchgspmd").warning(
+            "torch %s is newer than what torchgspmd was checked on", version
+        )
 
 
 def check_plan() -> None:

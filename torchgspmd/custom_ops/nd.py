@@ -1,9 +1,11 @@
-"""Operations that keep their dimensions: what linear, matmul, einsum and attention become in a captured graph.
+"""Operations that keep their dimensions: what linear, matmul, einsum and attention become in a
+captured graph.
 
-PyTorch flattens [batch, sequence, width] to two dimensions before it multiplies, which would lose a layout of the
-sequence, and merges [batch, heads] into one dimension in attention. Here both stay whole, in the forward and, since
-each gradient is written with the same operations, in the backward.
+PyTorch flattens [batch, sequence, width] to two dimensions before it multiplies, which would lose a
+layout of the sequence, and merges [batch, heads] into one dimension in attention. Here both stay
+whole, in the forward and, since each gradient is written with the same operations, in the backward.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -13,13 +15,16 @@ from torch import Tensor
 
 from ..compat.operators import aten
 
-LSE_ROWS = 32                   # of which the GPU kernel wants a multiple in its logsumexp
+LSE_ROWS = 32  # of which the GPU kernel wants a multiple in its logsumexp
 
 # ------------------------------------------------------------------------------------------ einsum of two tensors
 
+
 @torch.library.custom_op("torchgspmd::einsum", mutates_args=())
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """torch.einsum of two tensors, without repeated or broadcast letters; every letter occurs in at least two of a, b, result."""
+    """torch.einsum of two tensors, without repeated or broadcast letters; every letter occurs in at
+    least two of a, b, result.
+    """
     return torch.einsum(equation, a, b).contiguous()
 
 
@@ -42,8 +47,10 @@ def _(equation: str, a: Tensor, b: Tensor) -> Tensor:
     sizes = {**dict(zip(a_letters, a.shape)), **dict(zip(b_letters, b.shape))}
     for letter, size in zip(a_letters, a.shape):
         if type(size) is type(sizes[letter]) is int and size != sizes[letter]:
-            raise RuntimeError(f"shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied: '{letter}' of {equation} is {size} and "
-                               f"{sizes[letter]}")
+            raise RuntimeError(
+                f"shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied: '{letter}' of {equation} is {size} and "
+                f"{sizes[letter]}"
+            )
     return a.new_empty([sizes[letter] for letter in out])
 
 
@@ -55,9 +62,11 @@ def _einsum_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 def _einsum_backward(ctx: Any, grad: Tensor) -> tuple:
     x, y = ctx.saved_tensors
     a, b, out = split_equation(ctx.equation)
-    return (None,
-            einsum(f"{out},{b}->{a}", grad, y.conj_physical()) if ctx.needs_input_grad[1] else None,
-            einsum(f"{out},{a}->{b}", grad, x.conj_physical()) if ctx.needs_input_grad[2] else None)
+    return (
+        None,
+        einsum(f"{out},{b}->{a}", grad, y.conj_physical()) if ctx.needs_input_grad[1] else None,
+        einsum(f"{out},{a}->{b}", grad, x.conj_physical()) if ctx.needs_input_grad[2] else None,
+    )
 
 
 einsum.register_autograd(_einsum_backward, setup_context=_einsum_context)
@@ -65,31 +74,52 @@ einsum.register_autograd(_einsum_backward, setup_context=_einsum_context)
 
 # ------------------------------------------------------------------------------------------ attention without an explicit mask
 
+
 @torch.library.custom_op("torchgspmd::attention", mutates_args=())
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v of q[b, h, s, d], k[b, h, t, d], v[b, h, t, e], and the logsumexp of the scores [b, h, s]."""
+    """softmax(q k^T * scale) v of q[b, h, s, d], k[b, h, t, d], v[b, h, t, e], and the logsumexp of
+    the scores [b, h, s].
+    """
     if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
         out, lse = attention_on_cpu(q, k, v, causal, scale)
     elif _has_gpu_kernel(q, v):
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(*_rows(q, k, v), None, True, 0.0, causal, scale=scale)
-        lse = lse[..., :q.shape[2]]
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            *_rows(q, k, v), None, True, 0.0, causal, scale=scale
+        )
+        lse = lse[..., : q.shape[2]]
     else:
         out, lse = attention_by_products(q, k, v, causal, scale)
     return out.contiguous(), lse.contiguous()
 
 
-def attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attention_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """`attention` of heads of one width by PyTorch's kernel."""
-    return aten._scaled_dot_product_flash_attention_for_cpu(*_rows(q, k, v), 0.0, causal, scale=scale)
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        *_rows(q, k, v), 0.0, causal, scale=scale
+    )
 
 
-def attention_backward_on_cpu(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-                              scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward_on_cpu(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`attention_backward` of heads of one width by PyTorch's kernel."""
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*_rows(grad, q, k, v, out), lse, 0.0, causal, scale=scale)
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *_rows(grad, q, k, v, out), lse, 0.0, causal, scale=scale
+    )
 
 
-def attention_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attention_by_products(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """`attention` without a kernel of its own; statistics in float32 at least."""
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
@@ -97,13 +127,23 @@ def attention_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: 
     return einsum("bhst,bhte->bhse", weights.to(v.dtype), v), lse
 
 
-def attention_backward_by_products(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-                                   scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention_backward` without a kernel of its own; the weights are computed again from the logsumexp of the scores."""
-    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()                              # [b, h, s, t]
+def attention_backward_by_products(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` without a kernel of its own; the weights are computed again from the
+    logsumexp of the scores.
+    """
+    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()  # [b, h, s, t]
     of_v = einsum("bhst,bhse->bhte", weights.to(grad.dtype), grad)
     of_weights = einsum("bhse,bhte->bhst", grad, v).to(weights.dtype)
-    mean = (grad * out).to(weights.dtype).sum(-1, True)                                             # [b, h, s, 1]
+    mean = (grad * out).to(weights.dtype).sum(-1, True)  # [b, h, s, 1]
     of_scores = (weights * (of_weights - mean) * scale).to(q.dtype)
     return einsum("bhst,bhtd->bhsd", of_scores, k), einsum("bhst,bhsd->bhtd", of_scores, q), of_v
 
@@ -119,7 +159,11 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 def _has_gpu_kernel(q: Tensor, v: Tensor) -> bool:
     """Whether PyTorch's memory-efficient kernel takes these: of rows in units of 16 bytes."""
-    return q.device.type == "cuda" and q.dtype != torch.float64 and all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
+    return (
+        q.device.type == "cuda"
+        and q.dtype != torch.float64
+        and all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
+    )
 
 
 def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -137,16 +181,36 @@ def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tens
 
 
 @torch.library.custom_op("torchgspmd::attention_backward", mutates_args=())
-def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-                       scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
         grads = attention_backward_on_cpu(grad, q, k, v, out, lse, causal, scale)
     elif _has_gpu_kernel(q, v):
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
-        seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))      # of dropout, which there is none of
+        seed, offset = (
+            torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)
+        )  # of dropout, which there is none of
         grads = aten._scaled_dot_product_efficient_attention_backward(
-            *_rows(grad, q, k, v), None, *_rows(out), padded, seed, offset, 0.0, [True, True, True, False], causal, scale=scale)[:3]
+            *_rows(grad, q, k, v),
+            None,
+            *_rows(out),
+            padded,
+            seed,
+            offset,
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=scale,
+        )[:3]
     else:
         grads = attention_backward_by_products(grad, q, k, v, out, lse, causal, scale)
     return tuple(g.contiguous() for g in grads)
@@ -172,24 +236,35 @@ attention.register_autograd(_attention_backward, setup_context=_attention_contex
 
 # ------------------------------------------------------------------------------------------ connectionist temporal classification
 
+
 @torch.library.custom_op("torchgspmd::ctc_losses", mutates_args=())
-def ctc_losses(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
-               zero_infinity: bool) -> tuple[Tensor, Tensor]:
+def ctc_losses(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> tuple[Tensor, Tensor]:
     """The loss [n] of each row of a batch, and its gradient by log_probs[t, n, c].
 
-    targets[n, s], or all of them behind each other. Whole, because PyTorch's own saves what has a size that depends on the lengths.
+    targets[n, s], or all of them behind each other. Whole, because PyTorch's own saves what has a
+    size that depends on the lengths.
     """
     lengths = [n.tolist() for n in (input_lengths, target_lengths)]
     losses, alpha = aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)
-    grad = aten._ctc_loss_backward.default(torch.ones_like(losses), log_probs, targets, *lengths, losses, alpha, blank,
-                                                     zero_infinity)
+    grad = aten._ctc_loss_backward.default(
+        torch.ones_like(losses), log_probs, targets, *lengths, losses, alpha, blank, zero_infinity
+    )
     losses = losses.masked_fill(losses.isinf(), 0) if zero_infinity else losses.clone()
     return losses, grad.contiguous()
 
 
 @ctc_losses.register_fake
 def _(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity):
-    return log_probs.new_empty([log_probs.shape[1]]), torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+    return log_probs.new_empty([log_probs.shape[1]]), torch.empty_like(
+        log_probs, memory_format=torch.contiguous_format
+    )
 
 
 def _ctc_context(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -1,9 +1,12 @@
-"""Numbers drawn by the place of an element in the whole tensor, so that every device can draw its own part of them.
+"""Numbers drawn by the place of an element in the whole tensor, so that every device can draw its
+own part of them.
 
-A seed comes from PyTorch's generator, once for every operation that draws; all ranks draw it alike. The number at place i
-is a hash of seed and i: two rounds of MurmurHash3's finalizer (Appleby, public domain), each keyed by half of the seed;
-a counter in place of a state, as in Random123 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011).
+A seed comes from PyTorch's generator, once for every operation that draws; all ranks draw it alike.
+The number at place i is a hash of seed and i: two rounds of MurmurHash3's finalizer (Appleby,
+public domain), each keyed by half of the seed; a counter in place of a state, as in Random123
+(Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011).
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,15 +14,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 15                        # elements hashed at a time on a CPU: they stay in its cache
+_BLOCK = 1 << 15  # elements hashed at a time on a CPU: they stay in its cache
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _LOW = 0xFFFFFFFF
 
 
-@torch.library.custom_op("torchgspmd::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@torch.library.custom_op(
+    "torchgspmd::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
 def draw_seed() -> Tensor:
     """One number of 63 bits, from the CPU's generator."""
-    return torch.randint(2 ** 63 - 1, ())
+    return torch.randint(2**63 - 1, ())
 
 
 @draw_seed.register_fake
@@ -28,12 +33,22 @@ def _() -> Tensor:
 
 
 @torch.library.custom_op("torchgspmd::uniform", mutates_args=())
-def uniform(seed: Tensor, stream: int, shape: Sequence[int], first: Sequence[int], whole: Sequence[int], dtype: torch.dtype,
-            device: torch.device, native: bool) -> Tensor:
-    """Numbers in [0, 1): the part of `shape` that begins at `first`, of a tensor of shape `whole`. Streams of one seed are independent.
+def uniform(
+    seed: Tensor,
+    stream: int,
+    shape: Sequence[int],
+    first: Sequence[int],
+    whole: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    native: bool,
+) -> Tensor:
+    """Numbers in [0, 1): the part of `shape` that begins at `first`, of a tensor of shape `whole`.
+    Streams of one seed are independent.
 
-    native: from PyTorch's generator for the device, seeded anew for every part: faster on some devices, but other numbers on other
-    meshes. Parts that begin at the same place are equal either way.
+    native: from PyTorch's generator for the device, seeded anew for every part: faster on some
+    devices, but other numbers on other meshes. Parts that begin at the same place are equal either
+    way.
     """
     keys = _keys(seed.item(), stream)
     if native:
@@ -43,8 +58,11 @@ def uniform(seed: Tensor, stream: int, shape: Sequence[int], first: Sequence[int
     bits = _BITS[dtype]
     if bits <= 32:
         return _to_unit(_hashed(keys, shape, first, whole, device), bits, dtype)
-    high, low = (_hashed(_keys(seed.item(), stream * 2 + i + 0x4000), shape, first, whole, device) for i in range(2))
-    return _to_unit(high, 26, dtype) + _to_unit(low, 27, dtype) * 2.0 ** -26
+    high, low = (
+        _hashed(_keys(seed.item(), stream * 2 + i + 0x4000), shape, first, whole, device)
+        for i in range(2)
+    )
+    return _to_unit(high, 26, dtype) + _to_unit(low, 27, dtype) * 2.0**-26
 
 
 @uniform.register_fake
@@ -53,7 +71,12 @@ def _(seed, stream, shape, first, whole, dtype, device, native) -> Tensor:
 
 
 def _to_unit(hashed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    return hashed.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1).to(dtype).mul_(2.0 ** -bits)
+    return (
+        hashed.bitwise_right_shift_(32 - bits)
+        .bitwise_and_((1 << bits) - 1)
+        .to(dtype)
+        .mul_(2.0**-bits)
+    )
 
 
 def _strides(whole: Sequence[int]) -> list[int]:
@@ -76,13 +99,21 @@ def _finalized(x: int) -> int:
     return x ^ x >> 16
 
 
-def _hashed(keys: tuple[int, int], shape: Sequence[int], first: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
+def _hashed(
+    keys: tuple[int, int],
+    shape: Sequence[int],
+    first: Sequence[int],
+    whole: Sequence[int],
+    device: torch.device,
+) -> Tensor:
     """32 random bits for every element, as int32."""
-    place = torch.zeros([], dtype=torch.int32, device=device)               # modulo 2^32, in int32 that wraps around
+    place = torch.zeros(
+        [], dtype=torch.int32, device=device
+    )  # modulo 2^32, in int32 that wraps around
     for size, start, stride in zip(shape, first, _strides(whole)):
         if stride * (start + size) < 1 << 31:
             rows = torch.arange(start, start + size, dtype=torch.int32, device=device) * stride
-        else:                                                               # what does not fit is mixed in row by row
+        else:  # what does not fit is mixed in row by row
             rows = torch.arange(start, start + size, dtype=torch.int64, device=device) * stride
             rows = _wrapped(rows ^ (rows >> 32) * 0x632BE5AB)
         place = place.unsqueeze(-1) + rows

@@ -1,4 +1,5 @@
 """What computes an operation on DTensors in the place of torch's DTensor itself."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -19,13 +20,15 @@ def handlers() -> dict:
 
 def handle(table: Mapping[Any, Callable]) -> None:
     """Adds functions to handlers(); those of operators that this torch lacks are left out."""
-    handlers().update({op: function for op, function in table.items() if not isinstance(op, AbsentOperator)})
+    handlers().update(
+        {op: function for op, function in table.items() if not isinstance(op, AbsentOperator)}
+    )
 
 
 def as_before(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """As DTensor itself does it."""
     table = handlers()
-    handler = table.pop(op, None)                                           # None: another thread is at it
+    handler = table.pop(op, None)  # None: another thread is at it
     try:
         return op(*args, **kwargs)
     finally:

@@ -4,9 +4,11 @@
     p.add_(torch.randn_like(p), alpha=0.01)
     F.dropout(y, 0.1)                                               of a sharded result
 
-By itself torch's DTensor draws the same numbers in every part of a tensor on CPUs, and such as depend on the mesh on GPUs. Here
-each rank draws those of the whole tensor, from generators in the same state, which is compared.
+By itself torch's DTensor draws the same numbers in every part of a tensor on CPUs, and such as
+depend on the mesh on GPUs. Here each rank draws those of the whole tensor, from generators in the
+same state, which is compared.
 """
+
 from __future__ import annotations
 
 import zlib
@@ -24,14 +26,39 @@ from ..errors import user_line
 from .op_handlers import as_before, handle, ours_of
 from .replicated_fallback import like, on_whole, store
 
-_FILLED = tuple(getattr(packet, overload) for packet in (
-    aten.normal_, aten.uniform_, aten.exponential_, aten.cauchy_, aten.log_normal_, aten.geometric_, aten.random_, aten.bernoulli_)
-    for overload in packet.overloads() if overload not in ("out", "Tensor"))        # whatever was there before
-_LIKE = tuple(getattr(packet, overload) for packet in (aten.rand_like, aten.randn_like, aten.randint_like)
-              for overload in packet.overloads() if "out" not in overload)
-_OTHERS = (aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli_.Tensor, aten.multinomial.default, aten.poisson.default,
-           aten.binomial.default, aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor,
-           aten.rrelu_with_noise.default)
+_FILLED = tuple(
+    getattr(packet, overload)
+    for packet in (
+        aten.normal_,
+        aten.uniform_,
+        aten.exponential_,
+        aten.cauchy_,
+        aten.log_normal_,
+        aten.geometric_,
+        aten.random_,
+        aten.bernoulli_,
+    )
+    for overload in packet.overloads()
+    if overload not in ("out", "Tensor")
+)  # whatever was there before
+_LIKE = tuple(
+    getattr(packet, overload)
+    for packet in (aten.rand_like, aten.randn_like, aten.randint_like)
+    for overload in packet.overloads()
+    if "out" not in overload
+)
+_OTHERS = (
+    aten.native_dropout.default,
+    aten.bernoulli.default,
+    aten.bernoulli_.Tensor,
+    aten.multinomial.default,
+    aten.poisson.default,
+    aten.binomial.default,
+    aten.normal.Tensor_Tensor,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    aten.rrelu_with_noise.default,
+)
 
 
 def draw_on_whole() -> None:
@@ -44,8 +71,15 @@ def _drawn(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     if not ours or ours[0].device.type == "meta":
         return as_before(op, args, kwargs)
     one, groups = ours[0], known_groups(ours[0].device_mesh)
-    state, does = _state(kwargs.get("generator"), one.device), f"draws random numbers for a DTensor at {user_line()}"
-    agree(groups, state ^ zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does, generator=state)))
+    state, does = (
+        _state(kwargs.get("generator"), one.device),
+        f"draws random numbers for a DTensor at {user_line()}",
+    )
+    agree(
+        groups,
+        state ^ zlib.crc32(does.encode()),
+        lambda: raise_difference(groups, Account(does, generator=state)),
+    )
     if op in _OTHERS:
         return on_whole(op, args, kwargs, one)
     whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
@@ -61,5 +95,9 @@ def _state(generator: torch.Generator | None, device: torch.device) -> int:
     if generator is not None:
         state: Tensor = generator.get_state()
     else:
-        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        state = (
+            torch.get_rng_state()
+            if device.type == "cpu"
+            else torch.get_device_module(device).get_rng_state(device)
+        )
     return zlib.crc32(state.cpu().numpy())

@@ -4,9 +4,10 @@
     g.norm().add_(eps)                      in place of what is pending
     torch.linalg.qr(p), p[g > 0]            sharding propagation failed
 
-What is written in place is stored in its parts again; results are replicated. Optimizers and loops written for one device do such
-things; a program that parallelize has made does not come here.
+What is written in place is stored in its parts again; results are replicated. Optimizers and loops
+written for one device do such things; a program that parallelize has made does not come here.
 """
+
 from __future__ import annotations
 
 import functools
@@ -26,7 +27,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
 
 _FAILED = "Sharding propagation failed", "found no DeviceMesh from dtensor args"
-_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"                    # from torch 2.10 on
+_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"  # from torch 2.10 on
 
 
 def compute_on_whole() -> None:
@@ -40,7 +41,9 @@ def compute_on_whole() -> None:
 
 def is_cut(tensor: DTensor) -> bool:
     """Whether devices that we know have different parts or terms of it."""
-    return known_groups(tensor.device_mesh) is not None and not all(p.is_replicate() for p in tensor.placements)
+    return known_groups(tensor.device_mesh) is not None and not all(
+        p.is_replicate() for p in tensor.placements
+    )
 
 
 def whole(tensor: DTensor) -> Tensor:
@@ -48,36 +51,56 @@ def whole(tensor: DTensor) -> Tensor:
     if not is_cut(tensor):
         return tensor.to_local()
     check_read_by_all(tensor)
-    values = tensor.full_tensor()                                           # with gaps, if a minor dimension was gathered
+    values = tensor.full_tensor()  # with gaps, if a minor dimension was gathered
     return values.contiguous() if tensor.is_contiguous() else values
 
 
 def check_read_by_all(tensor: DTensor) -> None:
-    """ShardingError on every rank, before any of them waits, unless all of them read one of which they have parts."""
-    groups, does = known_groups(tensor.device_mesh), f"reads a DTensor, of which each device has a part, at {user_line()}"
+    """ShardingError on every rank, before any of them waits, unless all of them read one of which
+    they have parts.
+    """
+    groups, does = (
+        known_groups(tensor.device_mesh),
+        f"reads a DTensor, of which each device has a part, at {user_line()}",
+    )
     agree(groups, zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does)))
 
 
 def like(tensor: DTensor, values: Tensor) -> DTensor:
     """A DTensor of whole values, laid out as another one; nothing is sent."""
-    return distribute_tensor(values.detach().to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return distribute_tensor(
+        values.detach().to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
+    )
 
 
 def _or_on_whole(before: Callable) -> Callable:
     @functools.wraps(before)
     def dispatched(op: OpOverload, args: tuple, kwargs: dict, *others: Any) -> Any:
         log = logging.getLogger("torch._subclasses.fake_tensor")
-        was, log.disabled = log.disabled, True                              # it would show a traceback of what is caught here
+        was, log.disabled = log.disabled, True  # it would show a traceback of what is caught here
         try:
             return before(op, args, kwargs, *others)
-        except (NotImplementedError, RuntimeError, AssertionError) as error:            # of layouts only: all ranks come to this alike
-            ours = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor) and known_groups(t.device_mesh)]
-            is_of_layouts = isinstance(error, NotImplementedError) or any(words in str(error) for words in _FAILED)
-            if not (ours and is_of_layouts and op.namespace == "aten"):     # no communication: one rank may be at it alone
+        except (
+            NotImplementedError,
+            RuntimeError,
+            AssertionError,
+        ) as error:  # of layouts only: all ranks come to this alike
+            ours = [
+                t
+                for t in pytree.tree_leaves((args, kwargs))
+                if isinstance(t, DTensor) and known_groups(t.device_mesh)
+            ]
+            is_of_layouts = isinstance(error, NotImplementedError) or any(
+                words in str(error) for words in _FAILED
+            )
+            if not (
+                ours and is_of_layouts and op.namespace == "aten"
+            ):  # no communication: one rank may be at it alone
                 raise
         finally:
             log.disabled = was
         return on_whole(op, args, kwargs, ours[0])
+
     return dispatched
 
 
@@ -89,24 +112,36 @@ def on_whole(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> Any:
         if isinstance(value, DTensor):
             return wholes.setdefault(id(value), (value, whole(value)))[1]
         return value
+
     results = op(*pytree.tree_map(opened, args), **pytree.tree_map(opened, kwargs))
     for value in _written(op, args, kwargs):
         if isinstance(value, DTensor):
             store(value, wholes[id(value)][1])
-    owners = {id(values): tensor for tensor, values in wholes.values() if values.shape == tensor.shape}
+    owners = {
+        id(values): tensor for tensor, values in wholes.values() if values.shape == tensor.shape
+    }
 
     def closed(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         replicated = [Replicate()] * one.device_mesh.ndim
-        return owners[id(value)] if id(value) in owners else DTensor.from_local(value, one.device_mesh, replicated, run_check=False)
+        return (
+            owners[id(value)]
+            if id(value) in owners
+            else DTensor.from_local(value, one.device_mesh, replicated, run_check=False)
+        )
+
     return pytree.tree_map(closed, results)
 
 
 def _written(op: OpOverload, args: tuple, kwargs: dict) -> list:
     """The tensors that an operation changes."""
     named = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
-    changed = [named.get(a.name) for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    changed = [
+        named.get(a.name)
+        for a in op._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
     return pytree.tree_leaves(changed)
 
 
@@ -117,5 +152,7 @@ def store(tensor: DTensor, values: Tensor) -> None:
     if values.shape == tensor.shape and not any(p.is_partial() for p in tensor.placements):
         tensor._local_tensor.copy_(like(tensor, values)._local_tensor)
         return
-    replicated = DTensor.from_local(values, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False)
+    replicated = DTensor.from_local(
+        values, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False
+    )
     tensor._local_tensor, tensor._spec = replicated._local_tensor, replicated._spec

@@ -1,4 +1,5 @@
-"""Views of DTensors that share no memory with them: what is written into such a part is written into the whole, too.
+"""Views of DTensors that share no memory with them: what is written into such a part is written
+into the whole, too.
 
     w[3] = 0, w[3].zero_()
     for q in w.chunk(3): nn.init.xavier_uniform_(q)
@@ -6,6 +7,7 @@
 
 Where a sharded dimension is cut, torch's DTensor gathers; the part then knows what it is a part of.
 """
+
 from __future__ import annotations
 
 import functools
@@ -24,14 +26,63 @@ from .op_handlers import as_before, handle, is_ours
 from .replicated_fallback import check_read_by_all, is_cut, like, on_whole, whole
 
 _SETITEM, _COPY = Tensor.__setitem__, Tensor.copy_
-_CUTS = (aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.diagonal.default)
-_RESHAPES = ("view", "view_as", "reshape", "flatten", "ravel", "unflatten", "t", "transpose", "swapaxes", "swapdims", "permute", "movedim",
-             "moveaxis", "squeeze", "unsqueeze", "expand")                  # methods: what others do with DTensors calls the operations
-_TURNS = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_")           # in place, of the shape alone
-_OF_METADATA = {*_TURNS, "as_strided_", "detach_", "requires_grad_", "rename_", "resize_", "resize_as_", "resize_as_sparse_", "set_",
-                "share_memory_", "sparse_resize_", "sparse_resize_and_clear_"}
-_CHANGES = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in _OF_METADATA]
-_CHANGES += [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor")]
+_CUTS = (
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.diagonal.default,
+)
+_RESHAPES = (
+    "view",
+    "view_as",
+    "reshape",
+    "flatten",
+    "ravel",
+    "unflatten",
+    "t",
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "permute",
+    "movedim",
+    "moveaxis",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+)  # methods: what others do with DTensors calls the operations
+_TURNS = (
+    "t_",
+    "transpose_",
+    "swapaxes_",
+    "swapdims_",
+    "squeeze_",
+    "unsqueeze_",
+)  # in place, of the shape alone
+_OF_METADATA = {
+    *_TURNS,
+    "as_strided_",
+    "detach_",
+    "requires_grad_",
+    "rename_",
+    "resize_",
+    "resize_as_",
+    "resize_as_sparse_",
+    "set_",
+    "share_memory_",
+    "sparse_resize_",
+    "sparse_resize_and_clear_",
+}
+_CHANGES = [
+    name
+    for name in dir(Tensor)
+    if name.endswith("_") and not name.startswith("_") and name not in _OF_METADATA
+]
+_CHANGES += [
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor")
+]
 
 
 def complete_views() -> None:
@@ -55,7 +106,9 @@ def become(tensor: DTensor, other: DTensor) -> None:
 
 
 def _turning(name: str) -> Callable:
-    """A method that turns a DTensor in place, which keeps the shape that it was made with otherwise."""
+    """A method that turns a DTensor in place, which keeps the shape that it was made with
+    otherwise.
+    """
     method = getattr(Tensor, f"{name}_")
 
     @functools.wraps(method)
@@ -67,16 +120,17 @@ def _turning(name: str) -> Callable:
             owner, view = self._part_of
             self._part_of = owner, lambda values: getattr(view(values), name)(*args, **kwargs)
         return self
+
     return turning
 
 
 def _cut(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     base, spec = args[0], args[0]._spec
     if torch.__version__ < "2.10":
-        base._spec = copy(spec)                                             # the part gets it, with the part's shape
+        base._spec = copy(spec)  # the part gets it, with the part's shape
     try:
         found = as_before(op, args, kwargs)
-    except RuntimeError:                                                    # of a layout that is not had so
+    except RuntimeError:  # of a layout that is not had so
         if not (is_ours(base) and is_cut(base)):
             raise
         found = on_whole(op, args, kwargs, base)
@@ -99,10 +153,11 @@ def _reshaping(method: Callable) -> Callable:
             return method(self, *args, **kwargs)
         try:
             found = method(self, *args, **kwargs)
-        except RuntimeError:                                                # what is cut does not become that
+        except RuntimeError:  # what is cut does not become that
             found = method(_replicated(self), *args, **kwargs)
         _remember(found, self, lambda values: method(values, *args, **kwargs))
         return found
+
     return reshaping
 
 
@@ -112,24 +167,28 @@ def _loses_parts(base: DTensor) -> bool:
 
 
 def _remember(part: DTensor, base: DTensor, view: Callable[[Tensor], Tensor]) -> None:
-    """view: the part of whole values. Of a part of a part, what both are parts of: where one is a copy, so it is there."""
+    """view: the part of whole values. Of a part of a part, what both are parts of: where one is a
+    copy, so it is there.
+    """
     if hasattr(base, "_part_of"):
         owner, before = base._part_of
         part._part_of = owner, lambda values: view(before(values))
     elif not _share_memory(part, base):
         one = torch.empty_strided(base.shape, base.stride(), device="meta")
-        if _storage(view(one)) == _storage(one):                            # on one device it is no copy
+        if _storage(view(one)) == _storage(one):  # on one device it is no copy
             part._part_of = base, view
 
 
 def _changing(method: Callable) -> Callable:
     """A method that changes a DTensor in place, and with it what it is a part of."""
+
     @functools.wraps(method)
     def changing(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
         if isinstance(self, DTensor):
             _spread(self)
         return result
+
     return changing
 
 
@@ -139,9 +198,12 @@ def _spread(part: DTensor) -> None:
     if owner is None:
         return
     if torch.is_grad_enabled() and (owner.requires_grad or part.requires_grad):
-        raise ShardingError("a part of a sharded tensor is changed in place while gradients are recorded", where=user_line(),
-                            why="the part was gathered, and autograd would not know that the whole has changed",
-                            fix="assign to entries (y[..., 0] = 0), which it knows of, or make a new tensor (torch.where, torch.cat)")
+        raise ShardingError(
+            "a part of a sharded tensor is changed in place while gradients are recorded",
+            where=user_line(),
+            why="the part was gathered, and autograd would not know that the whole has changed",
+            fix="assign to entries (y[..., 0] = 0), which it knows of, or make a new tensor (torch.where, torch.cat)",
+        )
     values = whole(owner)
     view(values).copy_(whole(part))
     _COPY(owner, like(owner, values))
@@ -156,19 +218,33 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _setitem(self: DTensor, index: Any, value: Any) -> None:
-    mask = isinstance(index, DTensor) and index.dtype is torch.bool and index.shape == self.shape and not isinstance(value, Tensor)
+    mask = (
+        isinstance(index, DTensor)
+        and index.dtype is torch.bool
+        and index.shape == self.shape
+        and not isinstance(value, Tensor)
+    )
     if not (mask or is_cut(self)):
         _SETITEM(self, index, value)
     elif mask:
-        _COPY(self, torch.where(index, value, self))                        # nothing is sent
+        _COPY(self, torch.where(index, value, self))  # nothing is sent
     else:
         check_read_by_all(self)
         entries = tuple(_replicated(e) for e in (index if isinstance(index, tuple) else (index,)))
         values = _replicated(self).clone()
         _SETITEM(values, entries, _replicated(value))
-        _COPY(self, values.redistribute(placements=[Replicate() if p.is_partial() else p for p in self.placements]))
+        _COPY(
+            self,
+            values.redistribute(
+                placements=[Replicate() if p.is_partial() else p for p in self.placements]
+            ),
+        )
     _spread(self)
 
 
 def _replicated(value: Any) -> Any:
-    return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim) if isinstance(value, DTensor) else value
+    return (
+        value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+        if isinstance(value, DTensor)
+        else value
+    )

@@ -1,4 +1,5 @@
 """The passes, in order. Each takes a graph apart from the next: one file, one function."""
+
 from .expand.decompose_ops import expand
 from .ir import Rules
 from .localize.localize import localize

@@ -10,6 +10,7 @@ A torch.fx.Graph of ATen operations at global shapes. Metadata of a node:
     captured   name of the node of the captured graph whose value it has, if it has one's
     spec       ShardSpec, from `propagate` on
 """
+
 from __future__ import annotations
 
 import operator
@@ -25,11 +26,12 @@ from ..rules import Call, Rule, rule_of
 @dataclass(eq=False, slots=True)
 class Op:
     """One operation: its node, its rule, the values it takes and those it makes (None: unused)."""
+
     node: fx.Node
     rule: Rule
     operands: tuple[fx.Node, ...]
     results: tuple[fx.Node | None, ...]
-    key: int                            # equal keys: same operation on same shapes, so the same rule object
+    key: int  # equal keys: same operation on same shapes, so the same rule object
 
 
 def is_operation(node: fx.Node) -> bool:
@@ -47,7 +49,9 @@ def is_number(node: fx.Node) -> bool:
 def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
     """The results of a node as a flat tuple."""
     val = node.meta["val"]
-    return tuple(v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor))
+    return tuple(
+        v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor)
+    )
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -67,10 +71,18 @@ def results_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 
 def call_of(node: fx.Node) -> Call:
-    """What a rule is asked about: the operation with the (fake) tensors of its arguments and results."""
+    """What a rule is asked about: the operation with the (fake) tensors of its arguments and
+    results.
+    """
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    return Call(node.target, args, kwargs, tuple(n.meta["val"] for n in operands_of(node)), tensors_of(node),
-                node.meta.get("dynamic", False))
+    return Call(
+        node.target,
+        args,
+        kwargs,
+        tuple(n.meta["val"] for n in operands_of(node)),
+        tensors_of(node),
+        node.meta.get("dynamic", False),
+    )
 
 
 def signature(node: fx.Node) -> tuple:
@@ -82,14 +94,20 @@ def signature(node: fx.Node) -> tuple:
             return "#"
         shown.append((tuple(n.meta["val"].shape), n.meta["val"].dtype))
         return "%"
-    return (node.target, repr(fx.map_arg((node.args, dict(node.kwargs)), show)), tuple(shown), node.meta.get("dynamic", False))
+
+    return (
+        node.target,
+        repr(fx.map_arg((node.args, dict(node.kwargs)), show)),
+        tuple(shown),
+        node.meta.get("dynamic", False),
+    )
 
 
 class Rules:
     """The rule of every node, computed once for equal signatures."""
 
     def __init__(self, lookup: Callable[[Call], Rule] = rule_of):
-        self.lookup, self.known = lookup, {}                                # signature -> rule, number
+        self.lookup, self.known = lookup, {}  # signature -> rule, number
 
     def op(self, node: fx.Node) -> Op:
         same = signature(node)

@@ -1,10 +1,12 @@
-"""The graph as text: one line a value, global sizes, `@` and a mesh axis where one shards or is pending.
+"""The graph as text: one line a value, global sizes, `@` and a mesh axis where one shards or is
+pending.
 
-    mesh data=2 model=4
-      %x      : f32[8@data, 64]           = input
-      %mm_1   : f32[8@data, 64] sum@model = mm(%gelu, %w2)
-      %mm_1_r : f32[8@data, 64]           = all_reduce(%mm_1, sum, model)
+mesh data=2 model=4
+  %x      : f32[8@data, 64]           = input
+  %mm_1   : f32[8@data, 64] sum@model = mm(%gelu, %w2)
+  %mm_1_r : f32[8@data, 64]           = all_reduce(%mm_1, sum, model)
 """
+
 from __future__ import annotations
 
 import operator
@@ -17,9 +19,20 @@ from ..compat.private_apis import OpOverload
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 
-_NAMES = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-          torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
-          torch.complex64: "c64", torch.complex128: "c128"}
+_NAMES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -30,8 +43,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 def type_text(dtype: torch.dtype, shape: Any, spec: ShardSpec | None) -> str:
     """f32[8@data, 64] sum@model"""
     spec = spec or ShardSpec.replicated(len(shape))
-    dims = [f"{n}@{'+'.join(axes)}{f'[{w.short}]' if (w := spec.window(d)) else ''}" if axes else str(n)
-            for d, (n, axes) in enumerate(zip(shape, spec.dims))]
+    dims = [
+        f"{n}@{'+'.join(axes)}{f'[{w.short}]' if (w := spec.window(d)) else ''}" if axes else str(n)
+        for d, (n, axes) in enumerate(zip(shape, spec.dims))
+    ]
     pending = f" {spec.reduction}@{'+'.join(spec.pending)}" if spec.pending else ""
     return f"{dtype_name(dtype)}[{', '.join(dims)}]{pending}"
 
@@ -43,20 +58,29 @@ def graph_text(graph: fx.Graph, mesh: Mesh) -> str:
 
 
 def program_text(graph: fx.Graph) -> str:
-    """The program of one device: sizes are those of its parts, a collective has a start and a wait for each result."""
+    """The program of one device: sizes are those of its parts, a collective has a start and a wait
+    for each result.
+    """
     return "\n".join(["one device", *_lines([_local_row(node) for node in graph.nodes])])
 
 
 def _lines(rows: list[tuple[str, str, str]]) -> list[str]:
     names, types = (max((len(row[i]) for row in rows), default=0) for i in (0, 1))
-    return [f"  {name:{names}} : {kind:{types}} = {text}".rstrip() if name else f"  {text}" for name, kind, text in rows]
+    return [
+        f"  {name:{names}} : {kind:{types}} = {text}".rstrip() if name else f"  {text}"
+        for name, kind, text in rows
+    ]
 
 
 def _local_row(node: fx.Node) -> tuple[str, str, str]:
     if node.op == "output":
         return "", "", f"return {', '.join(map(_text, node.args[0]))}"
     shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
-    return f"%{node.name}", f"{dtype_name(dtype)}{list(shape)}" if shape is not None and dtype is not None else "", call_text(node)
+    return (
+        f"%{node.name}",
+        f"{dtype_name(dtype)}{list(shape)}" if shape is not None and dtype is not None else "",
+        call_text(node),
+    )
 
 
 def _row(node: fx.Node) -> tuple[str, str, str] | None:
@@ -68,7 +92,10 @@ def _row(node: fx.Node) -> tuple[str, str, str] | None:
         return name, type(val).__name__, call_text(node)
     if not isinstance(val, Tensor):
         specs = node.meta.get("result_specs", ())
-        kinds = [type_text(t.dtype, t.shape, s) for t, s in zip([v for v in val if isinstance(v, Tensor)], specs)]
+        kinds = [
+            type_text(t.dtype, t.shape, s)
+            for t, s in zip([v for v in val if isinstance(v, Tensor)], specs)
+        ]
         return name, f"({'; '.join(kinds)})", call_text(node)
     return name, type_text(val.dtype, val.shape, node.meta.get("spec")), call_text(node)
 
@@ -87,7 +114,9 @@ def call_text(node: fx.Node) -> str:
 
 
 def _op_name(target: Any) -> str:
-    return target._schema.name.split("::")[-1] if isinstance(target, OpOverload) else target.__name__
+    return (
+        target._schema.name.split("::")[-1] if isinstance(target, OpOverload) else target.__name__
+    )
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,5 @@
 """What is known of every operation. `rule_of` is all that the passes ask."""
+
 from . import algebra_rows  # noqa: F401 (they register)
 from . import ops  # noqa: F401 (registers them)
 from .algebra import simplified
@@ -17,5 +18,19 @@ def rule_of(call: Call) -> Rule:
     return replicated(call) if found is None else found
 
 
-__all__ = ["IDENTITY", "RENAMED", "Call", "Rule", "Shapes", "decomposition_of", "describe", "make_rule", "natively", "quotient", "rule_of",
-           "simplified", "trace", "unpartitioned_of"]
+__all__ = [
+    "IDENTITY",
+    "RENAMED",
+    "Call",
+    "Rule",
+    "Shapes",
+    "decomposition_of",
+    "describe",
+    "make_rule",
+    "natively",
+    "quotient",
+    "rule_of",
+    "simplified",
+    "trace",
+    "unpartitioned_of",
+]

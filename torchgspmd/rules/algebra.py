@@ -1,4 +1,7 @@
-"""Operations whose result is there already: what a graph of several of them computes, known without any communication."""
+"""Operations whose result is there already: what a graph of several of them computes, known without
+any communication.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,23 +25,37 @@ def simplified(node: fx.Node) -> fx.Node | None:
 
 def simplification(op: Any) -> Callable:
     """Registers a function from a node with val on it and on what it takes."""
+
     def register(function: Callable) -> Callable:
         SIMPLIFICATIONS.setdefault(op, []).append(function)
         return function
+
     return register
 
 
 @simplification(aten.sum.dim_IntList)
 def _sum_of_one_entry(node: fx.Node) -> fx.Node | None:
-    """The sum over rows of zeros with one entry put into each: the entries. (Of a label's gradient, in a softmax's backward.)"""
+    """The sum over rows of zeros with one entry put into each: the entries. (Of a label's gradient,
+    in a softmax's backward.)
+    """
     x, dims = node.args[0], node.args[1]
-    if x.target is not aten.scatter.src or not dims or len(dims) != 1 or len(node.args) < 3 or not node.args[2] or node.kwargs:
+    if (
+        x.target is not aten.scatter.src
+        or not dims
+        or len(dims) != 1
+        or len(node.args) < 3
+        or not node.args[2]
+        or node.kwargs
+    ):
         return None
     zeros, dim, index, entries = x.args
     shape = list(x.meta["val"].shape)
     dim %= len(shape)
-    one = [*shape[:dim], 1, *shape[dim + 1:]]
-    fits = dims[0] % len(shape) == dim and list(index.meta["val"].shape) == list(entries.meta["val"].shape) == one
+    one = [*shape[:dim], 1, *shape[dim + 1 :]]
+    fits = (
+        dims[0] % len(shape) == dim
+        and list(index.meta["val"].shape) == list(entries.meta["val"].shape) == one
+    )
     return entries if fits and zeros.target is aten.full.default and zeros.args[1] == 0 else None
 
 
@@ -59,7 +76,9 @@ def instead(node: fx.Node, target: Any, args: tuple, kwargs: dict | None = None)
 
 @simplification(aten.add.Tensor)
 def _sum_with_zeros(node: fx.Node) -> fx.Node | None:
-    """The other summand: a pipeline's steps take rows of zeros in at its ends, and so do their gradients."""
+    """The other summand: a pipeline's steps take rows of zeros in at its ends, and so do their
+    gradients.
+    """
     val, summands = node.meta["val"], node.args[:2]
     if node.kwargs or not all(isinstance(n, fx.Node) and "val" in n.meta for n in summands):
         return None
@@ -72,11 +91,19 @@ def _sum_with_zeros(node: fx.Node) -> fx.Node | None:
 
 @simplification(aten.flip.default)
 def _sums_from_behind(node: fx.Node) -> fx.Node | None:
-    """The gradient of cumsum turns rows around twice; a device need not have any but its own for that."""
+    """The gradient of cumsum turns rows around twice; a device need not have any but its own for
+    that.
+    """
     scan, rank = node.args[0], node.meta["val"].dim()
-    if scan.target is not aten.cumsum.default or scan.kwargs or scan.args[0].target is not aten.flip.default:
+    if (
+        scan.target is not aten.cumsum.default
+        or scan.kwargs
+        or scan.args[0].target is not aten.flip.default
+    ):
         return None
-    dims = {d % rank for found in (node.args[1], scan.args[1:], scan.args[0].args[1]) for d in found}
+    dims = {
+        d % rank for found in (node.args[1], scan.args[1:], scan.args[0].args[1]) for d in found
+    }
     x, val = scan.args[0].args[0], node.meta["val"]
     if len(dims) > 1 or x.meta["val"].dtype != val.dtype:
         return None

@@ -1,4 +1,5 @@
 """gspmd.rule: the sentence of an operation of one's own."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -10,27 +11,44 @@ from . import Call, Rule
 from .notation import IDENTITY, Sentence
 from .registry import RULES
 
-_OWN: set[Any] = set()                  # operations whose rule came from here: it may be replaced
+_OWN: set[Any] = set()  # operations whose rule came from here: it may be replaced
 
 
-def rule(op: Any, sentence: str, *, reduce: str | Mapping[str, str] = "", whole: str = "", linear: Sequence[Sequence[int]] = ()) -> None:
-    """Says how the dimensions of a custom operation's tensors correspond, so that it runs partitioned.
+def rule(
+    op: Any,
+    sentence: str,
+    *,
+    reduce: str | Mapping[str, str] = "",
+    whole: str = "",
+    linear: Sequence[Sequence[int]] = (),
+) -> None:
+    """Says how the dimensions of a custom operation's tensors correspond, so that it runs
+    partitioned.
 
-    op: what torch.library.custom_op returns, torch.ops.library.name, or "library::name". sentence: one group of factors for
-    each tensor operand and, behind the arrow, each result, such as "b k, k n -> b n"; `...` stands for leading dimensions, 1 for a
-    dimension without a factor. reduce: factors of whose shards the operation computes terms that add up to the result
-    ("k", or {"k": "max"}); whole: factors that every device needs whole; linear: groups of operands in which it is linear.
+    op: what torch.library.custom_op returns, torch.ops.library.name, or "library::name". sentence:
+    one group of factors for each tensor operand and, behind the arrow, each result, such as "b k, k
+    n -> b n"; `...` stands for leading dimensions, 1 for a dimension without a factor. reduce:
+    factors of whose shards the operation computes terms that add up to the result ("k", or {"k":
+    "max"}); whole: factors that every device needs whole; linear: groups of operands in which it is
+    linear.
     """
     target, where = _target(op), user_line()
     parsed = _parsed(sentence, where)
-    names = {f for dims in (*parsed.operands, *parsed.results) for token in dims for f in token.strip("()").split()}
+    names = {
+        f
+        for dims in (*parsed.operands, *parsed.results)
+        for token in dims
+        for f in token.strip("()").split()
+    }
     reductions = dict.fromkeys(reduce.split(), "sum") if isinstance(reduce, str) else dict(reduce)
     for factor in (*reductions, *whole.split()):
         if factor not in names:
             raise ShardingError(f"'{factor}' is no factor of the rule '{sentence}'", where=where)
     for kind in reductions.values():
         if kind not in IDENTITY:
-            raise ShardingError(f"'{kind}' is not a reduction; known are {', '.join(IDENTITY)}", where=where)
+            raise ShardingError(
+                f"'{kind}' is not a reduction; known are {', '.join(IDENTITY)}", where=where
+            )
     if target in RULES and target not in _OWN:
         raise ShardingError(f"{target} has a rule already", where=where)
     _OWN.add(target)
@@ -40,8 +58,12 @@ def rule(op: Any, sentence: str, *, reduce: str | Mapping[str, str] = "", whole:
             return parsed.bind(call, reduce=reductions, whole=whole, linear=linear)
         except ValueError as error:
             shapes = ", ".join(str(list(t.shape)) for t in (*call.tensors, *call.results))
-            raise ShardingError(f"the rule '{sentence}' does not fit a call of {target}", where=where,
-                                why=f"{error}; tensors of the call: {shapes}") from error
+            raise ShardingError(
+                f"the rule '{sentence}' does not fit a call of {target}",
+                where=where,
+                why=f"{error}; tensors of the call: {shapes}",
+            ) from error
+
     RULES[target] = bind
 
 
@@ -51,11 +73,19 @@ def _target(op: Any) -> OpOverload | str:
     found = getattr(op, "_opoverload", op)
     if isinstance(found, OpOverload) or isinstance(found, str) and "::" in found:
         return found
-    raise ShardingError(f"{op!r} is no operation", where=user_line(), fix="give what torch.library.custom_op returned, or 'library::name'")
+    raise ShardingError(
+        f"{op!r} is no operation",
+        where=user_line(),
+        fix="give what torch.library.custom_op returned, or 'library::name'",
+    )
 
 
 def _parsed(sentence: str, where: str | None) -> Sentence:
     try:
         return Sentence.parse(sentence)
     except ValueError as error:
-        raise ShardingError(str(error), where=where, fix="tensors separated by commas, factors by blanks: 'b k, k n -> b n'") from error
+        raise ShardingError(
+            str(error),
+            where=where,
+            fix="tensors separated by commas, factors by blanks: 'b k, k n -> b n'",
+        ) from error

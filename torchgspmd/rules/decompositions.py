@@ -1,4 +1,7 @@
-"""How an operation without a rule is expressed by operations that have one: our decompositions, then PyTorch's tables."""
+"""How an operation without a rule is expressed by operations that have one: our decompositions,
+then PyTorch's tables.
+"""
+
 from __future__ import annotations
 
 import operator
@@ -23,8 +26,10 @@ from ..compat.private_apis import (
 from ..compat.private_apis import _pytree as pytree
 from .registry import BLOCKWISE, DECOMPOSITIONS, SPLITS, rule_function
 
-RENAMED = {aten.view.default: aten.reshape.default,          # local parts need not be contiguous
-           aten._unsafe_view.default: aten.reshape.default}
+RENAMED = {
+    aten.view.default: aten.reshape.default,  # local parts need not be contiguous
+    aten._unsafe_view.default: aten.reshape.default,
+}
 
 
 @cache
@@ -35,7 +40,8 @@ def _core() -> dict[Any, Callable]:
 def decomposition_of(op: Any, *, splitting: int = 0) -> Callable | None:
     """A function that computes the operation by others; None if it stands for itself.
 
-    splitting: of an operation with a rule whose `whole` factors are sharded, over so many devices (1: not known).
+    splitting: of an operation with a rule whose `whole` factors are sharded, over so many devices
+    (1: not known).
     """
     if op in DECOMPOSITIONS:
         return DECOMPOSITIONS[op]
@@ -58,15 +64,20 @@ def _is_composite(op: OpOverload) -> bool:
 
 
 def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph:
-    """The graph of a decomposition on fake tensors: a placeholder for every tensor among the arguments, in order.
+    """The graph of a decomposition on fake tensors: a placeholder for every tensor among the
+    arguments, in order.
 
-    Raises what the function does, and NotImplementedError if it makes a tensor of values of its own."""
+    Raises what the function does, and NotImplementedError if it makes a tensor of values of its
+    own.
+    """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     with given[0].fake_mode if given else FakeTensorMode(), torch.no_grad(), _DisableAutocast():
         recorder = _Recorder()
         tensors = iter([recorder.place(t) for t in given])
-        a, k = pytree.tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+        a, k = pytree.tree_unflatten(
+            [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
+        )
         with recorder:
             made = function(*a, **k)
     recorder.graph.output(recorder.nodes_of(made))
@@ -75,20 +86,28 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down the operations that are called. What make_fx does besides takes five times as long."""
+    """Writes down the operations that are called. What make_fx does besides takes five times as
+    long.
+    """
 
     def __init__(self):
         super().__init__()
-        self.graph, self.made = fx.Graph(), {}                              # node and tensor, by the tensor's id
+        self.graph, self.made = fx.Graph(), {}  # node and tensor, by the tensor's id
 
     def place(self, tensor: Tensor) -> Tensor:
-        """An input: the tensor, or another one if it is an input already; one tensor twice stands for any two."""
+        """An input: the tensor, or another one if it is an input already; one tensor twice stands
+        for any two.
+        """
         if id(tensor) in self.made:
-            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            tensor = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
         return self._keep(tensor, self.graph.placeholder("tensor"))
 
     def nodes_of(self, tree: Any) -> Any:
-        return pytree.tree_map(lambda leaf: self._node(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+        return pytree.tree_map(
+            lambda leaf: self._node(leaf) if isinstance(leaf, Tensor) else leaf, tree
+        )
 
     def _node(self, tensor: Tensor) -> fx.Node:
         if id(tensor) not in self.made:
@@ -100,9 +119,11 @@ class _Recorder(TorchDispatchMode):
         node.meta["val"] = tensor
         return tensor
 
-    def __torch_dispatch__(self, op: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        if op.namespace == "prim":                                          # which device a tensor is on
+        if op.namespace == "prim":  # which device a tensor is on
             return op(*args, **kwargs)
         if op is aten.detach.default:
             return self._keep(op(*args), self._node(*args))
@@ -111,12 +132,16 @@ class _Recorder(TorchDispatchMode):
                 result = op.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        node = self.graph.create_node("call_function", op, *self.nodes_of((args, kwargs)), name=op.overloadpacket.__name__)
+        node = self.graph.create_node(
+            "call_function", op, *self.nodes_of((args, kwargs)), name=op.overloadpacket.__name__
+        )
         result = node.meta["val"] = op(*args, **kwargs)
         if isinstance(result, Tensor):
             self._keep(result, node)
         for i, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
-            taken = self.graph.call_function(operator.getitem, (node, i))   # of None, too: names count on
+            taken = self.graph.call_function(
+                operator.getitem, (node, i)
+            )  # of None, too: names count on
             if isinstance(part, Tensor):
                 self._keep(part, taken)
         return result

@@ -1,6 +1,8 @@
-"""How operations are taken apart for a partitioner that is not ours: XLA's. It has good rules for einsums, sums, slices and
-elementwise operations; a fused norm, an attention by merged batch dimensions or a roll makes it gather whole tensors.
+"""How operations are taken apart for a partitioner that is not ours: XLA's. It has good rules for
+einsums, sums, slices and elementwise operations; a fused norm, an attention by merged batch
+dimensions or a roll makes it gather whole tensors.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,8 +19,14 @@ from .ops import uneven_reshape  # noqa: F401 (registers its operations)
 
 ours = torch.ops.torchgspmd
 
-NORMS = {aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten.native_group_norm.default,
-         aten.native_group_norm_backward.default, aten.native_batch_norm.default, aten.native_batch_norm_backward.default}
+NORMS = {
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten.native_batch_norm.default,
+    aten.native_batch_norm_backward.default,
+}
 
 
 def unpartitioned_of(op: Any, *, splitting: int = 0) -> Callable | None:
@@ -41,9 +49,12 @@ def _roll(x: Tensor, shifts: list[int], dims: list[int] = ()) -> Tensor:
 
 
 _FUNCTIONS: dict[Any, Callable] = {
-    ours.attention.default: attention_by_products, ours.attention_backward.default: attention_backward_by_products,
-    aten.roll.default: _roll, ours.join_rows.default: lambda x, dim: x.flatten(dim, dim + 1),
-    ours.split_rows.default: lambda x, dim, width: x.unflatten(dim, (-1, width))}
+    ours.attention.default: attention_by_products,
+    ours.attention_backward.default: attention_backward_by_products,
+    aten.roll.default: _roll,
+    ours.join_rows.default: lambda x, dim: x.flatten(dim, dim + 1),
+    ours.split_rows.default: lambda x, dim, width: x.unflatten(dim, (-1, width)),
+}
 
 
 def _native_dropout(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
@@ -54,10 +65,16 @@ def _native_dropout(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
 
 
 def _like(draw: Callable) -> Callable:
-    def drawn(x: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any) -> Tensor:
+    def drawn(
+        x: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
+    ) -> Tensor:
         return draw(list(x.shape), dtype=dtype or x.dtype, device=device or x.device)
+
     return drawn
 
 
-_DRAWING: dict[Any, Callable] = {aten.native_dropout.default: _native_dropout, aten.rand_like.default: _like(aten.rand.default),
-                                 aten.randn_like.default: _like(aten.randn.default)}
+_DRAWING: dict[Any, Callable] = {
+    aten.native_dropout.default: _native_dropout,
+    aten.rand_like.default: _like(aten.rand.default),
+    aten.randn_like.default: _like(aten.randn.default),
+}

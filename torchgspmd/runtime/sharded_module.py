@@ -1,4 +1,5 @@
 """parallelize: a module that computes on the devices of a mesh, one process each."""
+
 from __future__ import annotations
 
 import hashlib
@@ -80,55 +81,99 @@ from .xla_module import XlaModule
 
 _REDUCTIONS = (c10d.all_reduce.default, _IN_PLACE := c10d.all_reduce_.default)
 _SENDING = {*STARTS, WAIT, ring_einsum_scatter, ring_gather_einsum}
-_MODES = ("torch.is_grad_enabled()", "torch.is_autocast_enabled()", "torch.get_autocast_dtype()", "torch.get_default_dtype()")
+_MODES = (
+    "torch.is_grad_enabled()",
+    "torch.is_autocast_enabled()",
+    "torch.get_autocast_dtype()",
+    "torch.get_default_dtype()",
+)
 _CALLS = "calls a module"
 BACKENDS = ("torch", "inductor", "xla")
 
 
-def parallelize(model: nn.Module, mesh: Mesh, *, backend: str = "torch", in_specs: Any = None, out_specs: Any = None,
-                pin: str = "user", strict: bool = False, rng: str = "global", shard_updates: str | None = None,
-                regather: str = "auto", skip_passes: Sequence[str] = ()) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    backend: str = "torch",
+    in_specs: Any = None,
+    out_specs: Any = None,
+    pin: str = "user",
+    strict: bool = False,
+    rng: str = "global",
+    shard_updates: str | None = None,
+    regather: str = "auto",
+    skip_passes: Sequence[str] = (),
+) -> nn.Module:
     """The model on a mesh: an nn.Module with the same forward, to be called by every process alike.
 
-    Parameters and buffers become DTensors laid out as marked (replicated without a mark) with rank 0's values; give the
-    returned module's parameters to the optimizer. Plain tensor arguments are the global batch, the same on every
-    rank; DTensors are taken as laid out. Results come back whole, but for those whose layout out_specs gives: DTensors, of the
-    nearest layout that such express (several axes on one dimension only in mesh order, and if they divide it). backend "torch" runs the
-    program operation by operation, "inductor" compiles it. Raises ShardingError if there is no process group with one process a device,
-    or if ranks differ in their programs or in the shapes of arguments. strict=True: what would be listed as replicated_ops is an
-    error. rng="global": random numbers are those of one device, drawn by the place of an element; all ranks need the same
-    torch.manual_seed. "native": from PyTorch's generator. shard_updates="data": every parameter, its gradient and the optimizer's state
-    of it are stored in parts over that axis besides its mark (ZeRO; arXiv 2004.13336). regather: whether weights are gathered again for
-    the backward: "always", "never" (they are kept), or "auto": if a GPU's memory would not do otherwise. skip_passes: those of "bucket",
-    "collective_matmul", "overlap" and "prefetch" that are to be left out (README, Overlap); all ranks alike.
+    Parameters and buffers become DTensors laid out as marked (replicated without a mark) with rank
+    0's values; give the returned module's parameters to the optimizer. Plain tensor arguments are
+    the global batch, the same on every rank; DTensors are taken as laid out. Results come back
+    whole, but for those whose layout out_specs gives: DTensors, of the nearest layout that such
+    express (several axes on one dimension only in mesh order, and if they divide it). backend
+    "torch" runs the program operation by operation, "inductor" compiles it. Raises ShardingError if
+    there is no process group with one process a device, or if ranks differ in their programs or in
+    the shapes of arguments. strict=True: what would be listed as replicated_ops is an error.
+    rng="global": random numbers are those of one device, drawn by the place of an element; all
+    ranks need the same torch.manual_seed. "native": from PyTorch's generator. shard_updates="data":
+    every parameter, its gradient and the optimizer's state of it are stored in parts over that axis
+    besides its mark (ZeRO; arXiv 2004.13336). regather: whether weights are gathered again for the
+    backward: "always", "never" (they are kept), or "auto": if a GPU's memory would not do
+    otherwise. skip_passes: those of "bucket", "collective_matmul", "overlap" and "prefetch" that
+    are to be left out (README, Overlap); all ranks alike.
 
-    backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner makes the program. pin: what it is told
-    besides the layouts of inputs and results: the marks ("user"), every layout that our own partitioner chose ("all"), or nothing
-    ("none"). strict, rng and regather are not for it: XLA draws random numbers itself.
+    backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner
+    makes the program. pin: what it is told besides the layouts of inputs and results: the marks
+    ("user"), every layout that our own partitioner chose ("all"), or nothing ("none"). strict, rng
+    and regather are not for it: XLA draws random numbers itself.
     """
     if backend not in BACKENDS:
-        raise ShardingError(f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}", where=user_line())
+        raise ShardingError(
+            f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}",
+            where=user_line(),
+        )
     check_parallelize()
-    ours = {"strict": strict, "rng": rng != "global", "regather": regather != "auto", "skip_passes": bool(skip_passes)}
+    ours = {
+        "strict": strict,
+        "rng": rng != "global",
+        "regather": regather != "auto",
+        "skip_passes": bool(skip_passes),
+    }
     others = ours if backend == "xla" else {"pin": pin != "user"}
     for name in (name for name, is_set in others.items() if is_set):
         raise ShardingError(f"backend '{backend}' has no option {name}", where=user_line())
     if any(isinstance(m, Wrapped) for m in model.modules()):
-        raise ShardingError("a module is on a mesh already", where=user_line(), fix="wrap the outermost module, once")
+        raise ShardingError(
+            "a module is on a mesh already",
+            where=user_line(),
+            fix="wrap the outermost module, once",
+        )
     check_module(model)
     if shard_updates is not None:
         mark_updates(model, mesh, shard_updates)
     if backend == "xla":
         return XlaModule(model, mesh, in_specs, out_specs, pin)
-    return ShardedModule(model, mesh, backend, in_specs, out_specs, strict=strict, rng=rng, regather=regather, skip_passes=skip_passes)
+    return ShardedModule(
+        model,
+        mesh,
+        backend,
+        in_specs,
+        out_specs,
+        strict=strict,
+        rng=rng,
+        regather=regather,
+        skip_passes=skip_passes,
+    )
 
 
 def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
     """This rank's part of a batch, all parts together as one global DTensor; nothing is sent.
 
-    local: the rows that a DistributedSampler gives this rank: of the same shape on every rank. The global size of a
-    sharded dimension is the local one times the number of shards. In a process that runs on XLA: the batch of this host, whose
-    rows go to its devices; all hosts' together as one XLA tensor.
+    local: the rows that a DistributedSampler gives this rank: of the same shape on every rank. The
+    global size of a sharded dimension is the local one times the number of shards. In a process
+    that runs on XLA: the batch of this host, whose rows go to its devices; all hosts' together as
+    one XLA tensor.
     """
     if is_started():
         return place_batch(local, mesh, spec)
@@ -136,31 +181,68 @@ def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
     parsed = ShardSpec.parse(spec).check(mesh, local.shape, "the batch")
     shape = tuple(n * mesh.count(axes) for n, axes in zip(local.shape, parsed.dims))
     if storable(parsed, shape, mesh) != parsed.closed():
-        raise ShardingError(f"'{parsed}' shards one dimension by axes out of mesh order", where=user_line(), fix="name them in mesh order")
+        raise ShardingError(
+            f"'{parsed}' shards one dimension by axes out of mesh order",
+            where=user_line(),
+            fix="name them in mesh order",
+        )
     return wrap_local(local, parsed, shape, mesh, groups.device_mesh)
 
 
 class ShardedModule(Wrapped):
     """What parallelize returns. Names of parameters, buffers and submodules are those of the model.
 
-    plan: the Plan of the latest call (None before the first). planning_seconds: how long making it took.
+    plan: the Plan of the latest call (None before the first). planning_seconds: how long making it
+    took.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, backend: str, in_specs: Any = None, out_specs: Any = None, hooks: bool = True,
-                 **options: Any):
-        """hooks: whether those of the model are part of its programs; the hooks of those inside of it are."""
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        backend: str,
+        in_specs: Any = None,
+        out_specs: Any = None,
+        hooks: bool = True,
+        **options: Any,
+    ):
+        """hooks: whether those of the model are part of its programs; the hooks of those inside of
+        it are.
+        """
         step_on_local_tensors()
         complete_dtensors()
         tensors = [*model.parameters(), *model.buffers()]
-        device = next((t.device.type for t in tensors if not t.is_meta), "cuda" if torch.cuda.is_available() else "cpu")
+        device = next(
+            (t.device.type for t in tensors if not t.is_meta),
+            "cuda" if torch.cuda.is_available() else "cpu",
+        )
         groups = groups_of(mesh, device)
-        shard_module(model, {name: _stored_spec_of(mark_on(t, mesh), tuple(t.shape), mesh)
-                             for name, t in named_tensors(model)}, mesh, groups.device_mesh)
+        shard_module(
+            model,
+            {
+                name: _stored_spec_of(mark_on(t, mesh), tuple(t.shape), mesh)
+                for name, t in named_tensors(model)
+            },
+            mesh,
+            groups.device_mesh,
+        )
         super().__init__(model)
-        self.__dict__.update(_mesh=mesh, _backend=backend, _in_specs=in_specs, _out_specs=out_specs, _hooks=hooks, _options=options,
-                             _groups=groups, plan=None, planning_seconds=0.0)
+        self.__dict__.update(
+            _mesh=mesh,
+            _backend=backend,
+            _in_specs=in_specs,
+            _out_specs=out_specs,
+            _hooks=hooks,
+            _options=options,
+            _groups=groups,
+            plan=None,
+            planning_seconds=0.0,
+        )
         if hooks:
-            stand_alone(model, lambda submodule: ShardedModule(submodule, mesh, backend, hooks=False, **options))
+            stand_alone(
+                model,
+                lambda submodule: ShardedModule(submodule, mesh, backend, hooks=False, **options),
+            )
         self.register_load_state_dict_pre_hook(_distribute_state)
 
     @not_compiled
@@ -174,48 +256,90 @@ class ShardedModule(Wrapped):
         leaf_keys, varying = [*map(_leaf_key, leaves)], None
         if float in map(type, leaves):
             varying = self._varying(tree, leaves, leaf_keys)
-        key = (tree, tuple(leaf_keys), self._current(), self._modes(), self._trainable(),
-               torch.is_grad_enabled(), torch.is_autocast_enabled(self._groups.device_type),
-               torch.get_autocast_dtype(self._groups.device_type), torch.get_default_dtype())
+        key = (
+            tree,
+            tuple(leaf_keys),
+            self._current(),
+            self._modes(),
+            self._trainable(),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(self._groups.device_type),
+            torch.get_autocast_dtype(self._groups.device_type),
+            torch.get_default_dtype(),
+        )
         program = self._program(key, lambda: self._compile(args, kwargs, key, varying))
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
         if program.takes_numbers:
             signature ^= _hash(str(program.captured.numbers()))
-        return program(leaves, given, Agreement(self._groups, signature, lambda: self._differ(key, varying, program.draws)))
+        return program(
+            leaves,
+            given,
+            Agreement(self._groups, signature, lambda: self._differ(key, varying, program.draws)),
+        )
 
     def _kind(self, name: str, held: Any) -> Any:
         if isinstance(held, DTensor):
             return tuple(held.shape), held.dtype, held.placements
         if isinstance(held, nn.Parameter):
-            raise ShardingError(f"parameter '{name}' is a plain tensor", where=user_line(),
-                                why="it was put into the model after parallelize",
-                                fix="change the model before it is wrapped, or put in a DTensor (torch's distribute_tensor)")
+            raise ShardingError(
+                f"parameter '{name}' is a plain tensor",
+                where=user_line(),
+                why="it was put into the model after parallelize",
+                fix="change the model before it is wrapped, or put in a DTensor (torch's distribute_tensor)",
+            )
         return super()._kind(name, held)
 
-    def _differ(self, key: Any, varying: Varying | None, draws: bool = False, made: Captured | None = None) -> NoReturn:
-        """What every rank raises when they are about to do different things. made: all of them have made a program, this one."""
+    def _differ(
+        self, key: Any, varying: Varying | None, draws: bool = False, made: Captured | None = None
+    ) -> NoReturn:
+        """What every rank raises when they are about to do different things. made: all of them have
+        made a program, this one.
+        """
         passed = varying.now if varying else {}
         arguments = [*filter(None, map(_shown, key[1])), *([str(passed)] if passed else [])]
-        programs = [program.captured for program in self._programs.get(key, ())] + ([made] if made else [])
+        programs = [program.captured for program in self._programs.get(key, ())] + (
+            [made] if made else []
+        )
         owners = self._owners()
-        model = self._described() + [*zip(_MODES, map(str, key[-len(_MODES):]))]
-        model += [pair for captured in programs for pair in captured.described(owners, besides=passed)]
-        raise_difference(self._groups, Account(_CALLS, arguments, model, _generator_state() if draws else None, made is not None))
+        model = self._described() + [*zip(_MODES, map(str, key[-len(_MODES) :]))]
+        model += [
+            pair for captured in programs for pair in captured.described(owners, besides=passed)
+        ]
+        raise_difference(
+            self._groups,
+            Account(
+                _CALLS, arguments, model, _generator_state() if draws else None, made is not None
+            ),
+        )
 
-    def _compare(self, captured: Captured, tensors: Sequence[Tensor], differ: Callable[[], NoReturn]) -> None:
-        """ShardingError on every rank where tensors that are the same everywhere have other values on one."""
+    def _compare(
+        self, captured: Captured, tensors: Sequence[Tensor], differ: Callable[[], NoReturn]
+    ) -> None:
+        """ShardingError on every rank where tensors that are the same everywhere have other values
+        on one.
+        """
         names = [i.name for i in captured.inputs if i.kind == ARGUMENT]
-        first = len(tensors) - len(captured.places)                         # of those from attributes
-        given = [(name, i < first, t) for i, (name, t) in enumerate(zip(names, tensors))
-                 if not isinstance(t, DTensor) and (i < first or captured.places[i - first].kind == "tensor")]
-        given += [(name, False, t) for name, t in captured.kept_tensors(self._owners()) if not isinstance(t, DTensor)]
+        first = len(tensors) - len(captured.places)  # of those from attributes
+        given = [
+            (name, i < first, t)
+            for i, (name, t) in enumerate(zip(names, tensors))
+            if not isinstance(t, DTensor)
+            and (i < first or captured.places[i - first].kind == "tensor")
+        ]
+        given += [
+            (name, False, t)
+            for name, t in captured.kept_tensors(self._owners())
+            if not isinstance(t, DTensor)
+        ]
         check_alike(self._groups, given, differ)
 
     def _compile(self, args: tuple, kwargs: dict, key: Any, varying: Varying | None) -> _Program:
         start = time.perf_counter()
         passed = varying.now if varying else {}
-        call = as_text((key[:2], key[3:], passed))                          # without _current, which counts changes of this rank
+        call = as_text(
+            (key[:2], key[3:], passed)
+        )  # without _current, which counts changes of this rank
         agree(self._groups, _hash(f"a program for {call}"), lambda: self._differ(key, varying))
         try:
             made, tensors = self._planned(args, kwargs, varying)
@@ -236,31 +360,74 @@ class ShardedModule(Wrapped):
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         return program
 
-    def _planned(self, args: tuple, kwargs: dict, varying: Varying | None) -> tuple[Plan, list[Tensor]]:
+    def _planned(
+        self, args: tuple, kwargs: dict, varying: Varying | None
+    ) -> tuple[Plan, list[Tensor]]:
         """And the tensors that it takes besides parameters and buffers."""
-        without = next((name for name, t in named_tensors(self._model) if t.device.type == "meta"), None)
+        without = next(
+            (name for name, t in named_tensors(self._model) if t.device.type == "meta"), None
+        )
         if without is not None:
-            raise ShardingError(f"'{without}' is on meta: it has no values", where=user_line(),
-                                fix=f"model.to_empty(device='{self._groups.device_type}'), then initialize it or load its values")
-        captured = capture(self._model, args, kwargs, self._mesh, grad=torch.is_grad_enabled(), hooks=self._hooks, state=self._state,
-                           varying=varying)
+            raise ShardingError(
+                f"'{without}' is on meta: it has no values",
+                where=user_line(),
+                fix=f"model.to_empty(device='{self._groups.device_type}'), then initialize it or load its values",
+            )
+        captured = capture(
+            self._model,
+            args,
+            kwargs,
+            self._mesh,
+            grad=torch.is_grad_enabled(),
+            hooks=self._hooks,
+            state=self._state,
+            varying=varying,
+        )
         state = captured.at_places()
         wanted = [*spread_inputs(self._in_specs, args, kwargs, self._mesh), *(None for _ in state)]
-        tensors = [*(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *state]
-        wanted = [spec_of(t, self._mesh) if isinstance(t, DTensor) else spec for t, spec in zip(tensors, wanted)]
-        made = compile_plan(captured, self._mesh, wanted, self._out_specs,
-                            stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
-                            plain=[not isinstance(t, DTensor) for t in tensors], device=self._groups.device_type, **self._options)
+        tensors = [
+            *(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)),
+            *state,
+        ]
+        wanted = [
+            spec_of(t, self._mesh) if isinstance(t, DTensor) else spec
+            for t, spec in zip(tensors, wanted)
+        ]
+        made = compile_plan(
+            captured,
+            self._mesh,
+            wanted,
+            self._out_specs,
+            stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
+            plain=[not isinstance(t, DTensor) for t in tensors],
+            device=self._groups.device_type,
+            **self._options,
+        )
         return made, tensors
 
 
 class _Program:
     """One compiled call: forward and backward graph of this rank, and how they are fed."""
 
-    def __init__(self, plan: Plan, groups: Groups, model: nn.Module, tensors: Sequence[Tensor], backend: str, signature: int):
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Groups,
+        model: nn.Module,
+        tensors: Sequence[Tensor],
+        backend: str,
+        signature: int,
+    ):
         """signature: what ranks compare before every run."""
-        self.plan, self.groups, self.captured, self.signature = plan, groups, plan.captured, signature
-        self.slots = [slot_of(model, i.name) for i in self.captured.inputs if i.kind in (PARAMETER, BUFFER)]
+        self.plan, self.groups, self.captured, self.signature = (
+            plan,
+            groups,
+            plan.captured,
+            signature,
+        )
+        self.slots = [
+            slot_of(model, i.name) for i in self.captured.inputs if i.kind in (PARAMETER, BUFFER)
+        ]
         self.out_kinds = [o.kind for o in self.captured.outputs]
         self.gradient_inputs = [o.input for o in self.captured.outputs if o.kind == GRADIENT]
         self.apart, self.parts = self.captured.without_gradient(), self.captured.parts()
@@ -269,11 +436,18 @@ class _Program:
         self.outputs = self.out_kinds.count(OUTPUT)
         self.by_values = any(n.meta.get("dynamic") for n in plan.sharded.nodes)
         self.takes_numbers = bool(self.captured.numbers())
-        self.draws = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in plan.program.graph.nodes)
+        self.draws = any(
+            torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+            for n in plan.program.graph.nodes
+        )
         graph = tidy(products(lower(copies(_copy(plan.program.graph)), groups), groups.device_type))
         self._inputs(graph, tensors)
         self._outputs(graph)
-        forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs) + self.out_kinds.count(OBSERVED))
+        forward, backward = split(
+            graph,
+            len(self.tangent_outputs),
+            len(self.gradient_inputs) + self.out_kinds.count(OBSERVED),
+        )
         owner = self.captured.constants
         self.agreement: Agreement
         self.carries = self.settles = False
@@ -292,20 +466,34 @@ class _Program:
             if plain or inp.kind == TANGENT and self.wrapped(inp.output) is None:
                 slice_global(graph, node, spec, mesh, coordinates)
             else:
-                pad_stored(graph, node, stored_shape(spec, inp.shape, mesh, coordinates), spec.local_shape(inp.shape, mesh))
+                pad_stored(
+                    graph,
+                    node,
+                    stored_shape(spec, inp.shape, mesh, coordinates),
+                    spec.local_shape(inp.shape, mesh),
+                )
 
     def _outputs(self, graph: fx.Graph) -> None:
-        """Results and gradients without padding; gradients of parameters with the strides of these, as optimizers expect."""
+        """Results and gradients without padding; gradients of parameters with the strides of these,
+        as optimizers expect.
+        """
         mesh, coordinates = self.groups.mesh, self.groups.coordinates
         node = graph.output_node()
         nodes = self.plan.sharded.output_node().args[0]
         cut = []
         with graph.inserting_before(node):
-            for value, spec, source, out in zip(node.args[0], self.plan.out_specs, nodes, self.captured.outputs):
+            for value, spec, source, out in zip(
+                node.args[0], self.plan.out_specs, nodes, self.captured.outputs
+            ):
                 if spec is not None:
                     shape = tuple(source.meta["val"].shape)
                     meta = value.meta
-                    value = cut_padding(graph, value, stored_shape(spec, shape, mesh, coordinates), spec.local_shape(shape, mesh))
+                    value = cut_padding(
+                        graph,
+                        value,
+                        stored_shape(spec, shape, mesh, coordinates),
+                        spec.local_shape(shape, mesh),
+                    )
                     if out.kind == GRADIENT and self.captured.inputs[out.input].kind == PARAMETER:
                         table, name = self.slots[out.input]
                         value = strided_like(graph, value, table[name])
@@ -314,13 +502,23 @@ class _Program:
         node.args = (tuple(cut),)
 
     def _before_sending(self, forward: fx.Graph) -> None:
-        """Lets the comparison between ranks end before the first collective begins; or carry that one, if it ends before the next."""
+        """Lets the comparison between ranks end before the first collective begins; or carry that
+        one, if it ends before the next.
+        """
         first, done = [*(n for n in forward.nodes if n.target in _SENDING), None, None][:2]
         if first is None:
             return
         self.settles = True
-        self.carries = _is_sum(first) and done.args[0] is first and is_room(
-            self.groups, first.meta["shape"], first.meta["dtype"], self.groups.size(first.args[2]))
+        self.carries = (
+            _is_sum(first)
+            and done.args[0] is first
+            and is_room(
+                self.groups,
+                first.meta["shape"],
+                first.meta["dtype"],
+                self.groups.size(first.args[2]),
+            )
+        )
         with forward.inserting_before(first):
             if not self.carries:
                 forward.call_function(self.settle)
@@ -337,10 +535,15 @@ class _Program:
         return spec if spec is not None and spec.sharding_axes else None
 
     def __call__(self, leaves: list, given: tuple[tuple, dict], agreement: Agreement) -> Any:
-        """leaves: those of what is given, (args, kwargs). agreement: whether ranks pass the same; it ends before anything else is
-        sent, as late as that."""
+        """leaves: those of what is given, (args, kwargs). agreement: whether ranks pass the same;
+        it ends before anything else is sent, as late as that.
+        """
         state = [table[name] for table, name in self.slots]
-        flat = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.captured.at_places()]
+        flat = [
+            *state,
+            *(leaf for leaf in leaves if isinstance(leaf, Tensor)),
+            *self.captured.at_places(),
+        ]
         if self.mutated:
             self.captured.check_aliases(flat)
         self.agreement = agreement if self.carries else agreement.begin()
@@ -377,9 +580,9 @@ class _Program:
         with torch.no_grad():
             results = self.forward(*map(local_of, flat))
             count = self.outputs + len(self.mutated)
-            for index, value in zip(self.mutated, results[self.outputs:count]):
+            for index, value in zip(self.mutated, results[self.outputs : count]):
                 local_of(flat[index]).copy_(value)
-        return results[:self.outputs], results[count:]
+        return results[: self.outputs], results[count:]
 
 
 class _Run(torch.autograd.Function):
@@ -389,34 +592,55 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, program: _Program, *flat: Tensor) -> tuple[Tensor, ...]:
         outs, saved = program.run_forward(flat)
         outs = apart(outs, program.tangent_outputs)
-        ctx.program, ctx.flat = program, [flat[i] if isinstance(flat[i], DTensor) else None for i in program.gradient_inputs]
-        if program.by_values:                                               # autograd saves tensors only
+        ctx.program, ctx.flat = (
+            program,
+            [flat[i] if isinstance(flat[i], DTensor) else None for i in program.gradient_inputs],
+        )
+        if program.by_values:  # autograd saves tensors only
             ctx.numbers = [None if isinstance(v, Tensor) else v for v in saved]
             saved = [v if isinstance(v, Tensor) else None for v in saved]
         ctx.save_for_backward(*saved)
         ctx.count = len(flat)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[o for i, o in enumerate(outs) if i not in program.tangent_outputs and isinstance(o, Tensor)])
-        ctx.shapes = [(outs[i].shape, outs[i].dtype, outs[i].device) for i in program.tangent_outputs]
+        ctx.mark_non_differentiable(
+            *[
+                o
+                for i, o in enumerate(outs)
+                if i not in program.tangent_outputs and isinstance(o, Tensor)
+            ]
+        )
+        ctx.shapes = [
+            (outs[i].shape, outs[i].dtype, outs[i].device) for i in program.tangent_outputs
+        ]
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         program: _Program = ctx.program
-        if all(grad is None for grad in grads):                             # autograd comes here from a node that needs nothing of it
+        if all(
+            grad is None for grad in grads
+        ):  # autograd comes here from a node that needs nothing of it
             return (None,) * (1 + ctx.count)
-        tangents = [torch.zeros(shape, dtype=dtype, device=device) if grads[i] is None else whole_of(grads[i])
-                    for i, (shape, dtype, device) in zip(program.tangent_outputs, ctx.shapes)]
+        tangents = [
+            torch.zeros(shape, dtype=dtype, device=device)
+            if grads[i] is None
+            else whole_of(grads[i])
+            for i, (shape, dtype, device) in zip(program.tangent_outputs, ctx.shapes)
+        ]
         given = {i for i, grad in enumerate(grads) if grad is not None}
         saved = saved_for(ctx, program.parts, given)
         if program.by_values:
             saved = [t if n is None else n for t, n in zip(saved, ctx.numbers)]
         boxed = [*saved, *tangents]
-        ctx.maybe_clear_saved_tensors()                                     # unless the backward is to run again
+        ctx.maybe_clear_saved_tensors()  # unless the backward is to run again
         del saved, tangents, grads
         with torch.no_grad():
             results = program.backward(boxed)
-        gradients = results if len(given) == len(program.tangent_outputs) else program.captured.flowing(given, results)
+        gradients = (
+            results
+            if len(given) == len(program.tangent_outputs)
+            else program.captured.flowing(given, results)
+        )
         flat: list[Tensor | None] = [None] * ctx.count
         nodes = ctx.next_functions
         first_order = not torch.is_grad_enabled()
@@ -428,7 +652,7 @@ class _Run(torch.autograd.Function):
                     continue
             flat[index] = value
         if program.captured.observed:
-            program.observe(results[len(program.gradient_inputs):])
+            program.observe(results[len(program.gradient_inputs) :])
         return None, *(flat if first_order else once(flat))
 
 
@@ -443,12 +667,14 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def _compiled(owner: nn.Module, graph: fx.Graph, groups: Groups, backend: str, boxed: bool = False) -> Any:
+def _compiled(
+    owner: nn.Module, graph: fx.Graph, groups: Groups, backend: str, boxed: bool = False
+) -> Any:
     """A function that runs the graph; boxed: it takes its inputs in a list, which it empties."""
     in_flight(graph)
     if backend == "inductor":
         for node in graph.nodes:
-            if node.target is _IN_PLACE:                                    # its functionalization does not take that one
+            if node.target is _IN_PLACE:  # its functionalization does not take that one
                 node.target = c10d.all_reduce.default
         compiled = torch.compile(fx.GraphModule(owner, carriers(gloo(graph, groups))))
         return (lambda inputs: compiled(*inputs)) if boxed else compiled
@@ -460,16 +686,29 @@ def _compiled(owner: nn.Module, graph: fx.Graph, groups: Groups, backend: str, b
 
 
 def _stored_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec:
-    """How a parameter or buffer is stored; what was put into the model as a plain tensor is the same on every rank."""
-    return spec_of(tensor, mesh) if isinstance(tensor, DTensor) else ShardSpec.replicated(tensor.dim())
+    """How a parameter or buffer is stored; what was put into the model as a plain tensor is the
+    same on every rank.
+    """
+    return (
+        spec_of(tensor, mesh) if isinstance(tensor, DTensor) else ShardSpec.replicated(tensor.dim())
+    )
 
 
 def _distribute_state(module: ShardedModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Takes from whole tensors, the same on every rank, what this rank stores of them; nothing is sent."""
+    """Takes from whole tensors, the same on every rank, what this rank stores of them; nothing is
+    sent.
+    """
     for name, tensor in named_tensors(module._model):
         given = state.get(prefix + name)
-        if isinstance(tensor, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor) and given.shape == tensor.shape:
-            state[prefix + name] = distribute_tensor(given.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None)
+        if (
+            isinstance(tensor, DTensor)
+            and isinstance(given, Tensor)
+            and not isinstance(given, DTensor)
+            and given.shape == tensor.shape
+        ):
+            state[prefix + name] = distribute_tensor(
+                given.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None
+            )
 
 
 def _stored_spec_of(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:

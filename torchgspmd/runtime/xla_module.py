@@ -1,4 +1,7 @@
-"""parallelize for backend "xla": one process a host computes on all devices of the mesh, through torch_xla."""
+"""parallelize for backend "xla": one process a host computes on all devices of the mesh, through
+torch_xla.
+"""
+
 from __future__ import annotations
 
 import time
@@ -12,7 +15,20 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..api import Annotated, decide, lay_out
-from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, OUTPUT, PARAMETER, TANGENT, Varying, capture, not_compiled, opened
+from ..capture import (
+    ARGUMENT,
+    BUFFER,
+    GRADIENT,
+    MUTATION,
+    OBSERVED,
+    OUTPUT,
+    PARAMETER,
+    TANGENT,
+    Varying,
+    capture,
+    not_compiled,
+    opened,
+)
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
@@ -31,21 +47,36 @@ from .once import apart, once, saved_for, without_history
 
 
 class XlaModule(Wrapped):
-    """What parallelize returns. Parameters and buffers are XLA tensors of global shape, laid out as marked.
+    """What parallelize returns. Parameters and buffers are XLA tensors of global shape, laid out as
+    marked.
 
-    Everything is lazy: forward, backward and optimizer are one XLA program a step, run when the optimizer has stepped or
-    a value is read. planning_seconds: how long it took to prepare the latest new program. There is no plan: XLA makes the
-    program (compare_with_xla shows what it makes of a plan's).
+    Everything is lazy: forward, backward and optimizer are one XLA program a step, run when the
+    optimizer has stepped or a value is read. planning_seconds: how long it took to prepare the
+    latest new program. There is no plan: XLA makes the program (compare_with_xla shows what it
+    makes of a plan's).
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, in_specs: Any, out_specs: Any, pin: str):
         if pin not in PINS:
-            raise ShardingError(f"there is no pin '{pin}'; there are {', '.join(map(repr, PINS))}", where=user_line())
+            raise ShardingError(
+                f"there is no pin '{pin}'; there are {', '.join(map(repr, PINS))}",
+                where=user_line(),
+            )
         specs = {name: _stored_spec(name, t, mesh) for name, t in named_tensors(model)}
         device = start(mesh)
         placed = place(model, specs, mesh, device)
-        self.__dict__.update(_mesh=mesh, _device=device, _in_specs=in_specs, _out_specs=out_specs, _pin=pin, _specs=specs,
-                             _placed=placed, _versions=None, plan=None, planning_seconds=0.0)
+        self.__dict__.update(
+            _mesh=mesh,
+            _device=device,
+            _in_specs=in_specs,
+            _out_specs=out_specs,
+            _pin=pin,
+            _specs=specs,
+            _placed=placed,
+            _versions=None,
+            plan=None,
+            planning_seconds=0.0,
+        )
         super().__init__(model)
         self._follow_optimizers()
 
@@ -55,13 +86,15 @@ class XlaModule(Wrapped):
 
     def __deepcopy__(self, memo: dict) -> XlaModule:
         made = super().__deepcopy__(memo)
-        made.__dict__.update(_placed=place(made._model, self._specs, self._mesh, self._device), _versions=None)
+        made.__dict__.update(
+            _placed=place(made._model, self._specs, self._mesh, self._device), _versions=None
+        )
         made._follow_optimizers()
         return made
 
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_inference_mode_enabled():                               # of whose tensors torch_xla can make none
+        if torch.is_inference_mode_enabled():  # of whose tensors torch_xla can make none
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
         given = args, kwargs
@@ -69,14 +102,25 @@ class XlaModule(Wrapped):
         leaves, tree = pytree.tree_flatten((args, kwargs))
         leaf_keys = [*map(leaf_key, leaves)]
         varying = self._varying(tree, leaves, leaf_keys)
-        key = (tree, tuple(leaf_keys), self._current(), self._modes(), torch.is_grad_enabled(),
-               self._trainable(), _autocast(), torch.get_default_dtype())
+        key = (
+            tree,
+            tuple(leaf_keys),
+            self._current(),
+            self._modes(),
+            torch.is_grad_enabled(),
+            self._trainable(),
+            _autocast(),
+            torch.get_default_dtype(),
+        )
         program = self._program(key, lambda: self._compile(args, kwargs, varying))
         self._settle()
         return program(leaves, given)
 
     def _kind(self, name: str, held: Any) -> Any:
-        if isinstance(held, nn.Parameter) and held.device not in (self._device, torch.device("meta")):
+        if isinstance(held, nn.Parameter) and held.device not in (
+            self._device,
+            torch.device("meta"),
+        ):
             raise self._elsewhere(name, held)
         return super()._kind(name, held)
 
@@ -84,18 +128,40 @@ class XlaModule(Wrapped):
         begin = time.perf_counter()
         mesh, (enabled, dtype) = self._mesh, _autocast()
         with torch.autocast("cpu", dtype, enabled=enabled):
-            captured = capture(self._model, args, kwargs, mesh, grad=torch.is_grad_enabled(), state=self._state, varying=varying)
-        wanted = [*spread_inputs(self._in_specs, args, kwargs, mesh), *(None for _ in captured.places)]
-        made = lay_out(captured, mesh, wanted, self._out_specs,
-                       stored={i.name: self._specs.get(i.name, ShardSpec.replicated(len(i.shape))) for i in captured.inputs
-                               if i.kind in (PARAMETER, BUFFER)},
-                       parts=self._pin == "all", expand=unpartitioned)
+            captured = capture(
+                self._model,
+                args,
+                kwargs,
+                mesh,
+                grad=torch.is_grad_enabled(),
+                state=self._state,
+                varying=varying,
+            )
+        wanted = [
+            *spread_inputs(self._in_specs, args, kwargs, mesh),
+            *(None for _ in captured.places),
+        ]
+        made = lay_out(
+            captured,
+            mesh,
+            wanted,
+            self._out_specs,
+            stored={
+                i.name: self._specs.get(i.name, ShardSpec.replicated(len(i.shape)))
+                for i in captured.inputs
+                if i.kind in (PARAMETER, BUFFER)
+            },
+            parts=self._pin == "all",
+            expand=unpartitioned,
+        )
         program = _Program(made, self._model, mesh, self._device, self._pin)
         self.__dict__["planning_seconds"] = time.perf_counter() - begin
         return program
 
     def _settle(self) -> None:
-        """Before a call: what has been assigned or loaded meanwhile is laid out again, and computed."""
+        """Before a call: what has been assigned or loaded meanwhile is laid out again, and
+        computed.
+        """
         tensors = [table[key] for table, key, _ in self._placed]
         if self._versions == [(id(t), t._version) for t in tensors]:
             return
@@ -107,18 +173,31 @@ class XlaModule(Wrapped):
         self.__dict__["_versions"] = [(id(t), t._version) for t in tensors]
 
     def _elsewhere(self, name: str, tensor: Tensor) -> ShardingError:
-        return ShardingError(f"'{name}' is on {tensor.device}, not on {self._device}", where=user_line(),
-                             fix="model.to_empty(device='xla') after a model on meta, then initialize it; "
-                                 "other changes before it is wrapped")
+        return ShardingError(
+            f"'{name}' is on {tensor.device}, not on {self._device}",
+            where=user_line(),
+            fix="model.to_empty(device='xla') after a model on meta, then initialize it; "
+            "other changes before it is wrapped",
+        )
 
     def _finish_step(self, optimizer: Optimizer) -> None:
-        """After an optimizer's step: what it keeps of a parameter is laid out as the parameter; the step is run."""
+        """After an optimizer's step: what it keeps of a parameter is laid out as the parameter; the
+        step is run.
+        """
         specs = {id(table[key]): spec for table, key, spec in self._placed}
         mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in specs]
         for parameter in mine:
-            state = [t for t in pytree.tree_leaves(optimizer.state.get(parameter)) if isinstance(t, Tensor)]
+            state = [
+                t
+                for t in pytree.tree_leaves(optimizer.state.get(parameter))
+                if isinstance(t, Tensor)
+            ]
             for tensor in (parameter, parameter.grad, *state):
-                if tensor is not None and tensor.device == self._device and tensor.shape == parameter.shape:
+                if (
+                    tensor is not None
+                    and tensor.device == self._device
+                    and tensor.shape == parameter.shape
+                ):
                     pin(tensor, self._mesh, specs[id(parameter)])
         if mine:
             self.__dict__["_versions"] = None
@@ -129,13 +208,16 @@ def _after_step(module: weakref.ref) -> Any:
     def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if module() is not None:
             module()._finish_step(optimizer)
+
     return hook
 
 
 class _Program:
     """One call as two graphs of lazy operations, and how they are fed."""
 
-    def __init__(self, made: Annotated, model: nn.Module, mesh: Mesh, device: torch.device, pin: str):
+    def __init__(
+        self, made: Annotated, model: nn.Module, mesh: Mesh, device: torch.device, pin: str
+    ):
         self.captured, self.mesh, self.device = made.captured, mesh, device
         inputs, outputs = self.captured.inputs, self.captured.outputs
         self.slots = [slot_of(model, i.name) for i in inputs if i.kind in (PARAMETER, BUFFER)]
@@ -146,25 +228,47 @@ class _Program:
         self.outputs = sum(o.kind == OUTPUT for o in outputs)
         graph = decide(made, keep_marks=True) if pin == "all" else made.graph
         placed = [n.meta["spec"].closed() for n in graph.nodes if n.op == "placeholder"]
-        self.arguments = [check(spec, mesh, f"argument '{i.name}'") for i, spec in zip(inputs, placed) if i.kind == ARGUMENT]
+        self.arguments = [
+            check(spec, mesh, f"argument '{i.name}'")
+            for i, spec in zip(inputs, placed)
+            if i.kind == ARGUMENT
+        ]
         pinned = {i: spec.closed() for i, spec in enumerate(made.results) if spec is not None}
-        pinned |= {i: placed[o.input] for i, o in enumerate(outputs) if o.kind in (GRADIENT, MUTATION)}
+        pinned |= {
+            i: placed[o.input] for i, o in enumerate(outputs) if o.kind in (GRADIENT, MUTATION)
+        }
         mark_repeated(graph)
         graph = lower(graph, mesh, device, pin, pinned)
-        forward, backward = split(graph, len(self.tangent_outputs), len(self.gradient_inputs) + sum(o.kind == OBSERVED for o in outputs))
+        forward, backward = split(
+            graph,
+            len(self.tangent_outputs),
+            len(self.gradient_inputs) + sum(o.kind == OBSERVED for o in outputs),
+        )
         separate(backward).set_codegen(BoxedCodeGen())
         constants = on_device(self.captured.constants, device)
-        self.forward, self.backward = (_Watched(fx.GraphModule(constants, g)) for g in (forward, backward))
+        self.forward, self.backward = (
+            _Watched(fx.GraphModule(constants, g)) for g in (forward, backward)
+        )
 
     def __call__(self, leaves: list, given: tuple[tuple, dict]) -> Any:
         """leaves: those of what is given, (args, kwargs)."""
-        tensors = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.captured.at_places()]
-        arguments = [place_tensor(t, spec, self.mesh, self.device) for t, spec in zip(tensors, self.arguments)]
+        tensors = [
+            *(leaf for leaf in leaves if isinstance(leaf, Tensor)),
+            *self.captured.at_places(),
+        ]
+        arguments = [
+            place_tensor(t, spec, self.mesh, self.device)
+            for t, spec in zip(tensors, self.arguments)
+        ]
         flat = [*(table[key] for table, key in self.slots), *arguments]
-        self.captured.check_aliases([*flat[:len(self.slots)], *tensors])
-        originals = [*flat[:len(self.slots)], *tensors]
+        self.captured.check_aliases([*flat[: len(self.slots)], *tensors])
+        originals = [*flat[: len(self.slots)], *tensors]
         with torch.autocast("xla", enabled=False):
-            outs = _Run.apply(self, *without_history(flat, self.apart)) if self.captured.has_backward else self.run_forward(flat)[0]
+            outs = (
+                _Run.apply(self, *without_history(flat, self.apart))
+                if self.captured.has_backward
+                else self.run_forward(flat)[0]
+            )
         with torch.no_grad():
             for index in self.mutated:
                 if originals[index] is not flat[index]:
@@ -176,9 +280,9 @@ class _Program:
         with torch.no_grad():
             results = self.forward(*flat)
             count = self.outputs + len(self.mutated)
-            for index, value in zip(self.mutated, results[self.outputs:count]):
+            for index, value in zip(self.mutated, results[self.outputs : count]):
                 flat[index].copy_(value)
-        return results[:self.outputs], results[count:]
+        return results[: self.outputs], results[count:]
 
 
 class _Watched:
@@ -204,23 +308,34 @@ class _Run(torch.autograd.Function):
         ctx.program, ctx.count = program, len(flat)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[o for i, o in enumerate(outs) if i not in program.tangent_outputs and isinstance(o, Tensor)])
+        ctx.mark_non_differentiable(
+            *[
+                o
+                for i, o in enumerate(outs)
+                if i not in program.tangent_outputs and isinstance(o, Tensor)
+            ]
+        )
         ctx.like = [outs[i].detach() for i in program.tangent_outputs]
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         program: _Program = ctx.program
-        if all(grad is None for grad in grads):                             # autograd comes here from a node that needs nothing of it
+        if all(
+            grad is None for grad in grads
+        ):  # autograd comes here from a node that needs nothing of it
             return (None,) * (1 + ctx.count)
         given = {i for i, grad in enumerate(grads) if grad is not None}
-        tangents = [torch.zeros_like(like) if grads[i] is None else grads[i] for i, like in zip(program.tangent_outputs, ctx.like)]
+        tangents = [
+            torch.zeros_like(like) if grads[i] is None else grads[i]
+            for i, like in zip(program.tangent_outputs, ctx.like)
+        ]
         with torch.no_grad(), torch.autocast("xla", enabled=False):
             results = program.backward([*saved_for(ctx, program.parts, given), *tangents])
         flat: list[Tensor | None] = [None] * ctx.count
         for index, value in zip(program.gradient_inputs, program.captured.flowing(given, results)):
             flat[index] = value
-        program.captured.observe(results[len(program.gradient_inputs):])
+        program.captured.observe(results[len(program.gradient_inputs) :])
         return None, *(once(flat) if torch.is_grad_enabled() else flat)
 
 

@@ -1,4 +1,7 @@
-"""The batches of all hosts as one tensor on XLA: every host gives its own rows, and sends its devices their shards of them."""
+"""The batches of all hosts as one tensor on XLA: every host gives its own rows, and sends its
+devices their shards of them.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,35 +19,53 @@ from .sharding import check, device_order, op_sharding
 def place_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
     """The batch of this host, which with one host is all of it."""
     import torch_xla
+
     start(mesh, backward=False)
-    parsed = check(ShardSpec.parse(spec).check(mesh, local.shape, "the batch").closed(), mesh, "the batch")
+    parsed = check(
+        ShardSpec.parse(spec).check(mesh, local.shape, "the batch").closed(), mesh, "the batch"
+    )
     rank = {id: i for i, id in enumerate(device_order())}
-    shape, shards = parts(local.detach().cpu(), parsed, mesh, [mesh.coordinates(rank[id]) for id in own_devices()])
-    return torch_xla._XLAC._global_tensor_from_cpu_shards(shards, op_sharding(str(mesh), str(parsed)), shape)
+    shape, shards = parts(
+        local.detach().cpu(), parsed, mesh, [mesh.coordinates(rank[id]) for id in own_devices()]
+    )
+    return torch_xla._XLAC._global_tensor_from_cpu_shards(
+        shards, op_sharding(str(mesh), str(parsed)), shape
+    )
 
 
 def own_devices() -> list[int]:
     """Ids of the devices of this host, in the order in which torch_xla wants what is sent to them."""
     import torch_xla
+
     return [int(name.split(":")[1]) for name in torch_xla._XLAC._xla_get_runtime_devices()]
 
 
-def parts(local: Tensor, spec: ShardSpec, mesh: Mesh, devices: Sequence[Coordinates]) -> tuple[list[int], list[Tensor]]:
+def parts(
+    local: Tensor, spec: ShardSpec, mesh: Mesh, devices: Sequence[Coordinates]
+) -> tuple[list[int], list[Tensor]]:
     """(global shape, the shard of every device of this host), given where these are in the mesh.
 
-    Of a dimension a host gives the rows of those shards that its devices hold, in order. Its global size is that of the
-    shards of all hosts: rows of this host times shards / shards of this host. The last shards are padded with zeros.
+    Of a dimension a host gives the rows of those shards that its devices hold, in order. Its global
+    size is that of the shards of all hosts: rows of this host times shards / shards of this host.
+    The last shards are padded with zeros.
     """
     places = [tuple(mesh.index(axes, device) for axes in spec.dims) for device in devices]
-    own = [sorted(set(indices)) for indices in zip(*places)]                # shards that this host holds, by dimension
+    own = [
+        sorted(set(indices)) for indices in zip(*places)
+    ]  # shards that this host holds, by dimension
     shape = []
     for d, (size, axes) in enumerate(zip(local.shape, spec.dims)):
         if len(own[d]) < mesh.count(axes) and size % len(own[d]):
-            raise ShardingError(f"dimension {d} of a host's batch has {size} rows, which its {len(own[d])} shards do not divide",
-                                where=user_line(), fix="the same number of rows for every device, on every host")
+            raise ShardingError(
+                f"dimension {d} of a host's batch has {size} rows, which its {len(own[d])} shards do not divide",
+                where=user_line(),
+                fix="the same number of rows for every device, on every host",
+            )
         shape.append(size * mesh.count(axes) // len(own[d]))
     rows = spec.local_shape(shape, mesh)
-    return shape, [_shard(local, rows, [held.index(i) for held, i in zip(own, place)]) for place in places]
+    return shape, [
+        _shard(local, rows, [held.index(i) for held, i in zip(own, place)]) for place in places
+    ]
 
 
 def _shard(local: Tensor, rows: Sequence[int], place: Sequence[int]) -> Tensor:

@@ -1,8 +1,9 @@
 """The collectives in the text of a partitioned XLA program, as ours are: kind, mesh axes, bytes.
 
-XLA:CPU leaves an all-reduce whose result is only sliced as it is, where XLA on a TPU or GPU makes a reduce-scatter of it.
-Such a one is counted as reduce_scatter here.
+XLA:CPU leaves an all-reduce whose result is only sliced as it is, where XLA on a TPU or GPU makes a
+reduce-scatter of it. Such a one is counted as reduce_scatter here.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -14,25 +15,55 @@ from dataclasses import dataclass
 from ..comm.collective import Collective, sent_bytes
 from ..mesh import Mesh
 
-KINDS = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter", "all-to-all": "all_to_all",
-         "collective-permute": "permute"}
-_MOVES = {"bitcast", "copy", "reshape", "transpose", "convert", "pad"}     # what may stand between an all-reduce and its slices
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8,
-          "f64": 8, "c64": 8, "c128": 16}
+KINDS = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "collective-permute": "permute",
+}
+_MOVES = {
+    "bitcast",
+    "copy",
+    "reshape",
+    "transpose",
+    "convert",
+    "pad",
+}  # what may stand between an all-reduce and its slices
+_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "u16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+    "c64": 8,
+    "c128": 16,
+}
 _NAMES = {"pred": "bool", "s8": "i8", "s16": "i16", "s32": "i32", "s64": "i64"}
 _SHAPE = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
-_LINE = re.compile(rf"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|{_SHAPE}) (?P<op>[\w\-]+)\((?P<args>.*?)\)(?:, (?P<rest>.*))?$")
+_LINE = re.compile(
+    rf"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|{_SHAPE}) (?P<op>[\w\-]+)\((?P<args>.*?)\)(?:, (?P<rest>.*))?$"
+)
 
 
 @dataclass(frozen=True)
 class Instruction:
     """One line of a program of XLA."""
+
     name: str
     op: str
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]     # (element type, dimensions) of every result
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # (element type, dimensions) of every result
     operands: tuple[str, ...]
-    number: str                                         # of a parameter
-    rest: str                                           # attributes
+    number: str  # of a parameter
+    rest: str  # attributes
 
     @property
     def bytes(self) -> int:
@@ -80,15 +111,28 @@ class Program:
         if user.op != "fusion" or called is None:
             return False
         places = {str(i) for i, name in enumerate(user.operands) if name == value.name}
-        inner = [i for i in self.computations[called[1]].values() if i.op == "parameter" and i.number in places]
+        inner = [
+            i
+            for i in self.computations[called[1]].values()
+            if i.op == "parameter" and i.number in places
+        ]
         return all(self.is_scattered(called[1], parameter, group) for parameter in inner)
 
 
 def _instruction(found: re.Match) -> Instruction:
-    shapes = tuple((kind, tuple(int(n) for n in dims.split(",") if n))
-                   for kind, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", found["shape"]))
+    shapes = tuple(
+        (kind, tuple(int(n) for n in dims.split(",") if n))
+        for kind, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", found["shape"])
+    )
     number = found["args"] if found["op"] == "parameter" else ""
-    return Instruction(found["name"], found["op"], shapes, tuple(re.findall(r"%([\w.\-]+)", found["args"])), number, found["rest"] or "")
+    return Instruction(
+        found["name"],
+        found["op"],
+        shapes,
+        tuple(re.findall(r"%([\w.\-]+)", found["args"])),
+        number,
+        found["rest"] or "",
+    )
 
 
 def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
@@ -102,7 +146,10 @@ def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
 def collectives(text: str, mesh: Mesh) -> tuple[Collective, ...]:
     """Every communication of a program, in the order of its text."""
     program = Program(text)
-    return tuple(_collective(program, computation, found, mesh) for computation, found in program.collectives())
+    return tuple(
+        _collective(program, computation, found, mesh)
+        for computation, found in program.collectives()
+    )
 
 
 def _collective(program: Program, computation: str, found: Instruction, mesh: Mesh) -> Collective:
@@ -116,7 +163,9 @@ def _collective(program: Program, computation: str, found: Instruction, mesh: Me
     elif kind == "all_reduce" and program.is_scattered(computation, found, size):
         kind = "reduce_scatter"
     dtype = found.shapes[0][0]
-    return Collective(kind, axes, size, _NAMES.get(dtype, dtype), payload, sent_bytes(kind, payload, size))
+    return Collective(
+        kind, axes, size, _NAMES.get(dtype, dtype), payload, sent_bytes(kind, payload, size)
+    )
 
 
 def _pairs(rest: str) -> list[list[int]]:
@@ -132,12 +181,19 @@ def _groups(rest: str) -> list[list[int]]:
         return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", text)]
     (_, width), shape = ([int(n) for n in part.split(",")] for part in (grid[1], grid[2]))
     order = [int(n) for n in grid[3].split(",")] if grid[3] else range(len(shape))
-    strides = [math.prod(shape[i + 1:]) for i in range(len(shape))]
-    flat = [sum(i * strides[d] for i, d in zip(place, order)) for place in itertools.product(*(range(shape[d]) for d in order))]
-    return [flat[i:i + width] for i in range(0, len(flat), width)]
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    flat = [
+        sum(i * strides[d] for i, d in zip(place, order))
+        for place in itertools.product(*(range(shape[d]) for d in order))
+    ]
+    return [flat[i : i + width] for i in range(0, len(flat), width)]
 
 
 def _axes(groups: list[list[int]], mesh: Mesh) -> tuple[str, ...]:
     """The fewest mesh axes that every group lies along."""
     places = [[mesh.coordinates(device) for device in group] for group in groups]
-    return tuple(name for name in mesh.names if any(len({place[name] for place in group}) > 1 for group in places))
+    return tuple(
+        name
+        for name in mesh.names
+        if any(len({place[name] for place in group}) > 1 for group in places)
+    )

@@ -1,4 +1,7 @@
-"""Operations that torch_xla hands to the host: right, but on gathered tensors, and the step is cut in two."""
+"""Operations that torch_xla hands to the host: right, but on gathered tensors, and the step is cut
+in two.
+"""
+
 from __future__ import annotations
 
 import warnings
@@ -9,7 +12,7 @@ from torch import fx
 
 from ..compat.private_apis import OpOverload
 
-_READS = {"aten::_local_scalar_dense"}      # a value that is read, not computed
+_READS = {"aten::_local_scalar_dense"}  # a value that is read, not computed
 
 
 def report_host_operations(graph: fx.Graph, run: Callable[[], Any]) -> Any:
@@ -18,17 +21,24 @@ def report_host_operations(graph: fx.Graph, run: Callable[[], Any]) -> Any:
     result = run()
     for name, count in _counted().items():
         if count > before.get(name, 0) and name not in _READS:
-            lines = dict.fromkeys(n.meta.get("source") for n in graph.nodes if _name(n.target).startswith(name))
+            lines = dict.fromkeys(
+                n.meta.get("source") for n in graph.nodes if _name(n.target).startswith(name)
+            )
             where = f" ({', '.join(line for line in lines if line)})" if any(lines) else ""
-            warnings.warn(f"{name}{where} has no kernel on XLA: the host computes it, on gathered tensors, and the step is cut in two",
-                          stacklevel=3)
+            warnings.warn(
+                f"{name}{where} has no kernel on XLA: the host computes it, on gathered tensors, and the step is cut in two",
+                stacklevel=3,
+            )
     return result
 
 
 def _counted() -> dict[str, int]:
     """How often the host has computed each operation."""
     import torch_xla.debug.metrics as met
-    return {name: met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")}
+
+    return {
+        name: met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")
+    }
 
 
 def _name(target: Any) -> str:

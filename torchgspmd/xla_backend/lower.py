@@ -5,6 +5,7 @@ after    the same on XLA, marks and pinned layouts as annotations           %y =
 needs    a graph expanded by rules.unpartitioned_of; meta["mark"] on marks; to pin every layout, a graph that partition has
          been over: its collectives, identities at global shapes, say where a value changes its layout
 """
+
 from __future__ import annotations
 
 import operator
@@ -26,27 +27,50 @@ from ..shard_spec import ShardSpec
 from .sharding import annotate, check, expressible
 
 _MARK = mark_sharding_op._opoverload
-_KEYS = ("XLA", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+_KEYS = (
+    "XLA",
+    "CompositeExplicitAutograd",
+    "CompositeImplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+)
 _COLLECTIVES = ("_c10d_functional", "c10d", "c10d_functional", "_c10d_functional_autograd")
-_LOST = {"xla::dynamo_mark_sharding"}       # its backward is empty
-PINS = ("user", "all", "none")              # which layouts are annotated besides those of inputs and results: marks, every one, none
+_LOST = {"xla::dynamo_mark_sharding"}  # its backward is empty
+PINS = (
+    "user",
+    "all",
+    "none",
+)  # which layouts are annotated besides those of inputs and results: marks, every one, none
 
 
-def unpartitioned(graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset()) -> fx.Graph:
-    """The graph as XLA's partitioner takes it best: operations that torch_xla would run on the host are taken apart too."""
+def unpartitioned(
+    graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset()
+) -> fx.Graph:
+    """The graph as XLA's partitioner takes it best: operations that torch_xla would run on the host
+    are taken apart too.
+    """
     graph = expand(graph, splitting, lookup=unpartitioned_of)
-    missing = {node: 1 for node in graph.nodes if is_operation(node) and not _has_kernel(node.target)}
+    missing = {
+        node: 1 for node in graph.nodes if is_operation(node) and not _has_kernel(node.target)
+    }
     return expand(graph, missing, lookup=unpartitioned_of) if missing else graph
 
 
-def lower(graph: fx.Graph, mesh: Mesh, device: torch.device, pin: str, outputs: Mapping[int, ShardSpec]) -> fx.Graph:
-    """A copy of the graph. outputs: layouts of results by position, which are annotated whatever is pinned."""
+def lower(
+    graph: fx.Graph, mesh: Mesh, device: torch.device, pin: str, outputs: Mapping[int, ShardSpec]
+) -> fx.Graph:
+    """A copy of the graph. outputs: layouts of results by position, which are annotated whatever is
+    pinned.
+    """
     _refuse(graph)
     made, new = fx.Graph(), {}
     for node in graph.nodes:
         if node.op == "output":
-            results = [_pinned(made, new[v], mesh, outputs[i]) if i in outputs and isinstance(v, fx.Node) else _value(new, v)
-                       for i, v in enumerate(node.args[0])]
+            results = [
+                _pinned(made, new[v], mesh, outputs[i])
+                if i in outputs and isinstance(v, fx.Node)
+                else _value(new, v)
+                for i, v in enumerate(node.args[0])
+            ]
             made.output(tuple(results))
         else:
             new[node] = _lowered(made, node, new, mesh, device, pin)
@@ -57,13 +81,28 @@ def _value(new: dict[fx.Node, fx.Node], value: Any) -> Any:
     return new[value] if isinstance(value, fx.Node) else value
 
 
-def _lowered(made: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], mesh: Mesh, device: torch.device, pin: str) -> fx.Node:
+def _lowered(
+    made: fx.Graph,
+    node: fx.Node,
+    new: dict[fx.Node, fx.Node],
+    mesh: Mesh,
+    device: torch.device,
+    pin: str,
+) -> fx.Node:
     if "step" in node.meta:
         source = new[node.args[0]]
-        return source if node.meta["spec"].pending else _pinned(made, source, mesh, node.meta["spec"])
+        return (
+            source if node.meta["spec"].pending else _pinned(made, source, mesh, node.meta["spec"])
+        )
     if node.target is _MARK and pin != "all":
         source = new[node.args[0]]
-        return source if pin == "none" else _pinned(made, source, mesh, check(node.meta["mark"], mesh, "a mark", node.meta["source"]))
+        return (
+            source
+            if pin == "none"
+            else _pinned(
+                made, source, mesh, check(node.meta["mark"], mesh, "a mark", node.meta["source"])
+            )
+        )
     if node.target is _MARK:
         copy = new[node.args[0]]
     else:
@@ -72,9 +111,15 @@ def _lowered(made: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], mesh: M
     return _pinned(made, copy, mesh, node.meta["spec"]) if known else copy
 
 
-def _copied(made: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], device: torch.device) -> fx.Node:
+def _copied(
+    made: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], device: torch.device
+) -> fx.Node:
     copy = made.node_copy(node, new.__getitem__)
-    copy.meta = {key: node.meta[key] for key in ("val", "source", "backward", "captured", "again") if key in node.meta}
+    copy.meta = {
+        key: node.meta[key]
+        for key in ("val", "source", "backward", "captured", "again")
+        if key in node.meta
+    }
     if "device" in copy.kwargs:
         copy.kwargs = {**copy.kwargs, "device": device}
     if node.target in _LOWERINGS:
@@ -112,6 +157,7 @@ def on_device(constants: nn.Module, device: torch.device) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------------------------- guards
 
+
 def _has_kernel(op: Any) -> bool:
     """Whether torch_xla runs an operation on the device; without a kernel the host does."""
     if not isinstance(op, OpOverload) or op.namespace == "torchgspmd":
@@ -126,8 +172,15 @@ def _refuse(graph: fx.Graph) -> None:
             continue
         name = node.target._schema.name if isinstance(node.target, OpOverload) else str(node.target)
         if name.split("::")[0] in _COLLECTIVES:
-            raise ShardingError(f"the program calls the collective {name}", where=node.meta.get("source"),
-                                why="XLA sees one process, in which it does nothing; the program is partitioned by XLA itself",
-                                fix="leave it out: marks say how tensors are laid out, and XLA communicates")
+            raise ShardingError(
+                f"the program calls the collective {name}",
+                where=node.meta.get("source"),
+                why="XLA sees one process, in which it does nothing; the program is partitioned by XLA itself",
+                fix="leave it out: marks say how tensors are laid out, and XLA communicates",
+            )
         if name in _LOST:
-            raise ShardingError(f"{name} loses the gradient", where=node.meta.get("source"), fix="torchgspmd.mark_sharding")
+            raise ShardingError(
+                f"{name} loses the gradient",
+                where=node.meta.get("source"),
+                fix="torchgspmd.mark_sharding",
+            )

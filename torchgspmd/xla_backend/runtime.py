@@ -1,4 +1,5 @@
 """torch_xla itself: found, and started once in a process, in SPMD mode."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -11,7 +12,9 @@ import torch
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
 
-_INSTALL = "pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 'torch_xla[tpu]==2.9.0'"
+_INSTALL = (
+    "pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 'torch_xla[tpu]==2.9.0'"
+)
 
 
 def is_available() -> bool:
@@ -27,18 +30,23 @@ def is_started() -> bool:
 def start(mesh: Mesh, *, backward: bool = True) -> torch.device:
     """Starts XLA in SPMD mode if need be; the one device that stands for all of them.
 
-    backward: whether autograd is to run on it. ShardingError if the mesh does not fit or autograd cannot.
+    backward: whether autograd is to run on it. ShardingError if the mesh does not fit or autograd
+    cannot.
     """
     _start()
     if backward:
         _check_backward()
     import torch_xla
     import torch_xla.runtime as xr
+
     devices = xr.global_runtime_device_count()
     if mesh.size != devices:
-        raise ShardingError(f"mesh {mesh} has {mesh.size} devices, XLA has {devices}", where=user_line(),
-                            why="torch_xla partitions for all devices at once; a part of them cannot be a mesh",
-                            fix="an axis more, or CPU_NUM_DEVICES for virtual devices on the CPU")
+        raise ShardingError(
+            f"mesh {mesh} has {mesh.size} devices, XLA has {devices}",
+            where=user_line(),
+            why="torch_xla partitions for all devices at once; a part of them cannot be a mesh",
+            fix="an axis more, or CPU_NUM_DEVICES for virtual devices on the CPU",
+        )
     return torch_xla.device()
 
 
@@ -47,25 +55,36 @@ def _start() -> None:
     if not is_available():
         raise ShardingError("backend 'xla' needs torch_xla", where=user_line(), fix=_INSTALL)
     if "torch_xla" not in sys.modules:
-        os.environ.setdefault("XLA_RNG_BIT_GENERATOR", "philox")            # partitioned; the default draws whole tensors everywhere
+        os.environ.setdefault(
+            "XLA_RNG_BIT_GENERATOR", "philox"
+        )  # partitioned; the default draws whole tensors everywhere
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import torch_xla
     import torch_xla.runtime as xr
+
     if not xr.is_spmd() and torch_xla._XLAC._xla_get_spmd_config_is_locked():
-        raise ShardingError("this process uses XLA already, without SPMD", where=user_line(),
-                            why="tensors that exist on XLA would be copied to every device",
-                            fix="call parallelize first, or torch_xla.runtime.use_spmd() before the first XLA tensor")
+        raise ShardingError(
+            "this process uses XLA already, without SPMD",
+            where=user_line(),
+            why="tensors that exist on XLA would be copied to every device",
+            fix="call parallelize first, or torch_xla.runtime.use_spmd() before the first XLA tensor",
+        )
     xr.use_spmd()
-    xr.global_runtime_device_count()                                        # makes the client
+    xr.global_runtime_device_count()  # makes the client
 
 
 @cache
 def _check_backward() -> None:
-    """The autograd engine makes its queues of devices at the first backward, and does not look again."""
+    """The autograd engine makes its queues of devices at the first backward, and does not look
+    again.
+    """
     x = torch.zeros((), device="xla", requires_grad=True)
     try:
         (x * 1).backward()
     except RuntimeError as error:
-        raise ShardingError("backwards on XLA cannot run in this process any more", where=user_line(),
-                            why="a backward ran on another device before XLA was started",
-                            fix="call parallelize(..., backend='xla') before the first backward") from error
+        raise ShardingError(
+            "backwards on XLA cannot run in this process any more",
+            where=user_line(),
+            why="a backward ran on another device before XLA was started",
+            fix="call parallelize(..., backend='xla') before the first backward",
+        ) from error

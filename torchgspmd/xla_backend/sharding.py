@@ -1,8 +1,11 @@
-"""Our layouts as XLA's: a ShardSpec to what torch_xla annotates with, to XLA's text for it, and back.
+"""Our layouts as XLA's: a ShardSpec to what torch_xla annotates with, to XLA's text for it, and
+back.
 
-XLA writes `{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}`: tiles along every dimension, then the devices in
-row-major order of the tiles; with last_tile_dim_replicate the last number counts devices that hold equal tiles.
+XLA writes `{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}`: tiles along every dimension,
+then the devices in row-major order of the tiles; with last_tile_dim_replicate the last number
+counts devices that hold equal tiles.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -18,17 +21,22 @@ from ..errors import ShardingError
 from ..mesh import Mesh
 from ..shard_spec import Axes, ShardSpec
 
-MOST_DIMS = 5           # torch_xla 2.9 cannot shard tensors with more dimensions
+MOST_DIMS = 5  # torch_xla 2.9 cannot shard tensors with more dimensions
 
 
 def check(spec: ShardSpec, mesh: Mesh, what: str, where: str | None = None) -> ShardSpec:
     """Itself without axes of size 1; ShardingError if torch_xla cannot express it."""
     if spec.pending:
-        raise ShardingError(f"{what}: XLA has no layout '{spec}' with a pending reduction", where=where)
+        raise ShardingError(
+            f"{what}: XLA has no layout '{spec}' with a pending reduction", where=where
+        )
     trimmed = ShardSpec(tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims))
     if not expressible(trimmed):
-        raise ShardingError(f"{what}: torch_xla shards tensors of at most {MOST_DIMS} dimensions, not '{spec}'", where=where,
-                            fix="merge dimensions that are not sharded, or mark it before they are split")
+        raise ShardingError(
+            f"{what}: torch_xla shards tensors of at most {MOST_DIMS} dimensions, not '{spec}'",
+            where=where,
+            fix="merge dimensions that are not sharded, or mark it before they are split",
+        )
     return trimmed
 
 
@@ -40,7 +48,8 @@ def expressible(spec: ShardSpec) -> bool:
 def annotate(x: Tensor, mesh: str, spec: str) -> Tensor:
     """The value with a layout: what a mark is in a graph for XLA. The tensor given keeps its own."""
     import torch_xla
-    y = x.clone()                                                           # a tensor of its own for the same value
+
+    y = x.clone()  # a tensor of its own for the same value
     torch_xla._XLAC._xla_annotate_custom_sharding(y, op_sharding(mesh, spec))
     return y
 
@@ -54,9 +63,11 @@ def op_sharding(mesh: str, spec: str) -> Any:
 
 def in_xla(mesh: Mesh, spec: ShardSpec) -> tuple[Any, tuple]:
     """torch_xla's mesh and spec: None, a name, or a tuple of names, the major one first."""
-    fine = mesh.divided(spec.sharding_axes)                                 # parts of axes are axes there
+    fine = mesh.divided(spec.sharding_axes)  # parts of axes are axes there
     dims = spec.map_axes(fine.refine).dims
-    return _xla_mesh(fine), tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims)
+    return _xla_mesh(fine), tuple(
+        None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims
+    )
 
 
 @cache
@@ -64,19 +75,26 @@ def _xla_mesh(mesh: Mesh) -> Any:
     """One object for equal meshes: torch_xla caches by it."""
     import numpy
     import torch_xla.distributed.spmd as xs
+
     return xs.Mesh(numpy.array(device_order()), mesh.shape, mesh.names)
 
 
 def device_order() -> list[int]:
-    """Ids of all devices, those of one slice together: the first axes of a mesh run over the slow network between slices."""
+    """Ids of all devices, those of one slice together: the first axes of a mesh run over the slow
+    network between slices.
+    """
     import torch_xla.runtime as xr
+
     attributes = xr.global_runtime_device_attributes()
     return sorted(range(len(attributes)), key=lambda i: (attributes[i].get("slice_index", 0), i))
 
 
 def layout_text(tensor: Tensor) -> str:
-    """XLA's text for the layout of a tensor; empty for a value without one that is not computed yet."""
+    """XLA's text for the layout of a tensor; empty for a value without one that is not computed
+    yet.
+    """
     import torch_xla
+
     return torch_xla._XLAC._get_xla_sharding_spec(tensor)
 
 
@@ -88,10 +106,14 @@ def text_of(spec: ShardSpec, mesh: Mesh, order: tuple[int, ...]) -> str:
     mesh = mesh.divided(spec.sharding_axes)
     spec = spec.map_axes(mesh.refine)
     rest = tuple(name for name in mesh.names if name not in spec.sharding_axes)
-    tiles = [mesh.count(axes) for axes in spec.dims] + ([mesh.count(rest)] if mesh.count(rest) > 1 else [])
+    tiles = [mesh.count(axes) for axes in spec.dims] + (
+        [mesh.count(rest)] if mesh.count(rest) > 1 else []
+    )
     major_first = (*spec.sharding_axes, *rest)
-    devices = [order[mesh.rank(dict(zip(major_first, place)))]
-               for place in itertools.product(*(range(mesh.count((a,))) for a in major_first))]
+    devices = [
+        order[mesh.rank(dict(zip(major_first, place)))]
+        for place in itertools.product(*(range(mesh.count((a,))) for a in major_first))
+    ]
     suffix = " last_tile_dim_replicate" if mesh.count(rest) > 1 else ""
     return f"{{devices=[{','.join(map(str, tiles))}]{','.join(map(str, devices))}{suffix}}}"
 
@@ -107,7 +129,12 @@ def spec_of_text(text: str, rank: int, mesh: Mesh, order: tuple[int, ...]) -> Sh
     if math.prod(counts) == 1:
         return ShardSpec.replicated(rank)
     fine = mesh.split({name: tuple(_primes(size)) for name, size in mesh.axes})
-    found = (spec for grid in (mesh, fine) for spec in _candidates(counts, grid) if text_of(spec, mesh, order) == text)
+    found = (
+        spec
+        for grid in (mesh, fine)
+        for spec in _candidates(counts, grid)
+        if text_of(spec, mesh, order) == text
+    )
     return next((spec.map_axes(mesh.merge) for spec in found), None)
 
 
@@ -121,8 +148,15 @@ def _primes(size: int) -> Iterator[int]:
 def _candidates(counts: list[int], mesh: Mesh) -> Iterator[ShardSpec]:
     """Layouts with so many tiles along every dimension."""
     names = [name for name in mesh.names if mesh.count((name,)) > 1]
-    choices: list[list[Axes]] = [[axes for k in range(len(names) + 1) for axes in itertools.permutations(names, k)
-                                  if mesh.count(axes) == n] for n in counts]
+    choices: list[list[Axes]] = [
+        [
+            axes
+            for k in range(len(names) + 1)
+            for axes in itertools.permutations(names, k)
+            if mesh.count(axes) == n
+        ]
+        for n in counts
+    ]
     for dims in itertools.product(*choices):
         flat = [a for axes in dims for a in axes]
         if len(set(flat)) == len(flat):

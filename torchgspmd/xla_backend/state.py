@@ -1,4 +1,7 @@
-"""Tensors on XLA in their layouts: a module's parameters and buffers, arguments, and keeping them so."""
+"""Tensors on XLA in their layouts: a module's parameters and buffers, arguments, and keeping them
+so.
+"""
+
 from __future__ import annotations
 
 import os
@@ -14,18 +17,32 @@ from ..runtime.module_proxy import named_tensors, slot_of
 from ..shard_spec import ShardSpec
 from .sharding import annotate, device_order, in_xla, layout_text, text_of
 
-Slot = tuple[dict, str, ShardSpec]          # a module's table of parameters or buffers, the name there, the layout
+Slot = tuple[
+    dict, str, ShardSpec
+]  # a module's table of parameters or buffers, the name there, the layout
 
 
-def place(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, device: torch.device) -> list[Slot]:
-    """Puts XLA tensors in place of a module's parameters and buffers; tied ones stay tied, those on meta stay there."""
+def place(
+    model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, device: torch.device
+) -> list[Slot]:
+    """Puts XLA tensors in place of a module's parameters and buffers; tied ones stay tied, those on
+    meta stay there.
+    """
     made: dict[int, Tensor] = {}
     slots: dict[int, Slot] = {}
     for name, tensor in named_tensors(model):
         table, key = slot_of(model, name)
         if id(tensor) not in made:
-            stored = tensor.detach() if tensor.is_meta else place_tensor(tensor.detach(), specs[name], mesh, device)
-            made[id(tensor)] = nn.Parameter(stored, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stored
+            stored = (
+                tensor.detach()
+                if tensor.is_meta
+                else place_tensor(tensor.detach(), specs[name], mesh, device)
+            )
+            made[id(tensor)] = (
+                nn.Parameter(stored, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else stored
+            )
             copy_mark(tensor, made[id(tensor)])
             slots[id(tensor)] = (table, key, specs[name])
         table[key] = made[id(tensor)]
@@ -35,9 +52,13 @@ def place(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, device: tor
 def place_tensor(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device: torch.device) -> Tensor:
     """A tensor on XLA; every device is sent its shard only. What is there already stays as it is."""
     import torch_xla.distributed.spmd as xs
+
     if isinstance(tensor, DTensor):
-        raise ShardingError("a DTensor is given to a program on XLA", where=user_line(),
-                            fix="the global batch as a plain tensor, or shard_batch")
+        raise ShardingError(
+            "a DTensor is given to a program on XLA",
+            where=user_line(),
+            fix="the global batch as a plain tensor, or shard_batch",
+        )
     if tensor.device == device:
         return tensor
     moved = tensor.to(device)
@@ -46,7 +67,9 @@ def place_tensor(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device: torch.devi
 
 
 def pin(tensor: Tensor, mesh: Mesh, spec: ShardSpec) -> None:
-    """Lays a tensor out, unless it is so already. What is assigned or copied to it, torch_xla may lay out otherwise."""
+    """Lays a tensor out, unless it is so already. What is assigned or copied to it, torch_xla may
+    lay out otherwise.
+    """
     if layout_text(tensor) != text_of(spec, mesh, tuple(device_order())):
         tensor.data = annotate(tensor.detach(), str(mesh), str(spec))
 
@@ -54,12 +77,16 @@ def pin(tensor: Tensor, mesh: Mesh, spec: ShardSpec) -> None:
 def sync() -> None:
     """Runs everything that is pending, as one program."""
     import torch_xla
+
     torch_xla.sync()
 
 
 def program_text(tensors: list[Tensor]) -> str:
-    """The partitioned and optimized program that computes tensors that are still lazy; it is not run."""
+    """The partitioned and optimized program that computes tensors that are still lazy; it is not
+    run.
+    """
     import torch_xla
+
     before = os.environ.get("XLA_DUMP_POST_OPTIMIZATIONS")
     os.environ["XLA_DUMP_POST_OPTIMIZATIONS"] = "1"
     try:

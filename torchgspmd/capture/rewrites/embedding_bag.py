@@ -1,4 +1,5 @@
 """F.embedding_bag as a lookup and a reduction, which have rules of their own, in the backward too."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -8,16 +9,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: Any = None, norm_type: float = 2,
-                  scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Tensor | None = None,
-                  include_last_offset: bool = False, padding_idx: int | None = None):
-    """input [b, l] with bags of equal length, or [n] with the offsets [b] of bags; weight [v, d] -> [b, d]. Gradients are dense."""
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: Any = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+):
+    """input [b, l] with bags of equal length, or [n] with the offsets [b] of bags; weight [v, d] ->
+    [b, d]. Gradients are dense.
+    """
     if max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean", "max"):
         return NotImplemented
-    if input.dim() == 1 and (offsets is None or mode == "max") or per_sample_weights is not None and mode != "sum":
+    if (
+        input.dim() == 1
+        and (offsets is None or mode == "max")
+        or per_sample_weights is not None
+        and mode != "sum"
+    ):
         return NotImplemented
-    rows = F.embedding(input, weight)                                       # [b, l, d] or [n, d]
-    counts = torch.ones_like(input, dtype=torch.bool) if padding_idx is None else input != padding_idx % weight.shape[0]
+    rows = F.embedding(input, weight)  # [b, l, d] or [n, d]
+    counts = (
+        torch.ones_like(input, dtype=torch.bool)
+        if padding_idx is None
+        else input != padding_idx % weight.shape[0]
+    )
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
     if mode == "max":
@@ -28,7 +50,14 @@ def embedding_bag(input: Tensor, weight: Tensor, offsets: Tensor | None = None, 
         total, count = rows.sum(1), counts.sum(1)
     else:
         bags = offsets.shape[0] - include_last_offset
-        bag = torch.searchsorted(offsets[:bags], torch.arange(input.shape[0], device=input.device, dtype=offsets.dtype), right=True) - 1
+        bag = (
+            torch.searchsorted(
+                offsets[:bags],
+                torch.arange(input.shape[0], device=input.device, dtype=offsets.dtype),
+                right=True,
+            )
+            - 1
+        )
         total = rows.new_zeros(bags, rows.shape[1]).index_add(0, bag, rows)
         count = counts.new_zeros(bags, dtype=torch.long).index_add(0, bag, counts.long())
     return total / count.clamp(min=1).unsqueeze(-1) if mode == "mean" else total

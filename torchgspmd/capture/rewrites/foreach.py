@@ -1,4 +1,7 @@
-"""PyTorch's functions over lists of tensors, tensor by tensor: what torch.optim calls with foreach=True and fused=True."""
+"""PyTorch's functions over lists of tensors, tensor by tensor: what torch.optim calls with
+foreach=True and fused=True.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -9,7 +12,9 @@ from torch import Tensor
 
 
 def tensor_by_tensor(function: Callable) -> Callable | None:
-    """What computes the same as torch._foreach_x by calls of torch.x, or of Tensor.x_; None for other functions."""
+    """What computes the same as torch._foreach_x by calls of torch.x, or of Tensor.x_; None for
+    other functions.
+    """
     name = getattr(function, "__name__", "").removeprefix("_foreach_")
     if name in _FUSED:
         return _FUSED[name] if function is getattr(torch, name) else None
@@ -19,8 +24,12 @@ def tensor_by_tensor(function: Callable) -> Callable | None:
 
     def body(*args: Any, **kwargs: Any) -> Sequence[Tensor]:
         count = max(len(a) for a in args if isinstance(a, (list, tuple)))
-        results = tuple(single(*(_entry(a, i) for a in args), **{k: _entry(a, i) for k, a in kwargs.items()}) for i in range(count))
+        results = tuple(
+            single(*(_entry(a, i) for a in args), **{k: _entry(a, i) for k, a in kwargs.items()})
+            for i in range(count)
+        )
         return args[0] if name.endswith("_") else results
+
     return body
 
 
@@ -30,21 +39,37 @@ def _entry(argument: Any, i: int) -> Any:
 
 
 def _addc(x: Tensor, term: Tensor, value: Any, in_place: bool) -> Tensor:
-    return (x.add_ if in_place else x.add)(term if isinstance(value, int) and value == 1 else term * value)
+    return (x.add_ if in_place else x.add)(
+        term if isinstance(value, int) and value == 1 else term * value
+    )
 
 
 def _bound(bound: Callable, name: str) -> Callable:
     """maximum_ and minimum_, which Tensor does not have; the other operand may be a number."""
-    return lambda x, other: x.copy_(bound(x, other)) if isinstance(other, Tensor) else getattr(x, name)(other)
+    return lambda x, other: (
+        x.copy_(bound(x, other)) if isinstance(other, Tensor) else getattr(x, name)(other)
+    )
 
 
 _SINGLE: dict[str, Callable] = {
-    "addcdiv": lambda x, a, b, value=1, scalars=None: _addc(x, a / b, value if scalars is None else scalars, False),
-    "addcdiv_": lambda x, a, b, value=1, scalars=None: _addc(x, a / b, value if scalars is None else scalars, True),
-    "addcmul": lambda x, a, b, value=1, scalars=None: _addc(x, a * b, value if scalars is None else scalars, False),
-    "addcmul_": lambda x, a, b, value=1, scalars=None: _addc(x, a * b, value if scalars is None else scalars, True),
-    "maximum": lambda x, other: torch.maximum(x, other) if isinstance(other, Tensor) else x.clamp_min(other),
-    "minimum": lambda x, other: torch.minimum(x, other) if isinstance(other, Tensor) else x.clamp_max(other),
+    "addcdiv": lambda x, a, b, value=1, scalars=None: _addc(
+        x, a / b, value if scalars is None else scalars, False
+    ),
+    "addcdiv_": lambda x, a, b, value=1, scalars=None: _addc(
+        x, a / b, value if scalars is None else scalars, True
+    ),
+    "addcmul": lambda x, a, b, value=1, scalars=None: _addc(
+        x, a * b, value if scalars is None else scalars, False
+    ),
+    "addcmul_": lambda x, a, b, value=1, scalars=None: _addc(
+        x, a * b, value if scalars is None else scalars, True
+    ),
+    "maximum": lambda x, other: (
+        torch.maximum(x, other) if isinstance(other, Tensor) else x.clamp_min(other)
+    ),
+    "minimum": lambda x, other: (
+        torch.minimum(x, other) if isinstance(other, Tensor) else x.clamp_max(other)
+    ),
     "maximum_": _bound(torch.maximum, "clamp_min_"),
     "minimum_": _bound(torch.minimum, "clamp_max_"),
     "norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
@@ -54,12 +79,31 @@ _SINGLE: dict[str, Callable] = {
 
 # ------------------------------------------------------------------------------------------ optimizers as one kernel
 
+
 def _adam(decoupled: bool) -> Callable:
-    def body(params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, max_exp_avg_sqs: Any, state_steps: Any, *, lr: Any, beta1: float,
-             beta2: float, weight_decay: float, eps: float, amsgrad: bool, maximize: bool, grad_scale: Any = None, found_inf: Any = None):
+    def body(
+        params: Any,
+        grads: Any,
+        exp_avgs: Any,
+        exp_avg_sqs: Any,
+        max_exp_avg_sqs: Any,
+        state_steps: Any,
+        *,
+        lr: Any,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        eps: float,
+        amsgrad: bool,
+        maximize: bool,
+        grad_scale: Any = None,
+        found_inf: Any = None,
+    ):
         if grad_scale is not None or found_inf is not None:
             return NotImplemented
-        for i, (p, g, m, v, step) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, state_steps)):
+        for i, (p, g, m, v, step) in enumerate(
+            zip(params, grads, exp_avgs, exp_avg_sqs, state_steps)
+        ):
             g, done = -g if maximize else g, step.double()
             if decoupled:
                 p.mul_(1 - lr * weight_decay)
@@ -69,14 +113,28 @@ def _adam(decoupled: bool) -> Callable:
             v.mul_(beta2).add_(g * g * (1 - beta2))
             if amsgrad:
                 max_exp_avg_sqs[i].copy_(torch.maximum(max_exp_avg_sqs[i], v))
-            root = (max_exp_avg_sqs[i] if amsgrad else v).sqrt() / (1 - beta2 ** done).sqrt() + eps
-            p.sub_(m / root * (lr / (1 - beta1 ** done)))
+            root = (max_exp_avg_sqs[i] if amsgrad else v).sqrt() / (1 - beta2**done).sqrt() + eps
+            p.sub_(m / root * (lr / (1 - beta1**done)))
         return params
+
     return body
 
 
-def _sgd(params: Any, grads: Any, momentum_buffer_list: Any, *, weight_decay: float, momentum: float, lr: Any, dampening: float,
-         nesterov: bool, maximize: bool, is_first_step: bool, grad_scale: Any = None, found_inf: Any = None):
+def _sgd(
+    params: Any,
+    grads: Any,
+    momentum_buffer_list: Any,
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: Any,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: Any = None,
+    found_inf: Any = None,
+):
     if grad_scale is not None or found_inf is not None:
         return NotImplemented
     for i, (p, g) in enumerate(zip(params, grads)):
@@ -89,4 +147,8 @@ def _sgd(params: Any, grads: Any, momentum_buffer_list: Any, *, weight_decay: fl
     return params
 
 
-_FUSED: dict[str, Callable] = {"_fused_adam_": _adam(False), "_fused_adamw_": _adam(True), "_fused_sgd_": _sgd}
+_FUSED: dict[str, Callable] = {
+    "_fused_adam_": _adam(False),
+    "_fused_adamw_": _adam(True),
+    "_fused_sgd_": _sgd,
+}

@@ -1,8 +1,9 @@
 """The bodies of PyTorch's Python functions, run so that the calls in them are seen one by one.
 
-A function such as F.gumbel_softmax gives itself to an active TorchFunctionMode as one call, and the mode is off while it
-handles it: products and attention inside would be missed.
+A function such as F.gumbel_softmax gives itself to an active TorchFunctionMode as one call, and the
+mode is off while it handles it: products and attention inside would be missed.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,23 +18,47 @@ from .foreach import tensor_by_tensor
 from .multihead_attention import multi_head_attention
 from .rnn import RECURRENT
 
-OURS: dict[Callable, Callable] = {**RECURRENT, F.embedding_bag: embedding_bag, F.multi_head_attention_forward: multi_head_attention}
+OURS: dict[Callable, Callable] = {
+    **RECURRENT,
+    F.embedding_bag: embedding_bag,
+    F.multi_head_attention_forward: multi_head_attention,
+}
 
 
 @cache
 def bodies(function: Callable) -> tuple[Callable, ...]:
-    """What computes the same by calls that a mode sees, the better first; NotImplemented from one: take the next."""
-    return tuple(body for body in (OURS.get(function), tensor_by_tensor(function), _body_of(function)) if body is not None)
+    """What computes the same by calls that a mode sees, the better first; NotImplemented from one:
+    take the next.
+    """
+    return tuple(
+        body
+        for body in (OURS.get(function), tensor_by_tensor(function), _body_of(function))
+        if body is not None
+    )
 
 
 def _body_of(function: Callable) -> Callable | None:
-    """A copy of a function of torch that does not give itself away but runs; None for what is not written so in Python."""
+    """A copy of a function of torch that does not give itself away but runs; None for what is not
+    written so in Python.
+    """
     if not isinstance(function, FunctionType) or not str(function.__module__).startswith("torch."):
         return None
-    asks = {name: _nobody for name in function.__code__.co_names if name.startswith("has_torch_function") and name in function.__globals__}
-    if not asks or "__class__" in function.__code__.co_freevars:            # super() gives the method that is called as this one
+    asks = {
+        name: _nobody
+        for name in function.__code__.co_names
+        if name.startswith("has_torch_function") and name in function.__globals__
+    }
+    if (
+        not asks or "__class__" in function.__code__.co_freevars
+    ):  # super() gives the method that is called as this one
         return None
-    copy = FunctionType(function.__code__, {**function.__globals__, **asks}, function.__name__, function.__defaults__, function.__closure__)
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **asks},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

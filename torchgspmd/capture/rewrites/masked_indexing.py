@@ -1,10 +1,11 @@
-"""Elements that are selected by values: x[mask], nonzero, unique, repeat_interleave. Where the values are known while a program is traced
-(known.py), the result has a shape like any other.
+"""Elements that are selected by values: x[mask], nonzero, unique, repeat_interleave. Where the
+values are known while a program is traced (known.py), the result has a shape like any other.
 
     x[:, self.mask]                         becomes x[:, [0, 2, 3]], for the mask that is there
     torch.unique(self.ids)                  a constant
     x[x > 0]                                stays what it is: its size is found when the program runs
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -18,8 +19,15 @@ from ...compat.operators import aten
 from .value_free import positions
 
 _MASKS = (torch.bool, torch.uint8)
-SELECTING = {aten.nonzero.default, aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default,
-             aten.unique_dim_consecutive.default, aten.repeat_interleave.Tensor, aten.masked_select.default}
+SELECTING = {
+    aten.nonzero.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim_consecutive.default,
+    aten.repeat_interleave.Tensor,
+    aten.masked_select.default,
+}
 
 
 class Trace(Protocol):
@@ -35,27 +43,46 @@ class Trace(Protocol):
 def _index(trace: Trace, x: Tensor, index: Any) -> tuple[Callable, tuple]:
     """x[index] with indices in the place of masks."""
     given = index if isinstance(index, tuple) else (index,)
-    given = tuple(torch.tensor(e) if isinstance(e, numpy.ndarray) and e.dtype == bool else e for e in given)
+    given = tuple(
+        torch.tensor(e) if isinstance(e, numpy.ndarray) and e.dtype == bool else e for e in given
+    )
     entries: list[Any] = []
     for at, entry in zip(positions(x, given), given):
-        is_mask = isinstance(entry, Tensor) and entry.dtype in _MASKS and 0 < entry.dim() and entry.shape == x.shape[at:at + entry.dim()]
+        is_mask = (
+            isinstance(entry, Tensor)
+            and entry.dtype in _MASKS
+            and 0 < entry.dim()
+            and entry.shape == x.shape[at : at + entry.dim()]
+        )
         rows = trace.rows(entry) if is_mask else None
         entries += [entry] if rows is None else rows
-    return Tensor.__getitem__, (x, tuple(entries) if isinstance(index, tuple) or len(entries) > 1 else entries[0])
+    return Tensor.__getitem__, (
+        x,
+        tuple(entries) if isinstance(index, tuple) or len(entries) > 1 else entries[0],
+    )
 
 
 def _select(trace: Trace, x: Tensor, mask: Tensor) -> tuple[Callable, tuple]:
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     rows = trace.rows(mask.expand(shape)) if shape else None
-    return (torch.masked_select, (x, mask)) if rows is None else (Tensor.__getitem__, (x.expand(shape), rows))
+    return (
+        (torch.masked_select, (x, mask))
+        if rows is None
+        else (Tensor.__getitem__, (x.expand(shape), rows))
+    )
 
 
-def _split(trace: Trace, x: Tensor, borders: int | Sequence[int] | Tensor, *dim: int) -> tuple[Callable, tuple]:
+def _split(
+    trace: Trace, x: Tensor, borders: int | Sequence[int] | Tensor, *dim: int
+) -> tuple[Callable, tuple]:
     known = trace.ask(borders, True) if isinstance(borders, Tensor) else None
     return Tensor.tensor_split, (x, borders if known is None else known.tolist(), *dim)
 
 
 SELECTIONS: dict[Callable, Callable[..., tuple[Callable, tuple]]] = {
-    Tensor.__getitem__: _index, torch.masked_select: _select, Tensor.masked_select: _select,
-    torch.tensor_split: _split, Tensor.tensor_split: _split,
+    Tensor.__getitem__: _index,
+    torch.masked_select: _select,
+    Tensor.masked_select: _select,
+    torch.tensor_split: _split,
+    Tensor.tensor_split: _split,
 }

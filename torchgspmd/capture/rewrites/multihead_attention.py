@@ -1,7 +1,10 @@
-"""nn.MultiheadAttention with its dimensions kept: batch, position and head stay apart from the first product to the last.
+"""nn.MultiheadAttention with its dimensions kept: batch, position and head stay apart from the
+first product to the last.
 
-PyTorch flattens [position, batch] and [batch, head] on the way, which would lose a layout of the batch.
+PyTorch flattens [position, batch] and [batch, head] on the way, which would lose a layout of the
+batch.
 """
+
 from __future__ import annotations
 
 import math
@@ -12,31 +15,69 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Letters: n batch, l and s positions of queries and of keys, h heads, d width of a head, i and o width of inputs and results.
+# Letters: n batch, l and s positions of queries and of keys, h heads, d width of a head, i and o
+# width of inputs and results.
 
 
-def multi_head_attention(query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int,
-                         in_proj_weight: Tensor | None, in_proj_bias: Tensor | None, bias_k: Any, bias_v: Any, add_zero_attn: bool,
-                         dropout_p: float, out_proj_weight: Tensor, out_proj_bias: Tensor | None, training: bool = True,
-                         key_padding_mask: Tensor | None = None, need_weights: bool = True, attn_mask: Tensor | None = None,
-                         use_separate_proj_weight: bool = False, q_proj_weight: Tensor | None = None,
-                         k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None, static_k: Any = None,
-                         static_v: Any = None, average_attn_weights: bool = True, is_causal: bool = False):
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Any,
+    bias_v: Any,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Any = None,
+    static_v: Any = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+):
     """F.multi_head_attention_forward of query [l, n, i], key and value [s, n, i], or without n."""
     inputs, width = (query, key, value), embed_dim_to_check
-    if add_zero_attn or any(t is not None for t in (bias_k, bias_v, static_k, static_v)) or not _regular(inputs, width, num_heads):
-        return NotImplemented                                               # rare, or a mistake that PyTorch will explain
+    if (
+        add_zero_attn
+        or any(t is not None for t in (bias_k, bias_v, static_k, static_v))
+        or not _regular(inputs, width, num_heads)
+    ):
+        return NotImplemented  # rare, or a mistake that PyTorch will explain
     if is_causal and attn_mask is None:
         return NotImplemented
-    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight.view(3, width, -1).unbind(0)
-    biases = (None, None, None) if in_proj_bias is None else in_proj_bias.view(3, num_heads, 1, -1).unbind(0)
-    q, k, v = (_project(x if x.dim() == 3 else x.unsqueeze(1), w, b, num_heads) for x, w, b in zip(inputs, weights, biases))
+    weights = (
+        (q_proj_weight, k_proj_weight, v_proj_weight)
+        if use_separate_proj_weight
+        else in_proj_weight.view(3, width, -1).unbind(0)
+    )
+    biases = (
+        (None, None, None)
+        if in_proj_bias is None
+        else in_proj_bias.view(3, num_heads, 1, -1).unbind(0)
+    )
+    q, k, v = (
+        _project(x if x.dim() == 3 else x.unsqueeze(1), w, b, num_heads)
+        for x, w, b in zip(inputs, weights, biases)
+    )
     causal = is_causal and key_padding_mask is None and not need_weights
     mask = None if causal else _mask(attn_mask, key_padding_mask, q)
     dropout = dropout_p if training else 0.0
     attend: Callable = _with_weights if need_weights else _without_weights
     out, seen = attend(q, k, v, mask, dropout, causal)
-    y = torch.einsum("nhld,ohd->lno", out, out_proj_weight.view(out_proj_weight.shape[0], num_heads, -1))
+    y = torch.einsum(
+        "nhld,ohd->lno", out, out_proj_weight.view(out_proj_weight.shape[0], num_heads, -1)
+    )
     y = y if out_proj_bias is None else y + out_proj_bias.to(y.dtype)
     seen = seen.mean(1) if need_weights and average_attn_weights else seen  # [n, l, s]
     if query.dim() == 2:
@@ -46,9 +87,15 @@ def multi_head_attention(query: Tensor, key: Tensor, value: Tensor, embed_dim_to
 
 def _regular(inputs: tuple[Tensor, ...], width: int, heads: int) -> bool:
     query, key, value = inputs
-    return (query.dim() in (2, 3) and key.dim() == value.dim() == query.dim() and query.shape[-1] == width and width % heads == 0
-            and key.shape[:-1] == value.shape[:-1] and (query.dim() == 2 or key.shape[1] == query.shape[1])
-            and not any(t.is_nested for t in inputs))
+    return (
+        query.dim() in (2, 3)
+        and key.dim() == value.dim() == query.dim()
+        and query.shape[-1] == width
+        and width % heads == 0
+        and key.shape[:-1] == value.shape[:-1]
+        and (query.dim() == 2 or key.shape[1] == query.shape[1])
+        and not any(t.is_nested for t in inputs)
+    )
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
@@ -62,16 +109,23 @@ def _mask(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | No
     n, h = q.shape[:2]
     parts = [] if mask is None else [mask if mask.dim() == 2 else mask.view(n, h, *mask.shape[1:])]
     if padding is not None:
-        parts.append(padding[..., None, None, :])                           # [n, 1, 1, s], or [1, 1, s]
-    parts = [torch.zeros_like(p, dtype=q.dtype).masked_fill(p, -math.inf) if p.dtype is torch.bool else p for p in parts]
+        parts.append(padding[..., None, None, :])  # [n, 1, 1, s], or [1, 1, s]
+    parts = [
+        torch.zeros_like(p, dtype=q.dtype).masked_fill(p, -math.inf) if p.dtype is torch.bool else p
+        for p in parts
+    ]
     return sum(parts[1:], parts[0]) if parts else None
 
 
-def _without_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> tuple[Tensor, None]:
+def _without_weights(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool
+) -> tuple[Tensor, None]:
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
 
 
-def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _with_weights(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     scores = torch.einsum("nhld,nhsd->nhls", q * math.sqrt(1 / q.shape[-1]), k)
     weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
     return torch.einsum("nhls,nhsd->nhld", weights.to(v.dtype), v), weights

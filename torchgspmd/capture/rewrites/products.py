@@ -1,10 +1,11 @@
-"""While a model is captured, its linear, matmul, einsum and attention calls, and losses of volumes, become operations that
-keep their dimensions; and istft one that does not look at values.
+"""While a model is captured, its linear, matmul, einsum and attention calls, and losses of volumes,
+become operations that keep their dimensions; and istft one that does not look at values.
 
-REPLACEMENTS: functions of PyTorch's Python interface, and what the trace calls in their place. What cannot be
-expressed (repeated letters, broadcast batch dimensions of size 1, ...) returns NotImplemented and is left to PyTorch:
-correct all the same.
+REPLACEMENTS: functions of PyTorch's Python interface, and what the trace calls in their place. What
+cannot be expressed (repeated letters, broadcast batch dimensions of size 1, ...) returns
+NotImplemented and is left to PyTorch: correct all the same.
 """
+
 from __future__ import annotations
 
 import math
@@ -33,7 +34,9 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     if not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
+    return [
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    ]
 
 
 def _einsum(equation: str, a: Tensor, b: Tensor):
@@ -46,18 +49,23 @@ def _einsum(equation: str, a: Tensor, b: Tensor):
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None):
     if weight.dim() != 2 or input.dim() < 1:
         return NotImplemented
-    lead = ascii_letters[2:input.dim() + 1]
+    lead = ascii_letters[2 : input.dim() + 1]
     y = _einsum(f"{lead}b,ab->{lead}a", input, weight)
     return y if bias is None or y is NotImplemented else y + bias.to(y.dtype)
 
 
 def _matmul(input: Tensor, other: Tensor):
-    if not isinstance(input, Tensor) or not isinstance(other, Tensor) or not input.dim() or not other.dim():
+    if (
+        not isinstance(input, Tensor)
+        or not isinstance(other, Tensor)
+        or not input.dim()
+        or not other.dim()
+    ):
         return NotImplemented
     rows = "m" if input.dim() > 1 else ""
     columns = "n" if other.dim() > 1 else ""
     a_batch, b_batch = input.shape[:-2], other.shape[:-2]
-    batch = "abcdefgh"[:max(len(a_batch), len(b_batch))]
+    batch = "abcdefgh"[: max(len(a_batch), len(b_batch))]
     if len(batch) > 8 or (a_batch and b_batch and a_batch != b_batch):
         return NotImplemented
     a = (batch if a_batch else "") + rows + "k"
@@ -71,7 +79,12 @@ def _reflected_matmul(input: Tensor, other: Tensor):
 
 def _matrix_product(dims: int):
     def product(input: Tensor, mat2: Tensor, **options: Any):
-        return NotImplemented if options or input.dim() != dims or mat2.dim() != dims else _matmul(input, mat2)
+        return (
+            NotImplemented
+            if options or input.dim() != dims or mat2.dim() != dims
+            else _matmul(input, mat2)
+        )
+
     return product
 
 
@@ -80,14 +93,20 @@ def _torch_einsum(*args: Any):
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = operands[0]
-    terms = _explicit(equation, operands) if isinstance(equation, str) and len(operands) > 1 else None
+    terms = (
+        _explicit(equation, operands) if isinstance(equation, str) and len(operands) > 1 else None
+    )
     if terms is None:
         return NotImplemented
     *left, out = terms
     a, letters = operands[0], left[0]
     for i, (b, b_letters) in enumerate(zip(operands[1:], left[1:]), start=1):
-        later = set("".join(left[i + 1:]) + out)
-        result = out if i == len(left) - 1 else "".join(dict.fromkeys(c for c in letters + b_letters if c in later))
+        later = set("".join(left[i + 1 :]) + out)
+        result = (
+            out
+            if i == len(left) - 1
+            else "".join(dict.fromkeys(c for c in letters + b_letters if c in later))
+        )
         a, letters = summed_alone(a, letters, b_letters + result)
         b, b_letters = summed_alone(b, b_letters, letters + result)
         a = _einsum(f"{letters},{b_letters}->{result}", a, b)
@@ -105,7 +124,7 @@ def _explicit(equation: str, operands: Any) -> list[str] | None:
         ranks = {t.dim() - len(term) + 3 for t, term in zip(operands, terms) if "..." in term}
         if len(ranks) != 1 or not arrow:
             return None
-        fill = "".join(c for c in ascii_letters if c not in equation)[:ranks.pop()]
+        fill = "".join(c for c in ascii_letters if c not in equation)[: ranks.pop()]
         terms, out = [term.replace("...", fill) for term in terms], out.replace("...", fill)
     if not arrow:
         every = "".join(terms)
@@ -121,9 +140,19 @@ def _explicit(equation: str, operands: Any) -> list[str] | None:
     return [*terms, out]
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-               is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False):
-    """F.scaled_dot_product_attention: one node where nothing is between the two products, else einsums and a softmax."""
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+):
+    """F.scaled_dot_product_attention: one node where nothing is between the two products, else
+    einsums and a softmax.
+    """
     if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
         return NotImplemented
     if enable_gqa and query.shape[-3] != key.shape[-3]:
@@ -132,7 +161,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if attn_mask is None and not dropout_p and query.dim() == 4 and query.is_floating_point():
         return attention(query, key, value, is_causal, scale)[0]
-    lead = "abcdefgh"[:query.dim() - 2]
+    lead = "abcdefgh"[: query.dim() - 2]
     scores = einsum(f"{lead}sx,{lead}tx->{lead}st", query, key) * scale
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -141,7 +170,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
         empty = None
         if attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, float("-inf"))
-            empty = ~attn_mask.any(-1, keepdim=True)                         # rows without any key are 0, not NaN
+            empty = ~attn_mask.any(-1, keepdim=True)  # rows without any key are 0, not NaN
         else:
             scores = scores + attn_mask
         weights = scores.softmax(-1)
@@ -154,51 +183,104 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
 
 def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None):
     """Around the end, as a concatenation: PyTorch writes into slices of a new tensor."""
-    if mode != "circular" or min(pad) < 0 or any(n > input.shape[-1 - i // 2] for i, n in enumerate(pad)):
+    if (
+        mode != "circular"
+        or min(pad) < 0
+        or any(n > input.shape[-1 - i // 2] for i, n in enumerate(pad))
+    ):
         return NotImplemented
     for i in range(0, len(pad), 2):
-        d, (before, behind) = input.dim() - 1 - i // 2, pad[i:i + 2]
-        pieces = [input.narrow(d, input.shape[d] - before, before), input, input.narrow(d, 0, behind)]
+        d, (before, behind) = input.dim() - 1 - i // 2, pad[i : i + 2]
+        pieces = [
+            input.narrow(d, input.shape[d] - before, before),
+            input,
+            input.narrow(d, 0, behind),
+        ]
         input = torch.cat([piece for piece in pieces if piece.shape[d]], d)
     return input
 
 
-def _cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
-                   reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0):
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+):
     if input.dim() < 5 or target.is_floating_point() or label_smoothing:
         return NotImplemented
-    return _nll_loss(input.log_softmax(1), target, weight, size_average, ignore_index, reduce, reduction)
+    return _nll_loss(
+        input.log_softmax(1), target, weight, size_average, ignore_index, reduce, reduction
+    )
 
 
-def _nll_loss(input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
-              reduce: Any = None, reduction: str = "mean"):
+def _nll_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+):
     """Of volumes [n, c, x, y, z] and more dimensions, which PyTorch flattens to [n, c, 1, x y z]."""
     if input.dim() < 5 or size_average is not None or reduce is not None:
         return NotImplemented
     counts = target != ignore_index
     label = torch.where(counts, target, 0)
-    losses = -input.gather(1, label.unsqueeze(1)).squeeze(1)                 # [n, x, y, z]
+    losses = -input.gather(1, label.unsqueeze(1)).squeeze(1)  # [n, x, y, z]
     scale = torch.ones_like(losses) if weight is None else weight[label]
     losses, scale = (torch.where(counts, t, 0) for t in (losses * scale, scale))
-    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / scale.sum()
+    return (
+        losses
+        if reduction == "none"
+        else losses.sum()
+        if reduction == "sum"
+        else losses.sum() / scale.sum()
+    )
 
 
-def _istft(input: Tensor, n_fft: int, hop_length: int | None = None, win_length: int | None = None, window: Tensor | None = None,
-           center: bool = True, normalized: bool = False, onesided: bool | None = None, length: int | None = None,
-           return_complex: bool = False):
-    """Without a look at whether the windows cover everything, which needs values: what they leave out is NaN."""
+def _istft(
+    input: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+):
+    """Without a look at whether the windows cover everything, which needs values: what they leave
+    out is NaN.
+    """
     hop, width = hop_length or n_fft // 4, win_length or n_fft
     onesided = input.shape[-2] != n_fft if onesided is None else onesided
-    if not input.is_complex() or return_complex and onesided or input.shape[-2] != (n_fft // 2 + 1 if onesided else n_fft):
+    if (
+        not input.is_complex()
+        or return_complex
+        and onesided
+        or input.shape[-2] != (n_fft // 2 + 1 if onesided else n_fft)
+    ):
         return NotImplemented
-    of = input.mT * math.sqrt(n_fft) if normalized else input.mT            # [.., t, frequency]
-    frames = torch.fft.ifft(of, n_fft) if return_complex else torch.fft.irfft(of[..., :n_fft // 2 + 1], n_fft)
+    of = input.mT * math.sqrt(n_fft) if normalized else input.mT  # [.., t, frequency]
+    frames = (
+        torch.fft.ifft(of, n_fft)
+        if return_complex
+        else torch.fft.irfft(of[..., : n_fft // 2 + 1], n_fft)
+    )
     if window is None:
         window = torch.ones(width, dtype=frames.real.dtype, device=input.device)
     window = F.pad(window, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
     total = n_fft + hop * (frames.shape[-2] - 1)
-    sums, weights = (aten.unfold_backward(t, [*t.shape[:-2], total], t.dim() - 2, n_fft, hop)
-                     for t in (frames * window, window.square().expand(frames.shape[-2], n_fft)))
+    sums, weights = (
+        aten.unfold_backward(t, [*t.shape[:-2], total], t.dim() - 2, n_fft, hop)
+        for t in (frames * window, window.square().expand(frames.shape[-2], n_fft))
+    )
     start = n_fft // 2 if center else 0
     end = total - start if length is None else min(start + length, total)
     found = sums[..., start:end] / weights[start:end]
@@ -213,8 +295,14 @@ REPLACEMENTS: dict[Callable, Callable] = {
     F.pad: _pad,
     F.scaled_dot_product_attention: _attention,
     torch.einsum: _torch_einsum,
-    torch.istft: _istft, Tensor.istft: _istft,
-    torch.bmm: _matrix_product(3), Tensor.bmm: _matrix_product(3),
-    torch.mm: _matrix_product(2), Tensor.mm: _matrix_product(2),
-    torch.matmul: _matmul, Tensor.matmul: _matmul, Tensor.__matmul__: _matmul, Tensor.__rmatmul__: _reflected_matmul,
+    torch.istft: _istft,
+    Tensor.istft: _istft,
+    torch.bmm: _matrix_product(3),
+    Tensor.bmm: _matrix_product(3),
+    torch.mm: _matrix_product(2),
+    Tensor.mm: _matrix_product(2),
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.__rmatmul__: _reflected_matmul,
 }

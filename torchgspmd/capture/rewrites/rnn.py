@@ -1,8 +1,10 @@
 """LSTM, GRU and RNN step by step, with batch, gate and hidden unit as dimensions of their own.
 
-PyTorch computes a layer as one kernel, or flattens [position, batch]. Each step becomes operations of the program, which
-grows with the length of the sequence. Formulas: https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html
+PyTorch computes a layer as one kernel, or flattens [position, batch]. Each step becomes operations
+of the program, which grows with the length of the sequence. Formulas:
+https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A cell: (what the input adds to the gates [n, gate, unit], what the hidden state adds, the state) -> the next state, hidden first.
+# A cell: (what the input adds to the gates [n, gate, unit], what the hidden state adds, the state)
+# -> the next state, hidden first.
 
 
 def _lstm(x: Tensor, h: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -28,17 +31,22 @@ def _gru(x: Tensor, h: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return ((state[0] - new) * (xz + hz).sigmoid() + new,)
 
 
-def _simple(function: Callable, x: Tensor, h: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _simple(
+    function: Callable, x: Tensor, h: Tensor, state: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     return (function((x + h).squeeze(1)),)
 
 
 def _recurrent(cell: Callable, gates: int) -> Callable:
     """torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu."""
+
     def body(input: Tensor, hx: Any, params: Any, *options: Any):
         if isinstance(params, Tensor):
-            return NotImplemented                                           # a packed sequence
+            return NotImplemented  # a packed sequence
         has_biases, layers, dropout, train, bidirectional, batch_first = options
-        states = (hx,) if isinstance(hx, Tensor) else tuple(hx)             # [layers * directions, n, unit] each
+        states = (
+            (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        )  # [layers * directions, n, unit] each
         x, directions = (input.transpose(0, 1) if batch_first else input), 2 if bidirectional else 1
         each = len(params) // (layers * directions)
         last: list[tuple[Tensor, ...]] = []
@@ -46,32 +54,48 @@ def _recurrent(cell: Callable, gates: int) -> Callable:
             outs = []
             for way in range(directions):
                 place = layer * directions + way
-                weights = _weights(params[place * each:(place + 1) * each], has_biases)
-                out, state = _direction(cell, gates, x, [s[place] for s in states], weights, backwards=way == 1)
+                weights = _weights(params[place * each : (place + 1) * each], has_biases)
+                out, state = _direction(
+                    cell, gates, x, [s[place] for s in states], weights, backwards=way == 1
+                )
                 outs.append(out)
                 last.append(state)
             x = torch.cat(outs, -1) if directions > 1 else outs[0]
             if dropout and train and layer < layers - 1:
                 x = F.dropout(x, dropout)
-        return (x.transpose(0, 1) if batch_first else x, *(torch.stack(kind) for kind in zip(*last)))
+        return (
+            x.transpose(0, 1) if batch_first else x,
+            *(torch.stack(kind) for kind in zip(*last)),
+        )
+
     return body
 
 
-def _weights(params: Sequence[Tensor], has_biases: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _weights(
+    params: Sequence[Tensor], has_biases: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(of the input, of the hidden state, their biases, of the projection)"""
     biases = params[2:4] if has_biases else (None, None)
-    projection = params[4 if has_biases else 2:]
+    projection = params[4 if has_biases else 2 :]
     return params[0], params[1], *biases, projection[0] if len(projection) else None
 
 
-def _direction(cell: Callable, gates: int, x: Tensor, state: Sequence[Tensor], weights: Sequence[Any], backwards: bool
-               ) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _direction(
+    cell: Callable,
+    gates: int,
+    x: Tensor,
+    state: Sequence[Tensor],
+    weights: Sequence[Any],
+    backwards: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """x [l, n, i] -> [l, n, unit], and the last state"""
     of_input, of_hidden, bias, hidden_bias, projection = weights
     added = _gates("lni,kui->lnku", x, of_input, bias, gates)
     outs: list[Tensor] = [x] * len(x)
     for t in reversed(range(len(x))) if backwards else range(len(x)):
-        state = cell(added[t], _gates("ni,kui->nku", state[0], of_hidden, hidden_bias, gates), state)
+        state = cell(
+            added[t], _gates("ni,kui->nku", state[0], of_hidden, hidden_bias, gates), state
+        )
         if projection is not None:
             state = (F.linear(state[0], projection), *state[1:])
         outs[t] = state[0]
@@ -84,6 +108,8 @@ def _gates(equation: str, x: Tensor, weight: Tensor, bias: Tensor | None, gates:
 
 
 RECURRENT: dict[Callable, Callable] = {
-    torch.lstm: _recurrent(_lstm, 4), torch.gru: _recurrent(_gru, 3),
-    torch.rnn_tanh: _recurrent(partial(_simple, torch.tanh), 1), torch.rnn_relu: _recurrent(partial(_simple, torch.relu), 1),
+    torch.lstm: _recurrent(_lstm, 4),
+    torch.gru: _recurrent(_gru, 3),
+    torch.rnn_tanh: _recurrent(partial(_simple, torch.tanh), 1),
+    torch.rnn_relu: _recurrent(partial(_simple, torch.relu), 1),
 }

@@ -1,10 +1,13 @@
-"""Sparse matrices (torch.sparse_coo_tensor), of which a program computes with the indices and values: layouts are of dense tensors.
+"""Sparse matrices (torch.sparse_coo_tensor), of which a program computes with the indices and
+values: layouts are of dense tensors.
 
     near @ x            torch.zeros(n, k).index_add(0, rows, values[:, None] * x[columns])
 
-One that is an argument is taken apart into both (objects.py); one that the program makes, or finds in an attribute or variable, keeps
-them beside it. Entries of one index count as their sum, as in PyTorch, so that what is not linear in them has no way here.
+One that is an argument is taken apart into both (objects.py); one that the program makes, or finds
+in an attribute or variable, keeps them beside it. Entries of one index count as their sum, as in
+PyTorch, so that what is not linear in them has no way here.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,27 +25,31 @@ from ..trace_context import at_once, check_dense, is_capturing
 @dataclass(frozen=True)
 class Entries:
     """Of a sparse tensor."""
-    indices: Tensor                         # [dimensions, entries]
-    values: Tensor                          # [entries]
+
+    indices: Tensor  # [dimensions, entries]
+    values: Tensor  # [entries]
     shape: tuple[int, ...]
-    coalesced: bool = False                 # sorted, and none twice
+    coalesced: bool = False  # sorted, and none twice
 
     @staticmethod
     def of(tensor: Tensor) -> Entries:
-        """ShardingError for one that the program made by what has no way here. One with values is asked for them each time: they may
-        change in place."""
+        """ShardingError for one that the program made by what has no way here. One with values is
+        asked for them each time: they may change in place.
+        """
         found = getattr(tensor, "_entries", None)
         if found is not None:
             return found
         if type(tensor) is not Tensor or tensor.requires_grad or tensor.dense_dim():
             check_dense("a tensor", tensor)
-        return Entries(tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
+        return Entries(
+            tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced()
+        )
 
     def tensor(self) -> Tensor:
         if is_capturing():
             return stand_in(self)
         made = torch.sparse_coo_tensor(self.indices, self.values, self.shape)
-        made._entries = self                                                # type: ignore[attr-defined]
+        made._entries = self  # type: ignore[attr-defined]
         return made
 
     def scaled(self, values: Tensor) -> Tensor:
@@ -51,9 +58,14 @@ class Entries:
 
 if not is_missing(pytree):
     pytree.register_pytree_node(
-        Entries, lambda e: ([e.indices, e.values], (e.shape, e.coalesced)), lambda children, context: Entries(*children, *context),
-        flatten_with_keys_fn=lambda e: ([(pytree.MappingKey("indices"), e.indices), (pytree.MappingKey("values"), e.values)],
-                                        (e.shape, e.coalesced)))
+        Entries,
+        lambda e: ([e.indices, e.values], (e.shape, e.coalesced)),
+        lambda children, context: Entries(*children, *context),
+        flatten_with_keys_fn=lambda e: (
+            [(pytree.MappingKey("indices"), e.indices), (pytree.MappingKey("values"), e.values)],
+            (e.shape, e.coalesced),
+        ),
+    )
 
 
 def is_sparse(value: Any) -> bool:
@@ -62,27 +74,45 @@ def is_sparse(value: Any) -> bool:
 
 def with_entries(value: Any) -> Any:
     """A sparse tensor as the bodies below take it; anything else as it is."""
-    return Entries.of(value).tensor() if is_sparse(value) and not hasattr(value, "_entries") else value
+    return (
+        Entries.of(value).tensor() if is_sparse(value) and not hasattr(value, "_entries") else value
+    )
 
 
 def body(function: Callable) -> Callable | None:
-    """What computes a function of PyTorch with sparse operands, NotImplemented from it for what has no way here; None: the function."""
+    """What computes a function of PyTorch with sparse operands, NotImplemented from it for what has
+    no way here; None: the function.
+    """
     name = getattr(function, "__name__", "")
-    return _OF_PROPERTIES.get(function) or _BODIES.get(name) or (None if name in _AS_IT_IS else _none)
+    return (
+        _OF_PROPERTIES.get(function) or _BODIES.get(name) or (None if name in _AS_IT_IS else _none)
+    )
 
 
 def stand_in(entries: Entries) -> Tensor:
-    """A sparse tensor without entries of its own, in the place of one that the program makes: it has none that could be traced."""
+    """A sparse tensor without entries of its own, in the place of one that the program makes: it
+    has none that could be traced.
+    """
     with at_once():
         nothing = torch.empty(0, dtype=entries.values.dtype, device=entries.values.device)
-        made = torch.sparse_coo_tensor(torch.empty([len(entries.shape), 0], dtype=torch.int64), nothing, entries.shape)
-    made._entries = entries                                                 # type: ignore[attr-defined]
+        made = torch.sparse_coo_tensor(
+            torch.empty([len(entries.shape), 0], dtype=torch.int64), nothing, entries.shape
+        )
+    made._entries = entries  # type: ignore[attr-defined]
     return made
 
 
-def made_of(indices: Any, values: Any, size: Any = None, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """In the place of torch.sparse_coo_tensor; NotImplemented where that is not of a vector of values."""
-    if not (isinstance(indices, Tensor) and isinstance(values, Tensor) and values.dim() == 1) or size is None or options.keys() - _CHECKS:
+def made_of(
+    indices: Any, values: Any, size: Any = None, *, dtype: torch.dtype | None = None, **options: Any
+) -> Any:
+    """In the place of torch.sparse_coo_tensor; NotImplemented where that is not of a vector of
+    values.
+    """
+    if (
+        not (isinstance(indices, Tensor) and isinstance(values, Tensor) and values.dim() == 1)
+        or size is None
+        or options.keys() - _CHECKS
+    ):
         return NotImplemented
     return stand_in(Entries(indices, values.to(dtype or values.dtype), tuple(size)))
 
@@ -99,10 +129,14 @@ def _product(a: Tensor, b: Tensor) -> Any:
     entries = Entries.of(a)
     rows, columns = entries.indices.unbind(0)
     values = entries.values if b.dim() == 1 else entries.values[:, None]
-    return b.new_zeros(entries.shape[0], *b.shape[1:]).index_add(0, rows, values * b.index_select(0, columns))
+    return b.new_zeros(entries.shape[0], *b.shape[1:]).index_add(
+        0, rows, values * b.index_select(0, columns)
+    )
 
 
-def _product_and_sum(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def _product_and_sum(
+    added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
     product = _product(a, b)
     return NotImplemented if product is NotImplemented else beta * added + alpha * product
 
@@ -122,7 +156,9 @@ def _transposed(a: Tensor, dim0: int = 0, dim1: int = 1) -> Any:
 def _dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     entries = Entries.of(a)
     values = entries.values.to(dtype or entries.values.dtype)
-    return values.new_zeros(entries.shape).index_put(entries.indices.unbind(0), values, accumulate=True)
+    return values.new_zeros(entries.shape).index_put(
+        entries.indices.unbind(0), values, accumulate=True
+    )
 
 
 def _times(a: Any, b: Any) -> Any:
@@ -136,7 +172,11 @@ def _times(a: Any, b: Any) -> Any:
 
 
 def _divided(a: Any, b: Any) -> Any:
-    return NotImplemented if not is_sparse(a) or isinstance(b, Tensor) and b.dim() else Entries.of(a).scaled(Entries.of(a).values / b)
+    return (
+        NotImplemented
+        if not is_sparse(a) or isinstance(b, Tensor) and b.dim()
+        else Entries.of(a).scaled(Entries.of(a).values / b)
+    )
 
 
 def _plus(a: Any, b: Any) -> Any:
@@ -144,9 +184,14 @@ def _plus(a: Any, b: Any) -> Any:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
         return NotImplemented
     if is_sparse(a) and is_sparse(b):
-        indices, values = (torch.cat(both, -1) for both in zip(*((e.indices, e.values) for e in (first, Entries.of(b)))))
+        indices, values = (
+            torch.cat(both, -1)
+            for both in zip(*((e.indices, e.values) for e in (first, Entries.of(b))))
+        )
         return Entries(indices, values, first.shape).tensor()
-    return (b if is_sparse(a) else a).index_put(first.indices.unbind(0), first.values, accumulate=True)
+    return (b if is_sparse(a) else a).index_put(
+        first.indices.unbind(0), first.values, accumulate=True
+    )
 
 
 def _sum(a: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
@@ -156,7 +201,11 @@ def _sum(a: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
         return values.sum()
     gone = {d % a.dim() for d in ((dim,) if isinstance(dim, int) else dim)}
     kept = [d for d in range(a.dim()) if d not in gone]
-    return Entries(entries.indices[kept], values, tuple(entries.shape[d] for d in kept)).tensor() if kept else values.sum()
+    return (
+        Entries(entries.indices[kept], values, tuple(entries.shape[d] for d in kept)).tensor()
+        if kept
+        else values.sum()
+    )
 
 
 def _detached(a: Tensor) -> Tensor:
@@ -176,21 +225,63 @@ def _of_coalesced(part: str) -> Callable:
     def body(a: Tensor) -> Any:
         entries = Entries.of(a)
         return getattr(entries, part) if entries.coalesced else NotImplemented
+
     return body
 
 
 _CHECKS = {"check_invariants", "is_coalesced", "device"}
-_AS_IT_IS = {"__get__", "size", "dim", "ndimension", "__len__", "numel", "is_floating_point", "is_complex", "sparse_dim", "dense_dim",
-             "is_coalesced", "get_device", "element_size", "is_same_size"}
-_OF_PROPERTIES: dict[Callable, Callable] = {Tensor.T.__get__: _transposed, Tensor.mT.__get__: _transposed, Tensor.data.__get__: _detached}
-_BODIES: dict[str, Callable] = {                        # by the names that functions and methods share
-    "mm": _product, "matmul": _product, "mv": _product, "_sparse_mm": _product, "addmm": _product_and_sum,
-    "_sparse_addmm": _product_and_sum, "linear": _linear, "t": _transposed, "transpose": _transposed,
-    "to_dense": _dense, "coalesce": lambda a: a, "detach": _detached,
-    "_indices": lambda a: Entries.of(a).indices, "_values": lambda a: Entries.of(a).values.detach(),
+_AS_IT_IS = {
+    "__get__",
+    "size",
+    "dim",
+    "ndimension",
+    "__len__",
+    "numel",
+    "is_floating_point",
+    "is_complex",
+    "sparse_dim",
+    "dense_dim",
+    "is_coalesced",
+    "get_device",
+    "element_size",
+    "is_same_size",
+}
+_OF_PROPERTIES: dict[Callable, Callable] = {
+    Tensor.T.__get__: _transposed,
+    Tensor.mT.__get__: _transposed,
+    Tensor.data.__get__: _detached,
+}
+_BODIES: dict[str, Callable] = {  # by the names that functions and methods share
+    "mm": _product,
+    "matmul": _product,
+    "mv": _product,
+    "_sparse_mm": _product,
+    "addmm": _product_and_sum,
+    "_sparse_addmm": _product_and_sum,
+    "linear": _linear,
+    "t": _transposed,
+    "transpose": _transposed,
+    "to_dense": _dense,
+    "coalesce": lambda a: a,
+    "detach": _detached,
+    "_indices": lambda a: Entries.of(a).indices,
+    "_values": lambda a: Entries.of(a).values.detach(),
     "_nnz": lambda a: len(Entries.of(a).values),
-    "indices": _of_coalesced("indices"), "values": _of_coalesced("values"),
-    "mul": _times, "multiply": _times, "div": _divided, "true_divide": _divided, "neg": lambda a: _times(a, -1), "add": _plus,
-    "sum": _sum, "_sparse_sum": _sum, "to": _cast, "type_as": lambda a, b: _cast(a, b.dtype), "cpu": lambda a: a,
-    "float": _to(torch.float32), "double": _to(torch.float64), "half": _to(torch.float16), "bfloat16": _to(torch.bfloat16),
+    "indices": _of_coalesced("indices"),
+    "values": _of_coalesced("values"),
+    "mul": _times,
+    "multiply": _times,
+    "div": _divided,
+    "true_divide": _divided,
+    "neg": lambda a: _times(a, -1),
+    "add": _plus,
+    "sum": _sum,
+    "_sparse_sum": _sum,
+    "to": _cast,
+    "type_as": lambda a, b: _cast(a, b.dtype),
+    "cpu": lambda a: a,
+    "float": _to(torch.float32),
+    "double": _to(torch.float64),
+    "half": _to(torch.float16),
+    "bfloat16": _to(torch.bfloat16),
 }

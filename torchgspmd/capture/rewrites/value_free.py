@@ -1,7 +1,9 @@
-"""Functions of PyTorch that look at values while they run, as programs that need not: what the trace calls in their place.
+"""Functions of PyTorch that look at values while they run, as programs that need not: what the
+trace calls in their place.
 
 Checks of values (is a variance negative?) are left out, for a program has none when it is captured.
 """
+
 from __future__ import annotations
 
 import math
@@ -21,14 +23,26 @@ def _equal(input: Tensor, other: Tensor):
     return False if input.shape != other.shape else (input == other).all().item()
 
 
-def _allclose(input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False):
+def _allclose(
+    input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
+):
     return torch.isclose(input, other, rtol, atol, equal_nan).all().item()
 
 
-def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
-    """Of the rows of input [variables, observations]; weights [observations] count or weigh the columns."""
+def _cov(
+    input: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
+    """Of the rows of input [variables, observations]; weights [observations] count or weigh the
+    columns.
+    """
     x = input if input.dim() == 2 else input.reshape(1, -1)
-    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    weights = (
+        fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    )
     if weights is None:
         centered = x - x.mean(1, keepdim=True)
         weighted, count = centered, max(x.shape[1] - correction, 0)
@@ -36,7 +50,9 @@ def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, 
         total = weights.sum()
         centered = x - (x * weights).sum(1, keepdim=True) / total
         spread = total if aweights is None else (weights * aweights).sum() / total
-        count = (total - correction * spread if aweights is not None else total - correction).clamp_min(0)
+        count = (
+            total - correction * spread if aweights is not None else total - correction
+        ).clamp_min(0)
         weighted = centered * weights
     return (weighted @ centered.mT.conj() / count).squeeze()
 
@@ -47,28 +63,48 @@ def _corrcoef(input: Tensor) -> Tensor:
         return c / c
     deviation = torch.diagonal(c).sqrt()
     c = c / deviation.unsqueeze(1) / deviation
-    return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
+    return (
+        torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1))
+        if c.is_complex()
+        else c.clamp(-1, 1)
+    )
 
 
-def _gaussian_nll(input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6,
-                  reduction: str = "mean") -> Tensor:
+def _gaussian_nll(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
     if isinstance(var, float):
         var = torch.full_like(input, var)
     if var.shape != input.shape and input.shape[:-1] == var.shape:
         var = var.unsqueeze(-1)
     var = var.clone()
-    with torch.no_grad():                                                   # the gradient passes where eps is taken as well
+    with torch.no_grad():  # the gradient passes where eps is taken as well
         var.clamp_(min=eps)
     loss = 0.5 * (var.log() + (input - target).square() / var)
     loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
-def _ctc(log_probs: Tensor, targets: Tensor, input_lengths, target_lengths, blank: int = 0, reduction: str = "mean",
-         zero_infinity: bool = False) -> Tensor:
+def _ctc(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths,
+    target_lengths,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
     single = log_probs.dim() == 2
     log_probs = log_probs.unsqueeze(1) if single else log_probs
-    lengths = [torch.as_tensor(n, device=log_probs.device, dtype=torch.int64).reshape(-1) for n in (input_lengths, target_lengths)]
+    lengths = [
+        torch.as_tensor(n, device=log_probs.device, dtype=torch.int64).reshape(-1)
+        for n in (input_lengths, target_lengths)
+    ]
     targets = targets.unsqueeze(0) if single and targets.dim() == 1 else targets
     losses = ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)[0]
     if reduction == "mean":
@@ -79,19 +115,35 @@ def _ctc(log_probs: Tensor, targets: Tensor, input_lengths, target_lengths, blan
 def _tensor_split(input: Tensor, *sections: Any, **named: Any):
     if not any(isinstance(given, Tensor) for given in (*sections, *named.values())):
         return NotImplemented
-    raise ShardingError("tensor_split by a tensor needs its values before the program runs", where=user_line(),
-                        fix="give the sections as a number or a tuple")
+    raise ShardingError(
+        "tensor_split by a tensor needs its values before the program runs",
+        where=user_line(),
+        fix="give the sections as a number or a tuple",
+    )
 
 
-def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False):
+def _embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+):
     """With a dense gradient: a layout is one of dense tensors."""
-    return torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False) if sparse else NotImplemented
+    return (
+        torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
+        if sparse
+        else NotImplemented
+    )
 
 
 def _retain_grad(input: Tensor):
     if not input.is_leaf:
-        warnings.warn("forward calls retain_grad() of a value, whose 'grad' stays None: on a mesh autograd does not see values inside of a "
-                      "model; a hook does (value.register_hook(keep))", stacklevel=2)
+        warnings.warn(
+            "forward calls retain_grad() of a value, whose 'grad' stays None: on a mesh autograd does not see values inside of a "
+            "model; a hook does (value.register_hook(keep))",
+            stacklevel=2,
+        )
     return NotImplemented
 
 
@@ -101,17 +153,25 @@ def _tolist(input: Tensor):
 
 # ---------------------------------------------------------------- indices that are numbers known only when the program runs
 
+
 def _is_number(entry: Any) -> bool:
     """Whether Python's x[entry] reads the value of a tensor (one of bool is a mask)."""
     if isinstance(entry, slice):
         return any(isinstance(bound, Tensor) for bound in (entry.start, entry.stop, entry.step))
-    whole = isinstance(entry, Tensor) and entry.dim() == 0 and not entry.is_floating_point() and entry.dtype is not torch.bool
+    whole = (
+        isinstance(entry, Tensor)
+        and entry.dim() == 0
+        and not entry.is_floating_point()
+        and entry.dtype is not torch.bool
+    )
     return whole or isinstance(entry, torch.SymInt)
 
 
 def _selected(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
-    """The view of x at the entries of the index that are such numbers, and the index of what is left. Slices are taken first: torch 2.9
-    cannot assign to a slice of a row whose number it does not know."""
+    """The view of x at the entries of the index that are such numbers, and the index of what is
+    left. Slices are taken first: torch 2.9 cannot assign to a slice of a row whose number it does
+    not know.
+    """
     numbers, left = [], []
     for at, entry in zip(positions(x, index), index):
         if isinstance(entry, slice):
@@ -130,20 +190,28 @@ def positions(x: Tensor, index: tuple) -> list[int]:
     at, found = 0, []
     for place, entry in enumerate(index):
         found.append(at)
-        at = x.dim() - sum(map(_dims, index[place + 1:])) if entry is Ellipsis else at + _dims(entry)
+        at = (
+            x.dim() - sum(map(_dims, index[place + 1 :]))
+            if entry is Ellipsis
+            else at + _dims(entry)
+        )
     return found
 
 
 def _untensored(entry: slice) -> slice:
     """With numbers where it has tensors."""
-    return slice(*(b.item() if isinstance(b, Tensor) else b for b in (entry.start, entry.stop, entry.step)))
+    return slice(
+        *(b.item() if isinstance(b, Tensor) else b for b in (entry.start, entry.stop, entry.step))
+    )
 
 
 def _dims(entry: Any) -> int:
     """How many dimensions an entry of an index stands for."""
     if entry is None or isinstance(entry, bool):
         return 0
-    return entry.dim() if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
+    return (
+        entry.dim() if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
+    )
 
 
 def _getitem(input: Tensor, index: Any) -> Tensor:
@@ -163,9 +231,21 @@ def _setitem(input: Tensor, index: Any, value: Any) -> None:
 
 
 VALUE_REPLACEMENTS: dict[Callable, Callable] = {
-    torch.equal: _equal, Tensor.equal: _equal, torch.allclose: _allclose, Tensor.allclose: _allclose,
-    torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
-    torch.embedding: _embedding, F.gaussian_nll_loss: _gaussian_nll, F.ctc_loss: _ctc,
-    Tensor.__getitem__: _getitem, Tensor.__setitem__: _setitem,
-    Tensor.tolist: _tolist, Tensor.retain_grad: _retain_grad, torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,
+    torch.equal: _equal,
+    Tensor.equal: _equal,
+    torch.allclose: _allclose,
+    Tensor.allclose: _allclose,
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
+    torch.embedding: _embedding,
+    F.gaussian_nll_loss: _gaussian_nll,
+    F.ctc_loss: _ctc,
+    Tensor.__getitem__: _getitem,
+    Tensor.__setitem__: _setitem,
+    Tensor.tolist: _tolist,
+    Tensor.retain_grad: _retain_grad,
+    torch.tensor_split: _tensor_split,
+    Tensor.tensor_split: _tensor_split,
 }

@@ -1,12 +1,15 @@
-"""What a program changes besides tensors: entries of lists and tables, attributes of objects among its arguments, of its modules.
+"""What a program changes besides tensors: entries of lists and tables, attributes of objects among
+its arguments, of its modules.
 
     def forward(self, x, cache):
         cache.keys = torch.cat([cache.keys, self.key(x)], 1)                # an effect: attribute keys of argument 1
         self.loss = cache.keys.square().mean()                              # another: attribute loss of the module
 
-It is traced on containers that stand for the caller's (objects.py). What it does to them is written down, and every run does it to
-those that are passed then. Of attributes and whatever else is no argument it is tensors and plain values (rebinding.py).
+It is traced on containers that stand for the caller's (objects.py). What it does to them is written
+down, and every run does it to those that are passed then. Of attributes and whatever else is no
+argument it is tensors and plain values (rebinding.py).
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,44 +30,57 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 @dataclass(frozen=True)
 class Kept:
     """A part that the container had before."""
+
     key: Key
 
 
 @dataclass(frozen=True)
 class Made:
     """A tensor that the program computes: which of its outputs."""
+
     output: int
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What becomes of a container: its new parts, each Kept or a pytree with Made in the place of tensors; and those it has no more."""
-    path: Path                              # in (args, kwargs)
-    changed: dict[Key, Any]                 # of a list all, if one of them changes
+    """What becomes of a container: its new parts, each Kept or a pytree with Made in the place of
+    tensors; and those it has no more.
+    """
+
+    path: Path  # in (args, kwargs)
+    changed: dict[Key, Any]  # of a list all, if one of them changes
     gone: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True)
 class Left:
-    """What a program leaves in a table or list that is no argument of it: pytrees with Made in the place of tensors."""
-    root: Table                             # attributes of a module, or a table that a function names
-    path: tuple                             # from there to the table or list: keys
+    """What a program leaves in a table or list that is no argument of it: pytrees with Made in the
+    place of tensors.
+    """
+
+    root: Table  # attributes of a module, or a table that a function names
+    path: tuple  # from there to the table or list: keys
     entries: dict
-    gone: tuple                             # entries that are there no more
-    added: list                             # to a list
-    whole: bool = False                     # whether the list consists of these then
+    gone: tuple  # entries that are there no more
+    added: list  # to a list
+    whole: bool = False  # whether the list consists of these then
 
     def filled(self, outputs: Sequence[Any]) -> Left:
         """With what this run has computed."""
-        return replace(self, entries={name: _filled(value, outputs, None) for name, value in self.entries.items()},
-                       added=_filled(self.added, outputs, None))
+        return replace(
+            self,
+            entries={name: _filled(value, outputs, None) for name, value in self.entries.items()},
+            added=_filled(self.added, outputs, None),
+        )
 
     def write(self) -> None:
         container: Any = self.root
         for key in self.path:
             container = container[key]
         for name, value in self.entries.items():
-            if isinstance(container, LISTS) and name >= len(container):     # it has been emptied meanwhile
+            if isinstance(container, LISTS) and name >= len(
+                container
+            ):  # it has been emptied meanwhile
                 continue
             container[name] = value
         for name in self.gone:
@@ -75,14 +91,21 @@ class Left:
             container.extend(self.added)
 
     def settled(self, is_late: bool) -> Left:
-        """With Computed or numbers in the place of each Count. is_late: it is written by the backward, after what forward writes."""
+        """With Computed or numbers in the place of each Count. is_late: it is written by the
+        backward, after what forward writes.
+        """
         if is_late:
-            entries = {name: settled_there(value, self.root, (*self.path, name)) for name, value in self.entries.items()}
+            entries = {
+                name: settled_there(value, self.root, (*self.path, name))
+                for name, value in self.entries.items()
+            }
             return replace(self, entries=entries, added=numbers(self.added))
         return replace(self, entries=settled(self.entries), added=settled(self.added))
 
     def made(self) -> Iterator[tuple[tuple, int]]:
-        """Where below the root entries hold tensors that the program computes, and which of its outputs."""
+        """Where below the root entries hold tensors that the program computes, and which of its
+        outputs.
+        """
         for name, value in self.entries.items():
             yield from _made(value, (*self.path, name))
 
@@ -91,18 +114,38 @@ class Watched:
     """The containers in a structure, and what they consist of at first."""
 
     def __init__(self, tree: Any):
-        self.before = [(path, container, parts(container)) for path, container in _containers(tree, (), set())]
-        self.origins = {id(container): path for path, container, _ in self.before if not isinstance(container, (list, tuple, dict))}
+        self.before = [
+            (path, container, parts(container)) for path, container in _containers(tree, (), set())
+        ]
+        self.origins = {
+            id(container): path
+            for path, container, _ in self.before
+            if not isinstance(container, (list, tuple, dict))
+        }
 
     def effects(self, outputs: list[Tensor]) -> list[Effect]:
-        """What has changed; the tensors in it are added to the outputs of the program, if they are none yet."""
+        """What has changed; the tensors in it are added to the outputs of the program, if they are
+        none yet.
+        """
         found = []
         for path, container, old in self.before:
             changed, gone = _difference(container, old, parts(container))
             if changed or gone:
-                keys = {id(value): key for key, value in old.items() if not isinstance(value, _PLAIN)}
-                found.append(Effect(path, {key: Kept(keys[id(value)]) if id(value) in keys else made(numbers(value), outputs, self.origins)
-                                           for key, value in changed.items()}, gone))
+                keys = {
+                    id(value): key for key, value in old.items() if not isinstance(value, _PLAIN)
+                }
+                found.append(
+                    Effect(
+                        path,
+                        {
+                            key: Kept(keys[id(value)])
+                            if id(value) in keys
+                            else made(numbers(value), outputs, self.origins)
+                            for key, value in changed.items()
+                        },
+                        gone,
+                    )
+                )
         return found
 
     def restore(self) -> None:
@@ -114,20 +157,36 @@ class Watched:
 
 
 def apply(effects: Sequence[Effect], outputs: Sequence[Any], given: tuple[tuple, dict]) -> None:
-    """Does to the containers in what is given, (args, kwargs), what the program did to those that it was traced with."""
+    """Does to the containers in what is given, (args, kwargs), what the program did to those that
+    it was traced with.
+    """
     writes = []
     for effect in effects:
         container = follow(effect.path, given)
-        old = parts(container) if any(isinstance(part, Kept) for part in effect.changed.values()) else {}
-        writes.append((container, {key: old[part.key] if isinstance(part, Kept) else _filled(part, outputs, given)
-                                   for key, part in effect.changed.items()}, effect.gone))
+        old = (
+            parts(container)
+            if any(isinstance(part, Kept) for part in effect.changed.values())
+            else {}
+        )
+        writes.append(
+            (
+                container,
+                {
+                    key: old[part.key] if isinstance(part, Kept) else _filled(part, outputs, given)
+                    for key, part in effect.changed.items()
+                },
+                effect.gone,
+            )
+        )
     for write in writes:
         _write(*write)
 
 
 def made(value: Any, outputs: list[Tensor], origins: Mapping[int, Path] | None = None) -> Any:
     """The value with Made in the place of tensors, which are added to the outputs."""
-    return pytree.tree_map_only(Tensor, lambda tensor: Made(_place(tensor, outputs)), opened(value, origins))
+    return pytree.tree_map_only(
+        Tensor, lambda tensor: Made(_place(tensor, outputs)), opened(value, origins)
+    )
 
 
 def _made(value: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
@@ -140,7 +199,14 @@ def _made(value: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
 
 def _filled(part: Any, outputs: Sequence[Any], given: Any) -> Any:
     def fill(leaf: Any) -> Any:
-        return outputs[leaf.output] if isinstance(leaf, Made) else leaf.now() if isinstance(leaf, Computed) else leaf
+        return (
+            outputs[leaf.output]
+            if isinstance(leaf, Made)
+            else leaf.now()
+            if isinstance(leaf, Computed)
+            else leaf
+        )
+
     return closed(pytree.tree_map(fill, part), given)
 
 
@@ -157,9 +223,15 @@ def _same(now: Any, old: Any) -> bool:
     return now is old or type(now) is type(old) and isinstance(now, _PLAIN) and now == old
 
 
-def _difference(container: Any, old: dict[Key, Any], new: dict[Key, Any]) -> tuple[dict[Key, Any], tuple[Key, ...]]:
-    """The parts that are to be written to make new of old, and those to be taken away. A list is written as a whole."""
-    changed = {key: value for key, value in new.items() if key not in old or not _same(value, old[key])}
+def _difference(
+    container: Any, old: dict[Key, Any], new: dict[Key, Any]
+) -> tuple[dict[Key, Any], tuple[Key, ...]]:
+    """The parts that are to be written to make new of old, and those to be taken away. A list is
+    written as a whole.
+    """
+    changed = {
+        key: value for key, value in new.items() if key not in old or not _same(value, old[key])
+    }
     gone = tuple(key for key in old if key not in new)
     if isinstance(container, list) and any(kind == ITEM for kind, _ in (*changed, *gone)):
         changed = {key: value for key, value in new.items() if key in changed or key[0] == ITEM}
@@ -184,6 +256,6 @@ def _write(container: Any, changed: Mapping[Key, Any], gone: Sequence[Key]) -> N
             del container[name]
     for (kind, name), value in changed.items():
         if kind == ATTRIBUTE:
-            object.__setattr__(container, name, value)                      # also of a frozen dataclass
+            object.__setattr__(container, name, value)  # also of a frozen dataclass
         elif not isinstance(container, list):
             container[name] = value

@@ -1,4 +1,5 @@
 """What functions can reach by name: those that they call, and the variables that these read."""
+
 from __future__ import annotations
 
 import dis
@@ -13,22 +14,35 @@ from torch import Tensor
 _EMPTY = CellType()
 _METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
 _COMMON = {*dir(Tensor), *dir(dict), *dir(list), *dir(str)}
-_UNNAMED = ("__init__", "__post_init__", "__call__", "forward", "backward", "setup_context")     # called by other names
+_UNNAMED = (
+    "__init__",
+    "__post_init__",
+    "__call__",
+    "forward",
+    "backward",
+    "setup_context",
+)  # called by other names
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
-_MANY = 500                     # functions that are looked at, those of few calls first
-_AGAIN = ("COPY", "DUP_TOP")                # of an augmented assignment
-_FAR = 3                        # calls from a forward, of functions in installed packages
+_MANY = 500  # functions that are looked at, those of few calls first
+_AGAIN = ("COPY", "DUP_TOP")  # of an augmented assignment
+_FAR = 3  # calls from a forward, of functions in installed packages
 
 
 def called(functions: Iterable[Any], classes: Iterable[type]) -> list[FunctionType]:
-    """The functions in Python among these and those that they name, and so on: global ones, those of modules of Python and of classes,
-    those around them, and methods and properties of these classes. Not those of torch."""
+    """The functions in Python among these and those that they name, and so on: global ones, those
+    of modules of Python and of classes, those around them, and methods and properties of these
+    classes. Not those of torch.
+    """
     methods = _methods(classes)
     found: dict[int, FunctionType] = {}
     calls = 0
     while functions and len(found) < _MANY:
-        new = {id(f): f for function in functions for f in _plain_functions(function)
-               if id(f) not in found and (calls < _FAR or not is_installed(f.__module__))}
+        new = {
+            id(f): f
+            for function in functions
+            for f in _plain_functions(function)
+            if id(f) not in found and (calls < _FAR or not is_installed(f.__module__))
+        }
         found.update(new)
         functions = [callee for f in new.values() for callee in _callees(f, methods)]
         calls += 1
@@ -40,7 +54,9 @@ def is_function(value: Any) -> bool:
 
 
 def is_own(module: str | None) -> bool:
-    """Whether what is in a module of Python may be changed by a user: not torch, and not Python's own library."""
+    """Whether what is in a module of Python may be changed by a user: not torch, and not Python's
+    own library.
+    """
     return str(module).partition(".")[0] not in _LIBRARIES
 
 
@@ -52,7 +68,9 @@ def is_installed(module: str | None) -> bool:
 
 
 def reached(function: FunctionType) -> Iterator[tuple[dict, str]]:
-    """Where what a function finds by name is: global variables, and attributes of modules of Python (`settings.SCALE`)."""
+    """Where what a function finds by name is: global variables, and attributes of modules of Python
+    (`settings.SCALE`).
+    """
     for names in _dotted(function.__code__):
         yield from ((table, name) for table, name, _ in _way(function, names))
 
@@ -63,16 +81,26 @@ def reached_classes(function: FunctionType) -> Iterator[tuple[type, str]]:
         for table, name, rest in _way(function, names):
             if isinstance(table[name], type) and is_own(table[name].__module__):
                 yield table[name], *(rest[:1] or ("__init__",))
-    around = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()) if cell != _EMPTY}
+    around = {
+        name: cell.cell_contents
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
+        if cell != _EMPTY
+    }
     for name, *rest in _dotted(function.__code__, "LOAD_DEREF") if around else ():
-        if isinstance(cls := around.get(name), type) and name != "__class__" and is_own(cls.__module__):
+        if (
+            isinstance(cls := around.get(name), type)
+            and name != "__class__"
+            and is_own(cls.__module__)
+        ):
             yield cls, *(rest[:1] or ("__init__",))
 
 
 def assigned(function: FunctionType) -> Iterator[tuple[dict, str]]:
     """Where it assigns global variables, and may assign attributes of modules of Python."""
     yield from ((function.__globals__, name) for name in _stored(function.__code__, "STORE_GLOBAL"))
-    for table, name in reached(function) if (stored := _stored(function.__code__, "STORE_ATTR")) else ():
+    for table, name in (
+        reached(function) if (stored := _stored(function.__code__, "STORE_ATTR")) else ()
+    ):
         if isinstance(value := table[name], ModuleType) and is_own(value.__name__):
             yield from ((value.__dict__, attribute) for attribute in stored)
 
@@ -91,17 +119,25 @@ def assigned_attributes(function: FunctionType) -> tuple[str, ...]:
 
 
 def may_name_its_class(function: FunctionType) -> bool:
-    """Whether it may reach the class of an object: as type(self), self.__class__ or the first argument of a class method."""
-    return function.__code__.co_varnames[:1] == ("cls",) or not {"type", "__class__"}.isdisjoint(function.__code__.co_names)
+    """Whether it may reach the class of an object: as type(self), self.__class__ or the first
+    argument of a class method.
+    """
+    return function.__code__.co_varnames[:1] == ("cls",) or not {"type", "__class__"}.isdisjoint(
+        function.__code__.co_names
+    )
 
 
-def _way(function: FunctionType, names: tuple[str, ...]) -> Iterator[tuple[dict, str, tuple[str, ...]]]:
-    """The tables of modules in which these are looked for, each in the one before, and what is left behind each."""
+def _way(
+    function: FunctionType, names: tuple[str, ...]
+) -> Iterator[tuple[dict, str, tuple[str, ...]]]:
+    """The tables of modules in which these are looked for, each in the one before, and what is left
+    behind each.
+    """
     table: dict = function.__globals__
     for i, name in enumerate(names):
         if name not in table:
             return
-        yield table, name, names[i + 1:]
+        yield table, name, names[i + 1 :]
         if not isinstance(value := table[name], ModuleType) or not is_own(value.__name__):
             return
         table = value.__dict__
@@ -109,7 +145,9 @@ def _way(function: FunctionType, names: tuple[str, ...]) -> Iterator[tuple[dict,
 
 @functools.lru_cache(maxsize=4096)
 def _dotted(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, ...], ...]:
-    """Global variables that it reads, with the attributes that it takes of each; in one order in all processes."""
+    """Global variables that it reads, with the attributes that it takes of each; in one order in
+    all processes.
+    """
     found: dict[tuple[str, ...], None] = {}
     for part in _parts(code):
         names: tuple[str, ...] = ()
@@ -125,7 +163,14 @@ def _dotted(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, 
 
 @functools.lru_cache(maxsize=4096)
 def _stored(code: CodeType, operation: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(i.argval for part in _parts(code) for i in dis.get_instructions(part) if i.opname == operation))
+    return tuple(
+        dict.fromkeys(
+            i.argval
+            for part in _parts(code)
+            for i in dis.get_instructions(part)
+            if i.opname == operation
+        )
+    )
 
 
 def class_values(cls: type) -> Iterator[tuple[str, Any]]:
@@ -146,7 +191,11 @@ def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
 
 def _function_in(value: Any) -> Any:
     """That of a method or property."""
-    return getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
+    return (
+        getattr(value, "fget", None)
+        or getattr(value, "func", None)
+        or getattr(value, "__func__", value)
+    )
 
 
 def _plain_functions(function: Any) -> Iterator[FunctionType]:
@@ -166,8 +215,11 @@ def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[
         yield table[name]
     for cls, attribute in reached_classes(function):
         unnamed = () if is_installed(cls.__module__) else _UNNAMED
-        yield from (_function_in(value) for name, value in class_values(cls)
-                    if isinstance(value, _METHODS) and (name == attribute or name in unnamed))
+        yield from (
+            _function_in(value)
+            for name, value in class_values(cls)
+            if isinstance(value, _METHODS) and (name == attribute or name in unnamed)
+        )
     for name in _methods_in(function.__code__):
         yield from methods.get(name, ())
     for cell in function.__closure__ or ():
@@ -177,12 +229,16 @@ def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[
 
 @functools.lru_cache(maxsize=4096)
 def _methods_in(code: CodeType) -> tuple[str, ...]:
-    """Names of attributes in it that may be methods of a module or object: of its first argument, and others that tensors do not have."""
+    """Names of attributes in it that may be methods of a module or object: of its first argument,
+    and others that tensors do not have.
+    """
     own: dict[str, None] = {}
     for part in _parts(code):
         before = None
         for i in dis.get_instructions(part):
-            if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and (before == code.co_varnames[:1] or i.argval not in _COMMON):
+            if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and (
+                before == code.co_varnames[:1] or i.argval not in _COMMON
+            ):
                 own[i.argval] = None
             before = (i.argval,) if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
     return tuple(own)
@@ -191,7 +247,12 @@ def _methods_in(code: CodeType) -> tuple[str, ...]:
 def mentioned(functions: Iterable[FunctionType]) -> set[str]:
     """All names and texts that are written in these."""
     parts = (part for function in functions for part in _parts(function.__code__))
-    return {name for part in parts for name in (*part.co_names, *part.co_consts) if isinstance(name, str)}
+    return {
+        name
+        for part in parts
+        for name in (*part.co_names, *part.co_consts)
+        if isinstance(name, str)
+    }
 
 
 def _parts(code: CodeType) -> Iterator[CodeType]:
@@ -203,7 +264,9 @@ def _parts(code: CodeType) -> Iterator[CodeType]:
 
 
 def named(function: Any) -> Iterator[Any]:
-    """What a function can reach by name: variables around it and global ones, the object it is a method of, arguments it was given."""
+    """What a function can reach by name: variables around it and global ones, the object it is a
+    method of, arguments it was given.
+    """
     if hasattr(function, "__wrapped__"):
         yield from named(function.__wrapped__)
     if isinstance(function, functools.partial):
@@ -212,7 +275,17 @@ def named(function: Any) -> Iterator[Any]:
         yield from (function.__self__, *named(function.__func__))
     elif isinstance(function, FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-        found = (value for cls, attribute in reached_classes(function) for name, value in class_values(cls) if name == attribute)
-        yield from (*cells, *(function.__defaults__ or ()), *(table[name] for table, name in reached(function)), *found)
+        found = (
+            value
+            for cls, attribute in reached_classes(function)
+            for name, value in class_values(cls)
+            if name == attribute
+        )
+        yield from (
+            *cells,
+            *(function.__defaults__ or ()),
+            *(table[name] for table, name in reached(function)),
+            *found,
+        )
     else:
         yield function

@@ -1,5 +1,7 @@
-"""What a module's forward assigns: parameters, buffers, other tensors and plain values are effects of the program, the rest is of the
-trace alone."""
+"""What a module's forward assigns: parameters, buffers, other tensors and plain values are effects
+of the program, the rest is of the trace alone.
+"""
+
 from __future__ import annotations
 
 import warnings
@@ -28,84 +30,146 @@ from .bytecode_names import (
     reached,
     reached_classes,
 )
-from .guards import A_TABLE, ABSENT, ANY, KEPT_BY_TORCH, Contents, Kind, Reads, frozen, is_plain, is_watched, same
+from .guards import (
+    A_TABLE,
+    ABSENT,
+    ANY,
+    KEPT_BY_TORCH,
+    Contents,
+    Kind,
+    Reads,
+    frozen,
+    is_plain,
+    is_watched,
+    same,
+)
 from .object_trees import opened, slots_of
 from .places import LISTS, LONG, NumberPlace, Place, State, is_table
 from .recorder import Reach, Recorder
 from .symbolic_numbers import Count, Tally, later, tally_of
 from .variable_tables import OfClass, Table, Variables, around, of_class, slots
 
-_MANY = 2000                    # tables in the attributes of one module or object, or in a table, that are looked into
+_MANY = (
+    2000  # tables in the attributes of one module or object, or in a table, that are looked into
+)
 
 
-def rebound_parameters(module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The parameters that forward put another one in the place of (self.weight = nn.Parameter(0.9 * self.weight + ...)), by place among
-    the inputs, the first of which they are. ShardingError where there are others than before."""
+def rebound_parameters(
+    module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """The parameters that forward put another one in the place of (self.weight = nn.Parameter(0.9 *
+    self.weight + ...)), by place among the inputs, the first of which they are. ShardingError where
+    there are others than before.
+    """
     now = dict(module.named_parameters())
     for name in now.keys() ^ names:
         owner, _, last = name.rpartition(".")
-        module.get_submodule(owner)._parameters.pop(last, None)             # a new one is of the trace
-        raise ShardingError(f"forward {'makes' if name in now else 'takes away'} parameter '{name}'", where=user_line(),
-                            why="a program has those that the module has before", fix="make it in __init__, and keep it")
-    found = {i: now[name] for i, (name, tensor) in enumerate(zip(names, inputs)) if now[name] is not tensor}
+        module.get_submodule(owner)._parameters.pop(last, None)  # a new one is of the trace
+        raise ShardingError(
+            f"forward {'makes' if name in now else 'takes away'} parameter '{name}'",
+            where=user_line(),
+            why="a program has those that the module has before",
+            fix="make it in __init__, and keep it",
+        )
+    found = {
+        i: now[name]
+        for i, (name, tensor) in enumerate(zip(names, inputs))
+        if now[name] is not tensor
+    }
     for i, tensor in found.items():
         check_alike(f"parameter '{names[i]}'", inputs[i], tensor)
     return found
 
 
-def rebound_buffers(module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The buffers that forward gave another tensor (self.mean = 0.9 * self.mean + ...) of their shape and type, by place among the
-    inputs. Others are new ones in their place."""
+def rebound_buffers(
+    module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """The buffers that forward gave another tensor (self.mean = 0.9 * self.mean + ...) of their
+    shape and type, by place among the inputs. Others are new ones in their place.
+    """
     now = dict(module.named_buffers())
-    return {i: now[name] for i, (name, tensor) in enumerate(zip(names, inputs))
-            if name in now and now[name] is not tensor and now[name].shape == tensor.shape and now[name].dtype == tensor.dtype}
+    return {
+        i: now[name]
+        for i, (name, tensor) in enumerate(zip(names, inputs))
+        if name in now
+        and now[name] is not tensor
+        and now[name].shape == tensor.shape
+        and now[name].dtype == tensor.dtype
+    }
 
 
 def check_alike(what: str, old: Tensor, new: Tensor) -> None:
     """ShardingError where a tensor cannot be given the data of the other."""
     if new.shape != old.shape or new.dtype != old.dtype:
-        raise ShardingError(f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} and shape {list(new.shape)}",
-                            where=user_line(), why="a tensor of a program keeps its type and shape",
-                            fix="register a buffer, and assign a new tensor to it")
+        raise ShardingError(
+            f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} and shape {list(new.shape)}",
+            where=user_line(),
+            why="a tensor of a program keeps its type and shape",
+            fix="register a buffer, and assign a new tensor to it",
+        )
 
 
 @dataclass
 class _Table:
     """A dict or list, and what was in it before."""
+
     container: Table
     before: dict
-    known: dict                             # and when it was looked at last
-    root: Table                             # where it is: in the attributes of a module or object, in global variables or in a table
-    path: tuple = ()                        # around a function, under these keys; () for the root itself
-    attributes: bool = False                # whether it is such attributes: what is no tensor and no plain value is left alone there
-    is_named: bool = False                  # whether a function names it, or the object whose attributes it is
-    names: tuple[str, ...] | None = None    # of variables and classes: those that functions assign, and tensors
+    known: dict  # and when it was looked at last
+    # where it is: in the attributes of a module or object, in global variables or in a table
+    root: Table
+    path: tuple = ()  # around a function, under these keys; () for the root itself
+    # whether it is such attributes: what is no tensor and no plain value is left alone there
+    attributes: bool = False
+    is_named: bool = False  # whether a function names it, or the object whose attributes it is
+    names: tuple[str, ...] | None = (
+        None  # of variables and classes: those that functions assign, and tensors
+    )
 
     def entries(self) -> dict:
         if self.names is None:
             return _entries(self.container)
-        return {name: value for name in self.names if (value := self.container.get(name, ABSENT)) is not ABSENT}
+        return {
+            name: value
+            for name in self.names
+            if (value := self.container.get(name, ABSENT)) is not ABSENT
+        }
 
 
 class Tables:
-    """The attributes of a module, of those inside of it and of the objects that they name, and all tables and lists in which its forward
-    and its hooks, or a function, may leave tensors and plain values: those in attributes, and those that they name, as in
-    `register_forward_hook(lambda m, x, y: found.append(y))`."""
+    """The attributes of a module, of those inside of it and of the objects that they name, and all
+    tables and lists in which its forward and its hooks, or a function, may leave tensors and plain
+    values: those in attributes, and those that they name, as in `register_forward_hook(lambda m, x,
+    y: found.append(y))`.
+    """
 
-    def __init__(self, fn: Callable | nn.Module, traced: type[Tensor], state: State, varying: dict[str, float]):
+    def __init__(
+        self,
+        fn: Callable | nn.Module,
+        traced: type[Tensor],
+        state: State,
+        varying: dict[str, float],
+    ):
         self.traced, self.state, self.varying = traced, state, varying
         self.modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self.functions, self.objects = [fn], []
         for m in self.modules:
-            hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+            hooks = (
+                m._forward_hooks,
+                m._forward_pre_hooks,
+                m._backward_hooks,
+                m._backward_pre_hooks,
+            )
             self.functions += [m.forward, *(hook for table in hooks for hook in table.values())]
         self._reach()
         self.tables = [*self._all()]
         self.globals = {id(t.container): t.names for t in self.tables if t.names is not None}
-        self.changed: set[tuple[int, Any]] = set()                          # entries of roots
-        self.places: dict[int, tuple[Tensor, int, Kind]] = {}               # what stands in a place, which, and what was there
+        self.changed: set[tuple[int, Any]] = set()  # entries of roots
+        self.places: dict[
+            int, tuple[Tensor, int, Kind]
+        ] = {}  # what stands in a place, which, and what was there
         self.numbers: list[Tally] = []
-        self.recorder: Recorder | None = None                               # of a module, while it is traced
+        self.recorder: Recorder | None = None  # of a module, while it is traced
 
     def _reach(self) -> None:
         """Finds the functions in Python that a program may call, and the objects that may be read."""
@@ -113,18 +177,35 @@ class Tables:
         while len(reach.objects) != before:
             before = len(reach.objects)
             self.functions = [*roots, *reach.functions.values()]
-            self.called = called(self.functions, map(type, (*self.modules, *reach.objects.values())))
-            reach.add((value for function in (*self.functions, *self.called) for value in named(function)), are_named=True)
+            self.called = called(
+                self.functions, map(type, (*self.modules, *reach.objects.values()))
+            )
+            reach.add(
+                (
+                    value
+                    for function in (*self.functions, *self.called)
+                    for value in named(function)
+                ),
+                are_named=True,
+            )
         self.objects = [*reach.objects.values()] if self.modules else []
 
     @contextmanager
     def kept(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
-        """Meanwhile these tensors are in the places; afterwards all is as it was but for objects that were assigned to attributes."""
+        """Meanwhile these tensors are in the places; afterwards all is as it was but for objects
+        that were assigned to attributes.
+        """
         before = [place.value() for place in places]
-        self.places = {id(tensor): (tensor, i, Kind.of(value)) for i, (value, tensor) in enumerate(zip(before, stand_ins))
-                       if isinstance(value, Tensor)}
-        self.numbers = [Tally(place, value, tensor) for place, value, tensor in zip(places, before, stand_ins)
-                        if isinstance(place, NumberPlace)]
+        self.places = {
+            id(tensor): (tensor, i, Kind.of(value))
+            for i, (value, tensor) in enumerate(zip(before, stand_ins))
+            if isinstance(value, Tensor)
+        }
+        self.numbers = [
+            Tally(place, value, tensor)
+            for place, value, tensor in zip(places, before, stand_ins)
+            if isinstance(place, NumberPlace)
+        ]
         try:
             for place, tensor in zip(places, stand_ins):
                 place.put(tensor)
@@ -133,7 +214,9 @@ class Tables:
             for table in self.tables:
                 table.known = table.entries()
             self.start = {id(table.container): table.known for table in self.tables}
-            self.named = [(table, frozen(table.container)) for table in self.tables if table.is_named]
+            self.named = [
+                (table, frozen(table.container)) for table in self.tables if table.is_named
+            ]
             if self.recorder is not None:
                 self.recorder.see_variables(self.called)
             yield
@@ -143,7 +226,7 @@ class Tables:
             for tally in self.numbers:
                 if tally.place.is_there() and type(tally.place.value()) is Count:
                     tally.place.put(tally.value)
-            for place, tensor, value in zip(places, stand_ins, before):     # global variables
+            for place, tensor, value in zip(places, stand_ins, before):  # global variables
                 if place.is_there() and place.value() is tensor:
                     place.put(value)
 
@@ -157,28 +240,43 @@ class Tables:
         for name, value in table.entries().items():
             if value is not before.get(name, ABSENT) and self._is_left(name, value):
                 _put(container, name, before.get(name, ABSENT))
-        for name in [name for name in before if name not in container]:     # nothing is written to a table that nobody may write to
+        for name in [
+            name for name in before if name not in container
+        ]:  # nothing is written to a table that nobody may write to
             container[name] = before[name]
 
     def left(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[Left]:
-        """What has been put into tables since the last look; tensors are added to the outputs of the program. Parameters
-        and buffers do not count: an LSTM has its weights in a list, too."""
+        """What has been put into tables since the last look; tensors are added to the outputs of
+        the program. Parameters and buffers do not count: an LSTM has its weights in a list, too.
+        """
         found, state_ids = [], frozenset(map(id, state))
         for table in self.tables:
             old, now = table.known, table.entries()
             table.known = now
             for name, value in now.items():
                 if isinstance(value, NUMBERS) and value is not old.get(name):
-                    raise ShardingError(f"the program puts a number into '{name}' that is known only when it runs", where=user_line(),
-                                        fix="keep the tensor, and call item() on it outside")
-            changed = {name: value for name, value in now.items() if value is not old.get(name, ABSENT)
-                       and self._is_left(name, value, state_ids) and not same(value, old.get(name, ABSENT))}
-            gone = tuple(name for name in old if name not in now and (not table.attributes or self._is_left(name, old[name])))
+                    raise ShardingError(
+                        f"the program puts a number into '{name}' that is known only when it runs",
+                        where=user_line(),
+                        fix="keep the tensor, and call item() on it outside",
+                    )
+            changed = {
+                name: value
+                for name, value in now.items()
+                if value is not old.get(name, ABSENT)
+                and self._is_left(name, value, state_ids)
+                and not same(value, old.get(name, ABSENT))
+            }
+            gone = tuple(
+                name
+                for name in old
+                if name not in now and (not table.attributes or self._is_left(name, old[name]))
+            )
             added: list = []
             whole = isinstance(table.container, LISTS) and len(now) < len(old)
             if isinstance(table.container, LISTS) and len(now) != len(old):
                 whole = whole or any(name < len(old) for name in changed)
-                added, changed, gone = [*table.container][0 if whole else len(old):], {}, ()
+                added, changed, gone = [*table.container][0 if whole else len(old) :], {}, ()
             if not (changed or gone or added or whole):
                 continue
             entries = {name: made(value, outputs) for name, value in changed.items()}
@@ -202,24 +300,47 @@ class Tables:
         return name not in KEPT_BY_TORCH and (is_plain(value) or _holds(value, self.traced, known))
 
     def reads(self, used: Container[int], given: Container[int]) -> Reads:
-        """What the program depends on of what was read, of the tables that functions name, and of the objects, if it uses their tensors.
-        used: the places whose tensors it uses; given: ids of the tensors elsewhere that functions were called with."""
+        """What the program depends on of what was read, of the tables that functions name, and of
+        the objects, if it uses their tensors. used: the places whose tensors it uses; given: ids of
+        the tensors elsewhere that functions were called with.
+        """
         self.given = given
-        reads = self.recorder.settled(lambda *entry: self._watched(used, *entry)) if self.recorder is not None else Reads()
-        tallies = {tally.place.name: tally for tally in self.numbers if tally.place.root is self.varying}
+        reads = (
+            self.recorder.settled(lambda *entry: self._watched(used, *entry))
+            if self.recorder is not None
+            else Reads()
+        )
+        tallies = {
+            tally.place.name: tally for tally in self.numbers if tally.place.root is self.varying
+        }
         for name, value in self.varying.items():
             reads.add(self.varying, name, tallies[name].needed() if name in tallies else value)
-        classes = {id(table.container): table.container for table in self.tables if isinstance(table.container, OfClass)}
-        for holder, name in self.changed:                                   # it may have been read of type(self)
-            if holder in classes and (self.recorder is None or (holder, name) not in self.recorder.seen):
+        classes = {
+            id(table.container): table.container
+            for table in self.tables
+            if isinstance(table.container, OfClass)
+        }
+        for holder, name in self.changed:  # it may have been read of type(self)
+            if holder in classes and (
+                self.recorder is None or (holder, name) not in self.recorder.seen
+            ):
                 compared = self._compared(self.start[holder].get(name, ABSENT), used, True)
                 if compared is not ANY:
                     reads.add(classes[holder], name, compared)
         for table, contents in self.named:
             if not table.attributes or any(self._is_used(leaf, used) for leaf in contents.leaves()):
-                compared = self._compared(contents, used, table.attributes or self._is_changed(table.root, table.path[:1]))
+                compared = self._compared(
+                    contents, used, table.attributes or self._is_changed(table.root, table.path[:1])
+                )
                 if compared is not ANY:
-                    reads.add(*((table.root, table.path[0]) if table.path else ({A_TABLE: table.root}, A_TABLE)), compared)
+                    reads.add(
+                        *(
+                            (table.root, table.path[0])
+                            if table.path
+                            else ({A_TABLE: table.root}, A_TABLE)
+                        ),
+                        compared,
+                    )
         return reads
 
     def _watched(self, used: Container[int], table: dict, name: str, value: Any, then: Any) -> Any:
@@ -227,16 +348,28 @@ class Tables:
         start = self.start.get(id(table))
         if start is not None and name not in self.globals.get(id(table), (name,)):
             start = None
-        if start is None and isinstance(table, Variables) and not self._stood_in(then) and not same(table.get(name, ABSENT), then):
-            warnings.warn(f"forward assigns '{name}' in a way that is not seen: runs of the program do not; keep it in an attribute of the "
-                          "module", stacklevel=2)
+        if (
+            start is None
+            and isinstance(table, Variables)
+            and not self._stood_in(then)
+            and not same(table.get(name, ABSENT), then)
+        ):
+            warnings.warn(
+                f"forward assigns '{name}' in a way that is not seen: runs of the program do not; keep it in an attribute of the "
+                "module",
+                stacklevel=2,
+            )
             return ANY
-        if start is not None and (type(before := start.get(name, ABSENT)) is Count or id(before) in self.places):
-            value = then = before                                           # it may have been read before the stand-in was put there
-        if start is not None and start.get(name, ABSENT) is not value:      # the program had written it before
+        if start is not None and (
+            type(before := start.get(name, ABSENT)) is Count or id(before) in self.places
+        ):
+            value = then = before  # it may have been read before the stand-in was put there
+        if (
+            start is not None and start.get(name, ABSENT) is not value
+        ):  # the program had written it before
             return ANY
         if table.get(name, ABSENT) is not value and not is_watched(value) and not is_table(value):
-            return ANY                                                      # an object, in whose place a trace puts another one
+            return ANY  # an object, in whose place a trace puts another one
         return self._compared(then, used, self._is_changed(table, (name,)))
 
     def _stood_in(self, value: Any) -> bool:
@@ -246,10 +379,13 @@ class Tables:
 
     def _is_changed(self, root: Table, path: tuple) -> bool:
         """Whether the program writes into the root, or into the entry of it."""
-        return any(entry[:1 + len(path)] == (id(root), *path) for entry in self.changed)
+        return any(entry[: 1 + len(path)] == (id(root), *path) for entry in self.changed)
 
     def _compared(self, value: Any, used: Container[int], is_changed: bool) -> Any:
-        """Of lists that are changed, and of whose tensors none is used, nothing: things are added to them only, unless they were empty."""
+        """Of lists that are changed, and of whose tensors none is used, nothing: things are added
+        to them only, unless they were empty.
+        """
+
         def leaf(value: Any) -> Any:
             if type(value) is Count:
                 return tally_of(value).needed()
@@ -260,9 +396,16 @@ class Tables:
         if not isinstance(value, Contents):
             return leaf(value)
         tensors = [x for x in value.leaves() if isinstance(x, Tensor)]
-        if is_changed and issubclass(value.cls, LISTS) and tensors and not any(self._is_used(x, used) for x in tensors):
+        if (
+            is_changed
+            and issubclass(value.cls, LISTS)
+            and tensors
+            and not any(self._is_used(x, used) for x in tensors)
+        ):
             return ANY
-        return replace(value, items=tuple(self._compared(item, used, is_changed) for item in value.items))
+        return replace(
+            value, items=tuple(self._compared(item, used, is_changed) for item in value.items)
+        )
 
     def _is_used(self, value: Any, used: Container[int]) -> bool:
         return id(value) in self.places and self.places[id(value)][1] in used
@@ -272,8 +415,14 @@ class Tables:
         memory = tensor.untyped_storage()._cdata
         for table in self.tables:
             for name, value in table.before.items():
-                tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.layout is torch.strided]
-                if name not in KEPT_BY_TORCH and any(x.untyped_storage()._cdata == memory for x in tensors):
+                tensors = [
+                    x
+                    for x in pytree.tree_leaves(value)
+                    if isinstance(x, Tensor) and x.layout is torch.strided
+                ]
+                if name not in KEPT_BY_TORCH and any(
+                    x.untyped_storage()._cdata == memory for x in tensors
+                ):
                     return table.root, (*table.path, name)
         return None
 
@@ -286,17 +435,27 @@ class Tables:
                 yield from _tables(slots(holder), seen, slots(holder), (), True)
         for module in self.modules:
             yield from _tables(module._buffers, seen, module._buffers)
-        variables = {id(table[name]): (table, (name,)) for function in self.called for table, name in reached(function)
-                     if is_table(table[name])}
+        variables = {
+            id(table[name]): (table, (name,))
+            for function in self.called
+            for table, name in reached(function)
+            if is_table(table[name])
+        }
         for function in (*self.functions, *self.called):
             for value in named(function):
-                attributes = value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
+                attributes = (
+                    value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
+                )
                 if is_table(attributes) and not isinstance(value, (Tensor, ModuleType)):
                     root, path = variables.get(id(value), (attributes, ()))
                     yield from _tables(attributes, seen, root, path, attributes is not value, True)
         written: dict[int, tuple[Table, dict[str, None]]] = {}
         for function in self.called:
-            tensors = ((table, name) for table, name in reached(function) if isinstance(table[name], Tensor))
+            tensors = (
+                (table, name)
+                for table, name in reached(function)
+                if isinstance(table[name], Tensor)
+            )
             cells = ((around(name, cell), name) for name, cell in assigned_around(function))
             for table, name in (*assigned(function), *tensors, *cells):
                 written.setdefault(id(table), (table, {}))[1][name] = None
@@ -312,16 +471,31 @@ class Tables:
         for function in self.called:
             names = assigned_attributes(function)
             assigned_anywhere.update(names)
-            classes = [*_bases(cls for cls, _ in reached_classes(function)), *(kinds if may_name_its_class(function) else ())]
-            yield from ((of_class(cls), name) for cls in classes for name in names if not _is_descriptor(cls.__dict__.get(name)))
+            classes = [
+                *_bases(cls for cls, _ in reached_classes(function)),
+                *(kinds if may_name_its_class(function) else ()),
+            ]
+            yield from (
+                (of_class(cls), name)
+                for cls in classes
+                for name in names
+                if not _is_descriptor(cls.__dict__.get(name))
+            )
         for cls in kinds:
-            yield from ((of_class(cls), name) for name, value in cls.__dict__.items()
-                        if isinstance(value, Tensor) or name in assigned_anywhere and not _is_descriptor(value))
+            yield from (
+                (of_class(cls), name)
+                for name, value in cls.__dict__.items()
+                if isinstance(value, Tensor)
+                or name in assigned_anywhere
+                and not _is_descriptor(value)
+            )
 
 
 def _bases(classes: Iterable[type]) -> list[type]:
     """The classes and those that they inherit from, but for Python's and torch's own."""
-    return [*dict.fromkeys(base for cls in classes for base in cls.__mro__ if is_own(base.__module__))]
+    return [
+        *dict.fromkeys(base for cls in classes for base in cls.__mro__ if is_own(base.__module__))
+    ]
 
 
 def _is_descriptor(value: Any) -> bool:
@@ -329,8 +503,15 @@ def _is_descriptor(value: Any) -> bool:
     return hasattr(type(value), "__get__")
 
 
-def _tables(container: Table, seen: set[int], root: Table, path: tuple = (), attributes: bool = False,
-            is_named: bool = False, inside: set[int] | None = None) -> Iterator[_Table]:
+def _tables(
+    container: Table,
+    seen: set[int],
+    root: Table,
+    path: tuple = (),
+    attributes: bool = False,
+    is_named: bool = False,
+    inside: set[int] | None = None,
+) -> Iterator[_Table]:
     """A table, and the tables and lists in it, unless it is a long one or they are very many."""
     if id(container) in seen:
         return
@@ -357,4 +538,7 @@ def _entries(container: Table) -> dict:
 
 def _holds(value: Any, kind: type[Tensor], known: frozenset[int] = frozenset()) -> bool:
     """Whether a tensor of this kind is in it, by another id than these."""
-    return any(isinstance(leaf, kind) and id(leaf) not in known for leaf in pytree.tree_leaves(opened(value)))
+    return any(
+        isinstance(leaf, kind) and id(leaf) not in known
+        for leaf in pytree.tree_leaves(opened(value))
+    )

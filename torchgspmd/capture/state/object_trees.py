@@ -1,4 +1,7 @@
-"""Tensors inside of objects that pytree does not know, such as the key-value caches that transformers' models take and return."""
+"""Tensors inside of objects that pytree does not know, such as the key-value caches that
+transformers' models take and return.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -15,31 +18,44 @@ from ...compat.private_apis import is_missing
 from ..rewrites.sparse_coo import Entries, is_sparse
 
 ITEM, ATTRIBUTE = "item", "attribute"
-Key = tuple[str, Any]                       # of a part: its kind, and its position, key or name
-Path = tuple[Key, ...]                      # from a structure to one of its containers
+Key = tuple[str, Any]  # of a part: its kind, and its position, key or name
+Path = tuple[Key, ...]  # from a structure to one of its containers
 _NO_OBJECTS = (Tensor, type, Enum, ModuleType)
 _COLLECTIONS = (dict, list, tuple)
-OF_PYTHON = 1 << 9             # a class made by a class statement: Py_TPFLAGS_HEAPTYPE
+OF_PYTHON = 1 << 9  # a class made by a class statement: Py_TPFLAGS_HEAPTYPE
 
 
 @dataclass
 class Opened:
-    """Stands for an object while its tensors are replaced: its class, and its parts, with what is inside of them opened too."""
+    """Stands for an object while its tensors are replaced: its class, and its parts, with what is
+    inside of them opened too.
+    """
+
     cls: type
     parts: dict[Key, Any]
-    origin: Path | None = None              # where in the arguments it is, if it is one of them or inside of one
+    origin: Path | None = (
+        None  # where in the arguments it is, if it is one of them or inside of one
+    )
 
 
 if not is_missing(pytree):
     pytree.register_pytree_node(
-        Opened, lambda o: (list(o.parts.values()), (o.cls, tuple(o.parts), o.origin)),
+        Opened,
+        lambda o: (list(o.parts.values()), (o.cls, tuple(o.parts), o.origin)),
         lambda values, context: Opened(context[0], dict(zip(context[1], values)), context[2]),
-        flatten_with_keys_fn=lambda o: ([(pytree.MappingKey(name), v) for (_, name), v in o.parts.items()],
-                                        (o.cls, tuple(o.parts), o.origin)))
+        flatten_with_keys_fn=lambda o: (
+            [(pytree.MappingKey(name), v) for (_, name), v in o.parts.items()],
+            (o.cls, tuple(o.parts), o.origin),
+        ),
+    )
 
 
-def opened(tree: Any, origins: Mapping[int, Path] | None = None, around: tuple[int, ...] = ()) -> Any:
-    """The tree with Opened for every object that holds tensors, and for those whose id has an origin, and Entries for sparse tensors."""
+def opened(
+    tree: Any, origins: Mapping[int, Path] | None = None, around: tuple[int, ...] = ()
+) -> Any:
+    """The tree with Opened for every object that holds tensors, and for those whose id has an
+    origin, and Entries for sparse tensors.
+    """
     return pytree.tree_map(lambda leaf: _opened(leaf, origins or {}, around), tree)
 
 
@@ -48,14 +64,18 @@ def _opened(leaf: Any, origins: Mapping[int, Path], around: tuple[int, ...]) -> 
         return Entries.of(leaf)
     if not is_object(leaf) or id(leaf) in around:
         return leaf
-    inside = {key: opened(value, origins, (*around, id(leaf))) for key, value in parts(leaf).items()}
+    inside = {
+        key: opened(value, origins, (*around, id(leaf))) for key, value in parts(leaf).items()
+    }
     origin = origins.get(id(leaf))
     holds = origin is not None or any(isinstance(x, Tensor) for x in pytree.tree_leaves(inside))
     return Opened(type(leaf), inside, origin) if holds else leaf
 
 
 def closed(tree: Any, given: Any = None) -> Any:
-    """The tree with objects again where `opened` took them apart: new ones, or, of those with an origin, the one in `given`."""
+    """The tree with objects again where `opened` took them apart: new ones, or, of those with an
+    origin, the one in `given`.
+    """
     return pytree.tree_map(lambda leaf: _closed(leaf, given), tree, is_leaf=is_opened)
 
 
@@ -72,8 +92,14 @@ def _closed(leaf: Any, given: Any) -> Any:
         return follow(leaf.origin, given)
     inside = {key: closed(value, given) for key, value in leaf.parts.items()}
     items = {name: value for (kind, name), value in inside.items() if kind == ITEM}
-    base: Any = next(c for c in leaf.cls.__mro__ if not c.__flags__ & OF_PYTHON)           # object, most often
-    made = base.__new__(leaf.cls, items.values()) if issubclass(base, tuple) else base.__new__(leaf.cls)
+    base: Any = next(
+        c for c in leaf.cls.__mro__ if not c.__flags__ & OF_PYTHON
+    )  # object, most often
+    made = (
+        base.__new__(leaf.cls, items.values())
+        if issubclass(base, tuple)
+        else base.__new__(leaf.cls)
+    )
     if isinstance(made, list):
         list.extend(made, items.values())
     elif isinstance(made, dict):
@@ -81,22 +107,44 @@ def _closed(leaf: Any, given: Any) -> Any:
             base.__setitem__(made, name, value)
     for (kind, name), value in inside.items():
         if kind == ATTRIBUTE:
-            object.__setattr__(made, name, value)                           # also of a frozen dataclass
+            object.__setattr__(made, name, value)  # also of a frozen dataclass
     return made
 
 
 def is_object(leaf: Any) -> bool:
-    """Whether a leaf of a pytree may hold tensors: no tensor itself, no class, no function and no module."""
-    return (not isinstance(leaf, _NO_OBJECTS) and not callable(leaf)
-            and (isinstance(leaf, _COLLECTIONS) or bool(getattr(leaf, "__dict__", None)) or bool(slots_of(type(leaf)))))
+    """Whether a leaf of a pytree may hold tensors: no tensor itself, no class, no function and no
+    module.
+    """
+    return (
+        not isinstance(leaf, _NO_OBJECTS)
+        and not callable(leaf)
+        and (
+            isinstance(leaf, _COLLECTIONS)
+            or bool(getattr(leaf, "__dict__", None))
+            or bool(slots_of(type(leaf)))
+        )
+    )
 
 
 def parts(container: Any) -> dict[Key, Any]:
     """What a collection or an object consists of."""
-    items = container.items() if isinstance(container, dict) else enumerate(container) if isinstance(container, (list, tuple)) else ()
-    slots = {name: getattr(container, name) for name in slots_of(type(container)) if hasattr(container, name)}
+    items = (
+        container.items()
+        if isinstance(container, dict)
+        else enumerate(container)
+        if isinstance(container, (list, tuple))
+        else ()
+    )
+    slots = {
+        name: getattr(container, name)
+        for name in slots_of(type(container))
+        if hasattr(container, name)
+    }
     attributes = {**getattr(container, "__dict__", {}), **slots}
-    return {**{(ITEM, key): value for key, value in items}, **{(ATTRIBUTE, name): value for name, value in attributes.items()}}
+    return {
+        **{(ITEM, key): value for key, value in items},
+        **{(ATTRIBUTE, name): value for name, value in attributes.items()},
+    }
 
 
 def follow(path: Path, tree: Any) -> Any:
@@ -110,4 +158,9 @@ def follow(path: Path, tree: Any) -> Any:
 def slots_of(cls: type) -> tuple[str, ...]:
     """Names of the attributes that a class in Python keeps in slots."""
     found = [c.__dict__.get("__slots__", ()) for c in cls.__mro__ if c.__module__ != "builtins"]
-    return tuple(name for names in found for name in ((names,) if isinstance(names, str) else names) if not name.startswith("__"))
+    return tuple(
+        name
+        for names in found
+        for name in ((names,) if isinstance(names, str) else names)
+        if not name.startswith("__")
+    )

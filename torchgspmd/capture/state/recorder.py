@@ -1,4 +1,7 @@
-"""What forwards read while they are traced: attributes of modules and of the objects that these name, and variables."""
+"""What forwards read while they are traced: attributes of modules and of the objects that these
+name, and variables.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -9,22 +12,50 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import Enum
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 from torch import Tensor, nn
 
-from .bytecode_names import class_values, is_function, is_installed, is_own, mentioned, reached, reached_classes
+from .bytecode_names import (
+    class_values,
+    is_function,
+    is_installed,
+    is_own,
+    mentioned,
+    reached,
+    reached_classes,
+)
 from .guards import ABSENT, ANY, KEPT_BY_TORCH, Reads, frozen, is_watched
 from .object_trees import OF_PYTHON, slots_of
 from .places import LONG, is_table
 from .variable_tables import around, of_class, of_context, slots
 
-_FIXED = 1 << 8                 # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
-_MANY, _MANY_VALUES = 1000, 100_000     # objects that attributes are watched of, and values that are looked at for these, the nearest first
+_FIXED = 1 << 8  # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
+_MANY, _MANY_VALUES = (
+    1000,
+    100_000,
+    # objects that attributes are watched of, and values that are looked at for these, the nearest first
+)
 _SCALARS = {bool, int, float, complex, str, bytes, type(None)}
 _NAMESPACES = (SimpleNamespace, Namespace, threading.local)
-_NO_OBJECTS = (Tensor, type, Enum, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+_NO_OBJECTS = (
+    Tensor,
+    type,
+    Enum,
+    ModuleType,
+    FunctionType,
+    MethodType,
+    BuiltinFunctionType,
+    functools.partial,
+)
 
 
 class Recorder:
@@ -33,7 +64,7 @@ class Recorder:
     def __init__(self, holders: Iterable[Any]):
         """holders: whose attributes count."""
         self.holders = {id(holder): holder for holder in holders}
-        self.passed: set[tuple[int, str]] = set()                           # what has been read
+        self.passed: set[tuple[int, str]] = set()  # what has been read
         self.seen: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 
     def read(self, holder: Any, name: str) -> None:
@@ -47,8 +78,14 @@ class Recorder:
         table = _attributes(holder)
         if table is None or name not in table:
             self.see_class(type(holder), name)
-        if table is not None and not any(name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
-            if name in table or name == "forward" or not (isinstance(holder, nn.Module) and callable(getattr(nn.Module, name, None))):
+        if table is not None and not any(
+            name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")
+        ):
+            if (
+                name in table
+                or name == "forward"
+                or not (isinstance(holder, nn.Module) and callable(getattr(nn.Module, name, None)))
+            ):
                 self.see(table, name)
 
     def see(self, table: Any, name: str) -> None:
@@ -57,9 +94,15 @@ class Recorder:
             self.seen[id(table), name] = table, name, value, frozen(value)
 
     def see_class(self, cls: type, name: str) -> None:
-        """What instances find in the class, or one that it inherits from; of methods and properties, nothing."""
+        """What instances find in the class, or one that it inherits from; of methods and
+        properties, nothing.
+        """
         owner = next((c for c in cls.__mro__ if name in c.__dict__), None)
-        if owner is not None and owner.__flags__ & OF_PYTHON and not hasattr(type(owner.__dict__[name]), "__get__"):
+        if (
+            owner is not None
+            and owner.__flags__ & OF_PYTHON
+            and not hasattr(type(owner.__dict__[name]), "__get__")
+        ):
             self.see(of_class(owner), name)
 
     def see_whole(self, holder: Any, names: Container[str]) -> None:
@@ -82,11 +125,17 @@ class Recorder:
                 self.see_class(cls, attribute)
             cells = () if is_installed(function.__module__) else function.__closure__ or ()
             for name, cell in zip(function.__code__.co_freevars, cells):
-                if cell != CellType() and is_watched(cell.cell_contents) and not is_table(cell.cell_contents):
+                if (
+                    cell != CellType()
+                    and is_watched(cell.cell_contents)
+                    and not is_table(cell.cell_contents)
+                ):
                     self.see(around(name, cell), name)
 
     def settled(self, watch: Callable[[dict, str, Any, Any], Any]) -> Reads:
-        """watch: what is compared of an entry that was read with this value, which was this then; ANY if nothing."""
+        """watch: what is compared of an entry that was read with this value, which was this then;
+        ANY if nothing.
+        """
         reads = Reads()
         for table, name, value, then in self.seen.values():
             compared = watch(table, name, value, then)
@@ -106,8 +155,12 @@ class _Present:
 
 
 @contextmanager
-def recorded_reads(modules: Iterable[nn.Module], objects: Sequence[Any], functions: Iterable[FunctionType]) -> Iterator[Recorder]:
-    """Meanwhile it is written down which attributes of these are read. functions: that may read them."""
+def recorded_reads(
+    modules: Iterable[nn.Module], objects: Sequence[Any], functions: Iterable[FunctionType]
+) -> Iterator[Recorder]:
+    """Meanwhile it is written down which attributes of these are read. functions: that may read
+    them.
+    """
     recorder = Recorder([*modules, *objects])
     passed = recorder.passed
 
@@ -116,41 +169,58 @@ def recorded_reads(modules: Iterable[nn.Module], objects: Sequence[Any], functio
             if (id(self), name) not in passed:
                 recorder.read(self, name)
             return before(self, name)
+
         return record
 
-    classes: list[Any] = [nn.Module, *(cls for cls in dict.fromkeys(map(type, objects)) if not issubclass(cls, nn.Module))]
+    classes: list[Any] = [
+        nn.Module,
+        *(cls for cls in dict.fromkeys(map(type, objects)) if not issubclass(cls, nn.Module)),
+    ]
     originals: dict[Any, Any] = {}
     try:
         for cls in classes:
             if cls.__flags__ & (OF_PYTHON | _FIXED) == OF_PYTHON:
-                with suppress(TypeError, AttributeError):                   # of a metaclass that forbids it
+                with suppress(TypeError, AttributeError):  # of a metaclass that forbids it
                     original = cls.__dict__.get("__getattribute__")
                     cls.__getattribute__ = recording(cls.__getattribute__)
                     originals[cls] = original
         for holder in objects:
-            if type(holder) not in originals and not isinstance(holder, nn.Module) and _attributes(holder) is not None:
-                recorder.see_whole(holder, mentioned(functions))            # a SimpleNamespace
+            if (
+                type(holder) not in originals
+                and not isinstance(holder, nn.Module)
+                and _attributes(holder) is not None
+            ):
+                recorder.see_whole(holder, mentioned(functions))  # a SimpleNamespace
         yield recorder
     finally:
         for cls, original in originals.items():
             if original is None:
-                del cls.__getattribute__                # found without a look at it again
+                del cls.__getattribute__  # found without a look at it again
             else:
                 cls.__getattribute__ = original
 
 
 class Reach:
-    """What can be found from attributes and variables: objects, such as a configuration, what these name, and functions in Python."""
+    """What can be found from attributes and variables: objects, such as a configuration, what these
+    name, and functions in Python.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]):
         self.objects: dict[int, Any] = {}
         self.functions: dict[int, Any] = {}
         self.passed = {id(m) for m in modules}
-        self.add(value for m in modules for name, value in m.__dict__.items() if name not in KEPT_BY_TORCH)
+        self.add(
+            value
+            for m in modules
+            for name, value in m.__dict__.items()
+            if name not in KEPT_BY_TORCH
+        )
         self.add(value for cls in dict.fromkeys(map(type, modules)) for value in _in_class(cls))
 
     def add(self, values: Iterable[Any], are_named: bool = False) -> None:
-        """are_named: by functions; what an installed package has made counts as its own then, which a user does not change."""
+        """are_named: by functions; what an installed package has made counts as its own then, which
+        a user does not change.
+        """
         rest, seen = deque(values), 0
         while rest and seen < _MANY_VALUES and len(self.objects) < _MANY:
             value = rest.popleft()
@@ -167,15 +237,28 @@ class Reach:
             elif _is_object(value) and not (are_named and is_installed(type(value).__module__)):
                 self.objects[id(value)] = value
                 rest.extend(_values(value))
-                if not isinstance(value, nn.Module) and (call := type(value).__dict__.get("__call__")) is not None:
+                if (
+                    not isinstance(value, nn.Module)
+                    and (call := type(value).__dict__.get("__call__")) is not None
+                ):
                     self.functions[id(call)] = call
 
 
 def _is_object(value: Any) -> bool:
-    """Whether it may have attributes that a user sets; of Python's own library only a namespace is one."""
+    """Whether it may have attributes that a user sets; of Python's own library only a namespace is
+    one.
+    """
     cls = type(value)
-    is_known = not is_own(cls.__module__) and not str(cls.__module__).startswith("torch.") and cls not in _NAMESPACES
-    return not is_known and not isinstance(value, _NO_OBJECTS) and (_attributes(value) is not None or bool(slots_of(cls)))
+    is_known = (
+        not is_own(cls.__module__)
+        and not str(cls.__module__).startswith("torch.")
+        and cls not in _NAMESPACES
+    )
+    return (
+        not is_known
+        and not isinstance(value, _NO_OBJECTS)
+        and (_attributes(value) is not None or bool(slots_of(cls)))
+    )
 
 
 def _attributes(holder: Any) -> dict | None:

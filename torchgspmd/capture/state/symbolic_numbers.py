@@ -1,13 +1,15 @@
-"""Numbers that change from call to call (`self.calls += 1`, a temperature that is annealed): one program for all of them.
+"""Numbers that change from call to call (`self.calls += 1`, a temperature that is annealed): one
+program for all of them.
 
-While it is traced a Count is in the place of such a number. What is computed of a Count is one; beside a tensor it is a tensor of no
-dimension, which the program takes as an input:
+While it is traced a Count is in the place of such a number. What is computed of a Count is one;
+beside a tensor it is a tensor of no dimension, which the program takes as an input:
 
     self.calls += 1                     every run adds 1 to the attribute
     if self.calls % 10 == 0:            a condition: the program holds for numbers for which this comes out alike
         y = y * self.tau                an input
     z = F.dropout(y, self.rate)         whatever else needs a number has it, on the condition that it is this one
 """
+
 from __future__ import annotations
 
 import math
@@ -23,13 +25,27 @@ from ...compat.private_apis import _pytree as pytree
 from .places import COUNTED, Place
 
 Function = Callable[[Any], Any]
-_EXACT = 2.0 ** 53              # integers below it are doubles
-_MANY = 64                      # operations; of more it is a condition what comes out
-_TENSORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.truediv, operator.pow)     # computed alike of tensors
-_SUMS = (operator.add, operator.sub)        # of which 64 integers below 2 ** 53 fit into 64 bits
-_BESIDE_TENSORS = {getattr(of, f"{name}{end}") for of, ends in ((torch, ("",)), (Tensor, ("", "_"))) for end in ends
-                   for name in "add sub rsub mul div true_divide gt ge lt le".split() if hasattr(of, f"{name}{end}")} | {
-    getattr(Tensor, f"__{name}__") for name in "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv gt ge lt le".split()}
+_EXACT = 2.0**53  # integers below it are doubles
+_MANY = 64  # operations; of more it is a condition what comes out
+_TENSORS = (
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.neg,
+    operator.truediv,
+    operator.pow,
+)  # computed alike of tensors
+_SUMS = (operator.add, operator.sub)  # of which 64 integers below 2 ** 53 fit into 64 bits
+_BESIDE_TENSORS = {
+    getattr(of, f"{name}{end}")
+    for of, ends in ((torch, ("",)), (Tensor, ("", "_")))
+    for end in ends
+    for name in "add sub rsub mul div true_divide gt ge lt le".split()
+    if hasattr(of, f"{name}{end}")
+} | {
+    getattr(Tensor, f"__{name}__")
+    for name in "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv gt ge lt le".split()
+}
 
 
 def _itself(value: Any) -> Any:
@@ -38,7 +54,10 @@ def _itself(value: Any) -> Any:
 
 @dataclass(eq=False)
 class Tally:
-    """A number in its place, the input that it is, and what the program depends on: what comes out of functions of it."""
+    """A number in its place, the input that it is, and what the program depends on: what comes out
+    of functions of it.
+    """
+
     place: Place
     value: int | float
     tensor: Tensor
@@ -54,12 +73,17 @@ class Tally:
         return found
 
     def needed(self) -> Conditions:
-        return Conditions(type(self.value), *(zip(*self.conditions) if self.conditions else ((), ())))
+        return Conditions(
+            type(self.value), *(zip(*self.conditions) if self.conditions else ((), ()))
+        )
 
 
 @dataclass(eq=False)
 class Later:
-    """The same of a number that forward has changed: in the backward it is the one that is in its place then."""
+    """The same of a number that forward has changed: in the backward it is the one that is in its
+    place then.
+    """
+
     place: Place
     value: int | float
     count: Count
@@ -75,6 +99,7 @@ class Later:
 @dataclass(frozen=True)
 class Conditions:
     """What a program depends on of a number that it takes from its place."""
+
     cls: type
     functions: tuple[Function, ...]
     found: tuple
@@ -83,42 +108,62 @@ class Conditions:
         if type(value) is not self.cls:
             return False
         try:
-            return all(_equal(function(value), found) for function, found in zip(self.functions, self.found))
-        except (ArithmeticError, ValueError):                               # of what forward would do with it
+            return all(
+                _equal(function(value), found)
+                for function, found in zip(self.functions, self.found)
+            )
+        except (ArithmeticError, ValueError):  # of what forward would do with it
             return False
 
 
 @dataclass(frozen=True)
 class Computed:
     """What every run makes of the numbers that are in places then."""
+
     now: Callable[[], int | float]
 
 
 class Count:
-    """A function of a tallied number; of: the operation and operands that it was computed by. Of several numbers there are only these."""
+    """A function of a tallied number; of: the operation and operands that it was computed by. Of
+    several numbers there are only these.
+    """
+
     __slots__ = ("__tally", "__function", "__value", "__of", "__size")
 
-    def __init__(self, tally: Tally | Later | None, function: Function = _itself, of: tuple = (), value: int | float | None = None):
+    def __init__(
+        self,
+        tally: Tally | Later | None,
+        function: Function = _itself,
+        of: tuple = (),
+        value: int | float | None = None,
+    ):
         self.__tally, self.__function, self.__of = tally, function, of
         self.__value = value if tally is None else function(tally.value)
-        self.__size = sum(1 + o.__size for o in of if type(o) is Count)     # operations, each as often as it is computed
+        self.__size = sum(
+            1 + o.__size for o in of if type(o) is Count
+        )  # operations, each as often as it is computed
 
     @property
-    def __class__(self) -> type:                                            # type: ignore[override]
+    def __class__(self) -> type:  # type: ignore[override]
         return type(self.__value)
 
     def __reduce__(self) -> Any:
         return type(self.__value), (number(self),)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):                                           # looked for by those who ask what kind of object this is
+        if name.startswith("__"):  # looked for by those who ask what kind of object this is
             raise AttributeError(name)
         return getattr(number(self), name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func in _BESIDE_TENSORS and len(args) == 2:
-            args = tuple(_beside(a, b) if type(a) is Count and isinstance(b, Tensor) else a for a, b in zip(args, args[::-1]))
+            args = tuple(
+                _beside(a, b) if type(a) is Count and isinstance(b, Tensor) else a
+                for a, b in zip(args, args[::-1])
+            )
         return func(*numbers(args), **numbers(kwargs or {}))
 
 
@@ -148,13 +193,21 @@ def numbers(value: Any) -> Any:
 
 def settled(value: Any) -> Any:
     """The same with Computed in the place of every Count in it."""
-    return pytree.tree_map(lambda leaf: Computed(_when_run(leaf)) if type(leaf) is Count else leaf, value)
+    return pytree.tree_map(
+        lambda leaf: Computed(_when_run(leaf)) if type(leaf) is Count else leaf, value
+    )
 
 
 def settled_there(value: Any, root: Any, path: tuple) -> Any:
-    """The same of an entry, where it is computed of the number there only; else with the numbers that they are."""
+    """The same of an entry, where it is computed of the number there only; else with the numbers
+    that they are.
+    """
     tally = value._Count__tally if type(value) is Count else None
-    return settled(value) if tally is not None and tally.place.root is root and tally.place.path == path else numbers(value)
+    return (
+        settled(value)
+        if tally is not None and tally.place.root is root and tally.place.path == path
+        else numbers(value)
+    )
 
 
 def _when_run(count: Count) -> Callable[[], Any]:
@@ -168,7 +221,11 @@ def _when_run(count: Count) -> Callable[[], Any]:
 
 def later(count: Count, place: Place) -> Count:
     """What stands in a place from the end of forward on."""
-    return count if tally_of(count) is not None and count._Count__function is _itself else Count(Later(place, count._Count__value, count))
+    return (
+        count
+        if tally_of(count) is not None and count._Count__function is _itself
+        else Count(Later(place, count._Count__value, count))
+    )
 
 
 def tally_of(count: Count) -> Tally | Later | None:
@@ -176,9 +233,11 @@ def tally_of(count: Count) -> Tally | Later | None:
 
 
 def _computed(operation: Callable, *operands: Any) -> Any:
-    """Of one Count, or several; where they are of several numbers and cannot be tensors, on the condition that these are what they are."""
+    """Of one Count, or several; where they are of several numbers and cannot be tensors, on the
+    condition that these are what they are.
+    """
     if any(isinstance(o, Tensor) for o in operands):
-        return NotImplemented                                               # it is the tensor's turn
+        return NotImplemented  # it is the tensor's turn
     if any(type(o) not in (Count, *COUNTED) for o in operands):
         return operation(*numbers(operands))
     tallies = {tally_of(o) for o in operands if type(o) is Count}
@@ -192,17 +251,37 @@ def _computed(operation: Callable, *operands: Any) -> Any:
     if (shorter := _as_one(operation, *operands)) is not None:
         return shorter
     functions = [o._Count__function if type(o) is Count else lambda value, o=o: o for o in operands]
-    found = Count(tally, lambda value: operation(*(function(value) for function in functions)), (operation, *operands))
-    return found if type(found._Count__value) in COUNTED and found._Count__size < _MANY else number(found)
+    found = Count(
+        tally,
+        lambda value: operation(*(function(value) for function in functions)),
+        (operation, *operands),
+    )
+    return (
+        found
+        if type(found._Count__value) in COUNTED and found._Count__size < _MANY
+        else number(found)
+    )
 
 
 def _as_one(operation: Callable, one: Any, other: Any = None) -> Any:
-    """For an integer that is added to a sum with another one (as in a loop that counts): with the sum of the two; else None."""
+    """For an integer that is added to a sum with another one (as in a loop that counts): with the
+    sum of the two; else None.
+    """
     count, added = (other, one) if operation is operator.add and type(one) is int else (one, other)
-    if operation not in (operator.add, operator.sub) or type(count) is not Count or type(added) is not int or not count._Count__of:
+    if (
+        operation not in (operator.add, operator.sub)
+        or type(count) is not Count
+        or type(added) is not int
+        or not count._Count__of
+    ):
         return None
     before, first, *rest = count._Count__of
-    if before is not operator.add or type(first) is not Count or [type(r) for r in rest] != [int] or type(first._Count__value) is not int:
+    if (
+        before is not operator.add
+        or type(first) is not Count
+        or [type(r) for r in rest] != [int]
+        or type(first._Count__value) is not int
+    ):
         return None
     return _computed(operator.add, first, operation(rest[0], added))
 
@@ -210,7 +289,9 @@ def _as_one(operation: Callable, one: Any, other: Any = None) -> Any:
 def _tensor(count: Count) -> Tensor | None:
     """It as a value of the program; None if it cannot be computed of tensors."""
     tally, value, of = count._Count__tally, count._Count__value, count._Count__of
-    if type(value) is int and tally is not None and not _demanded(count, _is_exact):    # else it might not fit into a tensor
+    if (
+        type(value) is int and tally is not None and not _demanded(count, _is_exact)
+    ):  # else it might not fit into a tensor
         return None
     if not of:
         return tally.tensor
@@ -230,9 +311,15 @@ def _is_exact(value: int) -> bool:
 
 
 def _beside(count: Count, other: Tensor) -> Any:
-    """The operand of an operation with a tensor, whose type the result is to have; the number where it would have another one."""
+    """The operand of an operation with a tensor, whose type the result is to have; the number where
+    it would have another one.
+    """
     is_float = other.is_floating_point() or other.is_complex()
-    if not is_float and (type(count._Count__value) is float or not other.dim()) or (tensor := _tensor(count)) is None:
+    if (
+        not is_float
+        and (type(count._Count__value) is float or not other.dim())
+        or (tensor := _tensor(count)) is None
+    ):
         return number(count)
     return tensor if other.dim() else tensor.to(other.dtype)
 
@@ -242,7 +329,9 @@ def _of_one(function: Function) -> Any:
 
 
 def _of_two(operation: Callable, is_reflected: bool) -> Any:
-    return lambda self, other: _computed(operation, other, self) if is_reflected else _computed(operation, self, other)
+    return lambda self, other: (
+        _computed(operation, other, self) if is_reflected else _computed(operation, self, other)
+    )
 
 
 def _compared(operation: Callable) -> Any:
@@ -250,17 +339,39 @@ def _compared(operation: Callable) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
         other = numbers(other)
-        return _demanded(self, lambda value: operation(value, other)) if type(other) in COUNTED else operation(number(self), other)
+        return (
+            _demanded(self, lambda value: operation(value, other))
+            if type(other) in COUNTED
+            else operation(number(self), other)
+        )
+
     return method
 
 
-for _name, _function in dict(bool=bool, int=int, float=float, complex=complex, index=operator.index, str=str, repr=repr,
-                             format=format, round=round, trunc=math.trunc, floor=math.floor, ceil=math.ceil, divmod=divmod).items():
+for _name, _function in dict(
+    bool=bool,
+    int=int,
+    float=float,
+    complex=complex,
+    index=operator.index,
+    str=str,
+    repr=repr,
+    format=format,
+    round=round,
+    trunc=math.trunc,
+    floor=math.floor,
+    ceil=math.ceil,
+    divmod=divmod,
+).items():
     setattr(Count, f"__{_name}__", _of_one(_function))
 for _name in "eq ne lt le gt ge".split():
     setattr(Count, f"__{_name}__", _compared(getattr(operator, _name)))
 for _name in "neg pos abs invert".split():
-    setattr(Count, f"__{_name}__", lambda self, operation=getattr(operator, _name): _computed(operation, self))
+    setattr(
+        Count,
+        f"__{_name}__",
+        lambda self, operation=getattr(operator, _name): _computed(operation, self),
+    )
 for _name in "add sub mul truediv floordiv mod pow and_ or_ xor lshift rshift".split():
     setattr(Count, f"__{_name.strip('_')}__", _of_two(getattr(operator, _name), False))
     setattr(Count, f"__r{_name.strip('_')}__", _of_two(getattr(operator, _name), True))

@@ -1,4 +1,5 @@
-"""What a program asks of values while it is traced, and is told: constants, and buffers and tensors that a module keeps.
+"""What a program asks of values while it is traced, and is told: constants, and buffers and tensors
+that a module keeps.
 
     for h, w in torch.tensor([[32, 32], [16, 16]]).tolist():        a constant
     if self.ready:                          a buffer: the program holds as long as this comes out alike, and is made anew otherwise
@@ -8,6 +9,7 @@
 
 What is asked for is computed by the operations that have been traced so far.
 """
+
 from __future__ import annotations
 
 import zlib
@@ -23,19 +25,22 @@ from ..trace_context import needs_values
 from .places import Place
 from .variable_tables import Table
 
-_MANY = 100                     # operations from a buffer to what is asked
-_LARGE = 1 << 20                # elements of a tensor in an attribute that is not compared
-_SHAPES = 4                     # values of buffers that shapes are made for; of those that have more they are found when the program runs
+_MANY = 100  # operations from a buffer to what is asked
+_LARGE = 1 << 20  # elements of a tensor in an attribute that is not compared
+# values of buffers that shapes are made for; of those that have more they are found when the
+# program runs
+_SHAPES = 4
 
 
 @dataclass(eq=False)
 class Look:
     """Something that a program has asked of tensors in places, and what came out."""
+
     function: Callable[..., Tensor]
     of: tuple[Place, ...]
     found: Tensor
     where: str | None
-    last: list[Tensor] = field(default_factory=list)                        # values in the places for which it held
+    last: list[Tensor] = field(default_factory=list)  # values in the places for which it held
 
     def holds(self) -> bool:
         if not all(place.holds() for place in self.of):
@@ -52,41 +57,57 @@ class Look:
 
     def described(self) -> str:
         """What was found: numbers, or of many a number that stands for them."""
-        return str(self.found.tolist() if self.found.numel() < 10 else zlib.crc32(self.found.contiguous().cpu().numpy().tobytes()))
+        return str(
+            self.found.tolist()
+            if self.found.numel() < 10
+            else zlib.crc32(self.found.contiguous().cpu().numpy().tobytes())
+        )
 
 
 class Known:
     """The values that one trace may ask for."""
 
-    entry_of: Callable[[Tensor], tuple | None]                              # the entry of a table that holds a tensor
+    entry_of: Callable[[Tensor], tuple | None]  # the entry of a table that holds a tensor
 
     def __init__(self, places: dict[int, tuple[Place, Tensor]], is_looking: bool, shapes: set[Any]):
-        """places: of inputs that may be looked at, by their place among the inputs, and what is there before the trace. is_looking:
-        whether buffers are looked at for numbers, or only constants, as numbers that come of buffers may be computed with as they are.
-        shapes: what decided on a shape in earlier traces."""
+        """places: of inputs that may be looked at, by their place among the inputs, and what is
+        there before the trace. is_looking: whether buffers are looked at for numbers, or only
+        constants, as numbers that come of buffers may be computed with as they are. shapes: what
+        decided on a shape in earlier traces.
+        """
         self.places, self.is_looking, self.shapes = places, is_looking, shapes
-        self.looks: dict[Any, Look] = {}                                    # by node, or by entry of a table
-        self.could_look = False             # whether it would have said more, had it looked
+        self.looks: dict[Any, Look] = {}  # by node, or by entry of a table
+        self.could_look = False  # whether it would have said more, had it looked
 
     def see(self, root: Table, path: tuple, where: str | None) -> bool:
-        """Something is asked of a tensor that is no input, in this entry; whether it will be noticed that its values are others."""
+        """Something is asked of a tensor that is no input, in this entry; whether it will be
+        noticed that its values are others.
+        """
         place = Place(root, path)
         if is_compared := place.holds() and place.tensor().numel() <= _LARGE:
-            self.looks[id(root), path] = Look(_itself, (place,), _asked(_itself, [place.tensor()]), where)
+            self.looks[id(root), path] = Look(
+                _itself, (place,), _asked(_itself, [place.tensor()]), where
+            )
         return is_compared
 
-    def ask(self, node: fx.Node, owner: nn.Module, where: str | None, is_shape: bool = False) -> Tensor | None:
+    def ask(
+        self, node: fx.Node, owner: nn.Module, where: str | None, is_shape: bool = False
+    ) -> Tensor | None:
         """What a node computes, if it is known. is_shape: it decides on the shape of something."""
         inputs = _inputs(node)
         if inputs is None:
             return None
-        order = {placeholder: i for i, placeholder in enumerate(node.graph.find_nodes(op="placeholder"))}
+        order = {
+            placeholder: i for i, placeholder in enumerate(node.graph.find_nodes(op="placeholder"))
+        }
         known = [self.places.get(order[placeholder]) for placeholder in inputs]
         if any(entry is None or _plain(entry[1]) is None for entry in known):
             return None
         if inputs and not (self.is_looking or is_shape):
             self.could_look = True
-            if node.meta["val"].dtype is torch.bool:                        # for a branch: nothing is computed with truth values
+            if (
+                node.meta["val"].dtype is torch.bool
+            ):  # for a branch: nothing is computed with truth values
                 raise needs_values("a truth value", where)
             return None
         if node not in self.looks:
@@ -111,11 +132,16 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _inputs(node: fx.Node) -> list[fx.Node] | None:
-    """The placeholders that a node comes from; None if it draws random numbers on the way, or comes from them by many operations."""
+    """The placeholders that a node comes from; None if it draws random numbers on the way, or comes
+    from them by many operations.
+    """
     seen, stack = {node: None}, [node]
     while stack:
         node = stack.pop()
-        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if (
+            isinstance(node.target, OpOverload)
+            and torch.Tag.nondeterministic_seeded in node.target.tags
+        ):
             return None
         new = [n for n in node.all_input_nodes if n not in seen]
         seen.update(dict.fromkeys(new))
@@ -138,7 +164,9 @@ def _function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) -> fx.Grap
         if each in needed and each not in made:
             made[each] = graph.node_copy(each, made.__getitem__)
     graph.output(made[node])
-    return fx.GraphModule({n.target: getattr(owner, n.target) for n in needed if n.op == "get_attr"}, graph)
+    return fx.GraphModule(
+        {n.target: getattr(owner, n.target) for n in needed if n.op == "get_attr"}, graph
+    )
 
 
 def _asked(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:

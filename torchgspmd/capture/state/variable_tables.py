@@ -1,4 +1,5 @@
-"""What is in no dict, as tables: slots of an object, attributes of a class, a variable around a function or of a context.
+"""What is in no dict, as tables: slots of an object, attributes of a class, a variable around a
+function or of a context.
 
     class Model(nn.Module):
         calls = 0
@@ -6,8 +7,10 @@
         def forward(self, x):
             Model.calls += 1                                # "calls" in the table of class Model
 
-There is one table of each for as long as somebody holds it: its id stands for it as that of a dict does.
+There is one table of each for as long as somebody holds it: its id stands for it as that of a dict
+does.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
@@ -18,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from .object_trees import slots_of
 
-Table = MutableMapping[str, Any] | list[Any]                # a dict, list or deque, or Variables
+Table = MutableMapping[str, Any] | list[Any]  # a dict, list or deque, or Variables
 
 
 class Variables(MutableMapping[str, Any]):
@@ -51,7 +54,7 @@ class Slots(Variables):
             return default
 
     def __setitem__(self, name: str, value: Any) -> None:
-        object.__setattr__(self.holder, name, value)                        # also of a frozen dataclass
+        object.__setattr__(self.holder, name, value)  # also of a frozen dataclass
 
     def __delitem__(self, name: str) -> None:
         object.__delattr__(self.holder, name)

@@ -5,6 +5,7 @@ after    only operations with rules,        %s = sum(%x, [1]); %y = div(%s, 8)
          or such that nobody can take apart
 needs    val on every node
 """
+
 from __future__ import annotations
 
 import operator
@@ -17,13 +18,19 @@ from ...compat.private_apis import _pytree as pytree
 from ...rules import RENAMED, decomposition_of, simplified, trace
 from ..ir import is_number, signature
 
-Traced = dict[tuple, fx.Graph | None]   # decompositions that were found, by what determines them
+Traced = dict[tuple, fx.Graph | None]  # decompositions that were found, by what determines them
 
 
-def expand(graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset(),
-           lookup: Callable = decomposition_of, traced: Traced | None = None) -> fx.Graph:
-    """A copy of the graph. splitting: nodes with a rule that are to be taken apart all the same; over how many devices the
-    dimension is sharded that they need whole, if that is known. lookup: as decomposition_of. traced: of like graphs, to go on with."""
+def expand(
+    graph: fx.Graph,
+    splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset(),
+    lookup: Callable = decomposition_of,
+    traced: Traced | None = None,
+) -> fx.Graph:
+    """A copy of the graph. splitting: nodes with a rule that are to be taken apart all the same;
+    over how many devices the dimension is sharded that they need whole, if that is known. lookup:
+    as decomposition_of. traced: of like graphs, to go on with.
+    """
     devices = splitting if isinstance(splitting, Mapping) else dict.fromkeys(splitting, 1)
     return _Expander(devices, lookup, {} if traced is None else traced).run(graph)
 
@@ -35,7 +42,11 @@ class _Expander:
     def run(self, graph: fx.Graph) -> fx.Graph:
         new: dict[fx.Node, Any] = {}
         for node in graph.nodes:
-            if node.op == "call_function" and node.target is operator.getitem and not isinstance(new[node.args[0]], fx.Node):
+            if (
+                node.op == "call_function"
+                and node.target is operator.getitem
+                and not isinstance(new[node.args[0]], fx.Node)
+            ):
                 new[node] = new[node.args[0]][node.args[1]]
             elif node.op == "call_function":
                 new[node] = self.emit(node, new, node.meta, splitting=self.splitting.get(node, 0))
@@ -45,21 +56,36 @@ class _Expander:
             if isinstance(new.get(node), fx.Node) and "captured" in node.meta:
                 new[node].meta.setdefault("captured", node.meta["captured"])
         for node in list(self.graph.nodes):
-            if (same := simplified(node)) is not None:                      # a result of its own stays one
-                node.replace_all_uses_with(same, lambda user, same=same: user.op != "output" or same.op == "call_function")
+            if (same := simplified(node)) is not None:  # a result of its own stays one
+                node.replace_all_uses_with(
+                    same, lambda user, same=same: user.op != "output" or same.op == "call_function"
+                )
         self.graph.eliminate_dead_code()
         return self.graph
 
-    def emit(self, node: fx.Node, new: dict[fx.Node, Any], meta: dict, splitting: int = 0, within: tuple = ()) -> Any:
-        """The node's value in the new graph: a node, or a tuple of nodes for an operation that was taken apart."""
-        kept = node.target in within or node.meta.get("dynamic") or any(map(is_number, node.all_input_nodes))
+    def emit(
+        self,
+        node: fx.Node,
+        new: dict[fx.Node, Any],
+        meta: dict,
+        splitting: int = 0,
+        within: tuple = (),
+    ) -> Any:
+        """The node's value in the new graph: a node, or a tuple of nodes for an operation that was
+        taken apart.
+        """
+        kept = (
+            node.target in within
+            or node.meta.get("dynamic")
+            or any(map(is_number, node.all_input_nodes))
+        )
         function = None if kept else self.lookup(node.target, splitting=splitting)
         inner = self.trace(node, function, splitting) if function else None
         if inner is None:
             copy = self.graph.node_copy(node, new.__getitem__)
             copy.target = RENAMED.get(node.target, node.target)
             copy.meta = {**meta, "val": node.meta["val"]}
-            copy.meta.pop("spec", None)                                     # of an earlier propagation
+            copy.meta.pop("spec", None)  # of an earlier propagation
             return copy
         operands: list[fx.Node] = []
         fx.map_arg((node.args, dict(node.kwargs)), lambda n: operands.append(n))
@@ -78,24 +104,42 @@ class _Expander:
         raise AssertionError("a graph without output")
 
     def trace(self, node: fx.Node, function: Callable, splitting: int) -> fx.Graph | None:
-        """The decomposition's graph, once for equal signatures; None if it cannot be traced or holds tensors of its own."""
+        """The decomposition's graph, once for equal signatures; None if it cannot be traced or
+        holds tensors of its own.
+        """
         key = (signature(node), splitting)
         if key not in self.traced:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
             try:
                 inner = trace(function, args, kwargs)
-            except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):    # torch 2.9: of errors without a text
+            except (
+                NotImplementedError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+                IndexError,
+            ):  # torch 2.9: of errors without a text
                 inner = None
             self.traced[key] = inner if inner is not None and _usable(inner, node) else None
         return self.traced[key]
 
 
 def _usable(inner: fx.Graph, node: fx.Node) -> bool:
-    """Whether a decomposition can stand for its operation: no constants, not the same again, results of the same kind."""
+    """Whether a decomposition can stand for its operation: no constants, not the same again,
+    results of the same kind.
+    """
     steps = [n for n in inner.nodes if n.op not in ("placeholder", "output")]
-    if any(n.op != "call_function" for n in steps) or any(n.target is node.target and signature(n) == signature(node) for n in steps):
+    if any(n.op != "call_function" for n in steps) or any(
+        n.target is node.target and signature(n) == signature(node) for n in steps
+    ):
         return False
-    got = [n.meta["val"] if isinstance(n, fx.Node) else None for n in pytree.tree_leaves(inner.output_node().args[0])]
+    got = [
+        n.meta["val"] if isinstance(n, fx.Node) else None
+        for n in pytree.tree_leaves(inner.output_node().args[0])
+    ]
     want = [t for t in pytree.tree_leaves(node.meta["val"])]
     return len(got) == len(want) and all(
-        not isinstance(w, Tensor) or (isinstance(g, Tensor) and g.shape == w.shape and g.dtype == w.dtype) for g, w in zip(got, want))
+        not isinstance(w, Tensor)
+        or (isinstance(g, Tensor) and g.shape == w.shape and g.dtype == w.dtype)
+        for g, w in zip(got, want)
+    )

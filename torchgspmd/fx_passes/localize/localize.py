@@ -5,9 +5,10 @@ after    y = reshape(x, [4, 10])
 needs    partitioned graph: rule and assignment on every operation, spec on every value
 ensures  the text is the same on every rank: a device's mesh coordinates are inputs, the first ones of the program
 
-Padding: what lies past a dimension's end has unspecified content. It is overwritten where an operation reduces
-over it; nowhere else does it matter.
+Padding: what lies past a dimension's end has unspecified content. It is overwritten where an
+operation reduces over it; nowhere else does it matter.
 """
+
 from __future__ import annotations
 
 import operator
@@ -28,13 +29,16 @@ from ..ir import is_number, is_operation, operands_of, tensors_of
 
 
 def localize(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """The graph of one device. Inputs: a coordinate (int) for every mesh axis, then the parts of the inputs."""
+    """The graph of one device. Inputs: a coordinate (int) for every mesh axis, then the parts of
+    the inputs.
+    """
     return _Localizer(graph, mesh).run()
 
 
 @dataclass
 class LocalTensor:
     """What an emitter may ask of a result: its local shape, its type and device."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -47,12 +51,17 @@ class Emitter:
         self.localizer, self.node = localizer, node
         self.rule: Rule = node.meta["rule"]
         self.assignment: dict[str, Axes] = node.meta["assignment"]
-        self.results = [LocalTensor(spec.local_shape(t.shape, localizer.mesh), t.dtype, t.device)
-                        for t, spec in zip(tensors_of(node), node.meta["result_specs"])]
+        self.results = [
+            LocalTensor(spec.local_shape(t.shape, localizer.mesh), t.dtype, t.device)
+            for t, spec in zip(tensors_of(node), node.meta["result_specs"])
+        ]
 
     def size(self, factor: str) -> int:
         """Length of a device's part of a factor."""
-        return -(-self.rule.sizes.get(factor, 1) // self.localizer.mesh.count(self.assignment.get(factor, ())))
+        return -(
+            -self.rule.sizes.get(factor, 1)
+            // self.localizer.mesh.count(self.assignment.get(factor, ()))
+        )
 
     def index(self, factor: str) -> fx.Proxy | int:
         """Which part of a factor the device has."""
@@ -63,8 +72,14 @@ class Emitter:
         return tuple(operands_of(self.node)[operand].meta["val"].shape)
 
     def position(self, dim: int) -> fx.Node:
-        """The place in the whole result of every row of the device, along a dimension, so that it broadcasts."""
-        spec, rows, result = self.node.meta["result_specs"][0], self.results[0].shape[dim], self.results[0]
+        """The place in the whole result of every row of the device, along a dimension, so that it
+        broadcasts.
+        """
+        spec, rows, result = (
+            self.node.meta["result_specs"][0],
+            self.results[0].shape[dim],
+            self.results[0],
+        )
         index = fx.Proxy(self.localizer.index(spec.dims[dim])) if spec.dims[dim] else 0
         window = spec.window(dim)
         place = self.call(aten.arange.default, rows, device=result.device)
@@ -75,13 +90,21 @@ class Emitter:
         return bool(self.assignment.get(factor))
 
     def window(self, operand: int, dim: int) -> Window:
-        """The rows that the device holds of an operand's dimension that the positions of a sharded factor read."""
+        """The rows that the device holds of an operand's dimension that the positions of a sharded
+        factor read.
+        """
         factor = self.rule.operands[operand][dim][0]
         size = operands_of(self.node)[operand].meta["val"].shape[dim]
-        return self.rule.halo[operand, dim].bind(self.rule.sizes[factor], size, self.localizer.mesh.count(self.assignment.get(factor, ())))
+        return self.rule.halo[operand, dim].bind(
+            self.rule.sizes[factor],
+            size,
+            self.localizer.mesh.count(self.assignment.get(factor, ())),
+        )
 
     def narrow(self, value: Any, dim: int, start: Any, length: int) -> Any:
-        return self.call(aten.contiguous.default, self.call(aten.narrow.default, value, dim, start, length))
+        return self.call(
+            aten.contiguous.default, self.call(aten.narrow.default, value, dim, start, length)
+        )
 
     def masked(self, value: Any, dim: int, factor: str, fill: float) -> Any:
         """The value with `fill` in what pads its dimension `dim`, which is the factor's."""
@@ -94,10 +117,14 @@ class Emitter:
         return self.localizer.shapes[value.node if isinstance(value, fx.Proxy) else value]
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: a.node if isinstance(a, fx.Proxy) else a)
+        args, kwargs = fx.node.map_aggregate(
+            (args, kwargs), lambda a: a.node if isinstance(a, fx.Proxy) else a
+        )
         made = self.localizer.graph.call_function(op, args, kwargs)
         made.meta = self.localizer.carried(self.node)
-        first = next((a for a in args if isinstance(a, fx.Node) and a in self.localizer.shapes), None)
+        first = next(
+            (a for a in args if isinstance(a, fx.Node) and a in self.localizer.shapes), None
+        )
         self.localizer.shapes[made] = self.localizer.shapes.get(first, self.results[0].shape)
         return made
 
@@ -112,7 +139,9 @@ class _Localizer:
         self.top: fx.Node | None = None
 
     def run(self) -> fx.Graph:
-        self.coordinates = {name: self.graph.placeholder(f"coordinate_{name}") for name in self.mesh.names}
+        self.coordinates = {
+            name: self.graph.placeholder(f"coordinate_{name}") for name in self.mesh.names
+        }
         for node in self.source.nodes:
             if node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], self.new.__getitem__))
@@ -121,7 +150,11 @@ class _Localizer:
                 made = self.graph.node_copy(node, self.new.get)
             elif node.target is operator.getitem:
                 made = self.new[node.args[0]]
-                made = made[node.args[1]] if isinstance(made, list) else self.graph.node_copy(node, self.new.__getitem__)
+                made = (
+                    made[node.args[1]]
+                    if isinstance(made, list)
+                    else self.graph.node_copy(node, self.new.__getitem__)
+                )
             elif "step" in node.meta:
                 made = self._step(node)
             elif "mark" in node.meta:
@@ -132,18 +165,27 @@ class _Localizer:
             if isinstance(made, fx.Node) and "mark" not in node.meta:
                 made.meta = self.carried(node)
                 if "spec" in node.meta:
-                    self.shapes[made] = node.meta["spec"].local_shape(node.meta["val"].shape, self.mesh)
+                    self.shapes[made] = node.meta["spec"].local_shape(
+                        node.meta["val"].shape, self.mesh
+                    )
                     made.meta |= {"shape": self.shapes[made], "spec": node.meta["spec"]}
         return self.graph
 
     def carried(self, node: fx.Node) -> dict:
         val = node.meta.get("val")
-        return {"source": node.meta.get("source"), "backward": node.meta.get("backward", False), "global": node.name,
-                "dtype": val.dtype if isinstance(val, torch.Tensor) else None, "step": node.meta.get("step"),
-                "dynamic": node.meta.get("dynamic", False)}
+        return {
+            "source": node.meta.get("source"),
+            "backward": node.meta.get("backward", False),
+            "global": node.name,
+            "dtype": val.dtype if isinstance(val, torch.Tensor) else None,
+            "step": node.meta.get("step"),
+            "dynamic": node.meta.get("dynamic", False),
+        }
 
     def index(self, axes: Axes) -> fx.Node:
-        """The node that holds the device's position along `axes`; made once, right behind the inputs."""
+        """The node that holds the device's position along `axes`; made once, right behind the
+        inputs.
+        """
         if axes not in self.indices:
             node = self._place(axes[0])
             for axis in axes[1:]:
@@ -156,11 +198,15 @@ class _Localizer:
         if axis in self.coordinates:
             return self.coordinates[axis]
         whole, before, size = sub_axis(axis)
-        node = self._at_top(operator.floordiv, self.coordinates[whole], self.mesh.count((whole,)) // (before * size))
+        node = self._at_top(
+            operator.floordiv, self.coordinates[whole], self.mesh.count((whole,)) // (before * size)
+        )
         return self._at_top(operator.mod, node, size)
 
     def _at_top(self, op: Any, a: fx.Node, b: Any) -> fx.Node:
-        with self.graph.inserting_after(self.top or [n for n in self.graph.nodes if n.op == "placeholder"][-1]):
+        with self.graph.inserting_after(
+            self.top or [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        ):
             self.top = self.graph.call_function(op, (a, b))
         self.top.meta = {"source": None, "backward": False}
         return self.top
@@ -171,9 +217,16 @@ class _Localizer:
         rule: Rule = node.meta["rule"]
         operands = [self._ready(node, value, i, rule) for i, value in enumerate(operands_of(node))]
         rest = iter(operands)
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: self.new[n] if is_number(n) else next(rest))
+        args, kwargs = fx.map_arg(
+            (node.args, dict(node.kwargs)), lambda n: self.new[n] if is_number(n) else next(rest)
+        )
         moved = rule.moves is not None and any(spec.windows for spec in node.meta["result_specs"])
-        if rule.emit is not None and (moved or any(node.meta["assignment"].get(f) for f in rule.special | rule.emits | rule.windowed)):
+        if rule.emit is not None and (
+            moved
+            or any(
+                node.meta["assignment"].get(f) for f in rule.special | rule.emits | rule.windowed
+            )
+        ):
             made = rule.emit(Emitter(self, node), args, kwargs)
             return made[0] if not isinstance(node.meta["val"], (tuple, list)) else made
         if rule.local is not None:
@@ -181,24 +234,49 @@ class _Localizer:
         return self.graph.call_function(node.target, args, kwargs)
 
     def _shapes(self, node: fx.Node) -> Shapes:
-        return Shapes(tuple(v.meta["spec"].local_shape(v.meta["val"].shape, self.mesh) for v in operands_of(node)),
-                      tuple(s.local_shape(t.shape, self.mesh) for s, t in zip(node.meta["result_specs"], tensors_of(node))))
+        return Shapes(
+            tuple(
+                v.meta["spec"].local_shape(v.meta["val"].shape, self.mesh)
+                for v in operands_of(node)
+            ),
+            tuple(
+                s.local_shape(t.shape, self.mesh)
+                for s, t in zip(node.meta["result_specs"], tensors_of(node))
+            ),
+        )
 
     def _ready(self, node: fx.Node, value: fx.Node, operand: int, rule: Rule) -> fx.Node:
-        """An operand with its padding overwritten where the operation would let it into a reduction or look it up."""
+        """An operand with its padding overwritten where the operation would let it into a reduction
+        or look it up.
+        """
         local, spec, shape = self.new[value], value.meta["spec"], value.meta["val"].shape
         for d, (factors, axes) in enumerate(zip(rule.operands[operand], spec.dims)):
-            fill = next((rule.fill(f) for f in factors if rule.fill(f) is not None),
-                        rule.padding.get(operand, 0.0 if operand in rule.positions else None))
-            if axes and (operand, d) not in rule.halo and fill is not None and shape[d] % self.mesh.count(axes):
+            fill = next(
+                (rule.fill(f) for f in factors if rule.fill(f) is not None),
+                rule.padding.get(operand, 0.0 if operand in rule.positions else None),
+            )
+            if (
+                axes
+                and (operand, d) not in rule.halo
+                and fill is not None
+                and shape[d] % self.mesh.count(axes)
+            ):
                 local = self._mask(local, d, axes, shape[d], fill, node)
         return local
 
-    def _mask(self, local: fx.Node, dim: int, axes: Axes, size: int, fill: float, node: fx.Node) -> fx.Node:
+    def _mask(
+        self, local: fx.Node, dim: int, axes: Axes, size: int, fill: float, node: fx.Node
+    ) -> fx.Node:
         key = (local, dim, axes, fill, node.meta.get("backward", False))
         if key not in self.masked:
-            made = self.graph.call_function(mask_padding, (local, dim, self.index(axes), size, fill))
-            made.meta = {**local.meta, "backward": node.meta.get("backward", False) or local.meta.get("backward", False), "step": None}
+            made = self.graph.call_function(
+                mask_padding, (local, dim, self.index(axes), size, fill)
+            )
+            made.meta = {
+                **local.meta,
+                "backward": node.meta.get("backward", False) or local.meta.get("backward", False),
+                "step": None,
+            }
             self.shapes[made] = self.shapes[local]
             self.masked[key] = made
         return self.masked[key]
@@ -210,14 +288,22 @@ class _Localizer:
         local = self.new[x]
         if node.target is shard:
             dim, axes = node.args[1], split_axes(node.args[2])
-            return self.graph.call_function(take_part, (local, dim, self.index(axes), self.mesh.count(axes)))
+            return self.graph.call_function(
+                take_part, (local, dim, self.index(axes), self.mesh.count(axes))
+            )
         if node.target is window:
             dim, axes, text = node.args[1:]
-            return self.graph.call_function(take_window, (local, dim, self.index(split_axes(axes)), text))
+            return self.graph.call_function(
+                take_window, (local, dim, self.index(split_axes(axes)), text)
+            )
         if node.target is term:
-            return self.graph.call_function(only_first, (local, self.index(split_axes(node.args[1]))))
+            return self.graph.call_function(
+                only_first, (local, self.index(split_axes(node.args[1])))
+            )
         if node.target is permute:
-            return self.graph.call_function(permute, (local, *node.args[1:], tuple(node.meta["val"].shape)))
+            return self.graph.call_function(
+                permute, (local, *node.args[1:], tuple(node.meta["val"].shape))
+            )
         made = self.graph.call_function(node.target, (local, *node.args[1:]))
         if step.kind in ("all_gather", "all_to_all"):
             made = self._trim(made, node, node.args[1], x.meta["spec"])
@@ -229,7 +315,9 @@ class _Localizer:
         if node.meta["spec"].dims[dim] or size % self.mesh.count(before.dims[dim]) == 0:
             return made
         padded = list(node.meta["spec"].local_shape(node.meta["val"].shape, self.mesh))
-        padded[dim] = -(-size // self.mesh.count(before.dims[dim])) * self.mesh.count(before.dims[dim])
+        padded[dim] = -(-size // self.mesh.count(before.dims[dim])) * self.mesh.count(
+            before.dims[dim]
+        )
         made.meta = self.carried(node) | {"shape": tuple(padded)}
         trimmed = self.graph.call_function(aten.narrow.default, (made, dim, 0, size))
         return self.graph.call_function(aten.contiguous.default, (trimmed,))

@@ -5,6 +5,7 @@ after    %t = transpose(%attention, 1, 2);  %c = contiguous(%t)                 
 needs    the program of one device, before collectives are lowered: what shares memory is then never reduced in place
 ensures  inputs and results of the program share no memory that they did not share before
 """
+
 from __future__ import annotations
 
 import torch
@@ -18,7 +19,12 @@ def copies(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
     for node in graph.nodes:
         contiguous = node.kwargs.get("memory_format") is torch.contiguous_format
-        if node.target is aten.clone.default and contiguous and not _reads_input(node) and not _is_returned(node):
+        if (
+            node.target is aten.clone.default
+            and contiguous
+            and not _reads_input(node)
+            and not _is_returned(node)
+        ):
             node.target, node.kwargs = aten.contiguous.default, {}
     return graph
 
@@ -29,7 +35,9 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _reads_input(node: fx.Node) -> bool:
-    """Whether a value may be (a view of) an input of the program. What was communicated has memory of its own."""
+    """Whether a value may be (a view of) an input of the program. What was communicated has memory
+    of its own.
+    """
     source = node.args[0]
     while source.op == "call_function" and source.target is not wait and _is_view(source):
         source = source.args[0]

@@ -4,6 +4,7 @@ before   %a = reshape(%x, [8, 4]);  %b = reshape(%a, [32]);  %c = reshape(%x, [3
 after    %b = reshape(%x, [32])
 needs    nothing; uses meta["shape"] where it is known
 """
+
 from __future__ import annotations
 
 from torch import fx
@@ -11,12 +12,20 @@ from torch import fx
 from ...compat.operators import aten
 
 _RESHAPE = aten.reshape.default
-_VIEWS = {_RESHAPE, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default, aten.contiguous.default}
+_VIEWS = {
+    _RESHAPE,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.contiguous.default,
+}
 
 
 def tidy(graph: fx.Graph) -> fx.Graph:
-    """Rewrites the graph in place and returns it. Views of the forward are not shared with the backward: saving the tensor
-    that they look at is enough."""
+    """Rewrites the graph in place and returns it. Views of the forward are not shared with the
+    backward: saving the tensor that they look at is enough.
+    """
     seen: dict[tuple, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target not in _VIEWS:
@@ -25,10 +34,16 @@ def tidy(graph: fx.Graph) -> fx.Graph:
         if node.target is _RESHAPE and source.target is _RESHAPE:
             source = source.args[0]
             node.replace_input_with(node.args[0], source)
-        if node.target is _RESHAPE and source.meta.get("shape") is not None and list(source.meta["shape"]) == list(node.args[1]):
+        if (
+            node.target is _RESHAPE
+            and source.meta.get("shape") is not None
+            and list(source.meta["shape"]) == list(node.args[1])
+        ):
             node.replace_all_uses_with(source)
             continue
-        same = seen.setdefault((node.target, repr(node.args), node.meta.get("backward", False)), node)
+        same = seen.setdefault(
+            (node.target, repr(node.args), node.meta.get("backward", False)), node
+        )
         if same is not node:
             node.replace_all_uses_with(same)
     graph.eliminate_dead_code()

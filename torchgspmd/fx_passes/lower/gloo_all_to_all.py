@@ -1,4 +1,5 @@
-"""Collectives between CPU processes by all_to_all and arithmetic, where torch's own are slow, or not safe.
+"""Collectives between CPU processes by all_to_all and arithmetic, where torch's own are slow, or
+not safe.
 
 before   %r = reduce_scatter_tensor(%x, sum, 2, g);  %w = wait_tensor(%r)
 after    %r = all_to_all_single(%x, [1, 1], [1, 1], g);  %y = wait_tensor(%r);  %w = sum(%y, [0], True)
@@ -10,14 +11,17 @@ needs    the program of one rank, operands contiguous; meta["shape"] and meta["d
 ensures  every rank has the same result, and sends the bytes that the plan says; more only where more than two ranks all_reduce
          numbers of a type that no library computes with: each gets all terms
 
-Fast: over gloo torch makes a reduce_scatter of an all_reduce, which sends twice the bytes: for 32 MB between two processes 53 ms,
-this way 24. A small all_reduce takes 0.8 ms of a process, an exchange 0.3.
+Fast: over gloo torch makes a reduce_scatter of an all_reduce, which sends twice the bytes: for 32
+MB between two processes 53 ms, this way 24. A small all_reduce takes 0.8 ms of a process, an
+exchange 0.3.
 
-Safe: gloo's two threads write down the name of what they finished, without a lock, in one string (ProcessGroupGloo::runLoop,
-lastCompletedWorkName). A name of more than 15 characters lies on the heap, where one thread writes what the other has freed: the
-process dies of "malloc(): unaligned tcache chunk detected", once in some ten thousand collectives that overlap (torch 2.13.0 alone
+Safe: gloo's two threads write down the name of what they finished, without a lock, in one string
+(ProcessGroupGloo::runLoop, lastCompletedWorkName). A name of more than 15 characters lies on the
+heap, where one thread writes what the other has freed: the process dies of "malloc(): unaligned
+tcache chunk detected", once in some ten thousand collectives that overlap (torch 2.13.0 alone
 does). Of those that we use only all_gather_into_tensor has such a name, ALLGATHER_COALESCED.
 """
+
 from __future__ import annotations
 
 import math
@@ -30,15 +34,28 @@ from ...compat.operators import aten, c10d
 from ...compat.private_apis import OpOverload
 from .wire_dtypes import CARRIERS
 
-FEW = 2 ** 21                   # bytes up to which two ranks exchange their terms of a sum
-# What reduces over a dimension; two tensors; two tensors, written over the first. Named as c10d does.
-_OVER = {"sum": aten.sum.dim_IntList, "max": aten.amax.default, "min": aten.amin.default, "product": aten.prod.dim_int}
-_OF_TWO = {"sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default, "product": aten.mul.Tensor}
+FEW = 2**21  # bytes up to which two ranks exchange their terms of a sum
+# What reduces over a dimension; two tensors; two tensors, written over the first. Named as c10d
+# does.
+_OVER = {
+    "sum": aten.sum.dim_IntList,
+    "max": aten.amax.default,
+    "min": aten.amin.default,
+    "product": aten.prod.dim_int,
+}
+_OF_TWO = {
+    "sum": aten.add.Tensor,
+    "max": aten.maximum.default,
+    "min": aten.minimum.default,
+    "product": aten.mul.Tensor,
+}
 _IN_PLACE = _OF_TWO | {"sum": aten.add_.Tensor, "product": aten.mul_.Tensor}
 
 
 def gloo(graph: fx.Graph, groups: Groups) -> fx.Graph:
-    """Rewrites the graph in place and returns it. For other devices only reductions of numbers that no library computes with."""
+    """Rewrites the graph in place and returns it. For other devices only reductions of numbers that
+    no library computes with.
+    """
     for node in graph.nodes:
         if node.target in _WAYS and (groups.device_type == "cpu" or _is_foreign(node)):
             _WAYS[node.target](_Call(graph, node, groups))
@@ -48,7 +65,9 @@ def gloo(graph: fx.Graph, groups: Groups) -> fx.Graph:
 def _is_foreign(node: fx.Node) -> bool:
     """Whether neither gloo nor NCCL reduces numbers of this type so."""
     dtype = node.meta["dtype"]
-    return node.target is not c10d.all_gather_into_tensor.default and (dtype in CARRIERS or dtype.is_complex and node.args[1] != "sum")
+    return node.target is not c10d.all_gather_into_tensor.default and (
+        dtype in CARRIERS or dtype.is_complex and node.args[1] != "sum"
+    )
 
 
 class _Call:
@@ -63,18 +82,33 @@ class _Call:
 
     def all_to_all(self, x: fx.Node, splits: list[int]) -> None:
         """Sends so many rows of x to each rank, and receives as many."""
-        self.node.target, self.node.args = c10d.all_to_all_single.default, (x, splits, splits, self.group)
+        self.node.target, self.node.args = (
+            c10d.all_to_all_single.default,
+            (x, splits, splits, self.group),
+        )
 
     def swap(self, shape: Sequence[int]) -> fx.Node:
-        """Of two ranks, each sends the other what it has, which is of this shape; returns what arrives."""
+        """Of two ranks, each sends the other what it has, which is of this shape; returns what
+        arrives.
+        """
         with self.graph.inserting_before(self.node):
-            flat = self.x if len(shape) == 1 else self.graph.call_function(aten.reshape.default, (self.x, [-1]))
+            flat = (
+                self.x
+                if len(shape) == 1
+                else self.graph.call_function(aten.reshape.default, (self.x, [-1]))
+            )
         self.all_to_all(flat, [0 if rank == self.me else math.prod(shape) for rank in range(2)])
         with self.graph.inserting_after(self.wait):
-            return self.wait if len(shape) == 1 else self.graph.call_function(aten.reshape.default, (self.wait, list(shape)))
+            return (
+                self.wait
+                if len(shape) == 1
+                else self.graph.call_function(aten.reshape.default, (self.wait, list(shape)))
+            )
 
     def send_all(self, shape: Sequence[int]) -> None:
-        """Sends to each rank what this one has, which is of this shape; what arrives has one more dimension, in front."""
+        """Sends to each rank what this one has, which is of this shape; what arrives has one more
+        dimension, in front.
+        """
         with self.graph.inserting_before(self.node):
             copies = self.graph.call_function(aten.expand.default, (self.x, [self.ranks, *shape]))
             copies = self.graph.call_function(aten.contiguous.default, (copies,))
@@ -82,9 +116,19 @@ class _Call:
 
     def reduce(self, reduction: str, keepdim: bool) -> None:
         """What arrives, reduced over its first dimension."""
-        widens = reduction in ("sum", "product") and not self.dtype.is_floating_point and not self.dtype.is_complex
-        self.result(self.wait, _OVER[reduction], self.wait, 0 if reduction == "product" else [0], keepdim,
-                    **({"dtype": self.dtype} if widens else {}))
+        widens = (
+            reduction in ("sum", "product")
+            and not self.dtype.is_floating_point
+            and not self.dtype.is_complex
+        )
+        self.result(
+            self.wait,
+            _OVER[reduction],
+            self.wait,
+            0 if reduction == "product" else [0],
+            keepdim,
+            **({"dtype": self.dtype} if widens else {}),
+        )
 
     def result(self, arrived: fx.Node, op: OpOverload, *args: object, **kwargs: object) -> None:
         """What everyone uses who waited."""
@@ -122,5 +166,9 @@ def _all_gather(call: _Call) -> None:
         call.result(call.wait, aten.reshape.default, call.wait, call.shape)
 
 
-_WAYS = {c10d.reduce_scatter_tensor.default: _reduce_scatter, c10d.all_gather_into_tensor.default: _all_gather,
-         c10d.all_reduce.default: _all_reduce, c10d.all_reduce_.default: _all_reduce}
+_WAYS = {
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_reduce_.default: _all_reduce,
+}

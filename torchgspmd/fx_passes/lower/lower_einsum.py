@@ -1,4 +1,5 @@
-"""einsum and attention nodes of the local program as the operations that compute them, chosen at compile time.
+"""einsum and attention nodes of the local program as the operations that compute them, chosen at
+compile time.
 
 before   y = einsum("bsm,hm->bsh", x, w)
 after    y = linear(x, w)
@@ -8,6 +9,7 @@ before   dx = einsum("bsq,qm->bsm", dq, wq) + einsum("bsk,km->bsm", dk, wk)
 after    dx = reshape(addmm(reshape(matmul(dk, wk), [b*s, m]), reshape(dq, [b*s, q]), wq), [b, s, m])
 needs    meta["shape"] on the operands of einsum nodes
 """
+
 from __future__ import annotations
 
 import math
@@ -16,14 +18,23 @@ from typing import Any
 from torch import fx
 
 from ...compat.operators import aten
-from ...custom_ops.nd import attention, attention_backward, attention_backward_on_cpu, attention_on_cpu, einsum, split_equation
+from ...custom_ops.nd import (
+    attention,
+    attention_backward,
+    attention_backward_on_cpu,
+    attention_on_cpu,
+    einsum,
+    split_equation,
+)
 
 EINSUM = einsum._opoverload
 ATTENTION, ATTENTION_BACKWARD = attention._opoverload, attention_backward._opoverload
 
 
 def products(graph: fx.Graph, device: str) -> fx.Graph:
-    """Rewrites the graph in place and returns it; on the CPU attention becomes PyTorch's kernel itself."""
+    """Rewrites the graph in place and returns it; on the CPU attention becomes PyTorch's kernel
+    itself.
+    """
     for node in list(graph.nodes):
         if node.target in (ATTENTION, ATTENTION_BACKWARD) and device == "cpu":
             _use_cpu_kernel(graph, node)
@@ -39,12 +50,14 @@ def products(graph: fx.Graph, device: str) -> fx.Graph:
 
 
 def _use_cpu_kernel(graph: fx.Graph, node: fx.Node) -> None:
-    """What ops.nd.attention calls, called by the program: spares the way through PyTorch's registry of operations in Python."""
+    """What ops.nd.attention calls, called by the program: spares the way through PyTorch's registry
+    of operations in Python.
+    """
     tensors = node.args[:-2]
     backward = node.target is ATTENTION_BACKWARD
     q, _, v = tensors[1:4] if backward else tensors
     if q.meta["shape"][-1] != v.meta["shape"][-1]:
-        return                                                              # a kernel for heads of one width
+        return  # a kernel for heads of one width
     node.target = attention_backward_on_cpu if backward else attention_on_cpu
 
 
@@ -58,43 +71,78 @@ class _Product:
         equation, self.x, self.y = node.args
         self.a, self.b, self.out = split_equation(equation)
         self.graph, self.node = graph, node
-        self.sizes = dict(zip(self.a, self.x.meta["shape"])) | dict(zip(self.b, self.y.meta["shape"]))
+        self.sizes = dict(zip(self.a, self.x.meta["shape"])) | dict(
+            zip(self.b, self.y.meta["shape"])
+        )
         self.added, self.addend = self.addition()
 
     def addition(self) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
-        """The addition that is all that happens to the result, and what it adds, if they can be had with the product: a bias, or
-        another product, to which nothing else happens either."""
+        """The addition that is all that happens to the result, and what it adds, if they can be had
+        with the product: a bias, or another product, to which nothing else happens either.
+        """
         user = next(iter(self.node.users)) if len(self.node.users) == 1 else None
-        if user is None or user.target is not aten.add.Tensor or user.kwargs or len(user.all_input_nodes) != 2:
+        if (
+            user is None
+            or user.target is not aten.add.Tensor
+            or user.kwargs
+            or len(user.all_input_nodes) != 2
+        ):
             return None, None
         other = next(x for x in user.all_input_nodes if x is not self.node)
         if other.meta.get("dtype") != self.node.meta.get("dtype"):
             return None, None
         columns = [c for c in self.out if c not in self.a]
-        plain = self.out and not [c for c in self.out if c in self.a and c in self.b] and list(self.out[-1:]) == columns
-        is_bias = plain and other.meta.get("shape") == (self.sizes[self.out[-1]],) and user.args[0] is self.node
-        is_product = self.has_rows() and _is_product(other) and other.meta.get("shape") == self.node.meta.get("shape")
+        plain = (
+            self.out
+            and not [c for c in self.out if c in self.a and c in self.b]
+            and list(self.out[-1:]) == columns
+        )
+        is_bias = (
+            plain
+            and other.meta.get("shape") == (self.sizes[self.out[-1]],)
+            and user.args[0] is self.node
+        )
+        is_product = (
+            self.has_rows()
+            and _is_product(other)
+            and other.meta.get("shape") == self.node.meta.get("shape")
+        )
         return (user, other) if is_bias or is_product else (None, None)
 
     def has_rows(self) -> bool:
         """Whether it is the product of a matrix with the rows of a tensor of any rank."""
         column, inner = self.out[-1:], self.a[-1:]
-        return self.a == self.out[:-1] + inner and column not in self.a and self.b in (column + inner, inner + column)
+        return (
+            self.a == self.out[:-1] + inner
+            and column not in self.a
+            and self.b in (column + inner, inner + column)
+        )
 
     def make(self) -> fx.Node:
         if self.added is not None and len(self.addend.meta["shape"]) > 1:
             return self.on_top()
         if self.has_rows() and self.b[0] == self.out[-1]:
-            return self.call(aten.linear.default, self.x, self.y, *([] if self.added is None else [self.addend]))
+            return self.call(
+                aten.linear.default, self.x, self.y, *([] if self.added is None else [self.addend])
+            )
         if self.has_rows() and self.added is None and len(self.out) > 2:
             return self.call(aten.matmul.default, self.x, self.y)
         return self.of_matrices()
 
     def on_top(self) -> fx.Node:
         """Added to another product."""
-        rows, inner, columns = math.prod(self.sizes[c] for c in self.a[:-1]), self.sizes[self.a[-1]], self.sizes[self.out[-1]]
-        below, left = self.call(aten.reshape.default, self.addend, [rows, columns]), self.call(aten.reshape.default, self.x, [rows, inner])
-        right = self.call(aten.transpose.int, self.y, -2, -1) if self.b[0] == self.out[-1] else self.y
+        rows, inner, columns = (
+            math.prod(self.sizes[c] for c in self.a[:-1]),
+            self.sizes[self.a[-1]],
+            self.sizes[self.out[-1]],
+        )
+        below, left = (
+            self.call(aten.reshape.default, self.addend, [rows, columns]),
+            self.call(aten.reshape.default, self.x, [rows, inner]),
+        )
+        right = (
+            self.call(aten.transpose.int, self.y, -2, -1) if self.b[0] == self.out[-1] else self.y
+        )
         product = self.call(aten.addmm.default, below, left, right)
         for made in (below, product):
             made.meta |= {"shape": (rows, columns), "dtype": self.node.meta["dtype"]}
@@ -105,8 +153,10 @@ class _Product:
         batch = [c for c in self.out if c in a and c in b]
         rows, columns = ([c for c in self.out if c in term and c not in batch] for term in (a, b))
         x, y = self.x, self.y
-        if [c for c in self.out if c not in batch] != rows + columns and self.out.startswith(tuple(columns) or " "):
-            x, y, a, b, rows, columns = y, x, b, a, columns, rows            # the result comes out in order
+        if [c for c in self.out if c not in batch] != rows + columns and self.out.startswith(
+            tuple(columns) or " "
+        ):
+            x, y, a, b, rows, columns = y, x, b, a, columns, rows  # the result comes out in order
         inner = [c for c in a if c in b and c not in batch]
         left = self.matrix(x, a, batch, rows, inner)
         right = self.matrix(y, b, batch, inner, columns)
@@ -115,30 +165,50 @@ class _Product:
         else:
             self.added = None
             product = self.call(aten.bmm.default if batch else aten.mm.default, left, right)
-            product.meta |= {"shape": [math.prod(self.sizes[c] for c in g) for g in ([batch] if batch else []) + [rows, columns]],
-                             "dtype": self.node.meta.get("dtype")}
+            product.meta |= {
+                "shape": [
+                    math.prod(self.sizes[c] for c in g)
+                    for g in ([batch] if batch else []) + [rows, columns]
+                ],
+                "dtype": self.node.meta.get("dtype"),
+            }
         letters = batch + rows + columns
         shape = [self.sizes[c] for c in letters]
-        product = self.call(aten.reshape.default, product, shape) if len(shape) != (3 if batch else 2) or not all(
-            len(g) == 1 for g in (([batch] if batch else []) + [rows, columns])) else product
+        product = (
+            self.call(aten.reshape.default, product, shape)
+            if len(shape) != (3 if batch else 2)
+            or not all(len(g) == 1 for g in (([batch] if batch else []) + [rows, columns]))
+            else product
+        )
         if letters != list(self.out):
             product = self.call(aten.permute.default, product, [letters.index(c) for c in self.out])
             product = self.call(aten.contiguous.default, product)
         return product
 
-    def matrix(self, x: Any, term: str, batch: list[str], first: list[str], second: list[str]) -> Any:
-        """The operand as [batch, first, second]; transposed by strides alone where its letters allow it."""
+    def matrix(
+        self, x: Any, term: str, batch: list[str], first: list[str], second: list[str]
+    ) -> Any:
+        """The operand as [batch, first, second]; transposed by strides alone where its letters
+        allow it.
+        """
         letters, sizes = list(term), self.sizes
         flat = [math.prod(sizes[c] for c in group) for group in (batch, first, second)]
         swapped = letters == batch + second + first and letters != batch + first + second
         if not swapped and letters != batch + first + second:
-            x = self.call(aten.permute.default, x, [letters.index(c) for c in batch + first + second])
+            x = self.call(
+                aten.permute.default, x, [letters.index(c) for c in batch + first + second]
+            )
         shape = [flat[0]] * bool(batch) + ([flat[2], flat[1]] if swapped else flat[1:])
-        if shape != [sizes[c] for c in (batch + second + first if swapped else batch + first + second)]:
+        if shape != [
+            sizes[c] for c in (batch + second + first if swapped else batch + first + second)
+        ]:
             x = self.call(aten.reshape.default, x, shape)
         return self.call(aten.transpose.int, x, -2, -1) if swapped else x
 
     def call(self, op: Any, *args: Any) -> fx.Node:
         made = self.graph.call_function(op, args)
-        made.meta = {"source": self.node.meta.get("source"), "backward": self.node.meta.get("backward", False)}
+        made.meta = {
+            "source": self.node.meta.get("source"),
+            "backward": self.node.meta.get("backward", False),
+        }
         return made

@@ -1,13 +1,15 @@
-"""The gradient of a log softmax of whose own gradient each row has one number: that of cross entropy.
+"""The gradient of a log softmax of whose own gradient each row has one number: that of cross
+entropy.
 
 before   %g = scatter(%zeros, 1, %i, %v);  %x = _log_softmax_backward_data(%g, %y, 1, f32)          i, v: [rows, 1]
 after    %e = exp(%y);  %n = neg(%v);  %p = mul(%e, %n);  %x = scatter_add(%p, 1, %i, %v)
 needs    the program of one rank; meta["shape"] and meta["dtype"] where they are known
 ensures  the same values but for the rounding of a product: x = v [class i] - exp(y) sum(v)
 
-What it reads and writes of rows times classes is a third (for 512 x 50257 numbers 53 ms instead of 96), and the zeros need no memory.
-In half precision PyTorch's kernel rounds once, and stays.
+What it reads and writes of rows times classes is a third (for 512 x 50257 numbers 53 ms instead of
+96), and the zeros need no memory. In half precision PyTorch's kernel rounds once, and stays.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -20,13 +22,17 @@ from ...compat.operators import aten
 
 def one_hot(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
-    for node in graph.find_nodes(op="call_function", target=aten._log_softmax_backward_data.default):
+    for node in graph.find_nodes(
+        op="call_function", target=aten._log_softmax_backward_data.default
+    ):
         gradient, y, dim, _ = node.args
         if _is_one_hot(gradient, node, dim):
             index, value = gradient.args[2:]
             with graph.inserting_before(node):
                 made = _call(graph, node, aten.exp.default, y)
-                made = _call(graph, node, aten.mul.Tensor, made, _call(graph, value, aten.neg.default, value))
+                made = _call(
+                    graph, node, aten.mul.Tensor, made, _call(graph, value, aten.neg.default, value)
+                )
                 made = _call(graph, node, aten.scatter_add.default, made, dim, index, value)
             node.replace_all_uses_with(made)
             for replaced in (node, gradient, gradient.args[0]):
@@ -35,17 +41,31 @@ def one_hot(graph: fx.Graph) -> fx.Graph:
 
 
 def _is_one_hot(gradient: fx.Node, node: fx.Node, dim: int) -> bool:
-    """Whether a gradient that only this node reads is zero but for one number a row, in single or double precision."""
-    if gradient.target is not aten.scatter.src or gradient.args[1] != dim or [*gradient.users] != [node]:
+    """Whether a gradient that only this node reads is zero but for one number a row, in single or
+    double precision.
+    """
+    if (
+        gradient.target is not aten.scatter.src
+        or gradient.args[1] != dim
+        or [*gradient.users] != [node]
+    ):
         return False
     zeros, _, index, value = gradient.args
     shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
-    if zeros.target is not aten.full.default or zeros.args[1] != 0 or [*zeros.users] != [gradient] or shape is None:
+    if (
+        zeros.target is not aten.full.default
+        or zeros.args[1] != 0
+        or [*zeros.users] != [gradient]
+        or shape is None
+    ):
         return False
     row = [*shape]
     row[dim] = 1
-    return (dtype in (torch.float32, torch.float64) and node.args[3] == dtype
-            and all(list(x.meta.get("shape") or ()) == row for x in (index, value)))
+    return (
+        dtype in (torch.float32, torch.float64)
+        and node.args[3] == dtype
+        and all(list(x.meta.get("shape") or ()) == row for x in (index, value))
+    )
 
 
 def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:

@@ -6,6 +6,7 @@ needs    meta["backward"]; cotangents are the last inputs, gradients the last ou
 
 What a checkpointed region computes again is part of the backward already (capture records it so).
 """
+
 from __future__ import annotations
 
 from torch import fx
@@ -14,12 +15,14 @@ from torch import fx
 def split(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Graph, fx.Graph]:
     """(forward, backward). tangents, gradients: how many there are."""
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    cotangents = set(placeholders[len(placeholders) - tangents:])
+    cotangents = set(placeholders[len(placeholders) - tangents :])
     returned = graph.output_node().args[0]
-    outputs, grads = returned[:len(returned) - gradients], returned[len(returned) - gradients:]
+    outputs, grads = returned[: len(returned) - gradients], returned[len(returned) - gradients :]
     late = set(cotangents)
     for node in graph.nodes:
-        if node.op == "call_function" and (node.meta.get("backward") or any(n in late for n in node.all_input_nodes)):
+        if node.op == "call_function" and (
+            node.meta.get("backward") or any(n in late for n in node.all_input_nodes)
+        ):
             late.add(node)
     _delay(outputs, late)
     saved = _saved(graph, late, grads)
@@ -28,9 +31,11 @@ def split(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Graph, fx.
     for node in graph.nodes:
         if node.op != "output" and node not in late:
             new[node] = forward.node_copy(node, new.__getitem__)
-    forward.output((*(new[o] if isinstance(o, fx.Node) else o for o in outputs), *(new[s] for s in saved)))
+    forward.output(
+        (*(new[o] if isinstance(o, fx.Node) else o for o in outputs), *(new[s] for s in saved))
+    )
     later = {}
-    for value in (*saved, *placeholders[len(placeholders) - tangents:]):
+    for value in (*saved, *placeholders[len(placeholders) - tangents :]):
         later[value] = backward.placeholder(value.name)
         later[value].meta = dict(value.meta)
     for node in graph.nodes:
@@ -57,5 +62,10 @@ def _delay(outputs: tuple, late: set[fx.Node]) -> None:
 def _saved(graph: fx.Graph, late: set[fx.Node], grads: tuple) -> list[fx.Node]:
     """Values of the forward that the backward uses, in program order."""
     returned = {g for g in grads if isinstance(g, fx.Node)}
-    return [n for n in graph.nodes if n.op in ("placeholder", "call_function") and n not in late
-            and (n in returned or any(user in late for user in n.users))]
+    return [
+        n
+        for n in graph.nodes
+        if n.op in ("placeholder", "call_function")
+        and n not in late
+        and (n in returned or any(user in late for user in n.users))
+    ]

@@ -1,10 +1,12 @@
-"""Calls ATen operations through the functions of Python's torch module, which parse their arguments in half the time.
+"""Calls ATen operations through the functions of Python's torch module, which parse their arguments
+in half the time.
 
 before   %y = aten.addmm.default(%b, %x, %w)         4.7 us a call on two vectors (torch 2.13, CPU)
 after    %y = torch.addmm(%b, %x, %w)                3.1 us
 needs    nothing; last, since passes know operations as ATen's
 ensures  the same ATen operation is called, with the same arguments (a test watches the dispatcher)
 """
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,9 +1,11 @@
-"""What must hold of memory that a collective works on, checked of every lowered program when TORCHGSPMD_CHECK=1.
+"""What must hold of memory that a collective works on, checked of every lowered program when
+TORCHGSPMD_CHECK=1.
 
 needs    the program of one rank, with torch.distributed's functional collectives
 ensures  every collective is waited for, once, before the program ends, and nobody but the wait touches its result before;
          memory that an in-place all_reduce_ works on is read by no one who comes later, nor by another collective still in flight
 """
+
 from __future__ import annotations
 
 import operator
@@ -16,19 +18,29 @@ from ...compat.operators import c10d
 from ...compat.private_apis import OpOverload
 from ..partition.verify_partition import ENABLED
 
-STARTS = {c10d.all_gather_into_tensor.default, c10d.all_reduce.default, c10d.all_reduce_.default, c10d.all_to_all_single.default,
-          c10d.reduce_scatter_tensor.default}
+STARTS = {
+    c10d.all_gather_into_tensor.default,
+    c10d.all_reduce.default,
+    c10d.all_reduce_.default,
+    c10d.all_to_all_single.default,
+    c10d.reduce_scatter_tensor.default,
+}
 WAIT = c10d.wait_tensor.default
 
 
 def in_flight(graph: fx.Graph) -> fx.Graph:
-    """The graph itself; AssertionError with the faults of one that is not legal, which is a mistake of torchgspmd."""
+    """The graph itself; AssertionError with the faults of one that is not legal, which is a mistake
+    of torchgspmd.
+    """
     if os.environ.get(ENABLED) != "1":
         return graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     faults = [fault for node in order if node.target in STARTS for fault in _faults(node, order)]
     if faults:
-        raise AssertionError("memory of a collective in flight is touched; please report this:\n  " + "\n  ".join(faults))
+        raise AssertionError(
+            "memory of a collective in flight is touched; please report this:\n  "
+            + "\n  ".join(faults)
+        )
     return graph
 
 
@@ -36,11 +48,19 @@ def _faults(begun: fx.Node, order: dict[fx.Node, int]) -> Iterator[str]:
     waits = [user for user in begun.users if user.target is WAIT]
     if len(waits) != 1:
         yield f"%{begun} is waited for {len(waits)} times"
-    yield from (f"%{user} uses %{begun}, which is in flight" for user in begun.users if user.target is not WAIT)
+    yield from (
+        f"%{user} uses %{begun}, which is in flight"
+        for user in begun.users
+        if user.target is not WAIT
+    )
     if begun.target is not c10d.all_reduce_.default:
         return
     for user, value in _users(_memory_of(begun.args[0])):
-        end = max((order[w] for w in user.users), default=order[user]) if user.target in STARTS else order[user]
+        end = (
+            max((order[w] for w in user.users), default=order[user])
+            if user.target in STARTS
+            else order[user]
+        )
         if user is not begun and end > order[begun]:
             yield f"%{user} reads %{value}, which %{begun} writes over"
 
@@ -64,5 +84,8 @@ def _users(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, OpOverload) and node.target not in STARTS and any(
-        r.alias_info for r in node.target._schema.returns)
+    return (
+        isinstance(node.target, OpOverload)
+        and node.target not in STARTS
+        and any(r.alias_info for r in node.target._schema.returns)
+    )

@@ -5,6 +5,7 @@ after    %v = view(%x, float16);  %r = all_to_all_single(%v, ...);  %y = wait_te
 needs    the program of one rank; meta["dtype"] on collectives
 ensures  nothing is computed with them on the way; reductions are left as they are
 """
+
 from __future__ import annotations
 
 import torch
@@ -12,8 +13,12 @@ from torch import fx
 
 from ...compat.operators import aten, c10d
 
-CARRIERS = {torch.int16: torch.float16, torch.uint16: torch.float16, torch.uint32: torch.int32, torch.uint64: torch.int64} | {
-    getattr(torch, name): torch.uint8 for name in dir(torch) if name.startswith("float8_")}
+CARRIERS = {
+    torch.int16: torch.float16,
+    torch.uint16: torch.float16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+} | {getattr(torch, name): torch.uint8 for name in dir(torch) if name.startswith("float8_")}
 
 
 def carriers(graph: fx.Graph) -> fx.Graph:
@@ -29,7 +34,9 @@ def carriers(graph: fx.Graph) -> fx.Graph:
 
 
 def _carry(graph: fx.Graph, node: fx.Node, there: tuple, back: tuple) -> None:
-    """there, back: an operation on what is sent and on what arrives, with its arguments but the first."""
+    """there, back: an operation on what is sent and on what arrives, with its arguments but the
+    first.
+    """
     with graph.inserting_before(node):
         node.update_arg(0, graph.call_function(there[0], (node.args[0], *there[1:])))
     wait = next(iter(node.users))

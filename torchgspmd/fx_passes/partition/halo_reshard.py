@@ -4,8 +4,10 @@ before   x laid out as f32[4, 64@s]
 after    x laid out as f32[4, 64@s[8i-1:+10]]            halo(x, 1, s, 8i-1:+10 in 0:64 else 0, 64)
 source   GSPMD (arXiv 2105.04663, section 4.3). Dimensions are exchanged one after the other, so corners come along.
 
-A dimension that the device has whole is only cut: window(x, 1, s, 8i-1:+10 in 0:64 else 0), and nothing is sent.
+A dimension that the device has whole is only cut: window(x, 1, s, 8i-1:+10 in 0:64 else 0), and
+nothing is sent.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 Way = tuple[float, tuple[Step, ...]]
 
 
-def way_to_windows(resharder: Resharder, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec) -> Way:
+def way_to_windows(
+    resharder: Resharder, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
+) -> Way:
     """(cost, steps); of all orders of the dimensions the cheapest."""
     busy = set(before.sharding_axes + before.pending)
     dims = [d for d, window in enumerate(after.windows) if window]
@@ -32,27 +36,44 @@ def way_to_windows(resharder: Resharder, shape: tuple[int, ...], itemsize: int, 
     start = after.plain()
     for d in whole:
         start = start.with_dim(d, ())
-    cost, steps = resharder.cost(shape, itemsize, before, start), resharder.steps(shape, itemsize, before, start)
-    orders = (_in_order(resharder, shape, itemsize, start, after, order, set(whole)) for order in itertools.permutations(dims))
+    cost, steps = (
+        resharder.cost(shape, itemsize, before, start),
+        resharder.steps(shape, itemsize, before, start),
+    )
+    orders = (
+        _in_order(resharder, shape, itemsize, start, after, order, set(whole))
+        for order in itertools.permutations(dims)
+    )
     more, last = min(orders, key=lambda way: way[0])
     return cost + more, (*steps, *last)
 
 
-def _in_order(resharder: Resharder, shape: Sequence[int], itemsize: int, spec: ShardSpec, after: ShardSpec, order: Sequence[int],
-              whole: set[int]) -> Way:
+def _in_order(
+    resharder: Resharder,
+    shape: Sequence[int],
+    itemsize: int,
+    spec: ShardSpec,
+    after: ShardSpec,
+    order: Sequence[int],
+    whole: set[int],
+) -> Way:
     cost, steps = 0.0, []
     for d in order:
         local = spec.local_shape(shape, resharder.mesh)
         spec = spec.with_dim(d, after.dims[d]).with_window(d, after.window(d))
         row = math.prod(n for i, n in enumerate(local) if i != d) * itemsize
-        step = _cut(resharder, d, spec) if d in whole else _exchange(resharder, d, spec, shape[d], row)
+        step = (
+            _cut(resharder, d, spec) if d in whole else _exchange(resharder, d, spec, shape[d], row)
+        )
         cost += step.sent + (ALPHA if step.sent else 0.01)
         steps.append(step)
     return cost, tuple(steps)
 
 
 def _cut(resharder: Resharder, d: int, spec: ShardSpec) -> Step:
-    return Step("window", (d, "+".join(spec.dims[d]), str(spec.window(d))), spec, spec.dims[d], 0.0, 0.0)
+    return Step(
+        "window", (d, "+".join(spec.dims[d]), str(spec.window(d))), spec, spec.dims[d], 0.0, 0.0
+    )
 
 
 def _exchange(resharder: Resharder, d: int, spec: ShardSpec, size: int, row: int) -> Step:

@@ -5,6 +5,7 @@ after    %mm   : f32[8@data, 64] sum@model = mm(%gelu, %w2)
          %mm_r : f32[8@data, 64]           = all_reduce(%mm, sum, model)
 needs    nothing else; equal layouts of one value are shared
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -19,8 +20,17 @@ from ..ir import is_number
 if TYPE_CHECKING:
     from .partition import Solver
 
-_SUFFIX = {"all_reduce": "r", "all_gather": "g", "reduce_scatter": "rs", "all_to_all": "x", "permute": "p", "shard": "s", "halo": "h",
-           "window": "w", "term": "t"}
+_SUFFIX = {
+    "all_reduce": "r",
+    "all_gather": "g",
+    "reduce_scatter": "rs",
+    "all_to_all": "x",
+    "permute": "p",
+    "shard": "s",
+    "halo": "h",
+    "window": "w",
+    "term": "t",
+}
 
 
 def insert(solver: Solver) -> fx.Graph:
@@ -42,31 +52,62 @@ class _Inserter:
     def run(self) -> fx.Graph:
         for node in self.solver.graph.nodes:
             if node.op == "output":
-                wanted = [self.solver.output_spec(i, v) if isinstance(v, fx.Node) else None for i, v in enumerate(node.args[0])]
-                self.graph.output(tuple(self.value(v, spec, node) if spec is not None else v for v, spec in zip(node.args[0], wanted)))
+                wanted = [
+                    self.solver.output_spec(i, v) if isinstance(v, fx.Node) else None
+                    for i, v in enumerate(node.args[0])
+                ]
+                self.graph.output(
+                    tuple(
+                        self.value(v, spec, node) if spec is not None else v
+                        for v, spec in zip(node.args[0], wanted)
+                    )
+                )
                 self.graph.output_node().meta["specs"] = tuple(wanted)
                 continue
             op = self.solver.ops.get(node)
-            if node in self.solver.left_out:                                # a mark: what is made of the value is made of its operand
+            if (
+                node in self.solver.left_out
+            ):  # a mark: what is made of the value is made of its operand
                 (value,) = op.operands
                 self.new[node] = self.new[value]
-                self.copies[node] = self.copies.setdefault(value, {self.solver.held[value]: self.new[value]})
+                self.copies[node] = self.copies.setdefault(
+                    value, {self.solver.held[value]: self.new[value]}
+                )
                 continue
             operands = iter(())
             if op is not None:
-                operands = iter([self.value(v, s, node) for v, s in zip(op.operands, self.solver.chosen[node].operands)])
-            copy = self.graph.node_copy(node, lambda n, rest=operands: (None if is_number(n) else next(rest, None)) or self.new[n])
+                operands = iter(
+                    [
+                        self.value(v, s, node)
+                        for v, s in zip(op.operands, self.solver.chosen[node].operands)
+                    ]
+                )
+            copy = self.graph.node_copy(
+                node,
+                lambda n, rest=operands: (
+                    (None if is_number(n) else next(rest, None)) or self.new[n]
+                ),
+            )
             self.new[node] = copy
             copy.meta = dict(node.meta)
             if op is not None:
                 strategy = self.solver.chosen[node]
-                copy.meta |= {"rule": op.rule, "assignment": dict(strategy.assignment), "result_specs": strategy.results,
-                              "operand_specs": strategy.operands}
+                copy.meta |= {
+                    "rule": op.rule,
+                    "assignment": dict(strategy.assignment),
+                    "result_specs": strategy.results,
+                    "operand_specs": strategy.operands,
+                }
             if node in self.solver.held:
                 copy.meta["spec"] = self.solver.held[node]
-        for node in reversed(self.graph.nodes):                             # moved values of which only windows were used
-            if node.op == "call_function" and not node.users and (
-                    "step" in node.meta or getattr(node.meta.get("rule"), "moves", None) is not None):
+        for node in reversed(self.graph.nodes):  # moved values of which only windows were used
+            if (
+                node.op == "call_function"
+                and not node.users
+                and (
+                    "step" in node.meta or getattr(node.meta.get("rule"), "moves", None) is not None
+                )
+            ):
                 self.graph.erase_node(node)
         return self.graph
 
@@ -85,27 +126,50 @@ class _Inserter:
                 if step.spec in copies:
                     node = copies[step.spec]
                     continue
-                node = self.graph.create_node("call_function", STEPS[step.kind], (node, *step.args),
-                                              name=f"{value.name}_{_SUFFIX[step.kind]}")
+                node = self.graph.create_node(
+                    "call_function",
+                    STEPS[step.kind],
+                    (node, *step.args),
+                    name=f"{value.name}_{_SUFFIX[step.kind]}",
+                )
                 node.meta = {**_carried(value, user), "spec": step.spec, "step": step}
                 copies[step.spec] = node
         return copies[spec]
 
-    def moved(self, value: fx.Node, start: ShardSpec, spec: ShardSpec, user: fx.Node) -> fx.Node | None:
-        """The windows of a value made of windows of what was moved, unless that sends more than windows of the value itself."""
+    def moved(
+        self, value: fx.Node, start: ShardSpec, spec: ShardSpec, user: fx.Node
+    ) -> fx.Node | None:
+        """The windows of a value made of windows of what was moved, unless that sends more than
+        windows of the value itself.
+        """
         below = self.solver.behind(value, spec) if spec.windows else None
         val, op = value.meta["val"], self.solver.ops.get(value)
         if below is None or self.solver.cost_behind(value, spec) > self.solver.resharder.cost(
-                tuple(val.shape), val.element_size(), start, spec):
+            tuple(val.shape), val.element_size(), start, spec
+        ):
             return None
         rest = iter([self.value(v, s, user) for v, s in zip(op.operands, below)])
         copy = self.graph.node_copy(value, lambda n: next(rest))
         assignment = {f"d{d}": axes for d, axes in enumerate(spec.dims) if axes}
-        copy.meta = {**_carried(value, user), "rule": op.rule, "assignment": assignment, "spec": spec,
-                     "result_specs": (spec,), "operand_specs": tuple(below)}
+        copy.meta = {
+            **_carried(value, user),
+            "rule": op.rule,
+            "assignment": assignment,
+            "spec": spec,
+            "result_specs": (spec,),
+            "operand_specs": tuple(below),
+        }
         return copy
 
 
 def _carried(value: fx.Node, user: fx.Node) -> dict:
-    backward = user.meta.get("backward", value.meta.get("backward", False)) if user.op != "output" else value.meta.get("backward", False)
-    return {"val": value.meta["val"], "source": value.meta.get("source"), "backward": backward or value.meta.get("backward", False)}
+    backward = (
+        user.meta.get("backward", value.meta.get("backward", False))
+        if user.op != "output"
+        else value.meta.get("backward", False)
+    )
+    return {
+        "val": value.meta["val"],
+        "source": value.meta.get("source"),
+        "backward": backward or value.meta.get("backward", False),
+    }

@@ -6,6 +6,7 @@ needs    the partitioned program; meta["backward"]
 ensures  nothing that is gathered from an input alone, or cast or viewed from such, lives from the forward to the backward
 source   reshard_after_forward of PyTorch's FSDP2; ZeRO (arXiv 1910.02054), stage 3
 """
+
 from __future__ import annotations
 
 from torch import fx
@@ -14,14 +15,22 @@ from torch import fx
 def regather(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    gathered: dict[fx.Node, fx.Node | None] = {}                            # and before what the backward first needs it
+    gathered: dict[fx.Node, fx.Node | None] = {}  # and before what the backward first needs it
     for node in order:
         step = node.meta.get("step")
-        if node.op == "call_function" and not node.meta.get("backward") and _of_an_input(node) and (
-                step is not None and step.kind == "all_gather" or node.args[0] in gathered):
+        if (
+            node.op == "call_function"
+            and not node.meta.get("backward")
+            and _of_an_input(node)
+            and (step is not None and step.kind == "all_gather" or node.args[0] in gathered)
+        ):
             gathered[node] = None
     for node in reversed(gathered):
-        needed = [gathered[u] if u in gathered else u for u in node.users if u in gathered or u.meta.get("backward")]
+        needed = [
+            gathered[u] if u in gathered else u
+            for u in node.users
+            if u in gathered or u.meta.get("backward")
+        ]
         gathered[node] = min(filter(None, needed), key=order.__getitem__, default=None)
     copies: dict[fx.Node, fx.Node] = {}
     for node, before in gathered.items():

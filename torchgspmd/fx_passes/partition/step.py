@@ -1,4 +1,5 @@
 """Step: one move of a value from one layout to another."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -9,13 +10,16 @@ from ...shard_spec import Axes, ShardSpec
 
 @dataclass(frozen=True)
 class Step:
-    """One move: the function's name, its arguments after the tensor, the layout it leads to, and what it sends."""
+    """One move: the function's name, its arguments after the tensor, the layout it leads to, and
+    what it sends.
+    """
+
     kind: str
     args: tuple[Any, ...]
     spec: ShardSpec
     axes: Axes
-    payload: float                      # bytes
-    sent: float                         # bytes a device sends
+    payload: float  # bytes
+    sent: float  # bytes a device sends
 
     @property
     def collective(self) -> str | None:

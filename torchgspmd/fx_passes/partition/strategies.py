@@ -1,8 +1,11 @@
-"""What an operation can do on a mesh: which axes shard which of its factors, and what that costs a device.
+"""What an operation can do on a mesh: which axes shard which of its factors, and what that costs a
+device.
 
-An operation's strategy is an assignment of axes to its factors, and of axes to operands whose pending sum it passes on. Those worth
-a look follow from the layouts of the values around it: an axis that shards a factor in one of them may do so here.
+An operation's strategy is an assignment of axes to its factors, and of axes to operands whose
+pending sum it passes on. Those worth a look follow from the layouts of the values around it: an
+axis that shards a factor in one of them may do so here.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -16,27 +19,44 @@ from ...mesh import Mesh
 from ...rules import Rule
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
-from ..propagate.factors import Crowded, assemble, is_far, is_roomy, operand_layout, project, result_pending
+from ..propagate.factors import (
+    Crowded,
+    assemble,
+    is_far,
+    is_roomy,
+    operand_layout,
+    project,
+    result_pending,
+)
 
-FLOPS_PER_BYTE = 10.0           # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
-WASTE_PER_BYTE = 500.0          # of what uneven parts compute on padding, as fast devices do: not worth another layout
-TRAFFIC_PER_BYTE = 128.0        # bytes of memory traffic worth one byte on the wire
+FLOPS_PER_BYTE = (
+    10.0  # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
+)
+WASTE_PER_BYTE = (
+    500.0  # of what uneven parts compute on padding, as fast devices do: not worth another layout
+)
+TRAFFIC_PER_BYTE = 128.0  # bytes of memory traffic worth one byte on the wire
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strategy:
-    """What an operation needs of its operands and makes of its results. One object for equal ones of like operations."""
+    """What an operation needs of its operands and makes of its results. One object for equal ones
+    of like operations.
+    """
+
     assignment: tuple[tuple[str, Axes], ...]
     operands: tuple[ShardSpec, ...]
     results: tuple[ShardSpec, ...]
-    work: float                         # of one device, in bytes on the wire
-    pending: float = 0.0                # bytes of its results that are left pending
+    work: float  # of one device, in bytes on the wire
+    pending: float = 0.0  # bytes of its results that are left pending
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Available:
-    """The layouts of an operand that exist (the first: as it is made), how many operations share a new one, and the axes
-    over which it might be left pending as well. One object for equal ones."""
+    """The layouts of an operand that exist (the first: as it is made), how many operations share a
+    new one, and the axes over which it might be left pending as well. One object for equal ones.
+    """
+
     layouts: tuple[ShardSpec, ...]
     sharers: int
     deferrable: Axes = ()
@@ -44,10 +64,13 @@ class Available:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Around:
-    """Where the operands of an operation are, and the layouts in which its results are used. One object for equal ones.
+    """Where the operands of an operation are, and the layouts in which its results are used. One
+    object for equal ones.
 
-    first: before anything is chosen, as the layouts are propagated. of_inputs: all operands are inputs of the program.
+    first: before anything is chosen, as the layouts are propagated. of_inputs: all operands are
+    inputs of the program.
     """
+
     available: tuple[Available, ...]
     wanted: tuple[tuple[ShardSpec, ...], ...]
     first: bool
@@ -59,11 +82,13 @@ class Strategies:
 
     def __init__(self, mesh: Mesh, crowded: Crowded):
         self.mesh, self.crowded = mesh, crowded
-        self.known: dict[tuple, Strategy | None] = {}                       # by operation and assignment
-        self.lists: dict[tuple, list[Strategy]] = {}                        # by operation and what each axis may shard
-        self.targets: dict[tuple, dict[str, tuple]] = {}                    # by operation and what is around it
+        self.known: dict[tuple, Strategy | None] = {}  # by operation and assignment
+        self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
+        self.targets: dict[tuple, dict[str, tuple]] = {}  # by operation and what is around it
 
-    def candidates(self, op: Op, around: Around, forced: dict[str, tuple] | None = None) -> list[Strategy]:
+    def candidates(
+        self, op: Op, around: Around, forced: dict[str, tuple] | None = None
+    ) -> list[Strategy]:
         """Strategies worth a look. forced: for some axes what alone they may shard."""
         mark = marked(op)
         if mark is not None:
@@ -76,7 +101,9 @@ class Strategies:
         return [s for s in self.lists[key] if _has_terms(s, around.available)]
 
     def options(self, op: Op, around: Around) -> dict[str, tuple]:
-        """For each axis the factors it may shard, the operand groups it may pass through (integers), and None."""
+        """For each axis the factors it may shard, the operand groups it may pass through
+        (integers), and None.
+        """
         key = (op.key, around)
         if key not in self.targets:
             self.targets[key] = self._options(op, around)
@@ -90,28 +117,58 @@ class Strategies:
             for spec in specs:
                 for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
                     for axis in axes:
-                        if factor not in rule.whole and not (around.first and is_far(op, factor, axes, self.mesh)):
+                        if factor not in rule.whole and not (
+                            around.first and is_far(op, factor, axes, self.mesh)
+                        ):
                             options[axis][factor] = None
-                        if factor in rule.whole | rule.windowed and rule.known:             # it has to leave, or had better:
-                            options[axis].update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole | rule.special | {factor}))
+                        if (
+                            factor in rule.whole | rule.windowed and rule.known
+                        ):  # it has to leave, or had better:
+                            options[axis].update(
+                                dict.fromkeys(
+                                    f
+                                    for f in rule.sizes
+                                    if f not in rule.whole | rule.special | {factor}
+                                )
+                            )
                 for axis in spec.pending:
                     for g in range(len(rule.linear)):
                         options[axis][g] = None
-        if rule.contraction:                                # where tensors disagree, or of inputs a sum is made, a third way may be best
+        if (
+            rule.contraction
+        ):  # where tensors disagree, or of inputs a sum is made, a third way may be best
             disputed = set() if around.first else self._disputed(rule, available)
             for axis, found in options.items():
-                if axis in disputed or sum(isinstance(target, str) for target in found) > 1 or (
-                        around.of_inputs and rule.reduce.keys() & found.keys()):
+                if (
+                    axis in disputed
+                    or sum(isinstance(target, str) for target in found) > 1
+                    or (around.of_inputs and rule.reduce.keys() & found.keys())
+                ):
                     found.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
         return {axis: tuple(found) for axis, found in options.items() if len(found) > 1}
 
     def _disputed(self, rule: Rule, available) -> set[str]:
-        """Whole axes that divide what is summed over in one operand, as it is made, and in another one do not."""
-        sides = [{axis for factor, axes in project(dims, have.layouts[0], rule.sizes, self.mesh).items() if factor in rule.reduce
-                  for axis in axes} for dims, have in zip(rule.operands, available)]
-        return {axis for axis in set.union(*sides) - set.intersection(*sides) if self.mesh.whole((axis,))}
+        """Whole axes that divide what is summed over in one operand, as it is made, and in another
+        one do not.
+        """
+        sides = [
+            {
+                axis
+                for factor, axes in project(dims, have.layouts[0], rule.sizes, self.mesh).items()
+                if factor in rule.reduce
+                for axis in axes
+            }
+            for dims, have in zip(rule.operands, available)
+        ]
+        return {
+            axis
+            for axis in set.union(*sides) - set.intersection(*sides)
+            if self.mesh.whole((axis,))
+        }
 
-    def _choices(self, rule: Rule, options: dict[str, tuple]) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
+    def _choices(
+        self, rule: Rule, options: dict[str, tuple]
+    ) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
         """All assignments; where several axes shard one factor, every order of them."""
         names = list(options)
         for targets in itertools.product(*options.values()):
@@ -120,25 +177,38 @@ class Strategies:
             for axis, target in zip(names, targets):
                 if isinstance(target, str):
                     factors[target] = factors.get(target, ()) + (axis,)
-            if not all(is_roomy(rule.sizes[f], axes, self.mesh, self.crowded) for f, axes in factors.items()):
+            if not all(
+                is_roomy(rule.sizes[f], axes, self.mesh, self.crowded)
+                for f, axes in factors.items()
+            ):
                 continue
             orders = [itertools.permutations(axes) for axes in factors.values()]
             for ordered in itertools.product(*orders):
                 yield dict(zip(factors, ordered)), through
 
-    def _known(self, op: Op, assignment: dict[str, Axes], through: dict[str, int]) -> Strategy | None:
+    def _known(
+        self, op: Op, assignment: dict[str, Axes], through: dict[str, int]
+    ) -> Strategy | None:
         key = (op.key, *assignment.items(), *through.items())
         if key not in self.known:
             self.known[key] = self._strategy(op, assignment, through)
         return self.known[key]
 
-    def _strategy(self, op: Op, assignment: dict[str, Axes], through: dict[str, int]) -> Strategy | None:
-        """None if no layouts express it. through: for axes the group of operands whose pending sum passes on."""
+    def _strategy(
+        self, op: Op, assignment: dict[str, Axes], through: dict[str, int]
+    ) -> Strategy | None:
+        """None if no layouts express it. through: for axes the group of operands whose pending sum
+        passes on.
+        """
         rule = op.rule
         operands, results = [], []
         for i in range(len(rule.operands)):
-            spec = operand_layout(rule, i, tuple(op.operands[i].meta["val"].shape), assignment, self.mesh)
-            pending = tuple(a for a in self.mesh.names if a in through and i in rule.linear[through[a]])
+            spec = operand_layout(
+                rule, i, tuple(op.operands[i].meta["val"].shape), assignment, self.mesh
+            )
+            pending = tuple(
+                a for a in self.mesh.names if a in through and i in rule.linear[through[a]]
+            )
             if spec is None:
                 return None
             operands.append(spec.with_pending(pending))
@@ -149,8 +219,18 @@ class Strategies:
                 return None
             pending = tuple(a for a in self.mesh.names if a in reduced or a in through)
             results.append(ShardSpec(axes, (), pending, kind if reduced else "sum"))
-        pending = sum(local_bytes(v.meta["val"], s, self.mesh) for v, s in zip(op.results, results) if s.pending and v is not None)
-        return Strategy(tuple(assignment.items()), tuple(operands), tuple(results), self._work(op, assignment, operands, results), pending)
+        pending = sum(
+            local_bytes(v.meta["val"], s, self.mesh)
+            for v, s in zip(op.results, results)
+            if s.pending and v is not None
+        )
+        return Strategy(
+            tuple(assignment.items()),
+            tuple(operands),
+            tuple(results),
+            self._work(op, assignment, operands, results),
+            pending,
+        )
 
     def _work(self, op: Op, assignment, operands, results) -> float:
         rule, work = op.rule, 0.0
@@ -167,8 +247,12 @@ class Strategies:
 
 def _has_terms(strategy: Strategy, available: Sequence[Available]) -> bool:
     """Whether the sums that operands are to be terms of are pending, or can be."""
-    return all(have.layouts[0].reduction == "sum" and all(a in have.layouts[0].pending or a in have.deferrable for a in need.pending)
-               for need, have in zip(strategy.operands, available) if need.pending)
+    return all(
+        have.layouts[0].reduction == "sum"
+        and all(a in have.layouts[0].pending or a in have.deferrable for a in need.pending)
+        for need, have in zip(strategy.operands, available)
+        if need.pending
+    )
 
 
 def marked(op: Op) -> ShardSpec | None:

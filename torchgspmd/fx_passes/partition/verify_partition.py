@@ -1,9 +1,11 @@
-"""What a partitioned program has to be, checked after the pass when TORCHGSPMD_CHECK=1 (as in the tests).
+"""What a partitioned program has to be, checked after the pass when TORCHGSPMD_CHECK=1 (as in the
+tests).
 
 needs    the graph that `partition` returns, on its own mesh
 ensures  every value has one layout, of its rank, on axes of the mesh, each axis once; every operand lies as its operation's
          strategy needs it; every inserted step leads where it says; every output is laid out as promised
 """
+
 from __future__ import annotations
 
 import os
@@ -18,16 +20,24 @@ ENABLED = "TORCHGSPMD_CHECK"
 
 
 def verify(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """The graph itself; AssertionError with the faults of one that is not legal, which is a mistake of torchgspmd."""
+    """The graph itself; AssertionError with the faults of one that is not legal, which is a mistake
+    of torchgspmd.
+    """
     if os.environ.get(ENABLED) != "1":
         return graph
     graph.lint()
-    faults = [fault for node in graph.nodes for fault in (*_value_faults(node, mesh), *_operand_faults(node))]
+    faults = [
+        fault
+        for node in graph.nodes
+        for fault in (*_value_faults(node, mesh), *_operand_faults(node))
+    ]
     for value, spec in zip(graph.output_node().args[0], graph.output_node().meta["specs"]):
         if spec is not None and value.meta["spec"] != spec:
             faults.append(f"the output %{value} is [{value.meta['spec']}], promised is [{spec}]")
     if faults:
-        raise AssertionError("partition made an illegal program; please report this:\n  " + "\n  ".join(faults))
+        raise AssertionError(
+            "partition made an illegal program; please report this:\n  " + "\n  ".join(faults)
+        )
     return graph
 
 
@@ -38,7 +48,11 @@ def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
     if spec is None:
         return [] if not node.users else [f"%{node} has no layout"]
     axes = [*spec.sharding_axes, *spec.pending]
-    faults = [f"%{node} is [{spec}], which names axis {a} that mesh {mesh} does not have" for a in axes if a not in mesh.names]
+    faults = [
+        f"%{node} is [{spec}], which names axis {a} that mesh {mesh} does not have"
+        for a in axes
+        if a not in mesh.names
+    ]
     if len(spec.dims) != value.dim():
         faults.append(f"%{node} has {value.dim()} dimensions, its layout [{spec}] {len(spec.dims)}")
     if len(axes) != len(set(axes)):

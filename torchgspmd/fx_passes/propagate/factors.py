@@ -1,4 +1,7 @@
-"""Between the dimensions of a tensor and the factors of a rule: which axes shard which factor, and back."""
+"""Between the dimensions of a tensor and the factors of a rule: which axes shard which factor, and
+back.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,13 +13,20 @@ from ...rules.notation import Dims
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
 
-Assignment = Mapping[str, Axes]         # factor -> axes that shard it, major first
+Assignment = Mapping[str, Axes]  # factor -> axes that shard it, major first
 Crowded = frozenset[tuple[int, frozenset[str]]]
 
 
 def crowded(layouts: Iterable[tuple[Sequence[int], ShardSpec]], mesh: Mesh) -> Crowded:
-    """(size, axes) of dimensions that are sharded over more devices than they have rows: a mark may, we do not of ourselves."""
-    return frozenset((size, frozenset(axes)) for shape, spec in layouts for size, axes in zip(shape, spec.dims) if mesh.count(axes) > size)
+    """(size, axes) of dimensions that are sharded over more devices than they have rows: a mark
+    may, we do not of ourselves.
+    """
+    return frozenset(
+        (size, frozenset(axes))
+        for shape, spec in layouts
+        for size, axes in zip(shape, spec.dims)
+        if mesh.count(axes) > size
+    )
 
 
 def is_roomy(size: int, axes: Axes, mesh: Mesh, marked: Crowded) -> bool:
@@ -27,9 +37,9 @@ def is_roomy(size: int, axes: Axes, mesh: Mesh, marked: Crowded) -> bool:
 def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, Axes]:
     """The axes of a tensor's dimensions as axes of its factors.
 
-    The axes of a dimension fill its factors from the major one on: the next factor only when the one before it is
-    fully sharded. Only a factor that is alone may be uneven: an axis that does not divide what is left of another has
-    no place, and neither have those after it.
+    The axes of a dimension fill its factors from the major one on: the next factor only when the
+    one before it is fully sharded. Only a factor that is alone may be uneven: an axis that does not
+    divide what is left of another has no place, and neither have those after it.
     """
     found: dict[str, Axes] = {}
     for factors, axes in zip(dims, spec.dims):
@@ -52,8 +62,12 @@ def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -
     return found
 
 
-def assemble(dims: Dims, assignment: Assignment, sizes: Mapping[str, int], mesh: Mesh) -> tuple[Axes, ...] | None:
-    """The inverse: axes of the dimensions; None if no layout of whole dimensions expresses the assignment."""
+def assemble(
+    dims: Dims, assignment: Assignment, sizes: Mapping[str, int], mesh: Mesh
+) -> tuple[Axes, ...] | None:
+    """The inverse: axes of the dimensions; None if no layout of whole dimensions expresses the
+    assignment.
+    """
     result = []
     for factors in dims:
         if len(factors) == 1:
@@ -74,32 +88,46 @@ def assemble(dims: Dims, assignment: Assignment, sizes: Mapping[str, int], mesh:
     return tuple(result)
 
 
-def operand_layout(rule: Rule, operand: int, shape: Sequence[int], assignment: Assignment, mesh: Mesh) -> ShardSpec | None:
-    """How an operand is to be laid out, with the windows that its positions read; None if no layout expresses it."""
+def operand_layout(
+    rule: Rule, operand: int, shape: Sequence[int], assignment: Assignment, mesh: Mesh
+) -> ShardSpec | None:
+    """How an operand is to be laid out, with the windows that its positions read; None if no layout
+    expresses it.
+    """
     axes = assemble(rule.operands[operand], assignment, rule.sizes, mesh)
     if axes is None:
         return None
     spec = ShardSpec(axes)
     for d, names in enumerate(axes):
         if names and (reach := rule.halo.get((operand, d))):
-            window = reach.bind(rule.sizes[rule.operands[operand][d][0]], shape[d], mesh.count(names))
+            window = reach.bind(
+                rule.sizes[rule.operands[operand][d][0]], shape[d], mesh.count(names)
+            )
             if not window.is_block(shape[d], mesh.count(names)):
                 spec = spec.with_window(d, window)
     return spec
 
 
 def layouts_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[ShardSpec, ...] | None:
-    """For a result with windows, of an operation that only moves rows: the windows of its operands that it is made of."""
+    """For a result with windows, of an operation that only moves rows: the windows of its operands
+    that it is made of.
+    """
     if op.rule.moves is None or need.pending:
         return None
     shape, found = op.results[0].meta["val"].shape, []
     for i, value in enumerate(op.operands):
         spec = need.plain()
         for d, axes in enumerate(need.dims):
-            reach, size, count = op.rule.moves.get((i, d)), value.meta["val"].shape[d], mesh.count(axes)
+            reach, size, count = (
+                op.rule.moves.get((i, d)),
+                value.meta["val"].shape[d],
+                mesh.count(axes),
+            )
             window = need.window(d)
             if axes and reach is not None:
-                window = reach.through(window, size) if window else reach.bind(shape[d], size, count)
+                window = (
+                    reach.through(window, size) if window else reach.bind(shape[d], size, count)
+                )
                 if window is None:
                     return None
             if window is not None:
@@ -109,7 +137,9 @@ def layouts_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[ShardSpec, ...]
 
 
 def is_far(op: Op, factor: str, axes: Axes, mesh: Mesh) -> bool:
-    """Whether an operand loses rows in the operation, and all of some device's window comes from others: as for halves of it."""
+    """Whether an operand loses rows in the operation, and all of some device's window comes from
+    others: as for halves of it.
+    """
     count = mesh.count(axes)
     for (operand, d), reach in op.rule.halo.items():
         size = op.operands[operand].meta["val"].shape[d]

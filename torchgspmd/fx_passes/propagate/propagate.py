@@ -5,10 +5,12 @@ after    meta["spec"] on every value        %mm : f32[8@data, 256@model]
 needs    only operations whose rules are known to `Rules`
 source   GSPMD (arXiv 2105.04663, section 3.5) for the priorities; Shardy's factors for what one operation does
 
-Each operation is asked, factor by factor, whether a layout of one of its tensors can be had by the others. A value
-only ever gets more axes. Three rounds, each until nothing changes: first what is elementwise, then factors that pass
-through any operation, last the factors that are summed over and small operands that are broadcast.
+Each operation is asked, factor by factor, whether a layout of one of its tensors can be had by the
+others. A value only ever gets more axes. Three rounds, each until nothing changes: first what is
+elementwise, then factors that pass through any operation, last the factors that are summed over and
+small operands that are broadcast.
 """
+
 from __future__ import annotations
 
 import math
@@ -29,14 +31,19 @@ ELEMENTWISE, PASSING, ALL = range(3)
 
 @dataclass
 class Layouts:
-    """What propagation knows: the spec of every value, which dimensions are settled, and where each axis came from."""
+    """What propagation knows: the spec of every value, which dimensions are settled, and where each
+    axis came from.
+    """
+
     mesh: Mesh
     spec: dict[fx.Node, ShardSpec]
     fixed: dict[fx.Node, tuple[bool, ...]]
     origin: dict[tuple[fx.Node, str], tuple[fx.Node | None, str]] = field(default_factory=dict)
 
     def seed(self, value: fx.Node, spec: ShardSpec, why: str) -> None:
-        """A layout from outside. Its closed dimensions are settled; where one is settled already, that stays."""
+        """A layout from outside. Its closed dimensions are settled; where one is settled already,
+        that stays.
+        """
         dims, fixed = list(self.spec[value].dims), list(self.fixed[value])
         taken = {axis for d, axes in enumerate(dims) if fixed[d] for axis in axes}
         for d, axes in enumerate(spec.dims):
@@ -62,13 +69,21 @@ class Layouts:
         return f"[{self.spec[value]}]"
 
 
-def propagate(graph: fx.Graph, mesh: Mesh, seeds: Iterable[tuple[fx.Node, ShardSpec, str]],
-              ties: Iterable[tuple[fx.Node, fx.Node, str]] = (), rules: Rules | None = None) -> Layouts:
+def propagate(
+    graph: fx.Graph,
+    mesh: Mesh,
+    seeds: Iterable[tuple[fx.Node, ShardSpec, str]],
+    ties: Iterable[tuple[fx.Node, fx.Node, str]] = (),
+    rules: Rules | None = None,
+) -> Layouts:
     """ties: pairs of values that should have one layout, such as a parameter and its gradient."""
     rules = rules or Rules()
     every = list(values(graph))
-    layouts = Layouts(mesh, {v: ShardSpec.replicated(v.meta["val"].dim()) for v in every},
-                      {v: (False,) * v.meta["val"].dim() for v in every})
+    layouts = Layouts(
+        mesh,
+        {v: ShardSpec.replicated(v.meta["val"].dim()) for v in every},
+        {v: (False,) * v.meta["val"].dim() for v in every},
+    )
     for value, spec, why in seeds:
         layouts.seed(value, spec, why)
     ops = [op for op in rules.ops(graph) if op.rule.known and op.rule.sizes]
@@ -83,12 +98,17 @@ def propagate(graph: fx.Graph, mesh: Mesh, seeds: Iterable[tuple[fx.Node, ShardS
 
 def _tie(a: fx.Node, b: fx.Node, why: str) -> Op:
     names = [(f"d{i}",) for i in range(a.meta["val"].dim())]
-    rule = make_rule([names], [names], {f"d{i}": n for i, n in enumerate(a.meta["val"].shape)}, text=why)
+    rule = make_rule(
+        [names], [names], {f"d{i}": n for i, n in enumerate(a.meta["val"].shape)}, text=why
+    )
     return Op(a, rule, (a,), (b,), None)
 
 
 class _Growth(NamedTuple):
-    """One tensor of an operation gets axes, since another one has them: by their places among operands and results taken."""
+    """One tensor of an operation gets axes, since another one has them: by their places among
+    operands and results taken.
+    """
+
     tensor: int
     spec: ShardSpec
     axes: Axes
@@ -100,15 +120,19 @@ class _Propagation:
         self.layouts, self.ops, self.mesh = layouts, ops, layouts.mesh
         self.values = [(*op.operands, *(v for v in op.results if v is not None)) for op in ops]
         self.kinds = [_kind(op) for op in ops]
-        self.known: dict[tuple, list[_Growth]] = {}                         # by kind, stage and layouts
-        self.crowded = crowded(((v.meta["val"].shape, spec) for v, spec in layouts.spec.items()), layouts.mesh)
+        self.known: dict[tuple, list[_Growth]] = {}  # by kind, stage and layouts
+        self.crowded = crowded(
+            ((v.meta["val"].shape, spec) for v, spec in layouts.spec.items()), layouts.mesh
+        )
         self.near: dict[fx.Node, list[int]] = {}
         for i, op in enumerate(ops):
             for value in {*op.operands, *op.results} - {None}:
                 self.near.setdefault(value, []).append(i)
 
     def run(self, stage: int) -> None:
-        """Sweeps forwards and backwards over the operations that something changed around, until nothing changes."""
+        """Sweeps forwards and backwards over the operations that something changed around, until
+        nothing changes.
+        """
         dirty = set(range(len(self.ops)))
         forward = True
         while dirty:
@@ -126,7 +150,9 @@ class _Propagation:
                 yield i
 
     def _changed(self, i: int, stage: int, todo: set[int], forward: bool) -> Iterable[int]:
-        """Runs one operation; what its changes touch ahead is done in this sweep, the rest is returned."""
+        """Runs one operation; what its changes touch ahead is done in this sweep, the rest is
+        returned.
+        """
         for value in self._step(i, stage):
             for j in self.near[value]:
                 if j != i and ((j > i) == forward):
@@ -137,25 +163,45 @@ class _Propagation:
     def _step(self, i: int, stage: int) -> list[fx.Node]:
         """The values that get more axes. Found once for like operations between like layouts."""
         op, values, spec, fixed = self.ops[i], self.values[i], self.layouts.spec, self.layouts.fixed
-        if stage == ELEMENTWISE and (op.rule.reduce or op.rule.contraction) or not any(any(spec[v].dims) for v in values):
+        if (
+            stage == ELEMENTWISE
+            and (op.rule.reduce or op.rule.contraction)
+            or not any(any(spec[v].dims) for v in values)
+        ):
             return []
-        key = (self.kinds[i], stage, *map(spec.__getitem__, values), *map(fixed.__getitem__, values))
+        key = (
+            self.kinds[i],
+            stage,
+            *map(spec.__getitem__, values),
+            *map(fixed.__getitem__, values),
+        )
         if key not in self.known:
             self.known[key] = list(self._growths(op, stage))
         for growth in self.known[key]:
             value = values[growth.tensor]
             spec[value] = growth.spec
             for axis in growth.axes:
-                self.layouts.origin.setdefault((value, axis), (values[growth.source], f"{op.node.name}: {op.rule}"))
+                self.layouts.origin.setdefault(
+                    (value, axis), (values[growth.source], f"{op.node.name}: {op.rule}")
+                )
         return [values[growth.tensor] for growth in self.known[key]]
 
     def _growths(self, op: Op, stage: int) -> Iterator[_Growth]:
         rule = op.rule
-        tensors = [(v, d) for v, d in zip((*op.operands, *op.results), (*rule.operands, *rule.results)) if v is not None]
+        tensors = [
+            (v, d)
+            for v, d in zip((*op.operands, *op.results), (*rule.operands, *rule.results))
+            if v is not None
+        ]
         found = [project(dims, self.layouts.spec[v], rule.sizes, self.mesh) for v, dims in tensors]
         for factor in self._order(rule, found, tensors):
-            if factor in rule.whole and not rule.splits or stage < ALL and (factor in rule.reduce or factor in rule.special) or (
-                    stage == ELEMENTWISE and factor in rule.windowed):
+            if (
+                factor in rule.whole
+                and not rule.splits
+                or stage < ALL
+                and (factor in rule.reduce or factor in rule.special)
+                or (stage == ELEMENTWISE and factor in rule.windowed)
+            ):
                 continue
             longest, source = self._longest(rule, factor, found, tensors, stage)
             if stage < ALL and is_far(op, factor, longest, self.mesh):
@@ -172,23 +218,46 @@ class _Propagation:
                 weight[factor] = max(weight.get(factor, 0), math.prod(value.meta["val"].shape))
         return sorted(weight, key=lambda f: -weight[f])
 
-    def _longest(self, rule: Rule, factor: str, found: list[dict[str, Axes]], tensors: list, stage: int) -> tuple[Axes, int]:
-        """The longest list of axes that a tensor has for a factor. Small broadcast operands count in the last round only."""
+    def _longest(
+        self, rule: Rule, factor: str, found: list[dict[str, Axes]], tensors: list, stage: int
+    ) -> tuple[Axes, int]:
+        """The longest list of axes that a tensor has for a factor. Small broadcast operands count
+        in the last round only.
+        """
         best: Axes = ()
         source = 0
         for i, axes in enumerate(found):
-            if stage < ALL and not rule.contraction and i < len(rule.operands) and rule.results and _broadcasts(rule, i):
+            if (
+                stage < ALL
+                and not rule.contraction
+                and i < len(rule.operands)
+                and rule.results
+                and _broadcasts(rule, i)
+            ):
                 continue
             if len(axes.get(factor, ())) > len(best):
                 best, source = axes[factor], i
         return best, source
 
-    def _extend(self, rule: Rule, factor: str, longest: Axes, t: int, tensors: list, found: list[dict[str, Axes]]) -> bool:
+    def _extend(
+        self,
+        rule: Rule,
+        factor: str,
+        longest: Axes,
+        t: int,
+        tensors: list,
+        found: list[dict[str, Axes]],
+    ) -> bool:
         """Gives tensor t the axes of `longest` that it lacks, as far as that is possible."""
         value, dims = tensors[t]
         have = found[t].get(factor, ())
         place = next((d for d, names in enumerate(dims) if factor in names), None)
-        if place is None or have == longest or have != longest[:len(have)] or self.layouts.fixed[value][place]:
+        if (
+            place is None
+            or have == longest
+            or have != longest[: len(have)]
+            or self.layouts.fixed[value][place]
+        ):
             return False
         spec = self.layouts.spec[value]
         used = set(spec.sharding_axes)
@@ -199,7 +268,9 @@ class _Propagation:
             if longest[end - 1] in used or not is_roomy(most, axes, self.mesh, self.crowded):
                 break
             new = assemble(dims, {**found[t], factor: axes}, rule.sizes, self.mesh)
-            if new is None or any(a != b for d, (a, b) in enumerate(zip(new, spec.dims)) if d != place):
+            if new is None or any(
+                a != b for d, (a, b) in enumerate(zip(new, spec.dims)) if d != place
+            ):
                 break
             accepted = (axes, new)
         if accepted is None:
@@ -210,15 +281,21 @@ class _Propagation:
 
 
 def _kind(op: Op) -> tuple:
-    """Equal for like operations (which have one rule) that use one value in the same places and have the same results taken."""
+    """Equal for like operations (which have one rule) that use one value in the same places and
+    have the same results taken.
+    """
     values = (*op.operands, *op.results)
     return id(op.rule), *(None if v is None else values.index(v) for v in values)
 
 
 def _broadcasts(rule: Rule, operand: int) -> bool:
-    """Whether an operand is spread over dimensions that the result has, by itself or beside a larger operand."""
+    """Whether an operand is spread over dimensions that the result has, by itself or beside a
+    larger operand.
+    """
     own = {f for dim in rule.operands[operand] for f in dim}
-    others = [{f for dim in dims for f in dim} for i, dims in enumerate(rule.operands) if i != operand]
+    others = [
+        {f for dim in dims for f in dim} for i, dims in enumerate(rule.operands) if i != operand
+    ]
     if others:
         return any(own < other for other in others)
     return bool({f for dim in rule.results[0] for f in dim} - own)

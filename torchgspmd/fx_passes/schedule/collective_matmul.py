@@ -1,4 +1,5 @@
-"""Products with gathered operands, and products that are summed and scattered, as loops round a ring of devices, where that is faster.
+"""Products with gathered operands, and products that are summed and scattered, as loops round a
+ring of devices, where that is faster.
 
 before   %x_g = all_gather(%x, 1, model);  %y = einsum(cdb,ab->cda, %x_g, %w);  %z = einsum(cdb,ab->cda, %x_g, %v)
 after    %r = gather_einsum(%x, [%w, %v], 1, model, ...);  %y = %r[0];  %z = %r[1]
@@ -8,9 +9,11 @@ needs    the program of one device, before start_wait
 ensures  the same bytes are sent, in steps that are hidden behind the products; one text for any number of devices
 source   windowed einsum, arXiv 2105.04663; XLA's rule when it pays is of the same kind (compute and transfer of a step)
 
-Inputs that are gathered, and sums that the backward only returns (weights and their gradients), are left alone: what is computed between
-their start and their wait hides them as well, in larger pieces.
+Inputs that are gathered, and sums that the backward only returns (weights and their gradients), are
+left alone: what is computed between their start and their wait hides them as well, in larger
+pieces.
 """
+
 from __future__ import annotations
 
 import math
@@ -26,7 +29,8 @@ from ..partition.machine import Machine
 from .liveness import bytes_of
 
 EINSUM = einsum._opoverload
-GAIN = 0.9              # of the time of product and collective one after the other, at most, or the loop is not worth it
+# of the time of product and collective one after the other, at most, or the loop is not worth it
+GAIN = 0.9
 
 
 def collective_matmul(graph: fx.Graph, mesh: Mesh, machine: Machine) -> fx.Graph:
@@ -37,27 +41,52 @@ def collective_matmul(graph: fx.Graph, mesh: Mesh, machine: Machine) -> fx.Graph
     for node in list(graph.nodes):
         if node.target is all_gather and node.args[0].op == "call_function":
             _gather(graph, node, order, mesh, machine)
-        elif node.target is reduce_scatter and node.args[1] == "sum" and not (node.meta["backward"] and _is_returned(node)):
+        elif (
+            node.target is reduce_scatter
+            and node.args[1] == "sum"
+            and not (node.meta["backward"] and _is_returned(node))
+        ):
             _scatter(graph, node, mesh, machine)
     return graph
 
 
-def _gather(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], mesh: Mesh, machine: Machine) -> None:
+def _gather(
+    graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], mesh: Mesh, machine: Machine
+) -> None:
     """Einsums of the same phase that need nothing made later than what the first of them needs."""
     x, dim, axes = node.args
     users = sorted(node.users, key=order.__getitem__)
     if users[0].target is not EINSUM:
         return
     first = users[0]
-    members = [u for u in users if u.target is EINSUM and u.args[1] is not u.args[2] and u.meta["backward"] == node.meta["backward"]
-               and order[_other(u, node)] < order[first]]
-    if first not in members or not pays(machine, members, bytes_of(node), mesh.count(split_axes(axes))):
+    members = [
+        u
+        for u in users
+        if u.target is EINSUM
+        and u.args[1] is not u.args[2]
+        and u.meta["backward"] == node.meta["backward"]
+        and order[_other(u, node)] < order[first]
+    ]
+    if first not in members or not pays(
+        machine, members, bytes_of(node), mesh.count(split_axes(axes))
+    ):
         return
     keep = len(members) < len(users)
     with graph.inserting_before(first):
-        made = graph.create_node("call_function", gather_einsum, name=f"{node.name}_ring", args=(
-            x, tuple(_other(u, node) for u in members), dim, axes, tuple(u.args[0] for u in members),
-            tuple(int(u.args[2] is node) for u in members), keep))
+        made = graph.create_node(
+            "call_function",
+            gather_einsum,
+            name=f"{node.name}_ring",
+            args=(
+                x,
+                tuple(_other(u, node) for u in members),
+                dim,
+                axes,
+                tuple(u.args[0] for u in members),
+                tuple(int(u.args[2] is node) for u in members),
+                keep,
+            ),
+        )
     made.meta = {key: node.meta[key] for key in ("source", "backward", "dtype")}
     order[made] = order[node] = order[first]
     for i, member in enumerate(members):
@@ -70,8 +99,13 @@ def _gather(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], mesh: Mes
 
 
 def _is_returned(node: fx.Node) -> bool:
-    """Whether nothing but the output needs a value, or what one operation after the other makes of it alone."""
-    return all(user.op == "output" or user.all_input_nodes == [node] and _is_returned(user) for user in node.users)
+    """Whether nothing but the output needs a value, or what one operation after the other makes of
+    it alone.
+    """
+    return all(
+        user.op == "output" or user.all_input_nodes == [node] and _is_returned(user)
+        for user in node.users
+    )
 
 
 def _other(product: fx.Node, operand: fx.Node) -> fx.Node:
@@ -91,16 +125,21 @@ def _scatter(graph: fx.Graph, node: fx.Node, mesh: Mesh, machine: Machine) -> No
 
 
 def pays(machine: Machine, products: list[fx.Node], payload: float, n: int) -> bool:
-    """Whether n steps, each a part of the products beside a part of the communication, are faster than one after the other."""
+    """Whether n steps, each a part of the products beside a part of the communication, are faster
+    than one after the other.
+    """
     itemsize = products[0].meta["dtype"].itemsize
     compute = sum(_operations(p) for p in products) / machine.flops[max(itemsize, 2)]
     step = machine.begin + payload / n / machine.bandwidth
-    copies = 2 * sum(map(bytes_of, products)) / machine.memory              # results in parts are joined
+    copies = 2 * sum(map(bytes_of, products)) / machine.memory  # results in parts are joined
     apart = compute + machine.begin + (n - 1) / n * payload / machine.bandwidth
     return n > 1 and (n - 1) * max(compute / n, step) + compute / n + copies < GAIN * apart
 
 
 def _operations(product: fx.Node) -> float:
     a, b, _ = split_equation(product.args[0])
-    sizes = {**dict(zip(a, product.args[1].meta["shape"])), **dict(zip(b, product.args[2].meta["shape"]))}
+    sizes = {
+        **dict(zip(a, product.args[1].meta["shape"])),
+        **dict(zip(b, product.args[2].meta["shape"])),
+    }
     return 2.0 * math.prod(sizes.values())

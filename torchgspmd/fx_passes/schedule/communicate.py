@@ -1,4 +1,7 @@
-"""The passes on the program of one device that decide when it communicates. Each but start_wait can be left out, by its name."""
+"""The passes on the program of one device that decide when it communicates. Each but start_wait can
+be left out, by its name.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -16,7 +19,9 @@ OPTIONAL = ("bucket", "collective_matmul", "overlap", "prefetch")
 
 
 def communicate(graph: fx.Graph, mesh: Mesh, device: str, skip: Collection[str] = ()) -> fx.Graph:
-    """Rewrites the graph in place and returns it. device: the type of those that the program is for."""
+    """Rewrites the graph in place and returns it. device: the type of those that the program is
+    for.
+    """
     machine = machine_of(device)
     if "collective_matmul" not in skip:
         collective_matmul(graph, mesh, machine)

@@ -1,8 +1,9 @@
 """What is alive while a program of one device runs, in bytes.
 
-A value lives from its operation to its last use; inputs and outputs to the end. A collective's result lives from its
-`start` on, and what it sends until it has been waited for.
+A value lives from its operation to its last use; inputs and outputs to the end. A collective's
+result lives from its `start` on, and what it sends until it has been waited for.
 """
+
 from __future__ import annotations
 
 import math
@@ -36,7 +37,7 @@ class Ledger:
     def __init__(self, graph: fx.Graph):
         self.uses = {node: len(node.users) for node in graph.nodes}
         self.alive = self.peak = inputs_bytes(graph)
-        self.sent: set[fx.Node] = set()                                     # starts of which something has been waited for
+        self.sent: set[fx.Node] = set()  # starts of which something has been waited for
 
     @staticmethod
     def needed(node: fx.Node) -> int:

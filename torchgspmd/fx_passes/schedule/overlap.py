@@ -1,4 +1,5 @@
-"""Moves the start of every collective up and its wait down, so that what lies between is computed meanwhile.
+"""Moves the start of every collective up and its wait down, so that what lies between is computed
+meanwhile.
 
 before   %dx = einsum(%dy, %w);  %dx_r_start = start(all_reduce, [%dx], ...);  %dx_r = wait(%dx_r_start, 0);  ... = f(%dx_r)
 after    %dx = einsum(%dy, %w);  %dx_r_start = start(all_reduce, [%dx], ...);  %dw = einsum(%dy, %x);  %dx_r = wait(...);  ... = f(%dx_r)
@@ -12,9 +13,11 @@ prefetch a collective whose operand has been there since the forward or backward
 source   the latency-hiding scheduler of XLA (arXiv 2105.04663 leaves it to the compiler); prefetching is FSDP's (arXiv
          2304.11277, section 3.3.2)
 
-Both are bounded by memory. A start moves up only where its result fits below the limit all the way to where it stood; a
-wait moves up from its first use if what the collective still reads would not fit.
+Both are bounded by memory. A start moves up only where its result fits below the limit all the way
+to where it stood; a wait moves up from its first use if what the collective still reads would not
+fit.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +28,7 @@ from torch import fx
 from ...comm.collective import start, wait
 from .liveness import Ledger, peak
 
-EXTRA = 0.1             # of the peak: bytes that overlapping may cost
+EXTRA = 0.1  # of the peak: bytes that overlapping may cost
 
 
 def overlap(graph: fx.Graph, early: bool = True, prefetch: bool = True) -> fx.Graph:
@@ -41,12 +44,18 @@ def overlap(graph: fx.Graph, early: bool = True, prefetch: bool = True) -> fx.Gr
 
 
 def _urgent_first(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """Between two waits, first what the collectives begun there need: what else there is can be computed while they run."""
+    """Between two waits, first what the collectives begun there need: what else there is can be
+    computed while they run.
+    """
     made: list[fx.Node] = []
     stretch: list[fx.Node] = []
     arrived: set[fx.Node] = set()
     for node in order:
-        new = [x for x in node.all_input_nodes if x.target is wait and x not in arrived] if node.target is not start else []
+        new = (
+            [x for x in node.all_input_nodes if x.target is wait and x not in arrived]
+            if node.target is not start
+            else []
+        )
         if new:
             made += _stretch(stretch)
             stretch = []
@@ -56,7 +65,9 @@ def _urgent_first(order: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _stretch(nodes: list[fx.Node]) -> list[fx.Node]:
-    """One stretch in its new order. Random operations stay in theirs, so that they draw the same numbers."""
+    """One stretch in its new order. Random operations stay in theirs, so that they draw the same
+    numbers.
+    """
     if not any(n.target is start for n in nodes):
         return nodes
     place = {node: i for i, node in enumerate(nodes)}
@@ -67,10 +78,14 @@ def _stretch(nodes: list[fx.Node]) -> list[fx.Node]:
         found, stack = {begun}, [begun]
         while stack:
             node = stack.pop()
-            needed = [x for x in (*node.all_input_nodes, before.get(node)) if x in place and x not in found and x not in chosen]
+            needed = [
+                x
+                for x in (*node.all_input_nodes, before.get(node))
+                if x in place and x not in found and x not in chosen
+            ]
             found.update(needed)
             stack += needed
-        if len(found) > 1:                                                  # else it begins as soon as memory allows
+        if len(found) > 1:  # else it begins as soon as memory allows
             chosen.update(dict.fromkeys(sorted(found, key=place.__getitem__)))
     return [*chosen, *(n for n in nodes if n not in chosen)]
 
@@ -78,20 +93,26 @@ def _stretch(nodes: list[fx.Node]) -> list[fx.Node]:
 class _Sweep:
     """Writes the nodes down in order, starts and waits where they are to be."""
 
-    def __init__(self, graph: fx.Graph, order: Sequence[fx.Node], limit: float, early: bool, prefetch: bool):
+    def __init__(
+        self, graph: fx.Graph, order: Sequence[fx.Node], limit: float, early: bool, prefetch: bool
+    ):
         self.order, self.limit, self.early = order, limit, early
         self.place = {node: i for i, node in enumerate(order)}
         self.base = _profile(graph, order)
         self.ledger = Ledger(graph)
         self.made: dict[fx.Node, None] = {}
         starts = [n for n in order if n.target is start]
-        self.missing = {n: sum(x.op != "placeholder" for x in n.all_input_nodes) for n in starts}    # operands that do not exist yet
+        self.missing = {
+            n: sum(x.op != "placeholder" for x in n.all_input_nodes) for n in starts
+        }  # operands that do not exist yet
         self.chains = _chains(starts) if prefetch else []
         self.next = {a: b for chain in self.chains for a, b in zip(chain, chain[1:])}
-        self.fixed = {n for chain in _chains(starts) for n in chain} | ({*starts} if not early else set())
-        self.ready: dict[fx.Node, int] = {}                                 # to be begun, not before this place
+        self.fixed = {n for chain in _chains(starts) for n in chain} | (
+            {*starts} if not early else set()
+        )
+        self.ready: dict[fx.Node, int] = {}  # to be begun, not before this place
         self.in_flight: dict[fx.Node, None] = {}
-        self.extra = 0                                                      # bytes of results begun before their place
+        self.extra = 0  # bytes of results begun before their place
 
     def run(self) -> Iterable[fx.Node]:
         self.ready.update({chain[0]: 0 for chain in self.chains if not chain[0].meta["backward"]})
@@ -145,7 +166,9 @@ class _Sweep:
             if place >= since and not self.missing[begun] and begun not in self.made:
                 room = self.limit - self.extra - size
                 if stood > place and max(self.base[place:stood]) > room:
-                    self.ready[begun] = max(i for i in range(place, stood) if self.base[i] > room) + 1
+                    self.ready[begun] = (
+                        max(i for i in range(place, stood) if self.base[i] > room) + 1
+                    )
                     continue
                 self.extra += size if stood > place else 0
                 self.make_room(begun)
@@ -161,11 +184,16 @@ class _Sweep:
 
 
 def _chains(starts: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The collectives whose operands have been there since the forward began, and since the backward did."""
+    """The collectives whose operands have been there since the forward began, and since the
+    backward did.
+    """
     phases: list[list[fx.Node]] = [[], []]
     for node in starts:
         backward = bool(node.meta["backward"])
-        if all(x.op == "placeholder" or backward and not x.meta.get("backward") for x in node.all_input_nodes):
+        if all(
+            x.op == "placeholder" or backward and not x.meta.get("backward")
+            for x in node.all_input_nodes
+        ):
             phases[backward].append(node)
     return [chain for chain in phases if chain]
 

@@ -1,4 +1,5 @@
 """The rules, by family of operations. Importing this registers them."""
+
 from . import (  # noqa: F401
     adaptive_max_pool,
     as_strided,

@@ -1,5 +1,8 @@
-"""Views by strides. What a stride steps over is found again as a dimension, so that the others keep their layout; what cannot be
-expressed that way is read element by element from the flattened tensor: correct, whatever the strides."""
+"""Views by strides. What a stride steps over is found again as a dimension, so that the others keep
+their layout; what cannot be expressed that way is read element by element from the flattened
+tensor: correct, whatever the strides.
+"""
+
 from __future__ import annotations
 
 import math
@@ -14,11 +17,14 @@ from ..registry import decomposition
 
 @dataclass
 class Window:
-    """A dimension of the base: its size, the stride of one step, where it is read first, and the result's dimensions that read it."""
+    """A dimension of the base: its size, the stride of one step, where it is read first, and the
+    result's dimensions that read it.
+    """
+
     size: int
     stride: int
     start: int
-    readers: list[tuple[int, int]]                                          # (dimension of the result, steps)
+    readers: list[tuple[int, int]]  # (dimension of the result, steps)
 
 
 def _storage_order(x: Tensor) -> list[int]:
@@ -30,7 +36,9 @@ def _storage_order(x: Tensor) -> list[int]:
 
 
 def _windows(shape: list[int], size, stride, offset: int) -> list[Window] | None:
-    """What the strides read of each dimension of a contiguous tensor; adjacent dimensions are merged until all fits in one each."""
+    """What the strides read of each dimension of a contiguous tensor; adjacent dimensions are
+    merged until all fits in one each.
+    """
     shape = list(shape)
     while shape:
         found, rest, step = [], offset, math.prod(shape)
@@ -44,12 +52,19 @@ def _windows(shape: list[int], size, stride, offset: int) -> list[Window] | None
                 if window is None:
                     return None
                 window.readers.append((d, t // window.stride))
-        over = next((i for i, w in enumerate(found) if w.start + sum((size[d] - 1) * c for d, c in w.readers) >= w.size), None)
+        over = next(
+            (
+                i
+                for i, w in enumerate(found)
+                if w.start + sum((size[d] - 1) * c for d, c in w.readers) >= w.size
+            ),
+            None,
+        )
         if over is None:
             return found
         if not over:
             return None
-        shape[over - 1:over + 1] = [shape[over - 1] * shape[over]]
+        shape[over - 1 : over + 1] = [shape[over - 1] * shape[over]]
     return None
 
 
@@ -74,14 +89,20 @@ def _as_strided(x, size, stride, storage_offset=None):
         raise NotImplementedError("left as it is")
     windows = _windows([n for n in base.shape if n > 1], size, stride, offset)
     if windows is None:
-        return base.reshape(-1)[_places(size, stride, offset, x.device).reshape(-1)].reshape(list(size))
+        return base.reshape(-1)[_places(size, stride, offset, x.device).reshape(-1)].reshape(
+            list(size)
+        )
     made = base.reshape([w.size for w in windows])
     order: list[int] = []
-    for window in windows:                                                  # what is read stands where it was, before the unread ones
+    for window in windows:  # what is read stands where it was, before the unread ones
         made = _read(made, len(order), window, size)
         order += [d for d, _ in window.readers]
     made = made.permute([order.index(d) for d in sorted(order)])
-    return made.reshape([n if d in order else 1 for d, n in enumerate(size)]).expand(list(size)).clone()
+    return (
+        made.reshape([n if d in order else 1 for d, n in enumerate(size)])
+        .expand(list(size))
+        .clone()
+    )
 
 
 @decomposition(aten.as_strided_scatter.default, prims.as_strided_scatter.default)
@@ -89,7 +110,9 @@ def _as_strided_scatter(x, source, size, stride, storage_offset=None):
     order = _storage_order(x)
     base = x.permute(order)
     places = _places(size, stride, (storage_offset or 0) - x.storage_offset(), x.device).reshape(-1)
-    written = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1)).reshape(base.shape)
+    written = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1)).reshape(
+        base.shape
+    )
     return written.permute([order.index(d) for d in range(x.dim())])
 
 
@@ -108,8 +131,17 @@ def _unfold(x, dimension, size, step):
     dim = dimension % x.dim()
     count = (x.shape[dim] - size) // step + 1
     if size == step:
-        return x.narrow(dim, 0, count * size).unflatten(dim, (count, size)).movedim(dim + 1, -1).clone()
-    return x.index_select(dim, _blocks(count, size, step, x.device)).unflatten(dim, (count, size)).movedim(dim + 1, -1)
+        return (
+            x.narrow(dim, 0, count * size)
+            .unflatten(dim, (count, size))
+            .movedim(dim + 1, -1)
+            .clone()
+        )
+    return (
+        x.index_select(dim, _blocks(count, size, step, x.device))
+        .unflatten(dim, (count, size))
+        .movedim(dim + 1, -1)
+    )
 
 
 @decomposition(aten.unfold_backward.default)
@@ -118,9 +150,13 @@ def _unfold_backward(grad, shape, dimension, size, step):
         raise NotImplementedError("left as it is")
     dim = dimension % len(shape)
     rows = grad.movedim(-1, dim + 1).flatten(dim, dim + 1)
-    return grad.new_zeros(shape).index_add(dim, _blocks(grad.shape[dim], size, step, grad.device), rows)
+    return grad.new_zeros(shape).index_add(
+        dim, _blocks(grad.shape[dim], size, step, grad.device), rows
+    )
 
 
 def _blocks(count: int, size: int, step: int, device) -> Tensor:
     """Row numbers of `count` blocks of `size` rows, each `step` behind the one before."""
-    return (torch.arange(count, device=device).unsqueeze(-1) * step + torch.arange(size, device=device)).reshape(-1)
+    return (
+        torch.arange(count, device=device).unsqueeze(-1) * step + torch.arange(size, device=device)
+    ).reshape(-1)

@@ -1,4 +1,7 @@
-"""Parts of a dimension: slices of it, and concatenations that cover it. What `fx_passes.parts` has to know of operations."""
+"""Parts of a dimension: slices of it, and concatenations that cover it. What `fx_passes.parts` has
+to know of operations.
+"""
+
 from __future__ import annotations
 
 import math
@@ -11,44 +14,82 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ..notation import Rule
 
-MOST = 4                                # parts that a dimension is taken apart to: q, k, v, and one more
+MOST = 4  # parts that a dimension is taken apart to: q, k, v, and one more
 
 
-def parts_taken(target: Any, args: tuple, rule: Rule, shape: Sequence[int], results: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
-    """For every result (dimension, first row, row past the last), if they are nothing but those rows of the only operand; else nothing."""
+def parts_taken(
+    target: Any, args: tuple, rule: Rule, shape: Sequence[int], results: Sequence[Sequence[int]]
+) -> list[tuple[int, int, int]]:
+    """For every result (dimension, first row, row past the last), if they are nothing but those
+    rows of the only operand; else nothing.
+    """
     if target in (aten.split.Tensor, aten.split_with_sizes.default):
         d = (args[2] if len(args) > 2 else 0) % len(shape)
         starts = [sum(r[d] for r in results[:i]) for i in range(len(results))]
         return [(d, start, start + result[d]) for start, result in zip(starts, results)]
     if rule.moves is None or len(rule.moves) != 1 or len(rule.operands) != 1:
         return []
-    ((_, d), reach), = rule.moves.items()
+    (((_, d), reach),) = rule.moves.items()
     start, end = reach.low, reach.low + results[0][d]
-    plain = reach.low == reach.high and (reach.stride, reach.every, reach.fill, reach.wrap) == (1, 1, None, False)
-    return [(d, start, end)] if plain and 0 <= start and end <= shape[d] and end - start < shape[d] else []
+    plain = reach.low == reach.high and (reach.stride, reach.every, reach.fill, reach.wrap) == (
+        1,
+        1,
+        None,
+        False,
+    )
+    return (
+        [(d, start, end)]
+        if plain and 0 <= start and end <= shape[d] and end - start < shape[d]
+        else []
+    )
 
 
-def parts_joined(rule: Rule, shapes: Sequence[Sequence[int]], result: Sequence[int]) -> tuple[int, list[int]] | None:
-    """(dimension, borders between the parts) if the operation does nothing but put its operands one behind the other."""
-    if not rule.moves or len(shapes) < 2 or len(rule.moves) != len(shapes) or len({d for _, d in rule.moves}) != 1:
+def parts_joined(
+    rule: Rule, shapes: Sequence[Sequence[int]], result: Sequence[int]
+) -> tuple[int, list[int]] | None:
+    """(dimension, borders between the parts) if the operation does nothing but put its operands one
+    behind the other.
+    """
+    if (
+        not rule.moves
+        or len(shapes) < 2
+        or len(rule.moves) != len(shapes)
+        or len({d for _, d in rule.moves}) != 1
+    ):
         return None
     d = next(d for _, d in rule.moves)
     borders = [sum(shape[d] for shape in shapes[:i]) for i in range(len(shapes) + 1)]
-    behind = all(rule.moves[i, d].low == rule.moves[i, d].high == -borders[i] for i in range(len(shapes)))
+    behind = all(
+        rule.moves[i, d].low == rule.moves[i, d].high == -borders[i] for i in range(len(shapes))
+    )
     return (d, borders) if behind and borders[-1] == result[d] else None
 
 
 def passes_parts(rule: Rule, factor: str) -> bool:
-    """Whether parts of the result along a factor, or the terms of a sum over it, are made of parts of the operands, by the same call."""
+    """Whether parts of the result along a factor, or the terms of a sum over it, are made of parts
+    of the operands, by the same call.
+    """
     tensors = (*rule.operands, *rule.results)
     alone = all(dim == (factor,) for dims in tensors for dim in dims if factor in dim)
-    return (alone and len(rule.results) == 1 and rule.known and rule.local is None and rule.reduce.get(factor, "sum") == "sum"
-            and factor not in rule.whole | rule.special | rule.emits | rule.windowed)
+    return (
+        alone
+        and len(rule.results) == 1
+        and rule.known
+        and rule.local is None
+        and rule.reduce.get(factor, "sum") == "sum"
+        and factor not in rule.whole | rule.special | rule.emits | rule.windowed
+    )
 
 
 def take(graph: fx.Graph, value: fx.Node, dim: int, start: int, end: int) -> fx.Node:
     """A new node for rows of a value."""
-    return _call(graph, aten.slice.Tensor, (value, dim, start, end), value.meta["val"].narrow(dim, start, end - start), value.meta)
+    return _call(
+        graph,
+        aten.slice.Tensor,
+        (value, dim, start, end),
+        value.meta["val"].narrow(dim, start, end - start),
+        value.meta,
+    )
 
 
 def join(graph: fx.Graph, values: Sequence[fx.Node], dim: int, val: Tensor, meta: dict) -> fx.Node:
@@ -72,14 +113,19 @@ def _call(graph: fx.Graph, target: Any, args: tuple, val: Tensor, meta: dict) ->
 
 # ------------------------------------------------------------------------------------------ reshapes
 
+
 def goes_by_parts(rows: int, others: int, shards: int) -> bool:
-    """Whether of a dimension of `rows` few times `others` elements so many devices can divide the others, and not the rows."""
+    """Whether of a dimension of `rows` few times `others` elements so many devices can divide the
+    others, and not the rows.
+    """
     return rows <= MOST and math.gcd(rows, shards) == 1 and others % shards == 0
 
 
 def view_by_parts(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
-    """A reshape between [..., a * r, ...] and [..., a, r's dimensions, ...] where the mesh divides r but not the few rows a: by one
-    part for each of them. NotImplementedError if it is another reshape."""
+    """A reshape between [..., a * r, ...] and [..., a, r's dimensions, ...] where the mesh divides
+    r but not the few rows a: by one part for each of them. NotImplementedError if it is another
+    reshape.
+    """
     before, after = ([n for n in s if n > 1] for s in (x.shape, shape))
     dim = next((d for d, (m, n) in enumerate(zip(before, after)) if m != n), None)
     if dim is None:
@@ -89,9 +135,12 @@ def view_by_parts(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
     whole = any(math.prod(long[dim:end]) == size for end in range(dim + 2, len(long) + 1))
     if not whole or not goes_by_parts(rows, size // rows, shards):
         raise NotImplementedError("left as it is")
-    parts = [*short[:dim], rows, size // rows, *short[dim + 1:]]
+    parts = [*short[:dim], rows, size // rows, *short[dim + 1 :]]
     if short is before:
-        x = torch.stack([_shaped(x, before).narrow(dim, i * size // rows, size // rows) for i in range(rows)], dim)
+        x = torch.stack(
+            [_shaped(x, before).narrow(dim, i * size // rows, size // rows) for i in range(rows)],
+            dim,
+        )
     else:
         x = torch.cat(_shaped(x, parts).unbind(dim), dim)
     return _shaped(x, shape)

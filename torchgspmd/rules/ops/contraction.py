@@ -1,4 +1,7 @@
-"""Products that sum over shared dimensions: all become the einsum of ops.nd, whose equation is its rule."""
+"""Products that sum over shared dimensions: all become the einsum of ops.nd, whose equation is its
+rule.
+"""
+
 from __future__ import annotations
 
 import torch
@@ -17,13 +20,29 @@ def _einsum(call: Call) -> Rule:
     x, y = call.tensors
     sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
     summed = {letter: "sum" for letter in sizes if letter not in out}
-    return make_rule([[(c,) for c in a], [(c,) for c in b]], [[(c,) for c in out]], sizes, reduce=summed,
-                     linear=[[0], [1]], contraction=True, text=f"{' '.join(a)}, {' '.join(b)} -> {' '.join(out)}")
+    return make_rule(
+        [[(c,) for c in a], [(c,) for c in b]],
+        [[(c,) for c in out]],
+        sizes,
+        reduce=summed,
+        linear=[[0], [1]],
+        contraction=True,
+        text=f"{' '.join(a)}, {' '.join(b)} -> {' '.join(out)}",
+    )
 
 
-rule(ours.attention.default, "b h s d, b h t d, b h t e -> b h s e, b h s", whole="s t d e", contraction=True)
-rule(ours.attention_backward.default,
-     "b h s e, b h s d, b h t d, b h t e, b h s e, b h s -> b h s d, b h t d, b h t e", whole="s t d e", contraction=True)
+rule(
+    ours.attention.default,
+    "b h s d, b h t d, b h t e -> b h s e, b h s",
+    whole="s t d e",
+    contraction=True,
+)
+rule(
+    ours.attention_backward.default,
+    "b h s e, b h s d, b h t d, b h t e, b h s e, b h s -> b h s d, b h t d, b h t e",
+    whole="s t d e",
+    contraction=True,
+)
 
 
 @decomposition(aten.mm.default)
@@ -68,12 +87,24 @@ def _addbmm(bias, a, b, *, beta=1, alpha=1):
 def _trilinear(a, b, c, expand1, expand2, expand3, sumdim, unroll_dim=1):
     """Each operand lacks the dimensions in its `expand`; their product is summed over `sumdim`."""
     letters = [chr(ord("a") + d) for d in range(a.dim() + len(expand1))]
-    first, second, third, out = ("".join(x for d, x in enumerate(letters) if d not in dims) for dims in (expand1, expand2, expand3, sumdim))
-    terms = [(a, first, second + third + out), (b, second, first + third + out), (c, third, first + second + out)]
+    first, second, third, out = (
+        "".join(x for d, x in enumerate(letters) if d not in dims)
+        for dims in (expand1, expand2, expand3, sumdim)
+    )
+    terms = [
+        (a, first, second + third + out),
+        (b, second, first + third + out),
+        (c, third, first + second + out),
+    ]
     (a, first), (b, second), (c, third) = (summed_alone(*term) for term in terms)
     both = "".join(x for x in dict.fromkeys(first + second) if x in third + out)
     return einsum(f"{both},{third}->{out}", einsum(f"{first},{second}->{both}", a, b), c)
 
 
 rule(aten._cdist_forward.default, "... p m, ... r m -> ... p r", whole="m")
-rule(aten._cdist_backward.default, "... p r, ... p m, ... r m, ... p r -> ... p m", whole="m", reduce="r")
+rule(
+    aten._cdist_backward.default,
+    "... p r, ... p m, ... r m, ... p r -> ... p m",
+    whole="m",
+    reduce="r",
+)

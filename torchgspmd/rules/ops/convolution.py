@@ -1,12 +1,15 @@
-"""Convolutions of any number of spatial dimensions, transposed or not, in groups g of c input and k output channels:
+"""Convolutions of any number of spatial dimensions, transposed or not, in groups g of c input and k
+output channels:
 
     n (g c) h[2p-1:2p+2], (g k) c r -> n (g k) h            transposed: n (g c) h[p-1:p+2/2], (g c) k r -> n (g k) h
 
-A position of the result reads a window of the input's rows, so a sharded spatial dimension needs rows of the neighbours;
-what the window holds outside of the input is zero, which takes the place of the padding. The input's gradient is a
-convolution as well, transposed if the forward's was not; the weight's gradient reads the same windows as the forward.
-A sum over sharded input channels stays pending. The bias is added behind it, so that it is added once.
+A position of the result reads a window of the input's rows, so a sharded spatial dimension needs
+rows of the neighbours; what the window holds outside of the input is zero, which takes the place of
+the padding. The input's gradient is a convolution as well, transposed if the forward's was not; the
+weight's gradient reads the same windows as the forward. A sum over sharded input channels stays
+pending. The bias is added behind it, so that it is added once.
 """
+
 from __future__ import annotations
 
 import operator
@@ -23,11 +26,19 @@ from ..registry import computed, decomposition
 from .spread_windows import cut
 
 
-def _factors(w, few, transposed: bool, groups: int) -> tuple[tuple[Dims, Dims, Dims], dict[str, int], str]:
-    """Dimensions of input, weight and output as factors; sizes but for those of positions; the factors that are whole."""
+def _factors(
+    w, few, transposed: bool, groups: int
+) -> tuple[tuple[Dims, Dims, Dims], dict[str, int], str]:
+    """Dimensions of input, weight and output as factors; sizes but for those of positions; the
+    factors that are whole.
+    """
     spatial = range(w.dim() - 2)
-    inner, outer = (w.shape[0] // groups, w.shape[1]) if transposed else (w.shape[1], w.shape[0] // groups)
-    sizes = {"n": few.shape[0], "g": groups, "c": inner, "k": outer} | {f"r{i}": w.shape[i + 2] for i in spatial}
+    inner, outer = (
+        (w.shape[0] // groups, w.shape[1]) if transposed else (w.shape[1], w.shape[0] // groups)
+    )
+    sizes = {"n": few.shape[0], "g": groups, "c": inner, "k": outer} | {
+        f"r{i}": w.shape[i + 2] for i in spatial
+    }
     positions = [(f"h{i}",) for i in spatial]
     window = [(f"r{i}",) for i in spatial]
     weight = (("g", "c"), ("k",)) if transposed else (("g", "k"), ("c",))
@@ -35,10 +46,18 @@ def _factors(w, few, transposed: bool, groups: int) -> tuple[tuple[Dims, Dims, D
     return tensors, sizes, " ".join(f"r{i}" for i in spatial)
 
 
-def _reaches(w, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> list[Reach]:
-    """Which rows of the finer side a position of the coarser one reads, for every spatial dimension."""
-    return [Reach(-_at(padding, i), _at(dilation, i) * (r - 1) - _at(padding, i), _at(stride, i), fill=0.0)
-            for i, r in enumerate(w.shape[2:])]
+def _reaches(
+    w, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[Reach]:
+    """Which rows of the finer side a position of the coarser one reads, for every spatial
+    dimension.
+    """
+    return [
+        Reach(
+            -_at(padding, i), _at(dilation, i) * (r - 1) - _at(padding, i), _at(stride, i), fill=0.0
+        )
+        for i, r in enumerate(w.shape[2:])
+    ]
 
 
 def _at(values: Sequence[int], i: int) -> int:
@@ -47,63 +66,134 @@ def _at(values: Sequence[int], i: int) -> int:
 
 @computed(aten.convolution.default)
 def _convolution(call: Call) -> Rule | None:
-    if len(call.tensors) != 2:                                              # with a bias only where it could not be split off
+    if len(call.tensors) != 2:  # with a bias only where it could not be split off
         return None
     (x, w), y = call.tensors, call.results[0]
     stride, padding, dilation, transposed, _, groups = call.args[3:9]
     (x_dims, w_dims, y_dims), sizes, whole = _factors(w, x, transposed, groups)
-    reaches = [reach.inverse(0.0) if transposed else reach for reach in _reaches(w, stride, padding, dilation)]
+    reaches = [
+        reach.inverse(0.0) if transposed else reach
+        for reach in _reaches(w, stride, padding, dilation)
+    ]
     sizes |= {f"h{i}": n for i, n in enumerate(y.shape[2:])}
-    return make_rule([x_dims, w_dims], [y_dims], sizes, reduce="c", whole=whole, linear=[[0], [1]], contraction=True,
-                     halo={(0, i + 2): reach for i, reach in enumerate(reaches)}, emit=_emit, emits="n g c k")
+    return make_rule(
+        [x_dims, w_dims],
+        [y_dims],
+        sizes,
+        reduce="c",
+        whole=whole,
+        linear=[[0], [1]],
+        contraction=True,
+        halo={(0, i + 2): reach for i, reach in enumerate(reaches)},
+        emit=_emit,
+        emits="n g c k",
+    )
 
 
 def _emit(local, args: tuple, kwargs: dict) -> list:
-    """On windows, which have the padding in them. A transposed convolution computes all positions that its window touches."""
+    """On windows, which have the padding in them. A transposed convolution computes all positions
+    that its window touches.
+    """
     x, w, _, stride, padding, dilation, transposed, rest, _ = args
     spatial = range(len(local.shape(w)) - 2)
-    stride, padding, dilation, rest = ([_at(v, i) for i in spatial] for v in (stride, padding, dilation, rest))
+    stride, padding, dilation, rest = (
+        [_at(v, i) for i in spatial] for v in (stride, padding, dilation, rest)
+    )
     cuts = {}
     for i in spatial:
         if local.sharded(f"h{i}"):
-            cuts[i] = cut(local, 0, i + 2, stride[i], padding[i], dilation[i] * (local.shape(w)[i + 2] - 1)) if transposed else None
+            cuts[i] = (
+                cut(
+                    local,
+                    0,
+                    i + 2,
+                    stride[i],
+                    padding[i],
+                    dilation[i] * (local.shape(w)[i + 2] - 1),
+                )
+                if transposed
+                else None
+            )
             padding[i] = cuts[i].spare if transposed else 0
             rest[i] = 0
     groups = (local.results[0].shape if transposed else local.shape(x))[1] // local.shape(w)[1]
     if transposed and cuts and set(stride) == {1} and not any(rest):
-        return [_turned(local, x, w, [0 if i in cuts else dilation[i] * (local.shape(w)[i + 2] - 1) - padding[i] for i in spatial],
-                        dilation, groups)]
-    y = _same_kernel(local, x, w, args[2:], (None, stride, padding, dilation, transposed, rest, groups))
+        return [
+            _turned(
+                local,
+                x,
+                w,
+                [
+                    0 if i in cuts else dilation[i] * (local.shape(w)[i + 2] - 1) - padding[i]
+                    for i in spatial
+                ],
+                dilation,
+                groups,
+            )
+        ]
+    y = _same_kernel(
+        local, x, w, args[2:], (None, stride, padding, dilation, transposed, rest, groups)
+    )
     for i, here in cuts.items():
         y = here.of(local, y, i + 2) if here else y
     return [y]
 
 
-def _turned(local, x: Any, w: Any, padding: Sequence[int], dilation: Sequence[int], groups: int) -> Any:
-    """A transposed convolution of stride 1 as one that is not: of a window it computes the device's own positions and no others."""
-    inner, outer, *window = local.shape(w)                                  # (g c), k, r
+def _turned(
+    local, x: Any, w: Any, padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> Any:
+    """A transposed convolution of stride 1 as one that is not: of a window it computes the device's
+    own positions and no others.
+    """
+    inner, outer, *window = local.shape(w)  # (g c), k, r
     w = local.call(aten.reshape.default, w, [groups, inner // groups, outer, *window])
-    w = local.call(aten.reshape.default, local.call(aten.transpose.int, w, 1, 2), [groups * outer, inner // groups, *window])
+    w = local.call(
+        aten.reshape.default,
+        local.call(aten.transpose.int, w, 1, 2),
+        [groups * outer, inner // groups, *window],
+    )
     w = local.call(aten.flip.default, w, list(range(2, 2 + len(window))))
-    return local.call(aten.convolution.default, x, w, None, [1] * len(window), padding, dilation, False, [0] * len(window), groups)
+    return local.call(
+        aten.convolution.default,
+        x,
+        w,
+        None,
+        [1] * len(window),
+        padding,
+        dilation,
+        False,
+        [0] * len(window),
+        groups,
+    )
 
 
 def _same_kernel(local, x: Any, w: Any, given: Sequence[Any], options: Sequence[Any]) -> Any:
-    """A convolution by the kernel that PyTorch takes for the whole, which `given` are the options of. On the CPU it takes another
-    one for a small part, whose rounding differs; then a ReLU or a maximum may take another side."""
+    """A convolution by the kernel that PyTorch takes for the whole, which `given` are the options
+    of. On the CPU it takes another one for a small part, whose rounding differs; then a ReLU or a
+    maximum may take another side.
+    """
     whole = [n.meta["val"] for n in local.node.all_input_nodes[:2]]
-    kernels = {_kernel(whole, [t.shape for t in whole], given), _kernel(whole, [local.shape(x), local.shape(w)], options)}
+    kernels = {
+        _kernel(whole, [t.shape for t in whole], given),
+        _kernel(whole, [local.shape(x), local.shape(w)], options),
+    }
     if "Mkldnn" in kernels and len(kernels) > 1:
         _, stride, padding, dilation, _, _, groups = options
-        return local.call(aten.mkldnn_convolution.default, x, w, None, padding, stride, dilation, groups)
+        return local.call(
+            aten.mkldnn_convolution.default, x, w, None, padding, stride, dilation, groups
+        )
     return local.call(aten.convolution.default, x, w, *options)
 
 
-def _kernel(like: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], options: Sequence[Any]) -> str:
+def _kernel(
+    like: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], options: Sequence[Any]
+) -> str:
     """Its name, for the CPU."""
     if is_missing(_select_conv_backend) or any(t.device.type != "cpu" for t in like):
         return ""
-    return _select_conv_backend(*(torch.empty((), dtype=t.dtype).expand(s) for t, s in zip(like, shapes)), *options, None).name
+    return _select_conv_backend(
+        *(torch.empty((), dtype=t.dtype).expand(s) for t, s in zip(like, shapes)), *options, None
+    ).name
 
 
 @decomposition(aten.convolution.default)
@@ -114,7 +204,9 @@ def _bias(x, w, bias, *options):
 
 @computed(aten.convolution_backward.default)
 def _weight_gradient(call: Call) -> Rule | None:
-    """The one piece that _backward leaves: the gradient of the weight, which takes part by its shape alone."""
+    """The one piece that _backward leaves: the gradient of the weight, which takes part by its
+    shape alone.
+    """
     if list(call.args[10]) != [False, True, False]:
         return None
     grad, x, w = call.tensors
@@ -123,8 +215,18 @@ def _weight_gradient(call: Call) -> Rule | None:
     (x_dims, w_dims, y_dims), sizes, whole = _factors(w, x, transposed, groups)
     sizes |= {f"h{i}": n for i, n in enumerate(few.shape[2:])}
     halo = {(many, i + 2): reach for i, reach in enumerate(_reaches(w, stride, padding, dilation))}
-    return make_rule([y_dims, x_dims, w_dims], [w_dims], sizes, reduce=" ".join(f for f in sizes if f[0] in "nh"), whole=whole,
-                     linear=[[0], [1]], contraction=True, halo=halo, local=_local_backward_groups, emit=_emit_weight_gradient)
+    return make_rule(
+        [y_dims, x_dims, w_dims],
+        [w_dims],
+        sizes,
+        reduce=" ".join(f for f in sizes if f[0] in "nh"),
+        whole=whole,
+        linear=[[0], [1]],
+        contraction=True,
+        halo=halo,
+        local=_local_backward_groups,
+        emit=_emit_weight_gradient,
+    )
 
 
 def _local_backward_groups(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
@@ -135,32 +237,64 @@ def _local_backward_groups(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[t
 def _emit_weight_gradient(local, args: tuple, kwargs: dict) -> list:
     grad, x, w, _, stride, padding, dilation, transposed, rest, _, mask = args
     spatial = range(len(local.shape(w)) - 2)
-    padding, rest = ([0 if local.sharded(f"h{i}") else _at(v, i) for i in spatial] for v in (padding, rest))
+    padding, rest = (
+        [0 if local.sharded(f"h{i}") else _at(v, i) for i in spatial] for v in (padding, rest)
+    )
     groups = local.shape(grad if transposed else x)[1] // local.shape(w)[1]
-    every = local.call(aten.convolution_backward.default, grad, x, w, None, stride, padding, dilation, transposed, rest, groups, mask)
+    every = local.call(
+        aten.convolution_backward.default,
+        grad,
+        x,
+        w,
+        None,
+        stride,
+        padding,
+        dilation,
+        transposed,
+        rest,
+        groups,
+        mask,
+    )
     return [None, local.call(operator.getitem, every, 1), None]
 
 
 @decomposition(aten.convolution_backward.default)
-def _backward(grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask):
+def _backward(
+    grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask
+):
     """The input's gradient is a convolution as well, transposed if the forward's was not."""
     options = (stride, padding, dilation, transposed, output_padding, groups)
     if list(mask) == [False, True, False]:
         return aten.convolution_backward.default(grad, x, w, None, *options, mask)
-    return (_input_gradient(grad, x, w, *options) if mask[0] else None,
-            aten.convolution_backward.default(grad, x, w.new_zeros(()).expand(w.shape), None, *options, [False, True, False])[1]
-            if mask[1] else None,
-            grad.sum([d for d in range(grad.dim()) if d != 1]) if mask[2] else None)
+    return (
+        _input_gradient(grad, x, w, *options) if mask[0] else None,
+        aten.convolution_backward.default(
+            grad, x, w.new_zeros(()).expand(w.shape), None, *options, [False, True, False]
+        )[1]
+        if mask[1]
+        else None,
+        grad.sum([d for d in range(grad.dim()) if d != 1]) if mask[2] else None,
+    )
 
 
 def _input_gradient(grad, x, w, stride, padding, dilation, transposed, output_padding, groups):
     spatial = x.dim() - 2
-    stride, padding, dilation = (list(v) * (spatial if len(v) == 1 else 1) for v in (stride, padding, dilation))
+    stride, padding, dilation = (
+        list(v) * (spatial if len(v) == 1 else 1) for v in (stride, padding, dilation)
+    )
     window = [d * (r - 1) + 1 for d, r in zip(dilation, w.shape[2:])]
-    rest = [0] * spatial if transposed else [
-        i - ((o - 1) * s - 2 * p + r) for i, o, s, p, r in zip(x.shape[2:], grad.shape[2:], stride, padding, window)]
-    result = aten.convolution.default(grad, w, None, stride, padding, dilation, not transposed, rest, groups)
+    rest = (
+        [0] * spatial
+        if transposed
+        else [
+            i - ((o - 1) * s - 2 * p + r)
+            for i, o, s, p, r in zip(x.shape[2:], grad.shape[2:], stride, padding, window)
+        ]
+    )
+    result = aten.convolution.default(
+        grad, w, None, stride, padding, dilation, not transposed, rest, groups
+    )
     for d in range(2, x.dim()):
-        if result.shape[d] > x.shape[d]:                                    # output padding of at least a stride
+        if result.shape[d] > x.shape[d]:  # output padding of at least a stride
             result = result.narrow(d, 0, x.shape[d])
     return result

@@ -1,4 +1,7 @@
-"""Operations that make tensors. They have no tensor operands, so any layout of their result is free."""
+"""Operations that make tensors. They have no tensor operands, so any layout of their result is
+free.
+"""
+
 from __future__ import annotations
 
 from ...compat.operators import aten
@@ -8,7 +11,12 @@ from ..registry import computed, decomposition, shape_argument
 
 def _free(call: Call, **keywords) -> Rule:
     shape = call.results[0].shape
-    return make_rule([], [[(f"d{i}",) for i in range(len(shape))]], {f"d{i}": n for i, n in enumerate(shape)}, **keywords)
+    return make_rule(
+        [],
+        [[(f"d{i}",) for i in range(len(shape))]],
+        {f"d{i}": n for i, n in enumerate(shape)},
+        **keywords,
+    )
 
 
 @computed(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
@@ -29,7 +37,9 @@ def _arange(call: Call) -> Rule:
 def _emit_arange(local, args, kwargs):
     start, step = args[0], args[2] if len(args) > 2 else 1
     size = local.size("d0")
-    values = local.call(aten.arange.start_step, 0, size, 1, **{**kwargs, "dtype": local.results[0].dtype})
+    values = local.call(
+        aten.arange.start_step, 0, size, 1, **{**kwargs, "dtype": local.results[0].dtype}
+    )
     offset = local.index("d0") * size
     scaled = values if step == 1 else local.call(aten.mul.Scalar, values, step)
     return [local.call(aten.add.Scalar, scaled, offset * step + start)]
@@ -46,7 +56,10 @@ def _arange_start(start, end, **options):
 
 
 def _options(x, dtype, device):
-    return {"dtype": x.dtype if dtype is None else dtype, "device": x.device if device is None else device}
+    return {
+        "dtype": x.dtype if dtype is None else dtype,
+        "device": x.device if device is None else device,
+    }
 
 
 @decomposition(aten.zeros_like.default)

@@ -1,4 +1,7 @@
-"""Reading and counting at places that values give: grids, bags of embeddings, histograms, groups of rows."""
+"""Reading and counting at places that values give: grids, bags of embeddings, histograms, groups of
+rows.
+"""
+
 from __future__ import annotations
 
 import operator
@@ -13,16 +16,31 @@ from ..registry import computed, rule
 
 @computed(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
 def _grid_backward(call: Call) -> Rule:
-    """The channels' terms add up to the gradient of the grid, the grid's to the gradient of the image."""
+    """The channels' terms add up to the gradient of the grid, the grid's to the gradient of the
+    image.
+    """
     grad, image, grid = call.tensors
-    inner, outer = [(f"x{i}",) for i in range(image.dim() - 2)], [(f"h{i}",) for i in range(image.dim() - 2)]
+    inner, outer = (
+        [(f"x{i}",) for i in range(image.dim() - 2)],
+        [(f"h{i}",) for i in range(image.dim() - 2)],
+    )
     head = [("n",), ("c",)]
     dims = [[*head, *outer], [*head, *inner], [("n",), *outer, ("t",)]]
-    sizes = {name[0]: size for names, tensor in zip(dims, call.tensors) for name, size in zip(names, tensor.shape)}
+    sizes = {
+        name[0]: size
+        for names, tensor in zip(dims, call.tensors)
+        for name, size in zip(names, tensor.shape)
+    }
     results = [dims[1 if r.shape == image.shape else 2] for r in call.results]
     if len(results) == 2:
         results = dims[1:]
-    return make_rule(dims, results, sizes, whole=" ".join(n[0] for n in [*inner, ("t",)]), reduce=" ".join(["c", *(n[0] for n in outer)]))
+    return make_rule(
+        dims,
+        results,
+        sizes,
+        whole=" ".join(n[0] for n in [*inner, ("t",)]),
+        reduce=" ".join(["c", *(n[0] for n in outer)]),
+    )
 
 
 @computed(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -36,20 +54,31 @@ def _embedding_bag(call: Call) -> Rule:
         sizes.update({name[0]: n for name, n in zip(row, tensor.shape) if name[0] != "e"})
         dims.append(row)
     count = len(call.tensors)
-    return make_rule(dims[:count], dims[count:], sizes, whole=" ".join(name for name in sizes if name != "e"))
+    return make_rule(
+        dims[:count], dims[count:], sizes, whole=" ".join(name for name in sizes if name != "e")
+    )
 
 
 @computed(aten.histc.default)
 def _histogram(call: Call) -> Rule | None:
-    """Every device counts its own, if the borders do not depend on the values. What pads lies outside of them."""
+    """Every device counts its own, if the borders do not depend on the values. What pads lies
+    outside of them.
+    """
     low, high = call.argument(2, "min", 0), call.argument(3, "max", 0)
     if low == high:
         return None
     x = call.tensors[0]
     names = [(f"d{i}",) for i in range(x.dim())]
     every = " ".join(n[0] for n in names)
-    return make_rule([names], [[("b",)]], {"b": call.results[0].shape[0]} | {n[0]: s for n, s in zip(names, x.shape)}, whole="b",
-                     reduce=every, special=every, emit=_emit_histogram)
+    return make_rule(
+        [names],
+        [[("b",)]],
+        {"b": call.results[0].shape[0]} | {n[0]: s for n, s in zip(names, x.shape)},
+        whole="b",
+        reduce=every,
+        special=every,
+        emit=_emit_histogram,
+    )
 
 
 def _emit_histogram(local, args, kwargs):
@@ -65,22 +94,51 @@ def _emit_histogram(local, args, kwargs):
 def _ctc(call: Call) -> Rule:
     """Each row of the batch on its own, if its targets are."""
     log_probs, targets = call.tensors[:2]
-    dims = [[("t",), ("n",), ("c",)], [("n",), ("s",)] if targets.dim() == 2 else [("s",)], [("n",)], [("n",)]]
-    sizes = {"t": log_probs.shape[0], "n": log_probs.shape[1], "c": log_probs.shape[2], "s": targets.shape[-1]}
-    return make_rule(dims, [[("n",)], dims[0]], sizes, whole="t c s" if targets.dim() == 2 else "t c s n",
-                     padding=dict.fromkeys(range(4), 0.0))
+    dims = [
+        [("t",), ("n",), ("c",)],
+        [("n",), ("s",)] if targets.dim() == 2 else [("s",)],
+        [("n",)],
+        [("n",)],
+    ]
+    sizes = {
+        "t": log_probs.shape[0],
+        "n": log_probs.shape[1],
+        "c": log_probs.shape[2],
+        "s": targets.shape[-1],
+    }
+    return make_rule(
+        dims,
+        [[("n",)], dims[0]],
+        sizes,
+        whole="t c s" if targets.dim() == 2 else "t c s n",
+        padding=dict.fromkeys(range(4), 0.0),
+    )
 
 
 def _emit_groups(local, args, kwargs):
-    """A device's rows are a stretch of all: the groups end where they do, counted from its first row."""
+    """A device's rows are a stretch of all: the groups end where they do, counted from its first
+    row.
+    """
     rows, weight, ends, *rest = args
     size = local.size("t")
-    ends = local.call(aten.clamp.default, local.call(aten.sub.Tensor, ends, local.index("t") * size), 0, size)
+    ends = local.call(
+        aten.clamp.default, local.call(aten.sub.Tensor, ends, local.index("t") * size), 0, size
+    )
     made = local.call(local.node.target, rows, weight, ends, *rest)
-    return [local.call(operator.getitem, made, i) for i in range(len(local.results))] if rest else [made]
+    return (
+        [local.call(operator.getitem, made, i) for i in range(len(local.results))]
+        if rest
+        else [made]
+    )
 
 
-# transformers' products of groups of rows [t, k] with a matrix each [e, k, n]: by name, for it need not be installed
+# transformers' products of groups of rows [t, k] with a matrix each [e, k, n]: by name, for it need
+# not be installed
 _GROUPS = {"whole": "e", "special": "t", "emit": _emit_groups, "contraction": True}
 rule("transformers::grouped_mm_fallback", "t k, e k n, e -> t n", reduce="k", **_GROUPS)
-rule("transformers::grouped_mm_fallback_backward", "t k, e k n, e, t n -> t k, e k n", reduce="n t", **_GROUPS)
+rule(
+    "transformers::grouped_mm_fallback_backward",
+    "t k, e k n, e, t n -> t k, e k n",
+    reduce="n t",
+    **_GROUPS,
+)

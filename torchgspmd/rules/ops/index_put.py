@@ -1,7 +1,9 @@
-"""Reading and writing at several indices at once: x[:, i, j] and x[:, i, j] = values, as aten.index and aten.index_put.
+"""Reading and writing at several indices at once: x[:, i, j] and x[:, i, j] = values, as aten.index
+and aten.index_put.
 
 Factors: v an indexed dimension, b a dimension of the indices, d any other one.
 """
+
 from __future__ import annotations
 
 import math
@@ -25,12 +27,22 @@ def _index_put(call: Call) -> Rule | None:
     lead = len(result) - values.dim()
     if lead < 0:
         return None
-    value = [name if values.shape[i] == sizes[name[0]] else () for i, name in enumerate(result[lead:])]
+    value = [
+        name if values.shape[i] == sizes[name[0]] else () for i, name in enumerate(result[lead:])
+    ]
     pointed = " ".join(name for name in sizes if name[0] == "b")
     written = " ".join(name for name in sizes if name[0] == "v")
-    return make_rule([x, *indices, value], [x], sizes, special=f"{written} {pointed}", reduce=pointed if accumulate else "",
-                     whole="" if accumulate else pointed, emit=_emit_index_put, linear=[[0, len(call.tensors) - 1]],
-                     positions=frozenset(range(1, len(call.tensors) - 1)))
+    return make_rule(
+        [x, *indices, value],
+        [x],
+        sizes,
+        special=f"{written} {pointed}",
+        reduce=pointed if accumulate else "",
+        whole="" if accumulate else pointed,
+        emit=_emit_index_put,
+        linear=[[0, len(call.tensors) - 1]],
+        positions=frozenset(range(1, len(call.tensors) - 1)),
+    )
 
 
 def _emit_index_put(local, args, kwargs):
@@ -54,11 +66,18 @@ def _emit_index_put(local, args, kwargs):
 
 def natural(local, index, size: int):
     """Indices counted from the end as indices from the start."""
-    return local.call(aten.where.self, local.call(aten.lt.Scalar, index, 0), local.call(aten.add.Scalar, index, size), index)
+    return local.call(
+        aten.where.self,
+        local.call(aten.lt.Scalar, index, 0),
+        local.call(aten.add.Scalar, index, size),
+        index,
+    )
 
 
 def advanced(call: Call) -> tuple[list, list[list], list, dict[str, int]] | None:
-    """Factors of x, of each index and of x[indices], with sizes: v an indexed dimension, b one of the indices, d another one."""
+    """Factors of x, of each index and of x[indices], with sizes: v an indexed dimension, b one of
+    the indices, d another one.
+    """
     x, given = call.tensors[0], call.args[1]
     tensors = [i for i in given if i is not None]
     if not tensors or any(i.dtype in (torch.bool, torch.uint8) for i in tensors) or not x.numel():
@@ -68,8 +87,13 @@ def advanced(call: Call) -> tuple[list, list[list], list, dict[str, int]] | None
     table = [(f"v{d}" if d in places else f"d{d}",) for d in range(x.dim())]
     broad = [(f"b{i}",) for i in range(len(shape))]
     sizes = {name[0]: n for name, n in (*zip(table, x.shape), *zip(broad, shape))}
-    indices = [[broad[len(shape) - i.dim() + k] if n == shape[len(shape) - i.dim() + k] else () for k, n in enumerate(i.shape)]
-               for i in tensors]
+    indices = [
+        [
+            broad[len(shape) - i.dim() + k] if n == shape[len(shape) - i.dim() + k] else ()
+            for k, n in enumerate(i.shape)
+        ]
+        for i in tensors
+    ]
     rest = [name for d, name in enumerate(table) if d not in places]
     at = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
     return table, indices, [*rest[:at], *broad, *rest[at:]], sizes
@@ -82,8 +106,16 @@ def _index(call: Call) -> Rule | None:
         return None
     x, indices, result, sizes = found
     written = " ".join(name for name in sizes if name[0] == "v")
-    return make_rule([x, *indices], [result], sizes, special=written, reduce=written, emit=_emit_index, linear=[[0]],
-                     positions=frozenset(range(1, len(call.tensors))))
+    return make_rule(
+        [x, *indices],
+        [result],
+        sizes,
+        special=written,
+        reduce=written,
+        emit=_emit_index,
+        linear=[[0]],
+        positions=frozenset(range(1, len(call.tensors))),
+    )
 
 
 def _emit_index(local, args, kwargs):
@@ -95,7 +127,9 @@ def _emit_index(local, args, kwargs):
             hit = inside if hit is None else local.call(aten.logical_and.default, hit, inside)
         moved.append(index)
     rank, places = len(local.rule.operands[0]), [d for d, i in enumerate(indices) if i is not None]
-    behind = rank - 1 - places[-1] if places[-1] - places[0] == len(places) - 1 else rank - len(places)
+    behind = (
+        rank - 1 - places[-1] if places[-1] - places[0] == len(places) - 1 else rank - len(places)
+    )
     return [zero_outside(local, hit, local.call(local.node.target, x, moved), behind)]
 
 
@@ -106,11 +140,16 @@ def _masked_index(x, mask, indices, fill):
 
 @decomposition(aten._unsafe_masked_index_put_accumulate.default)
 def _masked_index_put(x, mask, indices, values):
-    return aten._unsafe_index_put.default(x, _clamped(x, indices), values.masked_fill(~mask, 0), True)
+    return aten._unsafe_index_put.default(
+        x, _clamped(x, indices), values.masked_fill(~mask, 0), True
+    )
 
 
 def _clamped(x, indices) -> list:
-    return [None if index is None else index.clamp(-size, size - 1) for index, size in zip(indices, x.shape)]
+    return [
+        None if index is None else index.clamp(-size, size - 1)
+        for index, size in zip(indices, x.shape)
+    ]
 
 
 @decomposition(aten.diagonal.default, aten.diagonal_copy.default)
@@ -130,7 +169,9 @@ def _diagonal_backward(grad, shape, offset, dim1, dim2):
 @decomposition(aten.diagonal_scatter.default)
 def _diagonal_scatter(x, source, offset=0, dim1=0, dim2=1):
     index, order = _diagonal_index(x.shape, offset, dim1, dim2, x.device)
-    written = aten.index_put.default(x.permute(order), [None] * (x.dim() - 2) + index, source.to(x.dtype))
+    written = aten.index_put.default(
+        x.permute(order), [None] * (x.dim() - 2) + index, source.to(x.dtype)
+    )
     return written.permute([order.index(d) for d in range(x.dim())])
 
 
@@ -140,7 +181,9 @@ def _diagonal_index(shape, offset: int, dim1: int, dim2: int, device) -> tuple[l
     rows, columns = max(-offset, 0), max(offset, 0)
     count = max(0, min(shape[dim1] - rows, shape[dim2] - columns))
     place = torch.arange(count, device=device)
-    return [place + rows, place + columns], [d for d in range(len(shape)) if d not in (dim1, dim2)] + [dim1, dim2]
+    return [place + rows, place + columns], [
+        d for d in range(len(shape)) if d not in (dim1, dim2)
+    ] + [dim1, dim2]
 
 
 @decomposition(aten.trace.default)
@@ -155,7 +198,9 @@ def _take(x, index):
 
 @decomposition(aten.put.default)
 def _put(x, index, source, accumulate=False):
-    flat = aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
+    flat = aten.index_put.default(
+        x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate
+    )
     return flat.reshape(x.shape)
 
 
@@ -172,5 +217,7 @@ def _masked_scatter(x, mask, source):
 def _masked_scatter_backward(grad, mask, sizes):
     count = math.prod(sizes)
     flat = mask.expand(grad.shape).reshape(-1)
-    place = torch.where(flat, flat.cumsum(0) - 1, count)                    # what the mask leaves out goes behind the end
+    place = torch.where(
+        flat, flat.cumsum(0) - 1, count
+    )  # what the mask leaves out goes behind the end
     return grad.new_zeros(count + 1).scatter_add(0, place, grad.reshape(-1))[:count].reshape(sizes)

@@ -1,10 +1,12 @@
-"""Interpolation and adaptive average pooling. Positions read rows around their own place, so along a sharded dimension a device
-needs some rows of its neighbours:
+"""Interpolation and adaptive average pooling. Positions read rows around their own place, so along
+a sharded dimension a device needs some rows of its neighbours:
 
     upsample_linear1d of 8 rows to 16       ... w[p-3:p+2/2] -> ... w
 
-There it computes by what ops.resampling knows of the operation; with all dimensions whole, by the operation itself.
+There it computes by what ops.resampling knows of the operation; with all dimensions whole, by the
+operation itself.
 """
+
 from __future__ import annotations
 
 import operator
@@ -22,26 +24,47 @@ from ...halo import Reach
 from ..notation import Call, Rule, make_rule
 from ..registry import computed, shape_argument
 
-_PLACED = {1: ("upsample_nearest1d", "_upsample_nearest_exact1d"), 2: ("upsample_nearest2d", "_upsample_nearest_exact2d"),
-           3: ("upsample_nearest3d", "_upsample_nearest_exact3d")}
-_ALIGNED = {1: ("upsample_linear1d",), 3: ("upsample_trilinear3d",),
-            2: ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")}
+_PLACED = {
+    1: ("upsample_nearest1d", "_upsample_nearest_exact1d"),
+    2: ("upsample_nearest2d", "_upsample_nearest_exact2d"),
+    3: ("upsample_nearest3d", "_upsample_nearest_exact3d"),
+}
+_ALIGNED = {
+    1: ("upsample_linear1d",),
+    3: ("upsample_trilinear3d",),
+    2: (
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+    ),
+}
 
 
 def _register(name: str, count: int, aligned: bool) -> None:
     """count: of spatial dimensions. aligned: whether it has an argument align_corners."""
-    def lines(call: Call, before: Sequence[int], behind: Sequence[int], rest: Sequence[Any], back: bool) -> list[Line]:
+
+    def lines(
+        call: Call, before: Sequence[int], behind: Sequence[int], rest: Sequence[Any], back: bool
+    ) -> list[Line]:
         corners, scales = (rest[0], rest[1:]) if aligned else (None, rest)
         scales = [*scales, *[None] * (count - len(scales))]
-        return [Line(name, d, n, m, corners, scales[d], back) for d, (n, m) in enumerate(zip(before[-count:], behind[-count:]))]
+        return [
+            Line(name, d, n, m, corners, scales[d], back)
+            for d, (n, m) in enumerate(zip(before[-count:], behind[-count:]))
+        ]
 
     @computed(getattr(aten, name).default)
     def _forward(call: Call) -> Rule:
-        return _rule(call, lines(call, call.tensors[0].shape, call.results[0].shape, call.args[2:], False))
+        return _rule(
+            call, lines(call, call.tensors[0].shape, call.results[0].shape, call.args[2:], False)
+        )
 
     @computed(getattr(aten, f"{name}_backward").default)
     def _backward(call: Call) -> Rule:
-        return _rule(call, lines(call, call.results[0].shape, call.tensors[0].shape, call.args[3:], True), 2)
+        return _rule(
+            call, lines(call, call.results[0].shape, call.tensors[0].shape, call.args[3:], True), 2
+        )
 
 
 for _n in (1, 2, 3):
@@ -64,34 +87,63 @@ def _average_backward(call: Call) -> Rule:
 
 def _averages(op: Any, before: Sequence[int], behind: Sequence[int], back: bool) -> list[Line]:
     name = op._schema.name.removeprefix("aten::").removesuffix("_backward")
-    pairs = list(zip(before, behind))[-int(name[-2]):]
+    pairs = list(zip(before, behind))[-int(name[-2]) :]
     return [Line(name, d, n, m, back=back) for d, (n, m) in enumerate(pairs)]
 
 
 def _rule(call: Call, lines: Sequence[Line], shape_at: int | None = None) -> Rule:
     """shape_at: position of the argument that holds the result's whole shape."""
+
     def emit(local, args: tuple, kwargs: dict) -> list:
         return [_resampled(local, args[0], lines)]
-    return rule_along(call, lines, [0], emit, linear=[[0]], local=None if shape_at is None else shape_argument(shape_at))
+
+    return rule_along(
+        call,
+        lines,
+        [0],
+        emit,
+        linear=[[0]],
+        local=None if shape_at is None else shape_argument(shape_at),
+    )
 
 
-def rule_along(call: Call, lines: Sequence[Line], moved: Sequence[int], emit: Callable, **keywords: Any) -> Rule:
-    """All tensors have the dimensions d0, d1, ... of the result; operands number `moved` are read in windows, and are whole where
-    they cannot be. emit: for what is sharded along these dimensions."""
+def rule_along(
+    call: Call, lines: Sequence[Line], moved: Sequence[int], emit: Callable, **keywords: Any
+) -> Rule:
+    """All tensors have the dimensions d0, d1, ... of the result; operands number `moved` are read
+    in windows, and are whole where they cannot be. emit: for what is sharded along these
+    dimensions.
+    """
     y = call.results[0]
     lead, halo, whole = y.dim() - len(lines), {}, set()
     names = [(f"d{i}",) for i in range(y.dim())]
-    operands, sizes = [list(names) for _ in call.tensors], {f"d{i}": n for i, n in enumerate(y.shape)}
+    operands, sizes = (
+        [list(names) for _ in call.tensors],
+        {f"d{i}": n for i, n in enumerate(y.shape)},
+    )
     for d, line in enumerate(lines, start=lead):
-        if not y.is_floating_point() or min(line.rows, line.positions) == 1 < max(line.rows, line.positions):
+        if not y.is_floating_point() or min(line.rows, line.positions) == 1 < max(
+            line.rows, line.positions
+        ):
             whole |= {f"w{d}", f"d{d}"}
             sizes[f"w{d}"] = call.tensors[0].shape[d]
             for operand in moved:
                 operands[operand][d] = (f"w{d}",)
         elif not is_same(line):
-            halo |= {(operand, d): _reach(line).inverse(0.0) if line.back else _reach(line) for operand in moved}
-    return make_rule(operands, [names] * len(call.results), sizes, whole=frozenset(whole), halo=halo, emit=emit,
-                     emits=" ".join(f"d{d}" for d in range(lead, y.dim())), **keywords)
+            halo |= {
+                (operand, d): _reach(line).inverse(0.0) if line.back else _reach(line)
+                for operand in moved
+            }
+    return make_rule(
+        operands,
+        [names] * len(call.results),
+        sizes,
+        whole=frozenset(whole),
+        halo=halo,
+        emit=emit,
+        emits=" ".join(f"d{d}" for d in range(lead, y.dim())),
+        **keywords,
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -103,14 +155,19 @@ def is_same(line: Line) -> bool:
 
 @lru_cache(maxsize=1024)
 def _reach(line: Line) -> Reach:
-    """Of the straight lines that places may follow, the one with the narrowest windows; of the operation, not of its gradient."""
+    """Of the straight lines that places may follow, the one with the narrowest windows; of the
+    operation, not of its gradient.
+    """
     first, last, _ = (t.tolist() for t in bands(replace(line, back=False), torch.float32))
     slopes = {Fraction(line.rows, line.positions), Fraction(line.rows - 1, line.positions - 1)}
     slopes |= {Fraction(1 / line.scale).limit_denominator(64)} if line.scale else set()
     found = []
     for slope in (s for s in slopes if s > 0):
         ahead = [slope.numerator * p for p in range(line.positions)]
-        low, high = (pick(slope.denominator * r - a for r, a in zip(rows, ahead)) for pick, rows in ((min, first), (max, last)))
+        low, high = (
+            pick(slope.denominator * r - a for r, a in zip(rows, ahead))
+            for pick, rows in ((min, first), (max, last))
+        )
         found.append(Reach(low, high, slope.numerator, slope.denominator, fill=0.0))
     return min(found, key=lambda reach: ((reach.high - reach.low) / reach.every, reach.every))
 
@@ -120,11 +177,19 @@ def _resampled(local, x: Any, lines: Sequence[Line]) -> Any:
     result, shape = local.results[0], list(local.shape(x))
     lead, kind = len(result.shape) - len(lines), kind_of(result.dtype)
     value = x if result.dtype == kind else local.call(aten._to_copy.default, x, dtype=kind)
-    todo = [(result.shape[d] / shape[d], d, line) for d, line in enumerate(lines, start=lead) if not is_same(line)]
+    todo = [
+        (result.shape[d] / shape[d], d, line)
+        for d, line in enumerate(lines, start=lead)
+        if not is_same(line)
+    ]
     for _, d, line in sorted(todo, key=lambda found: found[:2]):
         value = _along(local, value, shape, d, line)
         shape[d] = result.shape[d]
-    return value if result.dtype == kind else local.call(aten._to_copy.default, value, dtype=result.dtype)
+    return (
+        value
+        if result.dtype == kind
+        else local.call(aten._to_copy.default, value, dtype=result.dtype)
+    )
 
 
 def _along(local, value: Any, shape: Sequence[int], d: int, line: Line) -> Any:
@@ -133,10 +198,25 @@ def _along(local, value: Any, shape: Sequence[int], d: int, line: Line) -> Any:
     count, kind = result.shape[d], kind_of(result.dtype)
     first = local.window(0, d).first(index) if local.sharded(f"d{d}") else 0
     width = bands(line, kind)[2].shape[1]
-    both = local.call(band._opoverload, line.op, line.dim, line.rows, line.positions, line.corners, line.scale, line.back, index * count,
-                      count, first, shape[d], width, kind, result.device)
+    both = local.call(
+        band._opoverload,
+        line.op,
+        line.dim,
+        line.rows,
+        line.positions,
+        line.corners,
+        line.scale,
+        line.back,
+        index * count,
+        count,
+        first,
+        shape[d],
+        width,
+        kind,
+        result.device,
+    )
     rows, weight = (local.call(operator.getitem, both, i) for i in range(2))
     value = local.call(aten.index_select.default, value, d, rows)
-    value = local.call(aten.reshape.default, value, [*shape[:d], count, width, *shape[d + 1:]])
+    value = local.call(aten.reshape.default, value, [*shape[:d], count, width, *shape[d + 1 :]])
     weight = local.call(aten.reshape.default, weight, [count, width, *[1] * (len(shape) - d - 1)])
     return local.call(aten.sum.dim_IntList, local.call(aten.mul.Tensor, value, weight), [d + 1])

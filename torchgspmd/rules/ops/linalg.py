@@ -1,5 +1,7 @@
-"""Linear algebra on batches of matrices, and Fourier transforms: what they work along must be whole, the rest is free. A layout
-of a transformed dimension moves to another one by an all_to_all."""
+"""Linear algebra on batches of matrices, and Fourier transforms: what they work along must be
+whole, the rest is free. A layout of a transformed dimension moves to another one by an all_to_all.
+"""
+
 from __future__ import annotations
 
 import torch
@@ -12,28 +14,44 @@ from .view import keep_rule
 
 
 def batched_rule(call: Call, trailing: list[int]) -> Rule:
-    """Operands, then results, whose last `trailing` dimensions must be whole; those before are the batch, and broadcast.
+    """Operands, then results, whose last `trailing` dimensions must be whole; those before are the
+    batch, and broadcast.
 
-    What pads a batch is 0, for a factorization of NaN may raise; a pivot, which counts from 1, is 1.
+    What pads a batch is 0, for a factorization of NaN may raise; a pivot, which counts from 1, is
+    1.
     """
     tensors = [*call.tensors, *call.results]
-    batch = torch.broadcast_shapes(*(t.shape[:max(t.dim() - n, 0)] for t, n in zip(tensors, trailing, strict=True)))
+    batch = torch.broadcast_shapes(
+        *(t.shape[: max(t.dim() - n, 0)] for t, n in zip(tensors, trailing, strict=True))
+    )
     sizes = {f"b{i}": size for i, size in enumerate(batch)}
     dims = []
     for k, (tensor, n) in enumerate(zip(tensors, trailing)):
-        n = min(n, tensor.dim())                                            # a result that is not wanted is empty
+        n = min(n, tensor.dim())  # a result that is not wanted is empty
         lead = tensor.dim() - n
-        names = [(f"b{len(batch) - lead + i}",) if tensor.shape[i] == batch[len(batch) - lead + i] else () for i in range(lead)]
+        names = [
+            (f"b{len(batch) - lead + i}",)
+            if tensor.shape[i] == batch[len(batch) - lead + i]
+            else ()
+            for i in range(lead)
+        ]
         own = [(f"w{k}_{i}",) for i in range(n)]
         sizes.update({name[0]: size for name, size in zip(own, tensor.shape[lead:])})
         dims.append(names + own)
     count = len(call.tensors)
-    return make_rule(dims[:count], dims[count:], sizes, whole=" ".join(name for name in sizes if name[0] == "w"),
-                     padding={i: 1.0 if t.dtype == torch.int32 else 0.0 for i, t in enumerate(call.tensors)})
+    return make_rule(
+        dims[:count],
+        dims[count:],
+        sizes,
+        whole=" ".join(name for name in sizes if name[0] == "w"),
+        padding={i: 1.0 if t.dtype == torch.int32 else 0.0 for i, t in enumerate(call.tensors)},
+    )
 
 
 def batched(op: OpOverload, operands: str, results: str) -> None:
-    """How many trailing dimensions of each tensor the operation works on: 2 for a matrix, 0 for a number of each."""
+    """How many trailing dimensions of each tensor the operation works on: 2 for a matrix, 0 for a
+    number of each.
+    """
     trailing = [int(n) for n in (operands + " " + results).split()]
     computed(op)(lambda call: batched_rule(call, trailing))
 
@@ -68,7 +86,9 @@ def _cholesky(x, upper=False):
 
 @decomposition(aten.cholesky_inverse.default)
 def _cholesky_inverse(x, upper=False):
-    return aten.cholesky_solve.default(torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape), x, upper)
+    return aten.cholesky_solve.default(
+        torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape), x, upper
+    )
 
 
 @computed(aten._linalg_solve_ex.default)
@@ -80,7 +100,9 @@ def _solve(call: Call) -> Rule:
 
 @computed(aten._linalg_svd.default)
 def _svd(call: Call) -> Rule:
-    return batched_rule(call, [2, 2, 1, 2] if call.argument(2, "compute_uv", True) else [2, 1, 1, 1])
+    return batched_rule(
+        call, [2, 2, 1, 2] if call.argument(2, "compute_uv", True) else [2, 1, 1, 1]
+    )
 
 
 @computed(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)

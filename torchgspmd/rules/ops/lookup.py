@@ -1,6 +1,8 @@
-"""Operations that look up by index. A table that is sharded along the looked-up dimension is read where the index
-falls into the device's part; elsewhere the result is 0, and the sum over the devices is the value
-(GSPMD's partitioned gather; Megatron's vocabulary-parallel embedding)."""
+"""Operations that look up by index. A table that is sharded along the looked-up dimension is read
+where the index falls into the device's part; elsewhere the result is 0, and the sum over the
+devices is the value (GSPMD's partitioned gather; Megatron's vocabulary-parallel embedding).
+"""
+
 from __future__ import annotations
 
 import torch
@@ -22,15 +24,23 @@ def here(local, factor: str, index, dtype=None):
     """(index into the device's part, clamped; whether it falls there at all)."""
     size, start = local.size(factor), local.index(factor) * local.size(factor)
     moved = local.call(aten.sub.Tensor, index, start)
-    inside = local.call(aten.logical_and.default, local.call(aten.ge.Scalar, moved, 0), local.call(aten.lt.Scalar, moved, size))
+    inside = local.call(
+        aten.logical_and.default,
+        local.call(aten.ge.Scalar, moved, 0),
+        local.call(aten.lt.Scalar, moved, size),
+    )
     return local.call(aten.clamp.default, moved, 0, size - 1), inside
 
 
 def zero_outside(local, inside, values, trailing: int = 0):
-    """The values where `inside` holds, 0 elsewhere; trailing: how many dimensions the values have more."""
+    """The values where `inside` holds, 0 elsewhere; trailing: how many dimensions the values have
+    more.
+    """
     for _ in range(trailing):
         inside = local.call(aten.unsqueeze.default, inside, -1)
-    zero = local.call(aten.scalar_tensor.default, 0, dtype=local.results[0].dtype, device=local.results[0].device)
+    zero = local.call(
+        aten.scalar_tensor.default, 0, dtype=local.results[0].dtype, device=local.results[0].device
+    )
     return local.call(aten.where.self, inside, values, zero)
 
 
@@ -38,9 +48,16 @@ def zero_outside(local, inside, values, trailing: int = 0):
 def _embedding(call: Call) -> Rule:
     table, index = call.tensors
     names = _factors("i", index.shape)
-    return make_rule([[("v",), ("e",)], names], [[*names, ("e",)]], {"v": table.shape[0], "e": table.shape[1]}
-                     | _sizes((names, index.shape)), special="v", reduce="v", emit=_emit_embedding,
-                     linear=[[0]], positions=frozenset({1}))
+    return make_rule(
+        [[("v",), ("e",)], names],
+        [[*names, ("e",)]],
+        {"v": table.shape[0], "e": table.shape[1]} | _sizes((names, index.shape)),
+        special="v",
+        reduce="v",
+        emit=_emit_embedding,
+        linear=[[0]],
+        positions=frozenset({1}),
+    )
 
 
 def _emit_embedding(local, args, kwargs):
@@ -55,24 +72,44 @@ def _embedding_backward(call: Call) -> Rule:
     names = _factors("i", index.shape)
     sizes = _sizes((names, index.shape)) | {"v": call.args[2], "e": grad.shape[-1]}
     every = " ".join(n[0] for n in names)
-    return make_rule([[*names, ("e",)], names], [[("v",), ("e",)]], sizes, special="v", reduce=every,
-                     whole=f"{every} v" if call.args[4] else "",                   # how often an index occurs is counted over all
-                     emit=_emit_embedding_backward, linear=[[0]], positions=frozenset({1}))
+    return make_rule(
+        [[*names, ("e",)], names],
+        [[("v",), ("e",)]],
+        sizes,
+        special="v",
+        reduce=every,
+        whole=f"{every} v" if call.args[4] else "",  # how often an index occurs is counted over all
+        emit=_emit_embedding_backward,
+        linear=[[0]],
+        positions=frozenset({1}),
+    )
 
 
 def _emit_embedding_backward(local, args, kwargs):
     grad, index, _, padding_index, by_frequency = args
     place, inside = here(local, "v", index)
     if padding_index >= 0:
-        inside = local.call(aten.logical_and.default, inside, local.call(aten.ne.Scalar, index, padding_index))
+        inside = local.call(
+            aten.logical_and.default, inside, local.call(aten.ne.Scalar, index, padding_index)
+        )
     unsqueezed = local.call(aten.unsqueeze.default, inside, -1)
-    zero = local.call(aten.scalar_tensor.default, 0, dtype=local.results[0].dtype, device=local.results[0].device)
+    zero = local.call(
+        aten.scalar_tensor.default, 0, dtype=local.results[0].dtype, device=local.results[0].device
+    )
     grad = local.call(aten.where.self, unsqueezed, grad, zero)
-    return [local.call(aten.embedding_dense_backward.default, grad, place, local.size("v"), -1, by_frequency)]
+    return [
+        local.call(
+            aten.embedding_dense_backward.default, grad, place, local.size("v"), -1, by_frequency
+        )
+    ]
 
 
-def aligned(dim: int, table: torch.Tensor, index: torch.Tensor, *sources: torch.Tensor) -> tuple[list[list], dict[str, int], str]:
-    """Factors of table, index and sources in gather and scatter: dimensions of equal size correspond, others are whole."""
+def aligned(
+    dim: int, table: torch.Tensor, index: torch.Tensor, *sources: torch.Tensor
+) -> tuple[list[list], dict[str, int], str]:
+    """Factors of table, index and sources in gather and scatter: dimensions of equal size
+    correspond, others are whole.
+    """
     names: list[list] = [[] for _ in (table, index, *sources)]
     sizes: dict[str, int] = {}
     whole = []
@@ -98,8 +135,17 @@ def _gather(call: Call) -> Rule | None:
         return None
     dim = call.args[1] % x.dim()
     (x_names, i_names), sizes, whole = aligned(dim, x, index)
-    return make_rule([x_names, i_names], [i_names], sizes, special=f"v{dim}", reduce=f"v{dim}", whole=whole, emit=_emit_gather,
-                     linear=[[0]], positions=frozenset({1}))
+    return make_rule(
+        [x_names, i_names],
+        [i_names],
+        sizes,
+        special=f"v{dim}",
+        reduce=f"v{dim}",
+        whole=whole,
+        emit=_emit_gather,
+        linear=[[0]],
+        positions=frozenset({1}),
+    )
 
 
 def _emit_gather(local, args, kwargs):
@@ -116,28 +162,45 @@ def _index_select(call: Call) -> Rule | None:
         return None
     dim = call.args[1] % x.dim()
     names = _factors("d", x.shape)
-    out = [*names[:dim], ("i",), *names[dim + 1:]]
+    out = [*names[:dim], ("i",), *names[dim + 1 :]]
     sizes = _sizes((names, x.shape)) | {"i": index.shape[0]}
-    return make_rule([names, [("i",)]], [out], sizes, special=f"d{dim}", reduce=f"d{dim}", emit=_emit_index_select,
-                     linear=[[0]], positions=frozenset({1}))
+    return make_rule(
+        [names, [("i",)]],
+        [out],
+        sizes,
+        special=f"d{dim}",
+        reduce=f"d{dim}",
+        emit=_emit_index_select,
+        linear=[[0]],
+        positions=frozenset({1}),
+    )
 
 
 def _emit_index_select(local, args, kwargs):
     x, dim, index = args[:3]
     rank = len(local.results[0].shape)
     place, inside = here(local, f"d{dim % rank}", index)
-    return [zero_outside(local, inside, local.call(aten.index_select.default, x, dim, place), rank - 1 - dim % rank)]
+    return [
+        zero_outside(
+            local,
+            inside,
+            local.call(aten.index_select.default, x, dim, place),
+            rank - 1 - dim % rank,
+        )
+    ]
 
 
 @decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll_loss(x, target, weight, reduction, ignore_index):
-    dim = 1 if x.dim() == 4 else x.dim() - 1                                # [n, c, h, w], [n, c] or [c]
+    dim = 1 if x.dim() == 4 else x.dim() - 1  # [n, c, h, w], [n, c] or [c]
     safe = torch.where(target != ignore_index, target, 0)
     picked = -x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)
     counted = (target != ignore_index).to(x.dtype)
     if weight is not None:
         counted = counted * weight[safe]
-    losses = torch.where(target != ignore_index, picked, 0.0) * (counted if weight is not None else 1)
+    losses = torch.where(target != ignore_index, picked, 0.0) * (
+        counted if weight is not None else 1
+    )
     total = counted.sum()
     if reduction == 0:
         return losses, x.new_zeros(())

@@ -1,5 +1,7 @@
-"""softmax and layer norm. Fused while the normalized dimensions are whole, else PyTorch's decomposition of them:
-local statistics and an all_reduce of those."""
+"""softmax and layer norm. Fused while the normalized dimensions are whole, else PyTorch's
+decomposition of them: local statistics and an all_reduce of those.
+"""
+
 from __future__ import annotations
 
 import math
@@ -12,13 +14,25 @@ from ..registry import SPLITS, computed, decomposition
 from .reduction import wide
 
 
-@computed(aten._softmax.default, aten._log_softmax.default, aten._softmax_backward_data.default,
-          aten._log_softmax_backward_data.default, aten._safe_softmax.default, splits=True)
+@computed(
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax_backward_data.default,
+    aten._safe_softmax.default,
+    splits=True,
+)
 def _softmax(call: Call) -> Rule:
     x = call.results[0]
     dim = call.args[len(call.tensors)] % x.dim() if x.dim() else 0
     names = [(f"d{i}",) for i in range(x.dim())]
-    return make_rule([names] * len(call.tensors), [names], {f"d{i}": n for i, n in enumerate(x.shape)}, whole=f"d{dim}", splits=True)
+    return make_rule(
+        [names] * len(call.tensors),
+        [names],
+        {f"d{i}": n for i, n in enumerate(x.shape)},
+        whole=f"d{dim}",
+        splits=True,
+    )
 
 
 def _split_softmax(x, dim, half_to_float):
@@ -28,14 +42,16 @@ def _split_softmax(x, dim, half_to_float):
 
 def _split_log_softmax(x, dim, half_to_float):
     shifted = x.to(wide(x.dtype)) - x.amax(dim, True)
-    return (shifted - shifted.exp().sum(dim, True).log()).to(torch.float32 if half_to_float else x.dtype)
+    return (shifted - shifted.exp().sum(dim, True).log()).to(
+        torch.float32 if half_to_float else x.dtype
+    )
 
 
 def _split_safe_softmax(x, dim, dtype=None):
     dtype = dtype or x.dtype
     x = x.to(dtype)
     top = x.amax(dim, True)
-    empty = top == float("-inf")                                             # rows without any finite number are 0
+    empty = top == float("-inf")  # rows without any finite number are 0
     e = (x.to(wide(dtype)) - torch.where(empty, 0.0, top)).exp()
     return torch.where(empty, 0.0, e / e.sum(dim, True)).to(dtype)
 
@@ -51,10 +67,15 @@ def _split_log_softmax_backward(grad, y, dim, dtype):
     return (grad - y.exp() * grad.sum(dim, True)).to(dtype)
 
 
-SPLITS.update({aten._softmax.default: _split_softmax, aten._safe_softmax.default: _split_safe_softmax,
-               aten._log_softmax.default: _split_log_softmax,
-               aten._softmax_backward_data.default: _split_softmax_backward,
-               aten._log_softmax_backward_data.default: _split_log_softmax_backward})
+SPLITS.update(
+    {
+        aten._softmax.default: _split_softmax,
+        aten._safe_softmax.default: _split_safe_softmax,
+        aten._log_softmax.default: _split_log_softmax,
+        aten._softmax_backward_data.default: _split_softmax_backward,
+        aten._log_softmax_backward_data.default: _split_log_softmax_backward,
+    }
+)
 
 
 def _layer_norm_names(rank: int, count: int) -> tuple[list, list, list]:
@@ -68,8 +89,13 @@ def _layer_norm(call: Call) -> Rule:
     x, count = call.tensors[0], len(call.args[1])
     lead, tail, statistics = _layer_norm_names(x.dim(), count)
     sizes = {name[0]: n for name, n in zip(lead + tail, x.shape)}
-    return make_rule([lead + tail] + [tail] * (len(call.tensors) - 1), [lead + tail, statistics, statistics], sizes,
-                     whole=" ".join(n[0] for n in tail), splits=True)
+    return make_rule(
+        [lead + tail] + [tail] * (len(call.tensors) - 1),
+        [lead + tail, statistics, statistics],
+        sizes,
+        whole=" ".join(n[0] for n in tail),
+        splits=True,
+    )
 
 
 def _split_layer_norm(x, normalized_shape, weight, bias, eps):
@@ -92,10 +118,20 @@ def _layer_norm_backward(call: Call) -> Rule:
     lead, tail, statistics = _layer_norm_names(x.dim(), count)
     sizes = {name[0]: n for name, n in zip(lead + tail, x.shape)}
     weights = [tail] * (len(call.tensors) - 4)
-    results = [lead + tail if r.dim() == x.dim() and r.shape == x.shape and i == 0 and call.args[7][0] else tail
-               for i, r in enumerate(call.results)]
-    return make_rule([lead + tail, lead + tail, statistics, statistics, *weights], results, sizes,
-                     reduce=" ".join(n[0] for n in lead), whole=" ".join(n[0] for n in tail), splits=True)
+    results = [
+        lead + tail
+        if r.dim() == x.dim() and r.shape == x.shape and i == 0 and call.args[7][0]
+        else tail
+        for i, r in enumerate(call.results)
+    ]
+    return make_rule(
+        [lead + tail, lead + tail, statistics, statistics, *weights],
+        results,
+        sizes,
+        reduce=" ".join(n[0] for n in lead),
+        whole=" ".join(n[0] for n in tail),
+        splits=True,
+    )
 
 
 @decomposition(aten._weight_norm_interface_backward.default)

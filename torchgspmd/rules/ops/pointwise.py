@@ -1,4 +1,5 @@
 """Elementwise operations: dimensions are aligned from the right, those of size 1 broadcast."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,73 +18,235 @@ from ..registry import computed, decomposition, rule
 def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     """Factors of an operand that broadcasts to `result`: the result's dimension i is factor d<i>."""
     offset = len(result) - len(shape)
-    return tuple((f"d{i + offset}",) if size == result[i + offset] else () for i, size in enumerate(shape))
+    return tuple(
+        (f"d{i + offset}",) if size == result[i + offset] else () for i, size in enumerate(shape)
+    )
 
 
 def quotient(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """What is divided and by what, if one value is by another: linear in the first."""
-    return node.args if node.target is aten.div.Tensor and all(isinstance(n, fx.Node) for n in node.args) else None
+    return (
+        node.args
+        if node.target is aten.div.Tensor and all(isinstance(n, fx.Node) for n in node.args)
+        else None
+    )
 
 
 def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = ()) -> Rule:
-    """Dimensions correspond as in broadcasting; linear: groups of operands through which a pending sum passes."""
+    """Dimensions correspond as in broadcasting; linear: groups of operands through which a pending
+    sum passes.
+    """
     shape = tuple(call.results[0].shape)
-    linear = [group for group in linear if max(group) < len(call.tensors)]  # x + 1 is not linear in x
+    linear = [
+        group for group in linear if max(group) < len(call.tensors)
+    ]  # x + 1 is not linear in x
     sizes = {f"d{i}": size for i, size in enumerate(shape)}
-    return make_rule([broadcast_dims(t.shape, shape) for t in call.tensors],
-                     [broadcast_dims(t.shape, shape) for t in call.results], sizes, linear=linear)
+    return make_rule(
+        [broadcast_dims(t.shape, shape) for t in call.tensors],
+        [broadcast_dims(t.shape, shape) for t in call.results],
+        sizes,
+        linear=linear,
+    )
 
 
 def pointwise(*ops: OpOverload, linear: Sequence[Sequence[int]] = ()) -> None:
-    """Registers elementwise operations; linear: groups of operands through which a pending sum passes."""
+    """Registers elementwise operations; linear: groups of operands through which a pending sum
+    passes.
+    """
     computed(*ops)(lambda call: pointwise_rule(call, linear))
 
 
 pointwise(
-    aten.abs.default, aten.acos.default, aten.acosh.default, aten.angle.default,
-    aten.asin.default, aten.asinh.default, aten.atan.default, aten.atan2.default, aten.atanh.default,
-    aten.bitwise_and.Scalar, aten.bitwise_and.Tensor, aten.bitwise_not.default, aten.bitwise_or.Scalar, aten.bitwise_or.Tensor,
-    aten.bitwise_xor.Scalar, aten.bitwise_xor.Tensor, aten.ceil.default, aten.celu.default, aten.clamp.default, aten.clamp.Tensor,
-    aten.clamp_max.default, aten.clamp_min.default, aten.copysign.Tensor, aten.cos.default, aten.cosh.default,
-    aten.deg2rad.default, aten.digamma.default, aten.div.Scalar_mode, aten.elu.default,
-    aten.elu_backward.default, aten.eq.Scalar, aten.eq.Tensor, aten.erf.default, aten.erfc.default, aten.erfinv.default,
-    aten.exp.default, aten.exp2.default, aten.expm1.default, aten.floor.default, aten.fmax.default,
-    aten.fmin.default, aten.fmod.Scalar, aten.frac.default, aten.ge.Scalar, aten.ge.Tensor, aten.gelu.default,
-    aten.gelu_backward.default, aten.gt.Scalar, aten.gt.Tensor, aten.hardsigmoid.default, aten.hardsigmoid_backward.default,
-    aten.hardswish.default, aten.hardswish_backward.default, aten.hardtanh.default, aten.hardtanh_backward.default,
-    aten.hypot.default, aten.isfinite.default, aten.isinf.default, aten.isnan.default, aten.le.Scalar, aten.le.Tensor,
-    aten.leaky_relu.default, aten.leaky_relu_backward.default, aten.lerp.Scalar, aten.lerp.Tensor, aten.lgamma.default,
-    aten.log.default, aten.log10.default, aten.log1p.default, aten.log2.default, aten.log_sigmoid_forward.default,
-    aten.log_sigmoid_backward.default, aten.logaddexp.default, aten.logical_and.default, aten.logical_not.default,
-    aten.logical_or.default, aten.logical_xor.default, aten.logit.default, aten.lt.Scalar, aten.lt.Tensor, aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor, aten.maximum.default, aten.minimum.default, aten.mish.default, aten.nan_to_num.default,
-    aten.ne.Scalar, aten.ne.Tensor, aten.nextafter.default, aten.polygamma.default, aten.pow.Tensor_Scalar,
-    aten.reciprocal.default, aten.relu.default, aten.remainder.Scalar,
-    aten.round.default, aten.rsqrt.default, aten.rsub.Scalar, aten.sgn.default, aten.sigmoid.default, aten.sigmoid_backward.default,
-    aten.sign.default, aten.signbit.default, aten.silu.default, aten.silu_backward.default, aten.sin.default, aten.sinc.default,
-    aten.sinh.default, aten.softplus.default, aten.softplus_backward.default, aten.sqrt.default, aten.tan.default,
-    aten.tanh.default, aten.tanh_backward.default, aten.threshold.default, aten.threshold_backward.default, aten.trunc.default,
-    aten.where.ScalarOther, aten.where.ScalarSelf, aten.xlogy.Tensor, aten.add.Scalar, aten.sub.Scalar,
-    aten.square.default, aten.__lshift__.Scalar, aten.__lshift__.Tensor, aten.__rshift__.Scalar, aten.__rshift__.Tensor,
-    aten.bitwise_left_shift.Tensor, aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor,
-    aten.bitwise_right_shift.Tensor_Scalar)
-pointwise(                                                                  # special functions
-    aten.complex.default, aten.frexp.Tensor, aten.gcd.default, aten.hardshrink.default, aten.hardshrink_backward.default,
-    aten.heaviside.default, aten.i0.default, aten.igamma.default, aten.igammac.default, aten.lcm.default, aten.logaddexp2.default,
-    aten.polar.default, aten.round.decimals, aten.softshrink.default, aten.softshrink_backward.default, aten.special_airy_ai.default,
-    aten.special_bessel_j0.default, aten.special_bessel_j1.default, aten.special_bessel_y0.default, aten.special_bessel_y1.default,
-    aten.special_chebyshev_polynomial_t.default, aten.special_chebyshev_polynomial_u.default,
-    aten.special_chebyshev_polynomial_v.default, aten.special_chebyshev_polynomial_w.default, aten.special_entr.default,
-    aten.special_erfcx.default, aten.special_hermite_polynomial_h.default, aten.special_hermite_polynomial_he.default,
-    aten.special_i0e.default, aten.special_i1.default, aten.special_i1e.default, aten.special_laguerre_polynomial_l.default,
-    aten.special_legendre_polynomial_p.default, aten.special_log_ndtr.default, aten.special_modified_bessel_i0.default,
-    aten.special_modified_bessel_i1.default, aten.special_modified_bessel_k0.default, aten.special_modified_bessel_k1.default,
-    aten.special_ndtri.default, aten.special_scaled_modified_bessel_k0.default, aten.special_scaled_modified_bessel_k1.default,
-    aten.special_shifted_chebyshev_polynomial_t.default, aten.special_shifted_chebyshev_polynomial_u.default,
-    aten.special_shifted_chebyshev_polynomial_v.default, aten.special_shifted_chebyshev_polynomial_w.default,
-    aten.special_spherical_bessel_j0.default, aten.special_zeta.default)
-pointwise(aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.clone.default, aten.positive.default,
-          aten._conj_physical.default, aten.conj_physical.default, linear=[[0]])
+    aten.abs.default,
+    aten.acos.default,
+    aten.acosh.default,
+    aten.angle.default,
+    aten.asin.default,
+    aten.asinh.default,
+    aten.atan.default,
+    aten.atan2.default,
+    aten.atanh.default,
+    aten.bitwise_and.Scalar,
+    aten.bitwise_and.Tensor,
+    aten.bitwise_not.default,
+    aten.bitwise_or.Scalar,
+    aten.bitwise_or.Tensor,
+    aten.bitwise_xor.Scalar,
+    aten.bitwise_xor.Tensor,
+    aten.ceil.default,
+    aten.celu.default,
+    aten.clamp.default,
+    aten.clamp.Tensor,
+    aten.clamp_max.default,
+    aten.clamp_min.default,
+    aten.copysign.Tensor,
+    aten.cos.default,
+    aten.cosh.default,
+    aten.deg2rad.default,
+    aten.digamma.default,
+    aten.div.Scalar_mode,
+    aten.elu.default,
+    aten.elu_backward.default,
+    aten.eq.Scalar,
+    aten.eq.Tensor,
+    aten.erf.default,
+    aten.erfc.default,
+    aten.erfinv.default,
+    aten.exp.default,
+    aten.exp2.default,
+    aten.expm1.default,
+    aten.floor.default,
+    aten.fmax.default,
+    aten.fmin.default,
+    aten.fmod.Scalar,
+    aten.frac.default,
+    aten.ge.Scalar,
+    aten.ge.Tensor,
+    aten.gelu.default,
+    aten.gelu_backward.default,
+    aten.gt.Scalar,
+    aten.gt.Tensor,
+    aten.hardsigmoid.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh.default,
+    aten.hardtanh_backward.default,
+    aten.hypot.default,
+    aten.isfinite.default,
+    aten.isinf.default,
+    aten.isnan.default,
+    aten.le.Scalar,
+    aten.le.Tensor,
+    aten.leaky_relu.default,
+    aten.leaky_relu_backward.default,
+    aten.lerp.Scalar,
+    aten.lerp.Tensor,
+    aten.lgamma.default,
+    aten.log.default,
+    aten.log10.default,
+    aten.log1p.default,
+    aten.log2.default,
+    aten.log_sigmoid_forward.default,
+    aten.log_sigmoid_backward.default,
+    aten.logaddexp.default,
+    aten.logical_and.default,
+    aten.logical_not.default,
+    aten.logical_or.default,
+    aten.logical_xor.default,
+    aten.logit.default,
+    aten.lt.Scalar,
+    aten.lt.Tensor,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.mish.default,
+    aten.nan_to_num.default,
+    aten.ne.Scalar,
+    aten.ne.Tensor,
+    aten.nextafter.default,
+    aten.polygamma.default,
+    aten.pow.Tensor_Scalar,
+    aten.reciprocal.default,
+    aten.relu.default,
+    aten.remainder.Scalar,
+    aten.round.default,
+    aten.rsqrt.default,
+    aten.rsub.Scalar,
+    aten.sgn.default,
+    aten.sigmoid.default,
+    aten.sigmoid_backward.default,
+    aten.sign.default,
+    aten.signbit.default,
+    aten.silu.default,
+    aten.silu_backward.default,
+    aten.sin.default,
+    aten.sinc.default,
+    aten.sinh.default,
+    aten.softplus.default,
+    aten.softplus_backward.default,
+    aten.sqrt.default,
+    aten.tan.default,
+    aten.tanh.default,
+    aten.tanh_backward.default,
+    aten.threshold.default,
+    aten.threshold_backward.default,
+    aten.trunc.default,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+    aten.xlogy.Tensor,
+    aten.add.Scalar,
+    aten.sub.Scalar,
+    aten.square.default,
+    aten.__lshift__.Scalar,
+    aten.__lshift__.Tensor,
+    aten.__rshift__.Scalar,
+    aten.__rshift__.Tensor,
+    aten.bitwise_left_shift.Tensor,
+    aten.bitwise_left_shift.Tensor_Scalar,
+    aten.bitwise_right_shift.Tensor,
+    aten.bitwise_right_shift.Tensor_Scalar,
+)
+pointwise(  # special functions
+    aten.complex.default,
+    aten.frexp.Tensor,
+    aten.gcd.default,
+    aten.hardshrink.default,
+    aten.hardshrink_backward.default,
+    aten.heaviside.default,
+    aten.i0.default,
+    aten.igamma.default,
+    aten.igammac.default,
+    aten.lcm.default,
+    aten.logaddexp2.default,
+    aten.polar.default,
+    aten.round.decimals,
+    aten.softshrink.default,
+    aten.softshrink_backward.default,
+    aten.special_airy_ai.default,
+    aten.special_bessel_j0.default,
+    aten.special_bessel_j1.default,
+    aten.special_bessel_y0.default,
+    aten.special_bessel_y1.default,
+    aten.special_chebyshev_polynomial_t.default,
+    aten.special_chebyshev_polynomial_u.default,
+    aten.special_chebyshev_polynomial_v.default,
+    aten.special_chebyshev_polynomial_w.default,
+    aten.special_entr.default,
+    aten.special_erfcx.default,
+    aten.special_hermite_polynomial_h.default,
+    aten.special_hermite_polynomial_he.default,
+    aten.special_i0e.default,
+    aten.special_i1.default,
+    aten.special_i1e.default,
+    aten.special_laguerre_polynomial_l.default,
+    aten.special_legendre_polynomial_p.default,
+    aten.special_log_ndtr.default,
+    aten.special_modified_bessel_i0.default,
+    aten.special_modified_bessel_i1.default,
+    aten.special_modified_bessel_k0.default,
+    aten.special_modified_bessel_k1.default,
+    aten.special_ndtri.default,
+    aten.special_scaled_modified_bessel_k0.default,
+    aten.special_scaled_modified_bessel_k1.default,
+    aten.special_shifted_chebyshev_polynomial_t.default,
+    aten.special_shifted_chebyshev_polynomial_u.default,
+    aten.special_shifted_chebyshev_polynomial_v.default,
+    aten.special_shifted_chebyshev_polynomial_w.default,
+    aten.special_spherical_bessel_j0.default,
+    aten.special_zeta.default,
+)
+pointwise(
+    aten.neg.default,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.clone.default,
+    aten.positive.default,
+    aten._conj_physical.default,
+    aten.conj_physical.default,
+    linear=[[0]],
+)
 pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
 pointwise(aten.mul.Tensor, linear=[[0], [1]])
 pointwise(aten.div.Tensor, linear=[[0]])
@@ -91,18 +254,33 @@ pointwise(aten.where.self, linear=[[1, 2]])
 pointwise(mark_sharding_op._opoverload)
 
 
-@computed(aten.div.Tensor_mode, aten.floor_divide.default, aten.fmod.Tensor, aten.remainder.Tensor, aten.remainder.Scalar_Tensor,
-          aten.pow.Scalar, aten.pow.Tensor_Tensor)
+@computed(
+    aten.div.Tensor_mode,
+    aten.floor_divide.default,
+    aten.fmod.Tensor,
+    aten.remainder.Tensor,
+    aten.remainder.Scalar_Tensor,
+    aten.pow.Scalar,
+    aten.pow.Tensor_Tensor,
+)
 def _by_nonzero(call: Call) -> Rule:
-    """A process dies of an integer division by zero, and of a negative exponent, also where it divides what nobody reads."""
+    """A process dies of an integer division by zero, and of a negative exponent, also where it
+    divides what nobody reads.
+    """
     integers = not (call.results[0].dtype.is_floating_point or call.results[0].dtype.is_complex)
     return replace(pointwise_rule(call), padding={len(call.tensors) - 1: 1.0} if integers else {})
 
 
 def keeps_sums(call: Call) -> bool:
-    """Whether the cast from the operand's type to the result's is linear: the one to integers rounds."""
+    """Whether the cast from the operand's type to the result's is linear: the one to integers
+    rounds.
+    """
     before, after = call.tensors[0].dtype, call.results[0].dtype
-    return before == after or after != torch.bool and (after.is_floating_point or after.is_complex or not before.is_floating_point)
+    return (
+        before == after
+        or after != torch.bool
+        and (after.is_floating_point or after.is_complex or not before.is_floating_point)
+    )
 
 
 @computed(aten._to_copy.default)
@@ -110,7 +288,10 @@ def _to_copy(call: Call) -> Rule:
     return pointwise_rule(call, linear=[[0]] if keeps_sums(call) else ())
 
 
-for _op, _sentence in ((aten.view_as_real.default, "... -> ... 2"), (aten.view_as_complex.default, "... 2 -> ...")):
+for _op, _sentence in (
+    (aten.view_as_real.default, "... -> ... 2"),
+    (aten.view_as_complex.default, "... 2 -> ..."),
+):
     rule(_op, _sentence.replace("2", "c"), whole="c", linear=[[0]])
 
 

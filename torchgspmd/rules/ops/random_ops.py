@@ -1,5 +1,8 @@
-"""Random operations, by numbers that are drawn by the place of an element in the whole tensor (ops.random): the same on every mesh,
-and each device draws only its part. What has no expression by uniform numbers (gamma, Poisson, ...) is drawn whole everywhere."""
+"""Random operations, by numbers that are drawn by the place of an element in the whole tensor
+(ops.random): the same on every mesh, and each device draws only its part. What has no expression by
+uniform numbers (gamma, Poisson, ...) is drawn whole everywhere.
+"""
+
 from __future__ import annotations
 
 import math
@@ -24,14 +27,24 @@ def _seed(call: Call) -> Rule:
 def _uniform(call: Call) -> Rule:
     shape = call.results[0].shape
     names = [(f"d{i}",) for i in range(len(shape))]
-    return make_rule([[]], [names], {f"d{i}": n for i, n in enumerate(shape)}, special=" ".join(n[0] for n in names), emit=_emit_uniform)
+    return make_rule(
+        [[]],
+        [names],
+        {f"d{i}": n for i, n in enumerate(shape)},
+        special=" ".join(n[0] for n in names),
+        emit=_emit_uniform,
+    )
 
 
 def _emit_uniform(local, args, kwargs):
     seed, stream, _, first, *rest = args
-    starts = [local.index(factors[0]) * local.size(factors[0]) if factors else start
-              for factors, start in zip(local.rule.results[0], first)]
-    return [local.call(ours.uniform.default, seed, stream, list(local.results[0].shape), starts, *rest)]
+    starts = [
+        local.index(factors[0]) * local.size(factors[0]) if factors else start
+        for factors, start in zip(local.rule.results[0], first)
+    ]
+    return [
+        local.call(ours.uniform.default, seed, stream, list(local.results[0].shape), starts, *rest)
+    ]
 
 
 def natively(graph: fx.Graph) -> None:
@@ -43,9 +56,14 @@ def natively(graph: fx.Graph) -> None:
 
 def _drawn(shape, dtype: torch.dtype | None, device, count: int = 1) -> list[torch.Tensor]:
     """Independent uniform tensors."""
-    dtype, device = dtype or torch.get_default_dtype(), torch.device("cpu" if device is None else device)
+    dtype, device = (
+        dtype or torch.get_default_dtype(),
+        torch.device("cpu" if device is None else device),
+    )
     seed, shape = draw_seed(), list(shape)
-    return [uniform(seed, i, shape, [0] * len(shape), shape, dtype, device, False) for i in range(count)]
+    return [
+        uniform(seed, i, shape, [0] * len(shape), shape, dtype, device, False) for i in range(count)
+    ]
 
 
 def _wide(dtype: torch.dtype | None) -> torch.dtype:
@@ -59,7 +77,9 @@ def _normal(shape, dtype, device) -> torch.Tensor:
     if dtype.is_complex:
         u, v = _drawn(shape, _wide(dtype), device, 2)
         radius = (-(-u).log1p()).sqrt()
-        return torch.complex(radius * (2 * math.pi * v).cos(), radius * (2 * math.pi * v).sin()).to(dtype)
+        return torch.complex(radius * (2 * math.pi * v).cos(), radius * (2 * math.pi * v).sin()).to(
+            dtype
+        )
     u, v = _drawn(shape, _wide(dtype), device, 2)
     return ((-2 * (-u).log1p()).sqrt() * (2 * math.pi * v).cos()).to(dtype)
 
@@ -89,7 +109,9 @@ def _randn_like(x, *, dtype=None, device=None, **_):
 
 @decomposition(aten.randint.low)
 def _randint_low(low, high, size, *, dtype=None, device=None, **_):
-    return ((_drawn(size, torch.float64, device)[0] * (high - low)).floor() + low).to(dtype or torch.int64)
+    return ((_drawn(size, torch.float64, device)[0] * (high - low)).floor() + low).to(
+        dtype or torch.int64
+    )
 
 
 @decomposition(aten.randint.default)
@@ -160,13 +182,17 @@ def _log_normal(x, mean=1.0, std=2.0, *, generator=None):
 
 @decomposition(aten.cauchy.default)
 def _cauchy(x, median=0.0, sigma=1.0, *, generator=None):
-    return (((_drawn(x.shape, _wide(x.dtype), x.device)[0] - 0.5) * math.pi).tan() * sigma + median).to(x.dtype)
+    return (
+        ((_drawn(x.shape, _wide(x.dtype), x.device)[0] - 0.5) * math.pi).tan() * sigma + median
+    ).to(x.dtype)
 
 
 @decomposition(aten.geometric.default)
 def _geometric(x, p, *, generator=None):
     u = _drawn(x.shape, torch.float64, x.device)[0]
-    return ((-u).log1p() / math.log1p(-p)).floor().add(1).to(x.dtype) if p < 1 else torch.ones_like(x)
+    return (
+        ((-u).log1p() / math.log1p(-p)).floor().add(1).to(x.dtype) if p < 1 else torch.ones_like(x)
+    )
 
 
 @decomposition(aten.randperm.default)
@@ -176,12 +202,14 @@ def _randperm(n, *, dtype=None, device=None, **_):
 
 @decomposition(aten.multinomial.default)
 def _multinomial(weights, count, replacement=False, *, generator=None):
-    if not replacement:                                                     # the largest of weight / exponential number
+    if not replacement:  # the largest of weight / exponential number
         raced = weights / -(-_drawn(weights.shape, _wide(weights.dtype), weights.device)[0]).log1p()
         return raced.topk(count)[1]
     ends = weights.cumsum(-1)
     ends = ends / ends[..., -1:]
-    places = torch.searchsorted(ends, _drawn([*weights.shape[:-1], count], weights.dtype, weights.device)[0], right=True)
+    places = torch.searchsorted(
+        ends, _drawn([*weights.shape[:-1], count], weights.dtype, weights.device)[0], right=True
+    )
     return places.clamp_max(weights.shape[-1] - 1)
 
 
@@ -207,9 +235,19 @@ def _native_dropout_backward(grad, mask, scale):
     return grad * mask.to(grad.dtype) * scale
 
 
-@computed(aten.binomial.default, aten.poisson.default, aten._standard_gamma.default, aten._sample_dirichlet.default)
+@computed(
+    aten.binomial.default,
+    aten.poisson.default,
+    aten._standard_gamma.default,
+    aten._sample_dirichlet.default,
+)
 def _whole(call: Call) -> Rule:
     """Every device draws all numbers and keeps its part."""
     shape = call.results[0].shape
     names = [(f"d{i}",) for i in range(len(shape))]
-    return make_rule([names] * len(call.tensors), [names], {f"d{i}": n for i, n in enumerate(shape)}, whole=" ".join(n[0] for n in names))
+    return make_rule(
+        [names] * len(call.tensors),
+        [names],
+        {f"d{i}": n for i, n in enumerate(shape)},
+        whole=" ".join(n[0] for n in names),
+    )

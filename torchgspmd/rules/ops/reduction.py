@@ -1,4 +1,5 @@
 """Reductions over dimensions. What divides by a count does so by the global one."""
+
 from __future__ import annotations
 
 import math
@@ -13,7 +14,9 @@ from .pointwise import keeps_sums
 
 
 def reduction_rule(call: Call, dims: Sequence[int] | int | None, kind: str | None) -> Rule:
-    """Dimensions `dims` (None or empty: all) of the one operand are reduced; kind None: they must be whole."""
+    """Dimensions `dims` (None or empty: all) of the one operand are reduced; kind None: they must
+    be whole.
+    """
     x = call.tensors[0]
     dims = [dims] if isinstance(dims, int) else dims
     reduced = set(range(x.dim())) if not dims else {d % x.dim() for d in dims} if x.dim() else set()
@@ -23,20 +26,38 @@ def reduction_rule(call: Call, dims: Sequence[int] | int | None, kind: str | Non
     sizes = {f"d{i}": size for i, size in enumerate(x.shape)}
     factors = [f"d{i}" for i in sorted(reduced)]
     results = [kept if r.dim() == len(kept) else keepdim for r in call.results]
-    return make_rule([names], results, sizes, reduce={f: kind for f in factors} if kind else {},
-                     whole="" if kind else " ".join(factors), linear=[[0]] if kind == "sum" and keeps_sums(call) else ())
+    return make_rule(
+        [names],
+        results,
+        sizes,
+        reduce={f: kind for f in factors} if kind else {},
+        whole="" if kind else " ".join(factors),
+        linear=[[0]] if kind == "sum" and keeps_sums(call) else (),
+    )
 
 
-for _op, _kind in ((aten.sum.dim_IntList, "sum"), (aten.amax.default, "max"), (aten.amin.default, "min"),
-                   (aten.prod.dim_int, "prod")):
+for _op, _kind in (
+    (aten.sum.dim_IntList, "sum"),
+    (aten.amax.default, "max"),
+    (aten.amin.default, "min"),
+    (aten.prod.dim_int, "prod"),
+):
     computed(_op)(lambda call, kind=_kind: reduction_rule(call, call.argument(1, "dim"), kind))
-for _op, _kind in ((aten.sum.default, "sum"), (aten.max.default, "max"), (aten.min.default, "min"), (aten.prod.default, "prod"),
-                   (aten.median.default, None), (aten.nanmedian.default, None)):
+for _op, _kind in (
+    (aten.sum.default, "sum"),
+    (aten.max.default, "max"),
+    (aten.min.default, "min"),
+    (aten.prod.default, "prod"),
+    (aten.median.default, None),
+    (aten.nanmedian.default, None),
+):
     computed(_op)(lambda call, kind=_kind: reduction_rule(call, None, kind))
 for _op in (aten.median.dim, aten.nanmedian.dim):
     computed(_op)(lambda call: reduction_rule(call, call.argument(1, "dim"), None))
 computed(aten.mode.default)(lambda call: reduction_rule(call, call.argument(1, "dim", -1), None))
-computed(aten.kthvalue.default)(lambda call: reduction_rule(call, call.argument(2, "dim", -1), None))
+computed(aten.kthvalue.default)(
+    lambda call: reduction_rule(call, call.argument(2, "dim", -1), None)
+)
 
 
 def _count(x: torch.Tensor, dims) -> int:
@@ -45,14 +66,20 @@ def _count(x: torch.Tensor, dims) -> int:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that PyTorch's kernels compute in: sums of many numbers leave the range of float16, and lose digits in bfloat16."""
+    """The type that PyTorch's kernels compute in: sums of many numbers leave the range of float16,
+    and lose digits in bfloat16.
+    """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 @decomposition(aten.mean.dim)
 def _mean_dim(x, dim, keepdim=False, *, dtype=None):
     dtype = dtype or x.dtype
-    total = x.sum(dim if dim else list(range(x.dim())), keepdim, dtype=None if wide(dtype) == x.dtype else wide(dtype))
+    total = x.sum(
+        dim if dim else list(range(x.dim())),
+        keepdim,
+        dtype=None if wide(dtype) == x.dtype else wide(dtype),
+    )
     return (total / _count(x, dim)).to(dtype)
 
 
@@ -81,8 +108,12 @@ def _all(x, dim=None, keepdim=False):
 def _var_mean(x, dim=None, *, correction=1, keepdim=False):
     dims, dtype, x = list(range(x.dim())) if dim is None else dim, x.dtype, x.to(wide(x.dtype))
     mean = x.sum(dims, True) / _count(x, dims)
-    var = (x - mean).square().sum(dims, keepdim) / max(0, _count(x, dims) - (1 if correction is None else correction))
-    return var.to(var.dtype if dtype.is_complex else dtype), (mean if keepdim else x.sum(dims) / _count(x, dims)).to(dtype)
+    var = (x - mean).square().sum(dims, keepdim) / max(
+        0, _count(x, dims) - (1 if correction is None else correction)
+    )
+    return var.to(var.dtype if dtype.is_complex else dtype), (
+        mean if keepdim else x.sum(dims) / _count(x, dims)
+    ).to(dtype)
 
 
 @decomposition(aten.var.correction)

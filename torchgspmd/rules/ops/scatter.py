@@ -1,6 +1,9 @@
-"""Operations that write by index. A device that holds a part of the written dimension writes what falls there; the rest goes
-to a spare row behind its part. Where what is written is sharded, and writing means adding (or the largest, ...), every device
-writes its own to a neutral value, the first to the operand, and their sum is pending (GSPMD's partitioned scatter)."""
+"""Operations that write by index. A device that holds a part of the written dimension writes what
+falls there; the rest goes to a spare row behind its part. Where what is written is sharded, and
+writing means adding (or the largest, ...), every device writes its own to a neutral value, the
+first to the operand, and their sum is pending (GSPMD's partitioned scatter).
+"""
+
 from __future__ import annotations
 
 import torch
@@ -10,33 +13,60 @@ from ..notation import IDENTITY, Call, Rule, make_rule
 from ..registry import computed
 from .lookup import aligned
 
-KINDS = {"sum": "sum", "prod": "prod", "amax": "max", "amin": "min", "add": "sum", "multiply": "prod"}
+KINDS = {
+    "sum": "sum",
+    "prod": "prod",
+    "amax": "max",
+    "amin": "min",
+    "add": "sum",
+    "multiply": "prod",
+}
 
 
 def spare_places(local, index, factor: str):
     """Indices into the device's part of a dimension; those that do not fall there point behind it."""
     size = local.size(factor)
     moved = local.call(aten.sub.Tensor, index, local.index(factor) * size)
-    inside = local.call(aten.logical_and.default, local.call(aten.ge.Scalar, moved, 0), local.call(aten.lt.Scalar, moved, size))
-    spare = local.call(aten.scalar_tensor.default, size, dtype=torch.int64, device=local.results[0].device)
+    inside = local.call(
+        aten.logical_and.default,
+        local.call(aten.ge.Scalar, moved, 0),
+        local.call(aten.lt.Scalar, moved, size),
+    )
+    spare = local.call(
+        aten.scalar_tensor.default, size, dtype=torch.int64, device=local.results[0].device
+    )
     return local.call(aten.where.self, inside, moved, spare)
 
 
 def longer(local, x, dim: int):
     """x with a spare row at the end of a dimension."""
-    return local.call(aten.constant_pad_nd.default, x, [0, 0] * (len(local.results[0].shape) - 1 - dim) + [0, 1])
+    return local.call(
+        aten.constant_pad_nd.default, x, [0, 0] * (len(local.results[0].shape) - 1 - dim) + [0, 1]
+    )
 
 
 def first_only(local, x, factors: list[str], kind: str):
-    """x on the device that holds the first part of all factors, elsewhere the reduction's neutral value."""
+    """x on the device that holds the first part of all factors, elsewhere the reduction's neutral
+    value.
+    """
     if kind in ("max", "min"):
         return x
     first = True
     for factor in factors:
         if local.assignment.get(factor):
-            here = local.call(aten.scalar_tensor.default, local.index(factor) == 0, dtype=torch.bool, device=local.results[0].device)
+            here = local.call(
+                aten.scalar_tensor.default,
+                local.index(factor) == 0,
+                dtype=torch.bool,
+                device=local.results[0].device,
+            )
             first = here if first is True else local.call(aten.logical_and.default, first, here)
-    neutral = local.call(aten.scalar_tensor.default, IDENTITY[kind], dtype=local.results[0].dtype, device=local.results[0].device)
+    neutral = local.call(
+        aten.scalar_tensor.default,
+        IDENTITY[kind],
+        dtype=local.results[0].dtype,
+        device=local.results[0].device,
+    )
     return x if first is True else local.call(aten.where.self, first, x, neutral)
 
 
@@ -44,23 +74,47 @@ def _emit(local, args, kwargs):
     x, dim, index, *rest = args
     dim %= len(local.results[0].shape)
     written, pointed = f"v{dim}", f"i{dim}"
-    place = next((i for i, factors in enumerate(local.rule.operands[1]) if factors == (pointed,)), 0)
+    place = next(
+        (i for i, factors in enumerate(local.rule.operands[1]) if factors == (pointed,)), 0
+    )
     masked, whole = local.masked(index, place, pointed, -1), not local.assignment.get(written)
     x = first_only(local, x, [pointed], local.rule.reduce.get(pointed, "sum"))
-    if whole and masked is index:                                           # nothing falls elsewhere
+    if whole and masked is index:  # nothing falls elsewhere
         return [local.call(local.node.target, x, dim, index, *rest, **kwargs)]
-    made = local.call(local.node.target, longer(local, x, dim), dim, spare_places(local, masked, written), *rest, **kwargs)
+    made = local.call(
+        local.node.target,
+        longer(local, x, dim),
+        dim,
+        spare_places(local, masked, written),
+        *rest,
+        **kwargs,
+    )
     return [local.call(aten.slice.Tensor, made, dim, 0, local.size(written))]
 
 
 def _rule(call: Call, dim: int, names, sizes, whole: str, kind: str | None, linear=()) -> Rule:
     special = f"v{dim} i{dim}" if kind else f"v{dim}"
-    return make_rule(names, [names[0]], sizes, special=special, reduce={f"i{dim}": kind} if kind else {}, emit=_emit, linear=linear,
-                     whole=whole if kind else f"{whole} i{dim}", positions=frozenset({1}))
+    return make_rule(
+        names,
+        [names[0]],
+        sizes,
+        special=special,
+        reduce={f"i{dim}": kind} if kind else {},
+        emit=_emit,
+        linear=linear,
+        whole=whole if kind else f"{whole} i{dim}",
+        positions=frozenset({1}),
+    )
 
 
-@computed(aten.scatter.value, aten.scatter.src, aten.scatter.reduce, aten.scatter.value_reduce, aten.scatter_add.default,
-          aten.scatter_reduce.two)
+@computed(
+    aten.scatter.value,
+    aten.scatter.src,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_add.default,
+    aten.scatter_reduce.two,
+)
 def _scatter(call: Call) -> Rule | None:
     x, index, *source = call.tensors
     if not x.dim() or not index.numel() or not x.numel():
@@ -74,10 +128,17 @@ def _scatter(call: Call) -> Rule | None:
         kind = KINDS.get(call.args[4])
     elif call.target is aten.scatter.src:
         linear = [[0, 2]]
-    return _rule(call, dim, names, sizes, whole, kind if f"i{dim}" not in whole.split() else None, linear)
+    return _rule(
+        call, dim, names, sizes, whole, kind if f"i{dim}" not in whole.split() else None, linear
+    )
 
 
-@computed(aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+@computed(
+    aten.index_add.default,
+    aten.index_copy.default,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+)
 def _along(call: Call) -> Rule | None:
     x, index, *source = call.tensors
     if not x.dim() or not index.dim() or not index.numel() or not x.numel():
@@ -85,6 +146,16 @@ def _along(call: Call) -> Rule | None:
     dim = call.args[1] % x.dim()
     table = [(f"v{d}" if d == dim else f"d{d}",) for d in range(x.dim())]
     sizes = {name[0]: n for name, n in zip(table, x.shape)} | {f"i{dim}": index.shape[0]}
-    sources = [[*table[:dim], (f"i{dim}",), *table[dim + 1:]] if s.dim() == x.dim() else [] for s in source]
-    return _rule(call, dim, [table, [(f"i{dim}",)], *sources], sizes, "", "sum" if call.target is aten.index_add.default else None,
-                 [[0, 2]] if source and sources[0] else ())
+    sources = [
+        [*table[:dim], (f"i{dim}",), *table[dim + 1 :]] if s.dim() == x.dim() else []
+        for s in source
+    ]
+    return _rule(
+        call,
+        dim,
+        [table, [(f"i{dim}",)], *sources],
+        sizes,
+        "",
+        "sum" if call.target is aten.index_add.default else None,
+        [[0, 2]] if source and sources[0] else (),
+    )

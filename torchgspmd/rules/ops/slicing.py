@@ -1,11 +1,13 @@
-"""Operations that move rows along a dimension: slices, pads, flips, rolls, concatenations. Where that dimension is sharded, a
-device needs the rows that its positions of the result come from (see window.py), mostly its own and a few of neighbours:
+"""Operations that move rows along a dimension: slices, pads, flips, rolls, concatenations. Where
+that dimension is sharded, a device needs the rows that its positions of the result come from (see
+window.py), mostly its own and a few of neighbours:
 
     x[1:61]     h[p+1:p+2] -> h         pad         h[p-2:p-1] -> h             cat     h[p:p+1], h[p-8:p-7] -> h
     x[::2]      h[2p:2p+1] -> h         flip        h[-p+63:-p+64] -> h
 
 Padding by content is a concatenation of such pieces.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +22,14 @@ from ..registry import computed, shape_argument
 from .view import keep_rule
 
 
-def moved(call: Call, reaches: Sequence[Mapping[int, Reach]], only: bool = True, **keywords: Any) -> Rule:
-    """The rule of an operation whose operands have the result's dimensions, read as given: for each operand, the dimensions that
-    are moved along. Of a result of one row the operand has to be whole: there are no positions to shard. only: whether every
-    row of the result is a row of an operand, or a pad."""
+def moved(
+    call: Call, reaches: Sequence[Mapping[int, Reach]], only: bool = True, **keywords: Any
+) -> Rule:
+    """The rule of an operation whose operands have the result's dimensions, read as given: for each
+    operand, the dimensions that are moved along. Of a result of one row the operand has to be
+    whole: there are no positions to shard. only: whether every row of the result is a row of an
+    operand, or a pad.
+    """
     shape = call.results[0].shape
     names = [(f"d{i}",) for i in range(len(shape))]
     sizes = {f"d{i}": n for i, n in enumerate(shape)}
@@ -35,7 +41,15 @@ def moved(call: Call, reaches: Sequence[Mapping[int, Reach]], only: bool = True,
         whole += [f"w{i}_{d}" for d in single]
     every = {(i, d): r for i, reach in enumerate(reaches) for d, r in reach.items()}
     halo = {(i, d): r for (i, d), r in every.items() if shape[d] > 1}
-    return make_rule(operands, [names], sizes, whole=" ".join(whole), halo=halo, moves=every if only else None, **keywords)
+    return make_rule(
+        operands,
+        [names],
+        sizes,
+        whole=" ".join(whole),
+        halo=halo,
+        moves=every if only else None,
+        **keywords,
+    )
 
 
 @computed(aten.cat.default)
@@ -51,14 +65,21 @@ def _cat(call: Call) -> Rule | None:
 
 
 def _emit_cat(local, args: tuple, kwargs: dict) -> list:
-    """Every operand's window has all positions; which of them an operand fills is a matter of the device's coordinate."""
+    """Every operand's window has all positions; which of them an operand fills is a matter of the
+    device's coordinate.
+    """
     tensors, rank = args[0], len(local.results[0].shape)
     dim = ((args[1] if len(args) > 1 else kwargs.get("dim", 0)) or 0) % rank
     if not local.sharded(f"d{dim}"):
         return [local.call(aten.cat.default, tensors, dim)]
     place, result = local.position(dim), tensors[0]
     for i, tensor in enumerate(tensors[1:], 1):
-        result = local.call(aten.where.self, local.call(aten.lt.Scalar, place, -local.rule.moves[i, dim].low), result, tensor)
+        result = local.call(
+            aten.where.self,
+            local.call(aten.lt.Scalar, place, -local.rule.moves[i, dim].low),
+            result,
+            tensor,
+        )
     return [result]
 
 
@@ -70,7 +91,12 @@ def _slice_scatter(call: Call) -> Rule:
         return keep_rule(call, [dim], linear=[[0, 1]])
     if end - start == x.shape[dim]:
         return keep_rule(call, [], linear=[[0, 1]], local=_whole_scatter)
-    return moved(call, [{dim: Reach(0, 0)}, {dim: Reach(-start, -start)}], linear=[[0, 1]], emit=_emit_slice_scatter)
+    return moved(
+        call,
+        [{dim: Reach(0, 0)}, {dim: Reach(-start, -start)}],
+        linear=[[0, 1]],
+        emit=_emit_slice_scatter,
+    )
 
 
 def _whole_scatter(args, kwargs, shapes):
@@ -84,7 +110,11 @@ def _emit_slice_scatter(local, args: tuple, kwargs: dict) -> list:
     start = -local.rule.moves[1, dim].low
     end = start + local.global_shape(1)[dim]
     place = local.position(dim)
-    inside = local.call(aten.logical_and.default, local.call(aten.ge.Scalar, place, start), local.call(aten.lt.Scalar, place, end))
+    inside = local.call(
+        aten.logical_and.default,
+        local.call(aten.ge.Scalar, place, start),
+        local.call(aten.lt.Scalar, place, end),
+    )
     return [local.call(aten.where.self, inside, args[1], args[0])]
 
 
@@ -98,27 +128,38 @@ def _flip(call: Call) -> Rule:
 @computed(aten.roll.default)
 def _roll(call: Call) -> Rule:
     x, shifts, dims = call.tensors[0], call.args[1], call.argument(2, "dims", ())
-    if not dims:                                                            # of the flat tensor
+    if not dims:  # of the flat tensor
         return keep_rule(call, range(x.dim()), linear=[[0]])
     total: dict[int, int] = {}
     for shift, d in zip(shifts, dims):
         total[d % x.dim()] = total.get(d % x.dim(), 0) - shift
-    rows = {d: (shift + n // 2) % n - n // 2 for d, shift in total.items() if (n := x.shape[d])}        # the shorter way around
-    return moved(call, [{d: Reach(row, row, wrap=True) for d, row in rows.items()}],
-                 linear=[[0]], emit=_emit_roll)
+    rows = {
+        d: (shift + n // 2) % n - n // 2 for d, shift in total.items() if (n := x.shape[d])
+    }  # the shorter way around
+    return moved(
+        call,
+        [{d: Reach(row, row, wrap=True) for d, row in rows.items()}],
+        linear=[[0]],
+        emit=_emit_roll,
+    )
 
 
 def _emit_roll(local, args: tuple, kwargs: dict) -> list:
     """Along sharded dimensions the window is the result already."""
     rank = len(local.results[0].shape)
     rest = [(shift, d) for shift, d in zip(args[1], args[2]) if not local.sharded(f"d{d % rank}")]
-    return [local.call(aten.roll.default, args[0], [shift for shift, _ in rest], [d for _, d in rest]) if rest else
-            local.call(aten.alias.default, args[0])]
+    return [
+        local.call(aten.roll.default, args[0], [shift for shift, _ in rest], [d for _, d in rest])
+        if rest
+        else local.call(aten.alias.default, args[0])
+    ]
 
 
 def _bounds(call: Call, dim: int, at: int, size: int) -> tuple[int, int, int]:
     """Start, end and step of a slice; at: position of its start among the arguments."""
-    start, end, step = (call.argument(at + i, name) for i, name in enumerate(("start", "end", "step")))
+    start, end, step = (
+        call.argument(at + i, name) for i, name in enumerate(("start", "end", "step"))
+    )
     return slice(start, end, step or 1).indices(size)
 
 
@@ -128,7 +169,9 @@ def _slice(call: Call) -> Rule:
     if call.results[0].shape == x.shape:
         return keep_rule(call, [], linear=[[0]], local=_whole_slice, moves={})
     start, _, step = _bounds(call, dim, 2, x.shape[dim])
-    return moved(call, [{dim: Reach(start, start, step)}], linear=[[0]], only=step == 1, emit=_emit_slice)
+    return moved(
+        call, [{dim: Reach(start, start, step)}], linear=[[0]], only=step == 1, emit=_emit_slice
+    )
 
 
 def _whole_slice(args, kwargs, shapes):
@@ -139,7 +182,9 @@ def _emit_slice(local, args: tuple, kwargs: dict) -> list:
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % len(local.results[0].shape)
     if not local.sharded(f"d{dim}"):
         return [local.call(aten.slice.Tensor, *args, **kwargs)]
-    return [local.call(aten.slice.Tensor, args[0], dim, 0, local.shape(args[0])[dim], _step(local, dim))]
+    return [
+        local.call(aten.slice.Tensor, args[0], dim, 0, local.shape(args[0])[dim], _step(local, dim))
+    ]
 
 
 def _step(local, dim: int) -> int:
@@ -152,31 +197,51 @@ def _slice_backward(call: Call) -> Rule:
     start, _, step = _bounds(call, dim, 3, call.results[0].shape[dim])
     if call.tensors[0].shape[dim] == 1 and rank:
         return keep_rule(call, [dim], linear=[[0]], local=shape_argument(1))
-    return moved(call, [{dim: Reach(start, start, step).inverse(0.0)}], only=False, linear=[[0]], local=shape_argument(1),
-                 emit=_emit_slice_backward)
+    return moved(
+        call,
+        [{dim: Reach(start, start, step).inverse(0.0)}],
+        only=False,
+        linear=[[0]],
+        local=shape_argument(1),
+        emit=_emit_slice_backward,
+    )
 
 
 def _emit_slice_backward(local, args: tuple, kwargs: dict) -> list:
     """Spreads the window's rows, then takes the device's positions out of that."""
     dim = args[2] % len(local.results[0].shape)
-    window, length, step = local.window(0, dim), local.size(f"d{dim}"), local.rule.halo[0, dim].every
+    window, length, step = (
+        local.window(0, dim),
+        local.size(f"d{dim}"),
+        local.rule.halo[0, dim].every,
+    )
     start = -local.rule.halo[0, dim].high
     if step == 1:
         return [local.call(aten.alias.default, args[0])]
     shape = list(local.results[0].shape)
     shape[dim] = step * window.length + step - 1
-    spread = local.call(aten.slice_backward.default, args[0], shape, dim, step - 1, shape[dim], step)
+    spread = local.call(
+        aten.slice_backward.default, args[0], shape, dim, step - 1, shape[dim], step
+    )
     index = local.index(f"d{dim}")
-    return [local.narrow(spread, dim, index * length - start + (step - 1) - window.first(index) * step, length)]
+    return [
+        local.narrow(
+            spread, dim, index * length - start + (step - 1) - window.first(index) * step, length
+        )
+    ]
 
 
 @computed(aten.constant_pad_nd.default)
 def _pad(call: Call) -> Rule | None:
     rank, pads, value = call.tensors[0].dim(), call.args[1], call.argument(2, "value", 0)
     if isinstance(value, complex) and value.imag:
-        return None                                                         # windows are filled with real numbers
+        return None  # windows are filled with real numbers
     fill = float(value.real)
-    reaches = {rank - 1 - i // 2: Reach(-pads[i], -pads[i], fill=fill) for i in range(0, len(pads), 2) if pads[i] or pads[i + 1]}
+    reaches = {
+        rank - 1 - i // 2: Reach(-pads[i], -pads[i], fill=fill)
+        for i in range(0, len(pads), 2)
+        if pads[i] or pads[i + 1]
+    }
     return moved(call, [reaches], linear=[[0]] if value == 0 else (), emit=_emit_pad)
 
 
@@ -185,21 +250,32 @@ def _emit_pad(local, args: tuple, kwargs: dict) -> list:
     rank, pads = len(local.results[0].shape), list(args[1])
     for i in range(0, len(pads), 2):
         if local.sharded(f"d{rank - 1 - i // 2}"):
-            pads[i:i + 2] = [0, 0]
+            pads[i : i + 2] = [0, 0]
     return [local.call(aten.constant_pad_nd.default, args[0], pads, *args[2:], **kwargs)]
 
 
 def _pad_dims(x: torch.Tensor, pads: Sequence[int]):
     """(dimension, rows before, rows behind) of pads, which begin with the last dimension."""
-    return [(x.dim() - 1 - i // 2, pads[i], pads[i + 1]) for i in range(0, len(pads), 2) if pads[i] or pads[i + 1]]
+    return [
+        (x.dim() - 1 - i // 2, pads[i], pads[i + 1])
+        for i in range(0, len(pads), 2)
+        if pads[i] or pads[i + 1]
+    ]
 
 
 def reflection_pad(x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
-    """F.pad in mode "reflect" as slices, flips and concatenations, which have rules; negative pads cut."""
+    """F.pad in mode "reflect" as slices, flips and concatenations, which have rules; negative pads
+    cut.
+    """
     for d, before, behind in _pad_dims(x, pads):
         n = x.shape[d]
-        front, back = x.narrow(d, 1, max(before, 0)).flip(d), x.narrow(d, n - 1 - max(behind, 0), max(behind, 0)).flip(d)
-        x = _joined(d, [front], x.narrow(d, max(-before, 0), n - max(-before, 0) - max(-behind, 0)), [back])
+        front, back = (
+            x.narrow(d, 1, max(before, 0)).flip(d),
+            x.narrow(d, n - 1 - max(behind, 0), max(behind, 0)).flip(d),
+        )
+        x = _joined(
+            d, [front], x.narrow(d, max(-before, 0), n - max(-before, 0) - max(-behind, 0)), [back]
+        )
     return x
 
 
@@ -208,7 +284,9 @@ def replication_pad(x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
     for d, before, behind in _pad_dims(x, pads):
         n = x.shape[d]
         front, back = [x.narrow(d, 0, 1)] * max(before, 0), [x.narrow(d, n - 1, 1)] * max(behind, 0)
-        x = _joined(d, front, x.narrow(d, max(-before, 0), n - max(-before, 0) - max(-behind, 0)), back)
+        x = _joined(
+            d, front, x.narrow(d, max(-before, 0), n - max(-before, 0) - max(-behind, 0)), back
+        )
     return x
 
 
@@ -216,7 +294,9 @@ def _joined(d: int, front: list, x: torch.Tensor, back: list) -> torch.Tensor:
     return torch.cat([piece for piece in (*front, x, *back) if piece.shape[d]], d)
 
 
-def reflection_pad_backward(grad: torch.Tensor, x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
+def reflection_pad_backward(
+    grad: torch.Tensor, x: torch.Tensor, pads: Sequence[int]
+) -> torch.Tensor:
     """What was read from a row comes back to it."""
     for d, before, behind in reversed(_pad_dims(x, pads)):
         n, total = x.shape[d], grad.shape[d]
@@ -226,7 +306,9 @@ def reflection_pad_backward(grad: torch.Tensor, x: torch.Tensor, pads: Sequence[
     return grad
 
 
-def replication_pad_backward(grad: torch.Tensor, x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
+def replication_pad_backward(
+    grad: torch.Tensor, x: torch.Tensor, pads: Sequence[int]
+) -> torch.Tensor:
     """The first and last row collect what was read from them."""
     for d, before, behind in reversed(_pad_dims(x, pads)):
         n, total = x.shape[d], grad.shape[d]
@@ -236,11 +318,25 @@ def replication_pad_backward(grad: torch.Tensor, x: torch.Tensor, pads: Sequence
     return grad
 
 
-def _added(d: int, n: int, grad: torch.Tensor, before: int, behind: int, pieces: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
+def _added(
+    d: int,
+    n: int,
+    grad: torch.Tensor,
+    before: int,
+    behind: int,
+    pieces: list[tuple[torch.Tensor, int]],
+) -> torch.Tensor:
     """The gradient of the middle, and of pieces that start at given ones of the n rows."""
+
     def placed(piece: torch.Tensor, start: int) -> torch.Tensor:
-        return aten.constant_pad_nd(piece, [0, 0] * (grad.dim() - 1 - d) + [start, n - start - piece.shape[d]])
-    result = placed(grad.narrow(d, max(before, 0), grad.shape[d] - max(before, 0) - max(behind, 0)), max(-before, 0))
+        return aten.constant_pad_nd(
+            piece, [0, 0] * (grad.dim() - 1 - d) + [start, n - start - piece.shape[d]]
+        )
+
+    result = placed(
+        grad.narrow(d, max(before, 0), grad.shape[d] - max(before, 0) - max(behind, 0)),
+        max(-before, 0),
+    )
     for piece, start in pieces:
         result = result + placed(piece, start) if piece.shape[d] else result
     return result

@@ -1,5 +1,7 @@
-"""Largest, smallest, sorted. Along a sharded dimension the extreme is reduced, then its place; of the k largest every device picks
-candidates in its block, which are gathered and picked from again."""
+"""Largest, smallest, sorted. Along a sharded dimension the extreme is reduced, then its place; of
+the k largest every device picks candidates in its block, which are gathered and picked from again.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -22,7 +24,9 @@ def _sort(call: Call) -> Rule:
 @computed(aten.searchsorted.Tensor, aten.bucketize.Tensor)
 def _search(call: Call) -> Rule:
     """Whoever has all borders finds the places of its part of the values."""
-    values, borders = call.tensors[:2] if call.target is aten.bucketize.Tensor else call.tensors[1::-1]
+    values, borders = (
+        call.tensors[:2] if call.target is aten.bucketize.Tensor else call.tensors[1::-1]
+    )
     names = [(f"d{i}",) for i in range(values.dim())]
     row = [*names[:-1], ("w",)] if borders.dim() > 1 else [("w",)]
     free = names if borders.dim() == 1 else [*names[:-1], ("v",)]
@@ -49,24 +53,31 @@ def _split_topk(x, k, dim=-1, largest=True, sorted=True, *, shards=1):
         raise NotImplementedError("left as it is")
     parts = cut(x, dim, blocks)
     values, places = parts.topk(k, dim + 1, largest, sorted)
-    dtype = torch.int32 if x.shape[dim] < 2 ** 31 else torch.int64          # what is sent
-    places = places.to(dtype) + place_of_block(blocks, parts.shape[dim + 1], x.dim() - dim, x.device, dtype)
-    shape = [*x.shape[:dim], blocks * k, *x.shape[dim + 1:]]
+    dtype = torch.int32 if x.shape[dim] < 2**31 else torch.int64  # what is sent
+    places = places.to(dtype) + place_of_block(
+        blocks, parts.shape[dim + 1], x.dim() - dim, x.device, dtype
+    )
+    shape = [*x.shape[:dim], blocks * k, *x.shape[dim + 1 :]]
     values, at = values.reshape(shape).topk(k, dim, largest, sorted)
     return values, places.reshape(shape).gather(dim, at).to(torch.int64)
 
 
 def _first_place(reduce):
     def split(x, dim, keepdim=False):
-        """The extreme value, which devices agree on, and the first place where it stands. NaN is the extreme if there is one."""
+        """The extreme value, which devices agree on, and the first place where it stands. NaN is
+        the extreme if there is one.
+        """
         dim %= max(x.dim(), 1)
         size = x.shape[dim] if x.dim() else 1
-        dtype = torch.int32 if size < 2 ** 31 else torch.int64              # what is sent
+        dtype = torch.int32 if size < 2**31 else torch.int64  # what is sent
         best = reduce(x, dim, True)
         found = (x == best) | x.isnan() if x.is_floating_point() else x == best
-        places = torch.arange(size, device=x.device, dtype=dtype).reshape([size] + [1] * (x.dim() - 1 - dim) if x.dim() else [])
+        places = torch.arange(size, device=x.device, dtype=dtype).reshape(
+            [size] + [1] * (x.dim() - 1 - dim) if x.dim() else []
+        )
         place = torch.where(found, places, size).to(dtype).amin(dim, keepdim).to(torch.int64)
         return best if keepdim else best.squeeze(dim), place
+
     return split
 
 
@@ -74,6 +85,13 @@ def _only_place(split):
     return lambda x, dim=None, keepdim=False: split(x, dim, keepdim)[1]
 
 
-SPLITS.update({aten.topk.default: _split_topk, aten.max.dim: _first_place(torch.amax), aten.min.dim: _first_place(torch.amin),
-               aten.argmax.default: _only_place(_first_place(torch.amax)), aten.argmin.default: _only_place(_first_place(torch.amin))})
+SPLITS.update(
+    {
+        aten.topk.default: _split_topk,
+        aten.max.dim: _first_place(torch.amax),
+        aten.min.dim: _first_place(torch.amin),
+        aten.argmax.default: _only_place(_first_place(torch.amax)),
+        aten.argmin.default: _only_place(_first_place(torch.amin)),
+    }
+)
 BLOCKWISE.add(aten.topk.default)

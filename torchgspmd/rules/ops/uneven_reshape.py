@@ -1,11 +1,14 @@
-"""Reshapes of a dimension that the mesh does not divide: rows r of w elements, which belong to different devices than the elements do.
+"""Reshapes of a dimension that the mesh does not divide: rows r of w elements, which belong to
+different devices than the elements do.
 
     flatten     r w -> p        h[(p - w + 1):p/w] w -> h       a position reads one row
     unflatten   p -> r w        h[wp:wp+w] -> h w               a row reads its elements
 
-As factors (r w) -> r w, a layout of r has to divide it. A device that holds 4 of 7 rows of 7 elements holds 28 of 49 elements, where 25
-are its part; so it sends the other 3 to its neighbour, instead of everything to everybody. `uneven_view` makes such steps of a reshape.
+As factors (r w) -> r w, a layout of r has to divide it. A device that holds 4 of 7 rows of 7
+elements holds 28 of 49 elements, where 25 are its part; so it sends the other 3 to its neighbour,
+instead of everything to everybody. `uneven_view` makes such steps of a reshape.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,7 +30,7 @@ def join_rows(x: Tensor, dim: int) -> Tensor:
 
 @join_rows.register_fake
 def _(x: Tensor, dim: int) -> Tensor:
-    return x.new_empty([*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2:]])
+    return x.new_empty([*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]])
 
 
 @torch.library.custom_op("torchgspmd::split_rows", mutates_args=())
@@ -38,13 +41,13 @@ def split_rows(x: Tensor, dim: int, width: int) -> Tensor:
 
 @split_rows.register_fake
 def _(x: Tensor, dim: int, width: int) -> Tensor:
-    return x.new_empty([*x.shape[:dim], x.shape[dim] // width, width, *x.shape[dim + 1:]])
+    return x.new_empty([*x.shape[:dim], x.shape[dim] // width, width, *x.shape[dim + 1 :]])
 
 
 def _names(rank: int, dim: int) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """Factors of the flat tensor, and of the one whose dimension `dim` is rows."""
     flat = [(f"d{i}",) for i in range(rank)]
-    return flat, [*flat[:dim + 1], ("w",), *flat[dim + 1:]]
+    return flat, [*flat[: dim + 1], ("w",), *flat[dim + 1 :]]
 
 
 @computed(join_rows._opoverload)
@@ -53,7 +56,15 @@ def _join(call: Call) -> Rule:
     width = call.tensors[0].shape[dim + 1]
     flat, rows = _names(len(shape), dim)
     sizes = {f"d{i}": n for i, n in enumerate(shape)} | {"w": width}
-    return make_rule([rows], [flat], sizes, whole="w", linear=[[0]], halo={(0, dim): Reach(1 - width, 0, every=width)}, emit=_emit_join)
+    return make_rule(
+        [rows],
+        [flat],
+        sizes,
+        whole="w",
+        linear=[[0]],
+        halo={(0, dim): Reach(1 - width, 0, every=width)},
+        emit=_emit_join,
+    )
 
 
 def _emit_join(local, args: tuple, kwargs: dict) -> list:
@@ -61,8 +72,12 @@ def _emit_join(local, args: tuple, kwargs: dict) -> list:
     x, dim = args
     shape, length, index = local.shape(x), local.size(f"d{dim}"), local.index(f"d{dim}")
     width = local.global_shape(0)[dim + 1]
-    flat = local.call(aten.reshape.default, x, [*shape[:dim], shape[dim] * width, *shape[dim + 2:]])
-    return [local.narrow(flat, dim, index * length - local.window(0, dim).first(index) * width, length)]
+    flat = local.call(
+        aten.reshape.default, x, [*shape[:dim], shape[dim] * width, *shape[dim + 2 :]]
+    )
+    return [
+        local.narrow(flat, dim, index * length - local.window(0, dim).first(index) * width, length)
+    ]
 
 
 @computed(split_rows._opoverload)
@@ -70,7 +85,15 @@ def _split(call: Call) -> Rule:
     shape, (dim, width) = call.tensors[0].shape, call.args[1:]
     flat, rows = _names(len(shape), dim)
     sizes = {f"d{i}": n for i, n in enumerate(shape)} | {f"d{dim}": shape[dim] // width, "w": width}
-    return make_rule([flat], [rows], sizes, whole="w", linear=[[0]], halo={(0, dim): Reach(0, width - 1, width)}, emit=_emit_split)
+    return make_rule(
+        [flat],
+        [rows],
+        sizes,
+        whole="w",
+        linear=[[0]],
+        halo={(0, dim): Reach(0, width - 1, width)},
+        emit=_emit_split,
+    )
 
 
 def _emit_split(local, args: tuple, kwargs: dict) -> list:
@@ -78,7 +101,9 @@ def _emit_split(local, args: tuple, kwargs: dict) -> list:
 
 
 def uneven_view(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A reshape that flattens dimensions, or one that unflattens them, by rows: the first of them, and all others as their elements."""
+    """A reshape that flattens dimensions, or one that unflattens them, by rows: the first of them,
+    and all others as their elements.
+    """
     flat, long = sorted((tuple(x.shape), tuple(shape)), key=lambda s: len([n for n in s if n > 1]))
     pairs, at = [], []
     for n, dims in zip(flat, _stretches(flat, long)):
@@ -100,7 +125,9 @@ def uneven_view(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _stretches(flat: Sequence[int], long: Sequence[int]) -> list[list[int]]:
-    """The sizes, larger than 1, that each dimension of the flat shape is made of; NotImplementedError if some belong to two."""
+    """The sizes, larger than 1, that each dimension of the flat shape is made of;
+    NotImplementedError if some belong to two.
+    """
     rest, found = [n for n in long if n > 1], []
     for n in flat:
         dims, product = [], 1

@@ -1,4 +1,5 @@
 """Operations that only rearrange dimensions."""
+
 from __future__ import annotations
 
 import math
@@ -18,11 +19,14 @@ VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 BLOCKWISE.update(VIEWS)
 
 
-def reshape_factors(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
-    """Factors of both shapes of a reshape: walks them from the major end and splits at every common border.
+def reshape_factors(
+    before: Sequence[int], after: Sequence[int]
+) -> tuple[Dims, Dims, dict[str, int]]:
+    """Factors of both shapes of a reshape: walks them from the major end and splits at every common
+    border.
 
-    [6, 4] -> [2, 12] is (a b) c -> a (b c) with a=2, b=3, c=4. Where sizes do not nest, a stretch of dimensions that
-    have the same number of elements on both sides keeps private factors.
+    [6, 4] -> [2, 12] is (a b) c -> a (b c) with a=2, b=3, c=4. Where sizes do not nest, a stretch
+    of dimensions that have the same number of elements on both sides keeps private factors.
     """
     sizes: dict[str, int] = {}
     left, right = [[] for _ in before], [[] for _ in after]
@@ -31,7 +35,7 @@ def reshape_factors(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, 
         start = (i, j)
         a, b = before[i], after[j]
         i, j = i + 1, j + 1
-        while a != b:                                                       # the shortest stretch with equal products
+        while a != b:  # the shortest stretch with equal products
             if a < b:
                 a, i = a * before[i], i + 1
             else:
@@ -59,7 +63,7 @@ def _stretch(before, after, ins: range, outs: range, left, right, sizes: dict[st
     for dims, factors, shape in ((ins, left, before), (outs, right, after)):
         product = math.prod(shape[d] for d in dims)
         for d in dims:
-            upper = product                                                 # products are counted from the minor end
+            upper = product  # products are counted from the minor end
             product //= shape[d]
             factors[d].extend(names[x] for x in sorted(names, reverse=True) if product <= x < upper)
 
@@ -88,7 +92,15 @@ def _view(call: Call) -> Rule | None:
         return None
     left, right, sizes = reshape_factors(before, after)
     private = frozenset(name for name in sizes if not name.startswith("f"))
-    return make_rule([left], [right], sizes, whole=private, linear=[[0]], local=shape_argument(1), splits=not private)
+    return make_rule(
+        [left],
+        [right],
+        sizes,
+        whole=private,
+        linear=[[0]],
+        local=shape_argument(1),
+        splits=not private,
+    )
 
 
 @computed(aten.permute.default)
@@ -113,14 +125,21 @@ def _transposed(call: Call, a: int, b: int) -> Rule:
     out = list(names)
     if names:
         out[a], out[b] = out[b], out[a]
-    return make_rule([names], [out], {f"d{i}": n for i, n in enumerate(call.tensors[0].shape)}, linear=[[0]])
+    return make_rule(
+        [names], [out], {f"d{i}": n for i, n in enumerate(call.tensors[0].shape)}, linear=[[0]]
+    )
 
 
 @computed(aten.expand.default)
 def _expand(call: Call) -> Rule:
     shape = call.results[0].shape
-    return make_rule([broadcast_dims(call.tensors[0].shape, shape)], [[(f"d{i}",) for i in range(len(shape))]],
-                     {f"d{i}": n for i, n in enumerate(shape)}, linear=[[0]], local=shape_argument(1))
+    return make_rule(
+        [broadcast_dims(call.tensors[0].shape, shape)],
+        [[(f"d{i}",) for i in range(len(shape))]],
+        {f"d{i}": n for i, n in enumerate(shape)},
+        linear=[[0]],
+        local=shape_argument(1),
+    )
 
 
 @computed(aten.unsqueeze.default, aten.squeeze.dims)
@@ -129,7 +148,12 @@ def _unsqueeze(call: Call) -> Rule:
     long = [(f"d{i}",) for i, n in enumerate(x.shape) if n > 1]
     sizes = {f"d{i}": n for i, n in enumerate(x.shape)}
     names = iter(long)
-    return make_rule([[(f"d{i}",) for i in range(x.dim())]], [[next(names) if n > 1 else () for n in y.shape]], sizes, linear=[[0]])
+    return make_rule(
+        [[(f"d{i}",) for i in range(x.dim())]],
+        [[next(names) if n > 1 else () for n in y.shape]],
+        sizes,
+        linear=[[0]],
+    )
 
 
 @decomposition(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
@@ -157,6 +181,7 @@ def keep_rule(call: Call, dims: Sequence[int], **keywords) -> Rule:
             else:
                 result.append((f"d{i}",))
         return result
+
     operands = [names(i, t) for i, t in enumerate(call.tensors)]
     results = [names(len(operands) + i, t) for i, t in enumerate(call.results)]
     kept = {name: n for name, n in sizes.items() if int(name[1:]) not in whole}
@@ -180,18 +205,38 @@ def _along(call: Call) -> Rule:
 
 @computed(aten.select.int)
 def _select(call: Call) -> Rule:
-    """Of a sharded dimension the device that has the row holds it as a term of a sum, the others zeros."""
+    """Of a sharded dimension the device that has the row holds it as a term of a sum, the others
+    zeros.
+    """
     x, dim = call.tensors[0], call.args[1] % call.tensors[0].dim()
     names = [(f"d{i}",) for i in range(x.dim())]
-    return make_rule([names], [[n for i, n in enumerate(names) if i != dim]], {f"d{i}": n for i, n in enumerate(x.shape)},
-                     reduce=f"d{dim}", special=f"d{dim}", linear=[[0]], emit=_emit_select)
+    return make_rule(
+        [names],
+        [[n for i, n in enumerate(names) if i != dim]],
+        {f"d{i}": n for i, n in enumerate(x.shape)},
+        reduce=f"d{dim}",
+        special=f"d{dim}",
+        linear=[[0]],
+        emit=_emit_select,
+    )
 
 
 def _emit_select(local, args: tuple, kwargs: dict) -> list:
     shape, dim = local.global_shape(0), args[1] % len(local.global_shape(0))
     owner, place = divmod(args[2] % shape[dim], local.size(f"d{dim}"))
-    index = local.call(aten.scalar_tensor.default, local.index(f"d{dim}"), dtype=torch.int64, device=local.results[0].device)
-    return [zero_outside(local, local.call(aten.eq.Scalar, index, owner), local.call(aten.select.int, args[0], dim, place))]
+    index = local.call(
+        aten.scalar_tensor.default,
+        local.index(f"d{dim}"),
+        dtype=torch.int64,
+        device=local.results[0].device,
+    )
+    return [
+        zero_outside(
+            local,
+            local.call(aten.eq.Scalar, index, owner),
+            local.call(aten.select.int, args[0], dim, place),
+        )
+    ]
 
 
 @computed(aten.select_backward.default)
@@ -199,8 +244,14 @@ def _select_backward(call: Call) -> Rule:
     y = call.results[0]
     dim = call.args[2] % y.dim()
     names = [(f"d{i}",) for i in range(y.dim())]
-    return make_rule([[n for i, n in enumerate(names) if i != dim]], [names], {f"d{i}": n for i, n in enumerate(y.shape)},
-                     whole=f"d{dim}", linear=[[0]], local=shape_argument(1))
+    return make_rule(
+        [[n for i, n in enumerate(names) if i != dim]],
+        [names],
+        {f"d{i}": n for i, n in enumerate(y.shape)},
+        whole=f"d{dim}",
+        linear=[[0]],
+        local=shape_argument(1),
+    )
 
 
 @computed(aten.unbind.int)
@@ -208,7 +259,13 @@ def _unbind(call: Call) -> Rule:
     x, dim = call.tensors[0], call.argument(1, "dim", 0) % call.tensors[0].dim()
     names = [(f"d{i}",) for i in range(x.dim())]
     kept = [n for i, n in enumerate(names) if i != dim]
-    return make_rule([names], [kept] * len(call.results), {f"d{i}": n for i, n in enumerate(x.shape)}, whole=f"d{dim}", linear=[[0]])
+    return make_rule(
+        [names],
+        [kept] * len(call.results),
+        {f"d{i}": n for i, n in enumerate(x.shape)},
+        whole=f"d{dim}",
+        linear=[[0]],
+    )
 
 
 @computed(aten.stack.default)
@@ -216,5 +273,10 @@ def _stack(call: Call) -> Rule:
     y, dim = call.results[0], call.argument(1, "dim", 0) % call.results[0].dim()
     names = [(f"d{i}",) for i in range(y.dim())]
     kept = [n for i, n in enumerate(names) if i != dim]
-    return make_rule([kept] * len(call.tensors), [names], {f"d{i}": n for i, n in enumerate(y.shape)}, whole=f"d{dim}",
-                     linear=[list(range(len(call.tensors)))])
+    return make_rule(
+        [kept] * len(call.tensors),
+        [names],
+        {f"d{i}": n for i, n in enumerate(y.shape)},
+        whole=f"d{dim}",
+        linear=[list(range(len(call.tensors)))],
+    )
