@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgspmd.compat.operators import aten
-from torchgspmd.fx_passes.lower.torch_bindings import BINDINGS, bindings
+from torchgspmd.fx_passes.lower.torch_bindings import BINDINGS, torch_bindings
 
 X, M, V, INDEX = torch.rand(2, 3, 4), torch.rand(4, 4), torch.rand(4), torch.tensor([1, 0])
 ARGUMENTS = {
@@ -67,7 +67,7 @@ def test_the_same_operation_is_called(op):
         want = op(*copy.deepcopy(arguments))
     with Watch() as bound, torch.no_grad():
         got = (
-            bindings(graph)
+            torch_bindings(graph)
             .find_nodes(op="call_function", target=BINDINGS[op])[0]
             .target(*copy.deepcopy(arguments))
         )

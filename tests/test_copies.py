@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from torchgspmd.fx_passes.lower.elide_copies import aten, copies
+from torchgspmd.fx_passes.lower.elide_copies import aten, elide_copies
 
 
 def targets(build) -> list[str]:
@@ -15,7 +15,7 @@ def targets(build) -> list[str]:
         aten.clone.default, (value,), {"memory_format": torch.contiguous_format}
     )  # noqa: E731
     graph.output(build(graph, x, clone))
-    copies(graph).lint()
+    elide_copies(graph).lint()
     return [
         str(n.target)
         for n in graph.nodes

@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from torchgspmd.compat.operators import aten, c10d
 from torchgspmd.fx_passes.lower import gloo_all_to_all as gloo_pass
-from torchgspmd.fx_passes.lower.gloo_all_to_all import gloo
-from torchgspmd.fx_passes.lower.verify_in_flight import in_flight
-from torchgspmd.fx_passes.lower.wire_dtypes import carriers
+from torchgspmd.fx_passes.lower.gloo_all_to_all import gloo_all_to_all
+from torchgspmd.fx_passes.lower.verify_in_flight import verify_in_flight
+from torchgspmd.fx_passes.lower.wire_dtypes import wire_dtypes
 
 KNOWN = {
     torch.float32,
@@ -153,10 +153,10 @@ def test_the_same_numbers(
         ]
         want, _ = run([program(op, dtype, ranks, reduction) for _ in x], x)
         graphs = [
-            carriers(gloo(program(op, dtype, ranks, reduction), Ranks(ranks, me)))
+            wire_dtypes(gloo_all_to_all(program(op, dtype, ranks, reduction), Ranks(ranks, me)))
             for me in range(ranks)
         ]
-        got, sent = run([in_flight(g) for g in graphs], x)
+        got, sent = run([verify_in_flight(g) for g in graphs], x)
         assert all(
             torch.equal(g, w) and g.dtype == w.dtype for g, w in zip(got, want, strict=True)
         ), reduction
@@ -174,7 +174,7 @@ def test_the_same_numbers(
 )
 def test_other_devices_keep_their_collectives(dtype: torch.dtype, keeps: bool) -> None:
     for op in ("reduce_scatter_tensor", "all_reduce", "all_reduce_"):
-        graph = gloo(program(op, dtype, 4), Ranks(4, 0, "cuda"))
+        graph = gloo_all_to_all(program(op, dtype, 4), Ranks(4, 0, "cuda"))
         assert bool(graph.find_nodes(op="call_function", target=getattr(c10d, op).default)) == keeps
 
 
@@ -182,7 +182,7 @@ class TestGolden(TestCase):
     maxDiff = None
 
     def code(self, op: str, ranks: int, dtype: torch.dtype = torch.float32) -> str:
-        graph = carriers(gloo(program(op, dtype, ranks), Ranks(ranks, 1)))
+        graph = wire_dtypes(gloo_all_to_all(program(op, dtype, ranks), Ranks(ranks, 1)))
         graph.lint()
         return graph.python_code("self").src.strip()
 

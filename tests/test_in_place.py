@@ -12,7 +12,7 @@ from expecttest import TestCase
 from torch import fx
 
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes.lower.reuse_buffers import in_place
+from torchgspmd.fx_passes.lower.reuse_buffers import reuse_buffers
 
 F32 = {"shape": (4, 6), "dtype": torch.float32}
 
@@ -37,7 +37,7 @@ class Program:
         inputs = torch.randn(4, 6), torch.randn(4, 6)
         want = fx.GraphModule({}, self.graph)(*inputs)
         kept = [t.clone() for t in (*inputs, *want)]
-        module = fx.GraphModule({}, in_place(self.graph))
+        module = fx.GraphModule({}, reuse_buffers(self.graph))
         module.graph.lint()
         got = module(*inputs)
         assert all(torch.equal(a, b) for a, b in zip((*inputs, *got), kept, strict=True))
@@ -186,7 +186,7 @@ def test_what_is_on_its_way_is_kept() -> None:
     p.graph.output((sums, p(c10d.wait_tensor.default, started, meta={})))
     assert (
         sums.target is aten.add.Tensor
-        and in_place(p.graph) is p.graph
+        and reuse_buffers(p.graph) is p.graph
         and sums.target is aten.add.Tensor
     )
 
@@ -202,7 +202,7 @@ def test_after_the_wait_it_is_free() -> None:
     used = p(aten.exp.default, waited, meta={})
     sums = p(aten.add.Tensor, made, p.y)
     p.graph.output((sums, used))
-    in_place(p.graph)
+    reuse_buffers(p.graph)
     assert sums.target is aten.add_.Tensor
 
 
@@ -221,7 +221,7 @@ class TestGolden(TestCase):
             (p(aten.add.Tensor, p.x, p(aten.mul.Tensor, p(aten.neg.default, p.y), 2.0)), made)
         )
         self.assertExpectedInline(
-            in_place(p.graph).python_code("self").src.strip(),
+            reuse_buffers(p.graph).python_code("self").src.strip(),
             """\
 def forward(self, x, y):
     transpose_int = torch.ops.aten.transpose.int(x, 0, 1)

@@ -9,9 +9,9 @@ import torch
 from expecttest import TestCase
 from torch import Tensor, fx
 
-from torchgspmd.comm.bucket_memory import Kept
+from torchgspmd.comm.bucket_memory import BucketMemory
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes.lower.reduce_in_bucket import into_buckets
+from torchgspmd.fx_passes.lower.reduce_in_bucket import reduce_in_bucket
 
 
 def gradients(columns: int = 8, used: bool = False) -> fx.Graph:
@@ -66,7 +66,7 @@ def run(graph: fx.Graph, columns: int) -> list[Tensor]:
 def test_the_same_numbers(columns: int, used: bool) -> None:
     want, got = (
         run(graph, columns)
-        for graph in (gradients(columns, used), into_buckets(gradients(columns, used)))
+        for graph in (gradients(columns, used), reduce_in_bucket(gradients(columns, used)))
     )
     assert all(torch.equal(g, w) and g.is_contiguous() for g, w in zip(got, want, strict=True))
 
@@ -76,7 +76,7 @@ def targets(graph: fx.Graph) -> list:
 
 
 def test_what_another_one_uses_is_copied() -> None:
-    assert aten.mm.default in targets(into_buckets(gradients(used=True)))
+    assert aten.mm.default in targets(reduce_in_bucket(gradients(used=True)))
 
 
 @pytest.mark.parametrize("columns, written", [(8, True), (5, False)])
@@ -93,12 +93,12 @@ def test_what_does_not_begin_at_a_multiple_of_sixteen_bytes_is_copied(
         (split.args[0], [columns, columns * 4, 4], 0),
     )
     assert (
-        aten.mm.default not in targets(into_buckets(graph))
+        aten.mm.default not in targets(reduce_in_bucket(graph))
     ) == written  # it stands behind the bias
 
 
 def test_memory_that_nobody_holds_is_used_again() -> None:
-    kept, like = Kept(), torch.empty(0)
+    kept, like = BucketMemory(), torch.empty(0)
     bucket = kept.empty(like, 8, torch.float64)
     assert bucket.shape == (8,) and bucket.dtype == torch.float64
     place, part = bucket.data_ptr(), bucket[2:4]
@@ -113,7 +113,7 @@ def test_memory_that_nobody_holds_is_used_again() -> None:
 
 
 def test_results_that_are_kept_stay_as_they_are() -> None:
-    graph = into_buckets(gradients())
+    graph = reduce_in_bucket(gradients())
     module = AloneTwice(fx.GraphModule({}, graph))
     torch.manual_seed(0)
     first = module.run(torch.randn(6, 4), torch.randn(6, 8))
@@ -129,7 +129,7 @@ class TestGolden(TestCase):
 
     def test_code(self):
         self.assertExpectedInline(
-            into_buckets(gradients()).python_code("self").src.strip(),
+            reduce_in_bucket(gradients()).python_code("self").src.strip(),
             """\
 def forward(self, x, dy):
     transpose_int = torch.ops.aten.transpose.int(dy, 0, 1)

@@ -18,7 +18,7 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh
 from torchgspmd.comm.collective import SENDING, all_gather, all_reduce, reduce_scatter, start, wait
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes.lower.verify_in_flight import in_flight
+from torchgspmd.fx_passes.lower.verify_in_flight import verify_in_flight
 from torchgspmd.fx_passes.partition import machine
 from torchgspmd.fx_passes.printer import program_text
 from torchgspmd.fx_passes.schedule import bucket as buckets
@@ -397,7 +397,7 @@ def reduced(in_place=True, waits=1, late=False, view=False, used=False) -> torch
 )
 def test_faults_of_memory_in_flight(wrong, fault):
     with pytest.raises(AssertionError) as error:
-        in_flight(reduced(**wrong))
+        verify_in_flight(reduced(**wrong))
     assert str(error.value).splitlines()[1:] == [f"  {fault}"]
 
 
@@ -412,7 +412,7 @@ def test_a_collective_that_still_reads_what_another_one_writes():
     with pytest.raises(
         AssertionError, match="reads %sin_default, which %all_reduce__default writes over"
     ):
-        in_flight(graph)
+        verify_in_flight(graph)
 
 
 def test_legal_programs():
@@ -422,7 +422,7 @@ def test_legal_programs():
         reduced(in_place=False, late=True),
         reduced(view=True),
     ):
-        assert in_flight(graph) is graph
+        assert verify_in_flight(graph) is graph
 
 
 def test_what_a_start_reads_lives_until_the_wait():

@@ -15,8 +15,8 @@ from torchgspmd.custom_ops.nd import (
     attention_backward_on_cpu,
     attention_on_cpu,
 )
-from torchgspmd.fx_passes.lower.lower_einsum import EINSUM, products
-from torchgspmd.fx_passes.lower.reuse_buffers import in_place
+from torchgspmd.fx_passes.lower.lower_einsum import EINSUM, lower_einsum
+from torchgspmd.fx_passes.lower.reuse_buffers import reuse_buffers
 
 SIZES = dict(b=2, s=3, m=4, h=5, q=4)
 
@@ -46,7 +46,7 @@ class Program:
         """Which operations compute it; fails unless the numbers are the same."""
         self.graph.output(results)
         want = fx.GraphModule({}, self.graph)(*self.inputs)
-        graph = in_place(products(self.graph, "cpu"))
+        graph = reuse_buffers(lower_einsum(self.graph, "cpu"))
         graph.lint()
         for g, w in zip(fx.GraphModule({}, graph)(*self.inputs), want, strict=True):
             torch.testing.assert_close(g, w)
@@ -156,7 +156,7 @@ def test_attention_of_cpu_processes_is_the_kernel_where_there_is_one(
     back = graph.call_function(attention_backward._opoverload, (grad, q, k, v, out, lse, True, 0.3))
     graph.output((out, *(graph.call_function(operator.getitem, (back, i)) for i in range(3))))
     want = fx.GraphModule({}, graph)(*inputs.values())
-    graph = products(graph, "cpu")
+    graph = lower_einsum(graph, "cpu")
     assert (
         sum(node.target in (attention_on_cpu, attention_backward_on_cpu) for node in graph.nodes)
         == kernels

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
 from torchgspmd.comm.collective import STEPS
-from torchgspmd.comm.simulator import Lockstep, join_global, split_global
+from torchgspmd.comm.simulator import Simulator, join_global, split_global
 from torchgspmd.compat.operators import AbsentOperator, aten, prims
 from torchgspmd.fx_passes import localize, partition, propagate
 from torchgspmd.fx_passes.ir import Rules, call_of, results_of
@@ -136,7 +136,7 @@ def run(
     graph: fx.Graph, mesh: Mesh, tensors: list[Tensor], ins: list[ShardSpec], outs: list[ShardSpec]
 ) -> list[Tensor]:
     program = fx.GraphModule(nn.Module(), localize(graph, mesh))
-    parts = Lockstep(program, mesh).run_devices(
+    parts = Simulator(program, mesh).run_devices(
         [split_global(t, spec, mesh, poison=True) for t, spec in zip(tensors, ins)]
     )
     shapes = [n.meta["val"].shape for n in graph.output_node().args[0]]

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from torchgspmd import Mesh, ShardSpec
 from torchgspmd.comm.collective import STEPS, sent_bytes
-from torchgspmd.comm.simulator import Lockstep, split_global
+from torchgspmd.comm.simulator import Simulator, split_global
 from torchgspmd.fx_passes import localize
 from torchgspmd.fx_passes.partition.reshard import Resharder, Step
 
@@ -306,7 +306,7 @@ def run(steps: tuple[Step, ...], x: Tensor, before: ShardSpec, mesh: Mesh) -> li
         node = graph.call_function(STEPS[step.kind], (node, *step.args))
         node.meta = {"val": x, "spec": step.spec, "step": step}
     graph.output((node,))
-    return Lockstep(fx.GraphModule(nn.Module(), localize(graph, mesh)), mesh).run_devices(
+    return Simulator(fx.GraphModule(nn.Module(), localize(graph, mesh)), mesh).run_devices(
         [hold(x, before, mesh)]
     )[0]
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import torchgspmd as gspmd
 from torchgspmd.comm import ring_einsum
-from torchgspmd.comm.rank_check import Agreement
+from torchgspmd.comm.rank_check import RankCheck
 from torchgspmd.custom_ops.random import draw_seed, uniform
 from torchgspmd.dtensor import fused_optimizers
 from torchgspmd.dtensor.storage import spec_of
@@ -393,7 +393,7 @@ def check_nothing_is_sent_before_the_comparison_ends(mesh):
         for got, want in zip(model(x), reference(x), strict=True):
             close(got, want)
     (program,) = model._all_programs()
-    ends = {program.settle, Agreement.total}
+    ends = {program.settle, RankCheck.total}
     order = [n.target for n in program.forward.__self__.graph.nodes if n.target in STARTS | ends]
     assert order[0] in ends and len(order) > 1, order
 

@@ -30,22 +30,22 @@ from .compat.versions import check_plan
 from .dtensor.storage import storable
 from .dump import Dump
 from .errors import ShardingError, user_line
-from .fix_candidates import replicates
+from .fix_candidates import report_replicated
 from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
-from .fx_passes import regather as gather_again
-from .fx_passes.expand.split_axes import merge_parts, wanted_parts
-from .fx_passes.expand.split_fused import to_split
-from .fx_passes.expand.split_products import use_parts
+from .fx_passes import regather_weights as gather_again
+from .fx_passes.expand.split_axes import merge_axes, required_splits
+from .fx_passes.expand.split_fused import ops_to_split
+from .fx_passes.expand.split_products import split_products
 from .fx_passes.partition.insert_collectives import inserted
 from .fx_passes.partition.partition import Memories
-from .fx_passes.partition.verify_partition import verify
-from .fx_passes.schedule.communicate import OPTIONAL, communicate
+from .fx_passes.partition.verify_partition import verify_partition
+from .fx_passes.schedule.communicate import OPTIONAL, schedule
 from .mesh import Mesh
 from .plan import Plan
 from .prefix_specs import spread, spread_inputs
 from .rules import natively
 from .shard_spec import UNCONSTRAINED, ShardSpec
-from .without_gc import uncollected
+from .without_gc import without_gc
 
 _MARK = mark_sharding_op._opoverload
 
@@ -133,7 +133,7 @@ class Annotated:
     stored: bool = False  # whether what has a layout leaves the program as DTensors
 
 
-@uncollected()
+@without_gc()
 def compile_plan(
     captured: Captured,
     mesh: Mesh,
@@ -200,7 +200,7 @@ def compile_plan(
     clock("localize")
     dump.final(plan)
     if strict and plan.replicated_ops:
-        raise replicates(
+        raise report_replicated(
             plan,
             lambda changed: compile_plan(
                 changed,
@@ -228,7 +228,7 @@ def _localized(
     clock: _Clock,
 ) -> Plan:
     program = fx.GraphModule(
-        made.captured.constants, communicate(localize(sharded, mesh), mesh, device, skip_passes)
+        made.captured.constants, schedule(localize(sharded, mesh), mesh, device, skip_passes)
     )
     return Plan(mesh, made.captured, sharded, program, made.layouts, clock.seconds)
 
@@ -253,7 +253,7 @@ def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
         )
 
 
-@uncollected()
+@without_gc()
 def lay_out(
     captured: Captured,
     mesh: Mesh,
@@ -285,13 +285,13 @@ def lay_out(
         for spec, out in zip(results, asked)
     ]
     layouts = _propagate(captured, graph, mesh, inputs, results, rules)
-    if splitting := to_split(graph, layouts, rules):
+    if splitting := ops_to_split(graph, layouts, rules):
         graph = expand(graph, splitting)
         layouts = _propagate(captured, graph, mesh, inputs, results, rules)
-    if parted := pieces and use_parts(graph, layouts, rules):
+    if parted := pieces and split_products(graph, layouts, rules):
         layouts = _propagate(captured, graph, mesh, inputs, results, rules)
     fine = mesh
-    while parts and (wanted := wanted_parts(graph, layouts, rules)):
+    while parts and (wanted := required_splits(graph, layouts, rules)):
         fine = fine.split(wanted)
         inputs, results = (
             [spec and spec.map_axes(fine.refine) for spec in specs] for specs in (inputs, results)
@@ -341,7 +341,7 @@ def decide(
     sharded = partition(
         made.graph, mesh, made.given, wanted, rules, keep_marks, memories, leaving, cotangents
     )
-    return merge_parts(verify(sharded, mesh), mesh)
+    return merge_axes(verify_partition(sharded, mesh), mesh)
 
 
 def _sent(graph: fx.Graph) -> float:

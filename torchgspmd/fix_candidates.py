@@ -38,7 +38,7 @@ class Cure:
         return f"{moved}, {self.plan.sent_bytes:.0f} bytes sent, {left or 'nothing'} replicated or gathered unasked"
 
 
-def replicates(plan: Plan, again: Callable[[Captured], Plan]) -> ShardingError:
+def report_replicated(plan: Plan, again: Callable[[Captured], Plan]) -> ShardingError:
     """The error for a plan that has replicated_ops. again: plans a changed program as this one was
     planned.
     """

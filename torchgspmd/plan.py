@@ -25,12 +25,12 @@ from .capture import (
     opened,
 )
 from .comm.collective import Collective
-from .comm.simulator import Lockstep, join_global, split_global
+from .comm.simulator import Simulator, join_global, split_global
 from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, did_you_mean, user_line
 from .fx_passes import Layouts
 from .fx_passes.printer import dtype_name, graph_text
-from .fx_passes.replication_report import ReplicatedOp, unasked
+from .fx_passes.replication_report import ReplicatedOp, replication_report
 from .fx_passes.schedule.liveness import bytes_of, peak
 from .mesh import Mesh
 from .shard_spec import ShardSpec
@@ -107,7 +107,7 @@ class Plan:
     @cached_property
     def replicated_ops(self) -> tuple[ReplicatedOp, ...]:
         """What ran replicated, or was gathered, though nobody asked for it."""
-        return unasked(self.sharded, self.mesh)
+        return replication_report(self.sharded, self.mesh)
 
     @cached_property
     def memory(self) -> Memory:
@@ -177,7 +177,7 @@ class Plan:
             for t, spec in zip(tensors, self.input_layouts)
         ]
         with torch.no_grad():
-            results = Lockstep(self.program, self.mesh).run_devices(inputs)
+            results = Simulator(self.program, self.mesh).run_devices(inputs)
         nodes = self.sharded.output_node().args[0]
         joined = [
             None if spec is None else join_global(parts, spec, _shape(node, parts), self.mesh)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """While inside, as a decorator or in a with statement, nothing is collected but by counting
     references.
     """

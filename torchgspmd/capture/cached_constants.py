@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from ..compat.private_apis import OpOverload
 
 
-class Constants:
+class CachedConstants:
     """The tensors of a trace that are computed from none of its inputs, as long as they live."""
 
     def __init__(self, traced: type[Tensor]):

@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec
-from .state.argument_mutations import Effect, Left, apply
-from .state.guards import Reads
+from .state.argument_mutations import ArgumentMutation, StateMutation, apply
+from .state.guards import Guards
 from .state.object_trees import Opened, closed
 from .state.places import Place
-from .state.value_guards import Look
+from .state.value_guards import ValueGuard
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
 OUTPUT, MUTATION, GRADIENT, OBSERVED = "output", "mutation", "gradient", "observed"
@@ -71,15 +71,15 @@ class Captured:
     number_slots: tuple[int, ...]  # and which are Computed
     has_backward: bool = False
     opened: bool = False  # whether the result has objects that hold tensors
-    effects: tuple[Effect, ...] = ()  # on the containers among the arguments
-    left: tuple[Left, ...] = ()  # in attributes of the module, and in tables that it names
-    observed: tuple[Left, ...] = ()  # the same, by the backward
+    effects: tuple[ArgumentMutation, ...] = ()  # on the containers among the arguments
+    left: tuple[StateMutation, ...] = ()  # in attributes of the module, and in tables that it names
+    observed: tuple[StateMutation, ...] = ()  # the same, by the backward
     tensors: list[Tensor] = field(
         default_factory=list
     )  # the module's own parameters and buffers, in input order
-    reads: Reads = field(default_factory=Reads)  # of a module's attributes that became part of it
+    reads: Guards = field(default_factory=Guards)  # of a module's attributes that became part of it
     places: tuple[Place, ...] = ()  # whose tensors and numbers are the last arguments
-    looks: tuple[Look, ...] = ()  # at the values of buffers
+    looks: tuple[ValueGuard, ...] = ()  # at the values of buffers
 
     def result(self, outputs: Sequence[Any], given: tuple[tuple, dict]) -> Any:
         """The function's result, of what the graph computes; containers among the given (args,

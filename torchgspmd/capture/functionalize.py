@@ -26,7 +26,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
 from .rewrites.masked_indexing import SELECTING
 from .state.mutations import Tables, check_alike
-from .state.value_guards import Known
+from .state.value_guards import ValueGuards
 from .state.variable_tables import Table
 from .trace_context import at_once
 
@@ -39,7 +39,7 @@ class Functional(FunctionalTensorMode):
     when it runs.
     """
 
-    def __init__(self, tables: Tables, known: Known):
+    def __init__(self, tables: Tables, known: ValueGuards):
         super().__init__()
         self.tables, self.known = tables, known
         known.entry_of = self._entry

@@ -23,7 +23,7 @@ NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # known only when the p
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
 
-def clean(
+def normalize(
     traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]
 ) -> tuple[fx.Graph, list[Input]]:
     """A copy, and its inputs: those given, then the tangents (number of an output, what stood for

@@ -25,9 +25,9 @@ from ..compat.private_apis import FakeTensorMode, ShapeEnv, _engine_run_backward
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line, user_line_of
 from ..mesh import Mesh
-from ..without_gc import uncollected
+from ..without_gc import without_gc
 from .autograd_reach import parts_of, reached
-from .cached_constants import Constants
+from .cached_constants import CachedConstants
 from .captured import (
     ARGUMENT,
     BUFFER,
@@ -41,19 +41,19 @@ from .captured import (
     Output,
 )
 from .functionalize import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
-from .normalize import NUMBERS, clean
+from .normalize import NUMBERS, normalize
 from .rewrites import sparse_coo
 from .rewrites.inline_python import bodies
 from .rewrites.masked_indexing import SELECTIONS
 from .rewrites.products import REPLACEMENTS
 from .rewrites.value_free import VALUE_REPLACEMENTS
-from .state.argument_mutations import Effect, Left, Watched
+from .state.argument_mutations import ArgumentMutation, StateMutation, WatchedArguments
 from .state.mutations import Tables, rebound_buffers, rebound_parameters
 from .state.object_trees import closed, is_opened, opened
 from .state.places import NumberPlace, Place, State, Varying
 from .state.recorder import recorded_reads
 from .state.symbolic_numbers import Computed, numbers, settled
-from .state.value_guards import Known
+from .state.value_guards import ValueGuards
 from .trace_context import (
     at_once,
     capturing,
@@ -66,7 +66,7 @@ from .trace_context import (
 )
 
 
-@uncollected()
+@without_gc()
 def capture(
     fn: Callable | nn.Module,
     args: tuple,
@@ -91,7 +91,7 @@ def capture(
     besides = frozenset(map(id, own.values()))
     while True:
         places, numbered = state.places(besides), state.numbers(varying.now)
-        known = Known(
+        known = ValueGuards(
             _buffers(fn, own) | _behind(own, (args, kwargs), places), state.is_looking, state.shapes
         )
         try:
@@ -144,7 +144,7 @@ def _capture(
     keeps: State,
     places: list[Place],
     varying: Varying,
-    known: Known,
+    known: ValueGuards,
 ) -> tuple[Captured, Callable[[], None]]:
     """A program, and what then gives values to constants of the trace that are still there."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -196,7 +196,7 @@ def _capture(
     used = program.drop_unused(traced.graph)
     first = len(real) - len(places)
     inputs = [given for i, given in enumerate(inputs) if i < first or i - first in used]
-    graph, inputs = clean(traced.graph, inputs, program.tangents)
+    graph, inputs = normalize(traced.graph, inputs, program.tangents)
     check_constants(graph, traced)
     left, observed = (
         tuple(each.settled(False) for each in program.left),
@@ -253,15 +253,15 @@ class _Program:
         )
         self.tables: Tables = tables
         self.places: list[Place] = places
-        self.known: Known = known
-        self.constants = Constants(FunctionalTensor)
+        self.known: ValueGuards = known
+        self.constants = CachedConstants(FunctionalTensor)
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
         self.sources: dict[int, frozenset[int]] = {}  # of the gradient of an input: outputs
         self.rebound: dict[int, Tensor] = {}
-        self.effects: list[Effect] = []
-        self.left: list[Left] = []
-        self.observed: list[Left] = []
+        self.effects: list[ArgumentMutation] = []
+        self.left: list[StateMutation] = []
+        self.observed: list[StateMutation] = []
         self.seen: list[Tensor] = []  # by hooks of gradients
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
@@ -385,7 +385,7 @@ class _Program:
         for i, leaf in enumerate(leaves):
             leaves[i] = self.tables.varying.get(Varying.named(i), leaf)
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
-        watched = Watched((args, kwargs))
+        watched = WatchedArguments((args, kwargs))
         try:
             result = opened(settled(self.call(*args, **kwargs)), watched.origins)
             self.result_leaves, self.results = pytree.tree_flatten(result)
@@ -480,7 +480,7 @@ class _Interceptor(TorchFunctionMode):
     replacements of products and values.
     """
 
-    def __init__(self, tracker: _SourceTracker, constants: Constants, mode: Functional):
+    def __init__(self, tracker: _SourceTracker, constants: CachedConstants, mode: Functional):
         super().__init__()
         self.tracker, self.constants, self.mode = tracker, constants, mode
 

@@ -10,7 +10,7 @@ from ..errors import ShardingError, user_line
 from ..mesh import Coordinates, Mesh
 
 
-class Groups:
+class ProcessGroups:
     """The process groups of this rank. Groups are made when first asked for: by all ranks in the
     same order, since all ranks have the same program. See groups_of.
     """
@@ -66,21 +66,21 @@ class Groups:
         return mine.group_name
 
 
-_MADE: dict[tuple[Mesh, str], Groups] = {}
+_MADE: dict[tuple[Mesh, str], ProcessGroups] = {}
 
 
-def groups_of(mesh: Mesh, device_type: str) -> Groups:
+def groups_of(mesh: Mesh, device_type: str) -> ProcessGroups:
     """The groups of a mesh, the same ones for as long as the process group is: each has threads and
     connections.
     """
     check_world(mesh)
     made = _MADE.get((mesh, device_type))
     if made is None or made.world is not dist.group.WORLD:
-        made = _MADE[mesh, device_type] = Groups(mesh, device_type)
+        made = _MADE[mesh, device_type] = ProcessGroups(mesh, device_type)
     return made
 
 
-def known_groups(device_mesh: DeviceMesh) -> Groups | None:
+def known_groups(device_mesh: DeviceMesh) -> ProcessGroups | None:
     """Those of the mesh whose parameters are stored on this one."""
     return next((groups for groups in _MADE.values() if groups.device_mesh == device_mesh), None)
 

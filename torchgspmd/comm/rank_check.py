@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .process_groups import Groups
+from .process_groups import ProcessGroups
 
 SAMPLE = 2**16  # elements of a tensor that are compared
 ROUNDING = 1e-3  # relative difference of what may be the same; of other values it is about 1
@@ -26,16 +26,16 @@ ROOM = (
 )
 
 
-class Agreement:
+class RankCheck:
     """One comparison of a number (63 bits) between all ranks: first `begin`, then `check`. Every
     rank must come to both.
     """
 
-    def __init__(self, groups: Groups, number: int, otherwise: Callable[[], None]):
+    def __init__(self, groups: ProcessGroups, number: int, otherwise: Callable[[], None]):
         """otherwise: what every rank calls if the numbers differ; it raises."""
         self.groups, self.number, self.otherwise = groups, number, otherwise
 
-    def begin(self, term: Tensor | None = None) -> Agreement:
+    def begin(self, term: Tensor | None = None) -> RankCheck:
         """term: this rank's term of a sum over all ranks, for which there `is_room`."""
         self.term, groups = term, self.groups
         message = torch.full([groups.mesh.size, 1 + ROOM], self.number, device=groups.checked_on)
@@ -64,12 +64,12 @@ def _terms(message: Tensor, term: Tensor) -> Tensor:
     return message.view(torch.float64)[:, 1 : 1 + term.numel()]
 
 
-def agree(groups: Groups, number: int, otherwise: Callable[[], None]) -> None:
+def check_ranks(groups: ProcessGroups, number: int, otherwise: Callable[[], None]) -> None:
     """Calls `otherwise` on every rank unless all have the same number."""
-    Agreement(groups, number, otherwise).begin().check()
+    RankCheck(groups, number, otherwise).begin().check()
 
 
-def gathered(groups: Groups, mine: Any) -> list[Any]:
+def gathered(groups: ProcessGroups, mine: Any) -> list[Any]:
     """What each rank has. Ranks that disagree all come here, each with an Account
     (disagreement.py).
     """
@@ -78,7 +78,7 @@ def gathered(groups: Groups, mine: Any) -> list[Any]:
     return found
 
 
-def differing(groups: Groups, tensors: list[Tensor]) -> list[tuple[int, int]]:
+def differing(groups: ProcessGroups, tensors: list[Tensor]) -> list[tuple[int, int]]:
     """Which of these tensors, that should be the same everywhere, have other values on a rank than
     on rank 0: (place, first such rank).
     """
@@ -115,7 +115,7 @@ def _alike(one: int | tuple[float, float], other: int | tuple[float, float]) -> 
     return math.isclose(one[0], other[0], rel_tol=ROUNDING) and abs(one[1] - other[1]) <= ROUNDING
 
 
-def is_room(groups: Groups, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> bool:
+def is_room(groups: ProcessGroups, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> bool:
     """Whether a sum of this shape over so many ranks may travel with a comparison, which it must
     not delay.
     """

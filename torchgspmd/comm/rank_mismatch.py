@@ -13,7 +13,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from ..errors import ShardingError, user_line
-from .process_groups import Groups
+from .process_groups import ProcessGroups
 from .rank_check import differing, gathered
 
 _SHOWN, _SHORT = 3, 60  # differences in a message, and characters of a value
@@ -33,7 +33,7 @@ class Account:
     failure: str = ""  # why it could not
 
 
-def raise_difference(groups: Groups, mine: Account) -> NoReturn:
+def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
     """Every rank comes here, with its account."""
     accounts = gathered(groups, mine)
     if any(account.does != accounts[0].does for account in accounts):
@@ -89,7 +89,9 @@ def raise_difference(groups: Groups, mine: Account) -> NoReturn:
 
 
 def check_alike(
-    groups: Groups, given: Sequence[tuple[str, bool, Tensor]], otherwise: Callable[[], NoReturn]
+    groups: ProcessGroups,
+    given: Sequence[tuple[str, bool, Tensor]],
+    otherwise: Callable[[], NoReturn],
 ) -> None:
     """ShardingError on every rank where one of these tensors has other values on one: their names,
     and whether each is an argument. otherwise: raises it for those without a name.

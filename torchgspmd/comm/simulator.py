@@ -44,7 +44,7 @@ COMBINE: dict[str, Callable] = {
 }
 
 
-class Lockstep(fx.Interpreter):
+class Simulator(fx.Interpreter):
     """Runs the program of one device for all of them. Inputs and results are lists over the
     devices.
     """

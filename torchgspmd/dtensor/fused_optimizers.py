@@ -20,7 +20,7 @@ from .op_handlers import as_before, handlers
 _STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
 
 
-def step_on_local_tensors() -> None:
+def install_fused_optimizers() -> None:
     """From here on, for all DTensors of this process."""
     for packet in (getattr(aten, name) for name in _STEPS):
         for overload in packet.overloads():

@@ -30,9 +30,9 @@ from ..compat.operators import aten, find
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, user_line
 from .op_handlers import as_before, handle, is_ours
-from .random import draw_on_whole
-from .replicated_fallback import compute_on_whole, is_cut, like, on_whole, whole
-from .view_writeback import become, complete_views
+from .random import install_random
+from .replicated_fallback import install_fallback, is_cut, like, on_whole, whole
+from .view_writeback import become, install_views
 
 _DATA, _NUMPY, _TOLIST = Tensor.data, Tensor.numpy, Tensor.tolist
 _ITEM = aten._local_scalar_dense.default
@@ -82,13 +82,13 @@ _OUT = (
 )
 
 
-def complete_dtensors() -> None:
+def install_dtensors() -> None:
     """From here on, for all DTensors of this process; what communicates, for those on the meshes of
     parallelize.
 
     A plain tensor beside a DTensor is the whole tensor, the same on every rank.
     """
-    complete_views()
+    install_views()
     DTensor.data = property(_DATA.__get__, _assign)
     DTensor.__format__, DTensor.numpy, DTensor.tolist = _format, _numpy, _tolist
     handle(
@@ -109,8 +109,8 @@ def complete_dtensors() -> None:
         if find("aten", f"{name}_backward"):
             handle({getattr(aten, f"{name}_backward").default: _mean_of_sum(1)})
     DTensor._op_dispatcher._allow_implicit_replication = True
-    draw_on_whole()
-    compute_on_whole()
+    install_random()
+    install_fallback()
 
 
 def _assign(self: DTensor, value: Tensor) -> None:

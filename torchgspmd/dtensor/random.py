@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..comm.process_groups import known_groups
-from ..comm.rank_check import agree
+from ..comm.rank_check import check_ranks
 from ..comm.rank_mismatch import Account, raise_difference
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
@@ -61,7 +61,7 @@ _OTHERS = (
 )
 
 
-def draw_on_whole() -> None:
+def install_random() -> None:
     """From here on, for DTensors on the meshes of parallelize."""
     handle(dict.fromkeys((*_FILLED, *_LIKE, *_OTHERS), _drawn))
 
@@ -75,7 +75,7 @@ def _drawn(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         _state(kwargs.get("generator"), one.device),
         f"draws random numbers for a DTensor at {user_line()}",
     )
-    agree(
+    check_ranks(
         groups,
         state ^ zlib.crc32(does.encode()),
         lambda: raise_difference(groups, Account(does, generator=state)),

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ..comm.process_groups import known_groups
-from ..comm.rank_check import agree
+from ..comm.rank_check import check_ranks
 from ..comm.rank_mismatch import Account, raise_difference
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
@@ -30,7 +30,7 @@ _FAILED = "Sharding propagation failed", "found no DeviceMesh from dtensor args"
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"  # from torch 2.10 on
 
 
-def compute_on_whole() -> None:
+def install_fallback() -> None:
     """From here on, for DTensors on the meshes of parallelize."""
     dispatcher: Any = DTensor._op_dispatcher
     name = _PROPAGATE if hasattr(dispatcher, _PROPAGATE) else "dispatch"
@@ -63,7 +63,7 @@ def check_read_by_all(tensor: DTensor) -> None:
         known_groups(tensor.device_mesh),
         f"reads a DTensor, of which each device has a part, at {user_line()}",
     )
-    agree(groups, zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does)))
+    check_ranks(groups, zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does)))
 
 
 def like(tensor: DTensor, values: Tensor) -> DTensor:

@@ -85,7 +85,7 @@ _CHANGES += [
 ]
 
 
-def complete_views() -> None:
+def install_views() -> None:
     """From here on, for DTensors on the meshes of parallelize."""
     handle(dict.fromkeys(_CUTS, _cut))
     DTensor.__setitem__ = _setitem

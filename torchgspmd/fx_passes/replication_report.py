@@ -30,7 +30,7 @@ class ReplicatedOp:
     dim: int = 0  # and along which dimension
 
 
-def unasked(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
+def replication_report(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
     """In program order; needs a partitioned graph."""
     found: dict[ReplicatedOp, None] = {}
     seen: set[fx.Node] = set()

@@ -1,7 +1,9 @@
 """What is known of every operation. `rule_of` is all that the passes ask."""
 
-from . import algebra_rows  # noqa: F401 (they register)
-from . import ops  # noqa: F401 (registers them)
+from . import (
+    algebra_rows,  # noqa: F401 (they register)
+    ops,  # noqa: F401 (registers them)
+)
 from .algebra import simplified
 from .decompositions import RENAMED, decomposition_of, trace
 from .notation import IDENTITY, Call, Rule, Shapes, describe, make_rule

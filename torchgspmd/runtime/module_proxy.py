@@ -119,7 +119,7 @@ def as_text(key: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(key))
 
 
-class Wrapped(nn.Module):
+class ModuleProxy(nn.Module):
     """Stands for a model: names of parameters, buffers and submodules are the model's, and so are
     attributes and methods.
 
@@ -313,7 +313,7 @@ class Wrapped(nn.Module):
         else:
             delattr(self._model, name)
 
-    def __deepcopy__(self, memo: dict) -> Wrapped:
+    def __deepcopy__(self, memo: dict) -> ModuleProxy:
         """A module of its own on the same devices."""
         made = memo[id(self)] = type(self).__new__(type(self))
         made.__dict__.update(

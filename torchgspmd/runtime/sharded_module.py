@@ -29,15 +29,15 @@ from ..capture import (
     not_compiled,
     opened,
 )
-from ..comm.process_groups import Groups, groups_of
-from ..comm.rank_check import Agreement, agree, gathered, is_room
+from ..comm.process_groups import ProcessGroups, groups_of
+from ..comm.rank_check import RankCheck, check_ranks, gathered, is_room
 from ..comm.rank_mismatch import Account, check_alike, raise_difference
 from ..comm.ring_einsum import ring_einsum_scatter, ring_gather_einsum
 from ..compat.operators import c10d
 from ..compat.private_apis import _pytree as pytree
 from ..compat.versions import check_parallelize
-from ..dtensor.fused_optimizers import step_on_local_tensors
-from ..dtensor.install import complete_dtensors
+from ..dtensor.fused_optimizers import install_fused_optimizers
+from ..dtensor.install import install_dtensors
 from ..dtensor.storage import (
     cut_padding,
     gradient_like,
@@ -55,25 +55,25 @@ from ..dtensor.storage import (
 )
 from ..errors import ShardingError, user_line
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
-from ..fx_passes.lower.elide_copies import copies
-from ..fx_passes.lower.fold_views import tidy
-from ..fx_passes.lower.gloo_all_to_all import gloo
-from ..fx_passes.lower.lower_collectives import lower
-from ..fx_passes.lower.lower_einsum import products
-from ..fx_passes.lower.nll_backward import one_hot
-from ..fx_passes.lower.reduce_in_bucket import into_buckets
-from ..fx_passes.lower.reuse_buffers import in_place
-from ..fx_passes.lower.split_joint import split
-from ..fx_passes.lower.torch_bindings import bindings
-from ..fx_passes.lower.verify_in_flight import STARTS, WAIT, in_flight
-from ..fx_passes.lower.wire_dtypes import carriers
+from ..fx_passes.lower.elide_copies import elide_copies
+from ..fx_passes.lower.fold_views import fold_views
+from ..fx_passes.lower.gloo_all_to_all import gloo_all_to_all
+from ..fx_passes.lower.lower_collectives import lower_collectives
+from ..fx_passes.lower.lower_einsum import lower_einsum
+from ..fx_passes.lower.nll_backward import nll_backward
+from ..fx_passes.lower.reduce_in_bucket import reduce_in_bucket
+from ..fx_passes.lower.reuse_buffers import reuse_buffers
+from ..fx_passes.lower.split_joint import split_joint
+from ..fx_passes.lower.torch_bindings import torch_bindings
+from ..fx_passes.lower.verify_in_flight import STARTS, WAIT, verify_in_flight
+from ..fx_passes.lower.wire_dtypes import wire_dtypes
 from ..mesh import Mesh
 from ..plan import Plan
 from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch
 from ..xla_backend.runtime import is_started
-from .module_proxy import Wrapped, as_text, leaf_key, mark_on, named_tensors, slot_of
+from .module_proxy import ModuleProxy, as_text, leaf_key, mark_on, named_tensors, slot_of
 from .module_proxy import shard_updates as mark_updates
 from .once import apart, once, saved_for, without_history
 from .submodule_calls import stand_alone
@@ -143,7 +143,7 @@ def parallelize(
     others = ours if backend == "xla" else {"pin": pin != "user"}
     for name in (name for name, is_set in others.items() if is_set):
         raise ShardingError(f"backend '{backend}' has no option {name}", where=user_line())
-    if any(isinstance(m, Wrapped) for m in model.modules()):
+    if any(isinstance(m, ModuleProxy) for m in model.modules()):
         raise ShardingError(
             "a module is on a mesh already",
             where=user_line(),
@@ -189,7 +189,7 @@ def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
     return wrap_local(local, parsed, shape, mesh, groups.device_mesh)
 
 
-class ShardedModule(Wrapped):
+class ShardedModule(ModuleProxy):
     """What parallelize returns. Names of parameters, buffers and submodules are those of the model.
 
     plan: the Plan of the latest call (None before the first). planning_seconds: how long making it
@@ -209,8 +209,8 @@ class ShardedModule(Wrapped):
         """hooks: whether those of the model are part of its programs; the hooks of those inside of
         it are.
         """
-        step_on_local_tensors()
-        complete_dtensors()
+        install_fused_optimizers()
+        install_dtensors()
         tensors = [*model.parameters(), *model.buffers()]
         device = next(
             (t.device.type for t in tensors if not t.is_meta),
@@ -275,7 +275,7 @@ class ShardedModule(Wrapped):
         return program(
             leaves,
             given,
-            Agreement(self._groups, signature, lambda: self._differ(key, varying, program.draws)),
+            RankCheck(self._groups, signature, lambda: self._differ(key, varying, program.draws)),
         )
 
     def _kind(self, name: str, held: Any) -> Any:
@@ -340,12 +340,14 @@ class ShardedModule(Wrapped):
         call = as_text(
             (key[:2], key[3:], passed)
         )  # without _current, which counts changes of this rank
-        agree(self._groups, _hash(f"a program for {call}"), lambda: self._differ(key, varying))
+        check_ranks(
+            self._groups, _hash(f"a program for {call}"), lambda: self._differ(key, varying)
+        )
         try:
             made, tensors = self._planned(args, kwargs, varying)
         except Exception as error:
             failure = Account(_CALLS, failure=f"{type(error).__name__}: {error}".splitlines()[0])
-            agree(self._groups, _hash("no program"), lambda: gathered(self._groups, failure))
+            check_ranks(self._groups, _hash("no program"), lambda: gathered(self._groups, failure))
             raise
         captured = made.captured
 
@@ -354,7 +356,7 @@ class ShardedModule(Wrapped):
 
         looked = [look.described() for look in captured.looks]
         signature = _hash(as_text((call, looked, made.program.code)))
-        agree(self._groups, signature, differ)
+        check_ranks(self._groups, signature, differ)
         self._compare(captured, tensors, differ)
         program = _Program(made, self._groups, self._model, tensors, self._backend, signature)
         self.__dict__["planning_seconds"] = time.perf_counter() - start
@@ -412,7 +414,7 @@ class _Program:
     def __init__(
         self,
         plan: Plan,
-        groups: Groups,
+        groups: ProcessGroups,
         model: nn.Module,
         tensors: Sequence[Tensor],
         backend: str,
@@ -440,16 +442,21 @@ class _Program:
             torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
             for n in plan.program.graph.nodes
         )
-        graph = tidy(products(lower(copies(_copy(plan.program.graph)), groups), groups.device_type))
+        graph = fold_views(
+            lower_einsum(
+                lower_collectives(elide_copies(_copy(plan.program.graph)), groups),
+                groups.device_type,
+            )
+        )
         self._inputs(graph, tensors)
         self._outputs(graph)
-        forward, backward = split(
+        forward, backward = split_joint(
             graph,
             len(self.tangent_outputs),
             len(self.gradient_inputs) + self.out_kinds.count(OBSERVED),
         )
         owner = self.captured.constants
-        self.agreement: Agreement
+        self.agreement: RankCheck
         self.carries = self.settles = False
         if backend == "torch":
             self._before_sending(forward)
@@ -525,7 +532,7 @@ class _Program:
                 return
             begun = forward.call_function(self.carry, (first.args[0],))
         with forward.inserting_before(done):
-            done.replace_all_uses_with(forward.call_function(Agreement.total, (begun,)))
+            done.replace_all_uses_with(forward.call_function(RankCheck.total, (begun,)))
         forward.erase_node(done)
         forward.erase_node(first)
 
@@ -534,7 +541,7 @@ class _Program:
         spec = self.plan.out_specs[output]
         return spec if spec is not None and spec.sharding_axes else None
 
-    def __call__(self, leaves: list, given: tuple[tuple, dict], agreement: Agreement) -> Any:
+    def __call__(self, leaves: list, given: tuple[tuple, dict], agreement: RankCheck) -> Any:
         """leaves: those of what is given, (args, kwargs). agreement: whether ranks pass the same;
         it ends before anything else is sent, as late as that.
         """
@@ -569,7 +576,7 @@ class _Program:
         """The comparison between ranks has ended well."""
         self.agreement.check()
 
-    def carry(self, x: Tensor) -> Agreement:
+    def carry(self, x: Tensor) -> RankCheck:
         """Begins the comparison between ranks, and the sum of x over them."""
         return self.agreement.begin(x)
 
@@ -668,18 +675,20 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _compiled(
-    owner: nn.Module, graph: fx.Graph, groups: Groups, backend: str, boxed: bool = False
+    owner: nn.Module, graph: fx.Graph, groups: ProcessGroups, backend: str, boxed: bool = False
 ) -> Any:
     """A function that runs the graph; boxed: it takes its inputs in a list, which it empties."""
-    in_flight(graph)
+    verify_in_flight(graph)
     if backend == "inductor":
         for node in graph.nodes:
             if node.target is _IN_PLACE:  # its functionalization does not take that one
                 node.target = c10d.all_reduce.default
-        compiled = torch.compile(fx.GraphModule(owner, carriers(gloo(graph, groups))))
+        compiled = torch.compile(fx.GraphModule(owner, wire_dtypes(gloo_all_to_all(graph, groups))))
         return (lambda inputs: compiled(*inputs)) if boxed else compiled
-    graph = carriers(gloo(into_buckets(in_place(one_hot(graph))), groups))
-    bindings(graph).lint()
+    graph = wire_dtypes(
+        gloo_all_to_all(reduce_in_bucket(reuse_buffers(nll_backward(graph))), groups)
+    )
+    torch_bindings(graph).lint()
     if boxed:
         graph.set_codegen(BoxedCodeGen())
     return fx.GraphModule(owner, graph).forward

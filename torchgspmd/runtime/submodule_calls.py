@@ -28,10 +28,10 @@ def stand_alone(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> Non
     for name, module in model.named_modules():
         has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
         if module is not model and has_forward and _PARAMETRIZATIONS not in name.split("."):
-            module.__dict__["forward"] = Standalone(module, wrap, module.__dict__.get("forward"))
+            module.__dict__["forward"] = SubmoduleCall(module, wrap, module.__dict__.get("forward"))
 
 
-class Standalone:
+class SubmoduleCall:
     """In the place of a submodule's forward. written: the one that was put into the instance
     before; None: that of its class.
     """
@@ -56,7 +56,7 @@ class Standalone:
         self.wrapped.training = self.module.training
         return self.wrapped.forward(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict) -> Standalone:
-        return Standalone(
+    def __deepcopy__(self, memo: dict) -> SubmoduleCall:
+        return SubmoduleCall(
             copy.deepcopy(self.module, memo), self.wrap, copy.deepcopy(self.written, memo)
         )

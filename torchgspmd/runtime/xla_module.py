@@ -32,7 +32,7 @@ from ..capture import (
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
-from ..fx_passes.lower.split_joint import split
+from ..fx_passes.lower.split_joint import split_joint
 from ..mesh import Mesh
 from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
@@ -42,11 +42,11 @@ from ..xla_backend.recompute import mark_repeated, separate
 from ..xla_backend.runtime import start
 from ..xla_backend.sharding import check
 from ..xla_backend.state import pin, place, place_tensor, sync
-from .module_proxy import Wrapped, leaf_key, mark_on, named_tensors, slot_of
+from .module_proxy import ModuleProxy, leaf_key, mark_on, named_tensors, slot_of
 from .once import apart, once, saved_for, without_history
 
 
-class XlaModule(Wrapped):
+class XlaModule(ModuleProxy):
     """What parallelize returns. Parameters and buffers are XLA tensors of global shape, laid out as
     marked.
 
@@ -239,7 +239,7 @@ class _Program:
         }
         mark_repeated(graph)
         graph = lower(graph, mesh, device, pin, pinned)
-        forward, backward = split(
+        forward, backward = split_joint(
             graph,
             len(self.tangent_outputs),
             len(self.gradient_inputs) + sum(o.kind == OBSERVED for o in outputs),

@@ -19,7 +19,7 @@ from ..annotate import mark_sharding_op
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload, _dispatch_has_kernel_for_dispatch_key
 from ..errors import ShardingError
-from ..fx_passes.expand.decompose_ops import expand
+from ..fx_passes.expand.decompose_ops import decompose_ops
 from ..fx_passes.ir import is_operation
 from ..mesh import Mesh
 from ..rules import unpartitioned_of
@@ -48,11 +48,11 @@ def unpartitioned(
     """The graph as XLA's partitioner takes it best: operations that torch_xla would run on the host
     are taken apart too.
     """
-    graph = expand(graph, splitting, lookup=unpartitioned_of)
+    graph = decompose_ops(graph, splitting, lookup=unpartitioned_of)
     missing = {
         node: 1 for node in graph.nodes if is_operation(node) and not _has_kernel(node.target)
     }
-    return expand(graph, missing, lookup=unpartitioned_of) if missing else graph
+    return decompose_ops(graph, missing, lookup=unpartitioned_of) if missing else graph
 
 
 def lower(

@@ -28,21 +28,21 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 @dataclass(frozen=True)
-class Kept:
+class Unchanged:
     """A part that the container had before."""
 
     key: Key
 
 
 @dataclass(frozen=True)
-class Made:
+class FromOutput:
     """A tensor that the program computes: which of its outputs."""
 
     output: int
 
 
 @dataclass(frozen=True)
-class Effect:
+class ArgumentMutation:
     """What becomes of a container: its new parts, each Kept or a pytree with Made in the place of
     tensors; and those it has no more.
     """
@@ -53,7 +53,7 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Left:
+class StateMutation:
     """What a program leaves in a table or list that is no argument of it: pytrees with Made in the
     place of tensors.
     """
@@ -65,7 +65,7 @@ class Left:
     added: list  # to a list
     whole: bool = False  # whether the list consists of these then
 
-    def filled(self, outputs: Sequence[Any]) -> Left:
+    def filled(self, outputs: Sequence[Any]) -> StateMutation:
         """With what this run has computed."""
         return replace(
             self,
@@ -90,7 +90,7 @@ class Left:
         if self.added:
             container.extend(self.added)
 
-    def settled(self, is_late: bool) -> Left:
+    def settled(self, is_late: bool) -> StateMutation:
         """With Computed or numbers in the place of each Count. is_late: it is written by the
         backward, after what forward writes.
         """
@@ -110,7 +110,7 @@ class Left:
             yield from _made(value, (*self.path, name))
 
 
-class Watched:
+class WatchedArguments:
     """The containers in a structure, and what they consist of at first."""
 
     def __init__(self, tree: Any):
@@ -123,7 +123,7 @@ class Watched:
             if not isinstance(container, (list, tuple, dict))
         }
 
-    def effects(self, outputs: list[Tensor]) -> list[Effect]:
+    def effects(self, outputs: list[Tensor]) -> list[ArgumentMutation]:
         """What has changed; the tensors in it are added to the outputs of the program, if they are
         none yet.
         """
@@ -135,10 +135,10 @@ class Watched:
                     id(value): key for key, value in old.items() if not isinstance(value, _PLAIN)
                 }
                 found.append(
-                    Effect(
+                    ArgumentMutation(
                         path,
                         {
-                            key: Kept(keys[id(value)])
+                            key: Unchanged(keys[id(value)])
                             if id(value) in keys
                             else made(numbers(value), outputs, self.origins)
                             for key, value in changed.items()
@@ -156,7 +156,9 @@ class Watched:
                 _write(container, changed, gone)
 
 
-def apply(effects: Sequence[Effect], outputs: Sequence[Any], given: tuple[tuple, dict]) -> None:
+def apply(
+    effects: Sequence[ArgumentMutation], outputs: Sequence[Any], given: tuple[tuple, dict]
+) -> None:
     """Does to the containers in what is given, (args, kwargs), what the program did to those that
     it was traced with.
     """
@@ -165,14 +167,16 @@ def apply(effects: Sequence[Effect], outputs: Sequence[Any], given: tuple[tuple,
         container = follow(effect.path, given)
         old = (
             parts(container)
-            if any(isinstance(part, Kept) for part in effect.changed.values())
+            if any(isinstance(part, Unchanged) for part in effect.changed.values())
             else {}
         )
         writes.append(
             (
                 container,
                 {
-                    key: old[part.key] if isinstance(part, Kept) else _filled(part, outputs, given)
+                    key: old[part.key]
+                    if isinstance(part, Unchanged)
+                    else _filled(part, outputs, given)
                     for key, part in effect.changed.items()
                 },
                 effect.gone,
@@ -185,12 +189,12 @@ def apply(effects: Sequence[Effect], outputs: Sequence[Any], given: tuple[tuple,
 def made(value: Any, outputs: list[Tensor], origins: Mapping[int, Path] | None = None) -> Any:
     """The value with Made in the place of tensors, which are added to the outputs."""
     return pytree.tree_map_only(
-        Tensor, lambda tensor: Made(_place(tensor, outputs)), opened(value, origins)
+        Tensor, lambda tensor: FromOutput(_place(tensor, outputs)), opened(value, origins)
     )
 
 
 def _made(value: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
-    if isinstance(value, Made):
+    if isinstance(value, FromOutput):
         yield path, value.output
     elif isinstance(value, (dict, tuple, *LISTS)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -201,7 +205,7 @@ def _filled(part: Any, outputs: Sequence[Any], given: Any) -> Any:
     def fill(leaf: Any) -> Any:
         return (
             outputs[leaf.output]
-            if isinstance(leaf, Made)
+            if isinstance(leaf, FromOutput)
             else leaf.now()
             if isinstance(leaf, Computed)
             else leaf

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
 from .places import COUNTED, DEEP, LISTS, LONG, is_table
-from .symbolic_numbers import Conditions, Count
+from .symbolic_numbers import Conditions, SymbolicNumber
 from .variable_tables import Variables
 
 _PLAIN = (
@@ -108,7 +108,7 @@ class Copied:
         return now == self.value
 
 
-class Reads:
+class Guards:
     """What tables of attributes held under names; `absent`: nothing, a class did."""
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ def _copied(value: Any) -> Copied | None:
 def _is_constant(value: Any) -> bool:
     """Whether it is a tuple of plain values, which stays what it is."""
     return type(value) is tuple and all(
-        type(item) is not Count and isinstance(item, _PLAIN) for item in value
+        type(item) is not SymbolicNumber and isinstance(item, _PLAIN) for item in value
     )
 
 
@@ -295,7 +295,7 @@ def same(now: Any, value: Any) -> bool:
         )
     return (
         type(now) is type(value)
-        and type(now) is not Count
+        and type(now) is not SymbolicNumber
         and (isinstance(now, _PLAIN) or _is_constant(now))
         and now == value
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
 from ..normalize import NUMBERS
-from .argument_mutations import Left, made
+from .argument_mutations import StateMutation, made
 from .bytecode_names import (
     assigned,
     assigned_around,
@@ -36,8 +36,8 @@ from .guards import (
     ANY,
     KEPT_BY_TORCH,
     Contents,
+    Guards,
     Kind,
-    Reads,
     frozen,
     is_plain,
     is_watched,
@@ -46,7 +46,7 @@ from .guards import (
 from .object_trees import opened, slots_of
 from .places import LISTS, LONG, NumberPlace, Place, State, is_table
 from .recorder import Reach, Recorder
-from .symbolic_numbers import Count, Tally, later, tally_of
+from .symbolic_numbers import SymbolicNumber, Tally, later, tally_of
 from .variable_tables import OfClass, Table, Variables, around, of_class, slots
 
 _MANY = (
@@ -210,7 +210,7 @@ class Tables:
             for place, tensor in zip(places, stand_ins):
                 place.put(tensor)
             for tally in self.numbers:
-                tally.place.put(Count(tally))
+                tally.place.put(SymbolicNumber(tally))
             for table in self.tables:
                 table.known = table.entries()
             self.start = {id(table.container): table.known for table in self.tables}
@@ -224,7 +224,7 @@ class Tables:
             for table in self.tables:
                 self._restore(table)
             for tally in self.numbers:
-                if tally.place.is_there() and type(tally.place.value()) is Count:
+                if tally.place.is_there() and type(tally.place.value()) is SymbolicNumber:
                     tally.place.put(tally.value)
             for place, tensor, value in zip(places, stand_ins, before):  # global variables
                 if place.is_there() and place.value() is tensor:
@@ -245,7 +245,7 @@ class Tables:
         ]:  # nothing is written to a table that nobody may write to
             container[name] = before[name]
 
-    def left(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[Left]:
+    def left(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[StateMutation]:
         """What has been put into tables since the last look; tensors are added to the outputs of
         the program. Parameters and buffers do not count: an LSTM has its weights in a list, too.
         """
@@ -280,7 +280,9 @@ class Tables:
             if not (changed or gone or added or whole):
                 continue
             entries = {name: made(value, outputs) for name, value in changed.items()}
-            found.append(Left(table.root, table.path, entries, gone, made(added, outputs), whole))
+            found.append(
+                StateMutation(table.root, table.path, entries, gone, made(added, outputs), whole)
+            )
             names = [*changed, *gone, *(range(0 if whole else len(old), len(now)) if added else ())]
             for name in names or [0]:
                 self.changed.add((id(table.root), (*table.path, name)[0]))
@@ -290,7 +292,7 @@ class Tables:
     def continue_counting(self) -> None:
         """At the end of forward: the backward is of the numbers that are in their places then."""
         for tally in self.numbers:
-            if tally.place.is_there() and type(count := tally.place.value()) is Count:
+            if tally.place.is_there() and type(count := tally.place.value()) is SymbolicNumber:
                 tally.place.put(later(count, tally.place))
         for table in self.tables:
             table.known = table.entries()
@@ -299,7 +301,7 @@ class Tables:
         """Whether an entry is one that a run leaves too: a tensor of the trace, or plain."""
         return name not in KEPT_BY_TORCH and (is_plain(value) or _holds(value, self.traced, known))
 
-    def reads(self, used: Container[int], given: Container[int]) -> Reads:
+    def reads(self, used: Container[int], given: Container[int]) -> Guards:
         """What the program depends on of what was read, of the tables that functions name, and of
         the objects, if it uses their tensors. used: the places whose tensors it uses; given: ids of
         the tensors elsewhere that functions were called with.
@@ -308,7 +310,7 @@ class Tables:
         reads = (
             self.recorder.settled(lambda *entry: self._watched(used, *entry))
             if self.recorder is not None
-            else Reads()
+            else Guards()
         )
         tallies = {
             tally.place.name: tally for tally in self.numbers if tally.place.root is self.varying
@@ -361,7 +363,7 @@ class Tables:
             )
             return ANY
         if start is not None and (
-            type(before := start.get(name, ABSENT)) is Count or id(before) in self.places
+            type(before := start.get(name, ABSENT)) is SymbolicNumber or id(before) in self.places
         ):
             value = then = before  # it may have been read before the stand-in was put there
         if (
@@ -375,7 +377,7 @@ class Tables:
     def _stood_in(self, value: Any) -> bool:
         """Whether what stands for something from a place is in it."""
         leaves = value.leaves() if isinstance(value, Contents) else (value,)
-        return any(type(leaf) is Count or id(leaf) in self.places for leaf in leaves)
+        return any(type(leaf) is SymbolicNumber or id(leaf) in self.places for leaf in leaves)
 
     def _is_changed(self, root: Table, path: tuple) -> bool:
         """Whether the program writes into the root, or into the entry of it."""
@@ -387,7 +389,7 @@ class Tables:
         """
 
         def leaf(value: Any) -> Any:
-            if type(value) is Count:
+            if type(value) is SymbolicNumber:
                 return tally_of(value).needed()
             if not isinstance(value, self.traced):
                 return ANY if isinstance(value, Tensor) and id(value) not in self.given else value

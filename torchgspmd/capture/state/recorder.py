@@ -33,7 +33,7 @@ from .bytecode_names import (
     reached,
     reached_classes,
 )
-from .guards import ABSENT, ANY, KEPT_BY_TORCH, Reads, frozen, is_watched
+from .guards import ABSENT, ANY, KEPT_BY_TORCH, Guards, frozen, is_watched
 from .object_trees import OF_PYTHON, slots_of
 from .places import LONG, is_table
 from .variable_tables import around, of_class, of_context, slots
@@ -132,11 +132,11 @@ class Recorder:
                 ):
                     self.see(around(name, cell), name)
 
-    def settled(self, watch: Callable[[dict, str, Any, Any], Any]) -> Reads:
+    def settled(self, watch: Callable[[dict, str, Any, Any], Any]) -> Guards:
         """watch: what is compared of an entry that was read with this value, which was this then;
         ANY if nothing.
         """
-        reads = Reads()
+        reads = Guards()
         for table, name, value, then in self.seen.values():
             compared = watch(table, name, value, then)
             if compared is not ANY:

@@ -86,7 +86,7 @@ class Later:
 
     place: Place
     value: int | float
-    count: Count
+    count: SymbolicNumber
 
     @property
     def tensor(self) -> Tensor:
@@ -123,7 +123,7 @@ class Computed:
     now: Callable[[], int | float]
 
 
-class Count:
+class SymbolicNumber:
     """A function of a tallied number; of: the operation and operands that it was computed by. Of
     several numbers there are only these.
     """
@@ -140,7 +140,7 @@ class Count:
         self.__tally, self.__function, self.__of = tally, function, of
         self.__value = value if tally is None else function(tally.value)
         self.__size = sum(
-            1 + o.__size for o in of if type(o) is Count
+            1 + o.__size for o in of if type(o) is SymbolicNumber
         )  # operations, each as often as it is computed
 
     @property
@@ -161,7 +161,7 @@ class Count:
     ) -> Any:
         if func in _BESIDE_TENSORS and len(args) == 2:
             args = tuple(
-                _beside(a, b) if type(a) is Count and isinstance(b, Tensor) else a
+                _beside(a, b) if type(a) is SymbolicNumber and isinstance(b, Tensor) else a
                 for a, b in zip(args, args[::-1])
             )
         return func(*numbers(args), **numbers(kwargs or {}))
@@ -171,30 +171,32 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _demanded(count: Count, function: Function) -> Any:
-    if count._Count__tally is None:
+def _demanded(count: SymbolicNumber, function: Function) -> Any:
+    if count._SymbolicNumber__tally is None:
         return function(number(count))
-    before = count._Count__function
-    return count._Count__tally.demand(lambda value: function(before(value)))
+    before = count._SymbolicNumber__function
+    return count._SymbolicNumber__tally.demand(lambda value: function(before(value)))
 
 
-def number(count: Count) -> int | float:
+def number(count: SymbolicNumber) -> int | float:
     """What it is; from now on the program depends on it."""
-    if count._Count__tally is None:
-        operation, *operands = count._Count__of
+    if count._SymbolicNumber__tally is None:
+        operation, *operands = count._SymbolicNumber__of
         return operation(*numbers(operands))
-    return count._Count__tally.demand(count._Count__function)
+    return count._SymbolicNumber__tally.demand(count._SymbolicNumber__function)
 
 
 def numbers(value: Any) -> Any:
     """The same with the number in the place of every Count in it."""
-    return pytree.tree_map(lambda leaf: number(leaf) if type(leaf) is Count else leaf, value)
+    return pytree.tree_map(
+        lambda leaf: number(leaf) if type(leaf) is SymbolicNumber else leaf, value
+    )
 
 
 def settled(value: Any) -> Any:
     """The same with Computed in the place of every Count in it."""
     return pytree.tree_map(
-        lambda leaf: Computed(_when_run(leaf)) if type(leaf) is Count else leaf, value
+        lambda leaf: Computed(_when_run(leaf)) if type(leaf) is SymbolicNumber else leaf, value
     )
 
 
@@ -202,7 +204,7 @@ def settled_there(value: Any, root: Any, path: tuple) -> Any:
     """The same of an entry, where it is computed of the number there only; else with the numbers
     that they are.
     """
-    tally = value._Count__tally if type(value) is Count else None
+    tally = value._SymbolicNumber__tally if type(value) is SymbolicNumber else None
     return (
         settled(value)
         if tally is not None and tally.place.root is root and tally.place.path == path
@@ -210,26 +212,28 @@ def settled_there(value: Any, root: Any, path: tuple) -> Any:
     )
 
 
-def _when_run(count: Count) -> Callable[[], Any]:
-    tally, function = count._Count__tally, count._Count__function
+def _when_run(count: SymbolicNumber) -> Callable[[], Any]:
+    tally, function = count._SymbolicNumber__tally, count._SymbolicNumber__function
     if tally is not None:
         place = tally.place
         return lambda: function(place.value())
-    operation, *operands = (_when_run(o) if type(o) is Count else o for o in count._Count__of)
+    operation, *operands = (
+        _when_run(o) if type(o) is SymbolicNumber else o for o in count._SymbolicNumber__of
+    )
     return lambda: operation(*(o() if callable(o) else o for o in operands))
 
 
-def later(count: Count, place: Place) -> Count:
+def later(count: SymbolicNumber, place: Place) -> SymbolicNumber:
     """What stands in a place from the end of forward on."""
     return (
         count
-        if tally_of(count) is not None and count._Count__function is _itself
-        else Count(Later(place, count._Count__value, count))
+        if tally_of(count) is not None and count._SymbolicNumber__function is _itself
+        else SymbolicNumber(Later(place, count._SymbolicNumber__value, count))
     )
 
 
-def tally_of(count: Count) -> Tally | Later | None:
-    return count._Count__tally
+def tally_of(count: SymbolicNumber) -> Tally | Later | None:
+    return count._SymbolicNumber__tally
 
 
 def _computed(operation: Callable, *operands: Any) -> Any:
@@ -238,27 +242,32 @@ def _computed(operation: Callable, *operands: Any) -> Any:
     """
     if any(isinstance(o, Tensor) for o in operands):
         return NotImplemented  # it is the tensor's turn
-    if any(type(o) not in (Count, *COUNTED) for o in operands):
+    if any(type(o) not in (SymbolicNumber, *COUNTED) for o in operands):
         return operation(*numbers(operands))
-    tallies = {tally_of(o) for o in operands if type(o) is Count}
+    tallies = {tally_of(o) for o in operands if type(o) is SymbolicNumber}
     tally = tallies.pop()
     if tallies or tally is None:
-        size = sum(o._Count__size for o in operands if type(o) is Count)
-        value = operation(*(o._Count__value if type(o) is Count else o for o in operands))
+        size = sum(o._SymbolicNumber__size for o in operands if type(o) is SymbolicNumber)
+        value = operation(
+            *(o._SymbolicNumber__value if type(o) is SymbolicNumber else o for o in operands)
+        )
         if size >= _MANY or operation not in (_TENSORS if type(value) is float else _SUMS):
             return operation(*numbers(operands))
-        return Count(None, of=(operation, *operands), value=value)
+        return SymbolicNumber(None, of=(operation, *operands), value=value)
     if (shorter := _as_one(operation, *operands)) is not None:
         return shorter
-    functions = [o._Count__function if type(o) is Count else lambda value, o=o: o for o in operands]
-    found = Count(
+    functions = [
+        o._SymbolicNumber__function if type(o) is SymbolicNumber else lambda value, o=o: o
+        for o in operands
+    ]
+    found = SymbolicNumber(
         tally,
         lambda value: operation(*(function(value) for function in functions)),
         (operation, *operands),
     )
     return (
         found
-        if type(found._Count__value) in COUNTED and found._Count__size < _MANY
+        if type(found._SymbolicNumber__value) in COUNTED and found._SymbolicNumber__size < _MANY
         else number(found)
     )
 
@@ -270,25 +279,29 @@ def _as_one(operation: Callable, one: Any, other: Any = None) -> Any:
     count, added = (other, one) if operation is operator.add and type(one) is int else (one, other)
     if (
         operation not in (operator.add, operator.sub)
-        or type(count) is not Count
+        or type(count) is not SymbolicNumber
         or type(added) is not int
-        or not count._Count__of
+        or not count._SymbolicNumber__of
     ):
         return None
-    before, first, *rest = count._Count__of
+    before, first, *rest = count._SymbolicNumber__of
     if (
         before is not operator.add
-        or type(first) is not Count
+        or type(first) is not SymbolicNumber
         or [type(r) for r in rest] != [int]
-        or type(first._Count__value) is not int
+        or type(first._SymbolicNumber__value) is not int
     ):
         return None
     return _computed(operator.add, first, operation(rest[0], added))
 
 
-def _tensor(count: Count) -> Tensor | None:
+def _tensor(count: SymbolicNumber) -> Tensor | None:
     """It as a value of the program; None if it cannot be computed of tensors."""
-    tally, value, of = count._Count__tally, count._Count__value, count._Count__of
+    tally, value, of = (
+        count._SymbolicNumber__tally,
+        count._SymbolicNumber__value,
+        count._SymbolicNumber__of,
+    )
     if (
         type(value) is int and tally is not None and not _demanded(count, _is_exact)
     ):  # else it might not fit into a tensor
@@ -298,7 +311,7 @@ def _tensor(count: Count) -> Tensor | None:
     operation, *operands = of
     if operation not in _TENSORS or type(value) is int and operation is operator.pow:
         return None
-    tensors = [_tensor(o) if type(o) is Count else o for o in operands]
+    tensors = [_tensor(o) if type(o) is SymbolicNumber else o for o in operands]
     if any(t is None for t in tensors):
         return None
     if type(value) is float:
@@ -310,14 +323,14 @@ def _is_exact(value: int) -> bool:
     return abs(value) < _EXACT
 
 
-def _beside(count: Count, other: Tensor) -> Any:
+def _beside(count: SymbolicNumber, other: Tensor) -> Any:
     """The operand of an operation with a tensor, whose type the result is to have; the number where
     it would have another one.
     """
     is_float = other.is_floating_point() or other.is_complex()
     if (
         not is_float
-        and (type(count._Count__value) is float or not other.dim())
+        and (type(count._SymbolicNumber__value) is float or not other.dim())
         or (tensor := _tensor(count)) is None
     ):
         return number(count)
@@ -335,7 +348,7 @@ def _of_two(operation: Callable, is_reflected: bool) -> Any:
 
 
 def _compared(operation: Callable) -> Any:
-    def method(self: Count, other: Any) -> Any:
+    def method(self: SymbolicNumber, other: Any) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
         other = numbers(other)
@@ -363,17 +376,17 @@ for _name, _function in dict(
     ceil=math.ceil,
     divmod=divmod,
 ).items():
-    setattr(Count, f"__{_name}__", _of_one(_function))
+    setattr(SymbolicNumber, f"__{_name}__", _of_one(_function))
 for _name in "eq ne lt le gt ge".split():
-    setattr(Count, f"__{_name}__", _compared(getattr(operator, _name)))
+    setattr(SymbolicNumber, f"__{_name}__", _compared(getattr(operator, _name)))
 for _name in "neg pos abs invert".split():
     setattr(
-        Count,
+        SymbolicNumber,
         f"__{_name}__",
         lambda self, operation=getattr(operator, _name): _computed(operation, self),
     )
 for _name in "add sub mul truediv floordiv mod pow and_ or_ xor lshift rshift".split():
-    setattr(Count, f"__{_name.strip('_')}__", _of_two(getattr(operator, _name), False))
-    setattr(Count, f"__r{_name.strip('_')}__", _of_two(getattr(operator, _name), True))
-Count.__hash__ = lambda self: hash(number(self))
-Count.__rdivmod__ = lambda self, other: _demanded(self, lambda value: divmod(other, value))
+    setattr(SymbolicNumber, f"__{_name.strip('_')}__", _of_two(getattr(operator, _name), False))
+    setattr(SymbolicNumber, f"__r{_name.strip('_')}__", _of_two(getattr(operator, _name), True))
+SymbolicNumber.__hash__ = lambda self: hash(number(self))
+SymbolicNumber.__rdivmod__ = lambda self, other: _demanded(self, lambda value: divmod(other, value))

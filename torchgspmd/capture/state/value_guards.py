@@ -33,7 +33,7 @@ _SHAPES = 4
 
 
 @dataclass(eq=False)
-class Look:
+class ValueGuard:
     """Something that a program has asked of tensors in places, and what came out."""
 
     function: Callable[..., Tensor]
@@ -64,7 +64,7 @@ class Look:
         )
 
 
-class Known:
+class ValueGuards:
     """The values that one trace may ask for."""
 
     entry_of: Callable[[Tensor], tuple | None]  # the entry of a table that holds a tensor
@@ -76,7 +76,7 @@ class Known:
         decided on a shape in earlier traces.
         """
         self.places, self.is_looking, self.shapes = places, is_looking, shapes
-        self.looks: dict[Any, Look] = {}  # by node, or by entry of a table
+        self.looks: dict[Any, ValueGuard] = {}  # by node, or by entry of a table
         self.could_look = False  # whether it would have said more, had it looked
 
     def see(self, root: Table, path: tuple, where: str | None) -> bool:
@@ -85,7 +85,7 @@ class Known:
         """
         place = Place(root, path)
         if is_compared := place.holds() and place.tensor().numel() <= _LARGE:
-            self.looks[id(root), path] = Look(
+            self.looks[id(root), path] = ValueGuard(
                 _itself, (place,), _asked(_itself, [place.tensor()]), where
             )
         return is_compared
@@ -118,7 +118,7 @@ class Known:
             found = _asked(function, [tensor for _, tensor in known])
             if not inputs:
                 return found
-            look = Look(function, tuple(place for place, _ in known), found, where)
+            look = ValueGuard(function, tuple(place for place, _ in known), found, where)
             if is_shape and (shape := (where, look.described())) not in self.shapes:
                 if sum(place == where for place, _ in self.shapes) == _SHAPES:
                     return None

@@ -21,7 +21,7 @@ from ..ir import is_number, signature
 Traced = dict[tuple, fx.Graph | None]  # decompositions that were found, by what determines them
 
 
-def expand(
+def decompose_ops(
     graph: fx.Graph,
     splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset(),
     lookup: Callable = decomposition_of,

@@ -23,7 +23,7 @@ from ..partition.step import Step
 from ..propagate.propagate import Layouts
 
 
-def wanted_parts(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str, tuple[int, ...]]:
+def required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str, tuple[int, ...]]:
     """The axes that stop at a factor which they do not divide, though a part of them would; into
     which parts.
     """
@@ -65,7 +65,7 @@ def _stopped(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
     return found
 
 
-def merge_parts(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
+def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     """Names the axes of a graph that was partitioned on a split mesh as users know them, where no
     mere part is meant.
     """

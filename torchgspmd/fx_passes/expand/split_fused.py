@@ -18,7 +18,7 @@ from ..ir import Op, Rules
 from ..propagate.propagate import Layouts
 
 
-def to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Node, int]:
+def ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Node, int]:
     """The operations, and over how many devices they are sharded there."""
     ops = {op.node: op for op in rules.ops(graph)}
     found = {

@@ -41,7 +41,7 @@ class Way:
     ends: frozenset[Place]
 
 
-def use_parts(graph: fx.Graph, layouts: Layouts, rules: Rules) -> bool:
+def split_products(graph: fx.Graph, layouts: Layouts, rules: Rules) -> bool:
     """Rewrites the graph in place; says whether anything changed."""
     return _Parts(graph, layouts, rules).run()
 

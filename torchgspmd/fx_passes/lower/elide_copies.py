@@ -15,7 +15,7 @@ from ...comm.collective import wait
 from ...compat.operators import aten
 
 
-def copies(graph: fx.Graph) -> fx.Graph:
+def elide_copies(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
     for node in graph.nodes:
         contiguous = node.kwargs.get("memory_format") is torch.contiguous_format

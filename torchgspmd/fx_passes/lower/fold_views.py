@@ -22,7 +22,7 @@ _VIEWS = {
 }
 
 
-def tidy(graph: fx.Graph) -> fx.Graph:
+def fold_views(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it. Views of the forward are not shared with the
     backward: saving the tensor that they look at is enough.
     """

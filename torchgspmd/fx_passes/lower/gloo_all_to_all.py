@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ...comm.process_groups import Groups
+from ...comm.process_groups import ProcessGroups
 from ...compat.operators import aten, c10d
 from ...compat.private_apis import OpOverload
 from .wire_dtypes import CARRIERS
@@ -52,7 +52,7 @@ _OF_TWO = {
 _IN_PLACE = _OF_TWO | {"sum": aten.add_.Tensor, "product": aten.mul_.Tensor}
 
 
-def gloo(graph: fx.Graph, groups: Groups) -> fx.Graph:
+def gloo_all_to_all(graph: fx.Graph, groups: ProcessGroups) -> fx.Graph:
     """Rewrites the graph in place and returns it. For other devices only reductions of numbers that
     no library computes with.
     """
@@ -73,7 +73,7 @@ def _is_foreign(node: fx.Node) -> bool:
 class _Call:
     """A collective of which an all_to_all becomes."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, groups: Groups):
+    def __init__(self, graph: fx.Graph, node: fx.Node, groups: ProcessGroups):
         self.graph, self.node = graph, node
         self.x, *self.options, self.group = node.args
         self.ranks, self.me = groups.size(self.group), groups.position(self.group)

@@ -24,7 +24,7 @@ from torch import fx
 from ...comm.box_exchange import elements, exchange, pack, unpack
 from ...comm.collective import split_axes, start, wait
 from ...comm.local_ops import as_dtype
-from ...comm.process_groups import Groups
+from ...comm.process_groups import ProcessGroups
 from ...comm.ring_einsum import (
     einsum_scatter,
     gather_einsum,
@@ -41,7 +41,7 @@ _Lowered = Generator[
 ]  # yields what was begun, is sent what was waited for
 
 
-def lower(graph: fx.Graph, groups: Groups) -> fx.Graph:
+def lower_collectives(graph: fx.Graph, groups: ProcessGroups) -> fx.Graph:
     """The program with this rank's coordinates put in; its remaining inputs are the parts of the
     inputs.
     """
@@ -49,7 +49,7 @@ def lower(graph: fx.Graph, groups: Groups) -> fx.Graph:
 
 
 class _Lowering:
-    def __init__(self, source: fx.Graph, groups: Groups):
+    def __init__(self, source: fx.Graph, groups: ProcessGroups):
         self.source, self.groups, self.mesh, self.graph = source, groups, groups.mesh, fx.Graph()
         self.node: fx.Node
 

@@ -31,7 +31,7 @@ EINSUM = einsum._opoverload
 ATTENTION, ATTENTION_BACKWARD = attention._opoverload, attention_backward._opoverload
 
 
-def products(graph: fx.Graph, device: str) -> fx.Graph:
+def lower_einsum(graph: fx.Graph, device: str) -> fx.Graph:
     """Rewrites the graph in place and returns it; on the CPU attention becomes PyTorch's kernel
     itself.
     """

@@ -20,7 +20,7 @@ from torch import fx
 from ...compat.operators import aten
 
 
-def one_hot(graph: fx.Graph) -> fx.Graph:
+def nll_backward(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
     for node in graph.find_nodes(
         op="call_function", target=aten._log_softmax_backward_data.default

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from ...comm.bucket_memory import Kept
+from ...comm.bucket_memory import BucketMemory
 from ...compat.operators import aten, c10d
 from ...compat.private_apis import _foreach_copy_
 
@@ -33,7 +33,7 @@ ALIGNED = 16  # bytes; what begins elsewhere is written slower by GPUs
 _IN_ORDER = (None, torch.contiguous_format)
 
 
-def into_buckets(graph: fx.Graph) -> fx.Graph:
+def reduce_in_bucket(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
@@ -52,7 +52,9 @@ def _write(graph: fx.Graph, reduction: fx.Node, flat: fx.Node, order: dict[fx.No
     first = min(made.values(), key=order.__getitem__)
     with graph.inserting_before(first):
         source = next(x for x in first.args if isinstance(x, fx.Node))
-        bucket = graph.call_function(Kept().empty, (source, sum(sizes), first.meta["dtype"]))
+        bucket = graph.call_function(
+            BucketMemory().empty, (source, sum(sizes), first.meta["dtype"])
+        )
         parts = graph.call_function(aten.split_with_sizes.default, (bucket, sizes))
         pieces = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(sizes))]
     places = {}

@@ -64,7 +64,7 @@ _MAKE = {
 }
 
 
-def in_place(graph: fx.Graph) -> fx.Graph:
+def reuse_buffers(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
     memory = _Memory(graph)
     for at, node in enumerate(graph.nodes):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import fx
 
 
-def split(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Graph, fx.Graph]:
+def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Graph, fx.Graph]:
     """(forward, backward). tangents, gradients: how many there are."""
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     cotangents = set(placeholders[len(placeholders) - tangents :])

@@ -70,7 +70,7 @@ BINDINGS: dict[Any, Any] = {
 _PRESENT = {op: function for op, function in BINDINGS.items() if not is_missing(function)}
 
 
-def bindings(graph: fx.Graph) -> fx.Graph:
+def torch_bindings(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
     for node in graph.nodes:
         if node.op == "call_function":

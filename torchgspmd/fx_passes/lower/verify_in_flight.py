@@ -28,7 +28,7 @@ STARTS = {
 WAIT = c10d.wait_tensor.default
 
 
-def in_flight(graph: fx.Graph) -> fx.Graph:
+def verify_in_flight(graph: fx.Graph) -> fx.Graph:
     """The graph itself; AssertionError with the faults of one that is not legal, which is a mistake
     of torchgspmd.
     """

@@ -21,7 +21,7 @@ CARRIERS = {
 } | {getattr(torch, name): torch.uint8 for name in dir(torch) if name.startswith("float8_")}
 
 
-def carriers(graph: fx.Graph) -> fx.Graph:
+def wire_dtypes(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
     for target in (c10d.all_to_all_single.default, c10d.all_gather_into_tensor.default):
         for node in graph.find_nodes(op="call_function", target=target):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Way = tuple[float, tuple[Step, ...]]
 
 
-def way_to_windows(
+def halo_steps(
     resharder: Resharder, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
 ) -> Way:
     """(cost, steps); of all orders of the dimensions the cheapest."""

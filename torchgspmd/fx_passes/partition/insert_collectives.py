@@ -33,7 +33,7 @@ _SUFFIX = {
 }
 
 
-def insert(solver: Solver) -> fx.Graph:
+def insert_collectives(solver: Solver) -> fx.Graph:
     """A new graph, with "spec" on every value, and "step" on those that were inserted."""
     return _Inserter(solver).run()
 

@@ -30,8 +30,8 @@ from ...mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, values
 from ..propagate.factors import Crowded, crowded, layouts_behind
-from .insert_collectives import insert
-from .region_search import Together
+from .insert_collectives import insert_collectives
+from .region_search import RegionSearch
 from .reshard import Resharder
 from .strategies import Around, Available, Strategies, Strategy, marked
 
@@ -59,7 +59,7 @@ PHASES = (
 )  # that favour, and how often, at most, bodies are laid out anew
 
 
-class Memory:
+class SearchMemory:
     """What was found out about operations and values on one mesh: of those that are alike, in the
     same situation.
     """
@@ -91,7 +91,7 @@ class Memory:
         return found
 
 
-Memories = dict[tuple[Mesh, Crowded], Memory]
+Memories = dict[tuple[Mesh, Crowded], SearchMemory]
 Cotangents = dict[fx.Node, tuple[fx.Node, ShardSpec]]
 Leaving = Callable[[ShardSpec, tuple[int, ...]], ShardSpec]
 
@@ -126,7 +126,7 @@ def partition(
     solver.solve()
     if not keep_marks:
         solver.leave_out_marks()
-    return insert(solver)
+    return insert_collectives(solver)
 
 
 class Solver:
@@ -155,7 +155,7 @@ class Solver:
             mesh,
             crowded(((v.meta["val"].shape, v.meta["spec"]) for v in values(graph)), mesh),
         )
-        self.memory = memories.setdefault(situation, Memory(*situation))
+        self.memory = memories.setdefault(situation, SearchMemory(*situation))
         self.resharder, self.strategies = self.memory.resharder, self.memory.strategies
         self.open_inputs = [n for n in graph.nodes if n.op == "placeholder" and n not in given]
         for node in self.open_inputs:  # parts of axes do not leave the program unasked
@@ -181,7 +181,7 @@ class Solver:
             for value in filter(None, (*op.operands, *op.results)):
                 self.near[value].add(op.node)
         self.sharers: dict[tuple[fx.Node, int], int] = {}  # of a value, among operations of one key
-        self.together = Together(self)
+        self.together = RegionSearch(self)
         self.made_of: dict = {}
         self.costs_behind: dict[
             tuple[fx.Node, ShardSpec], float

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import fx
 
 
-def regather(graph: fx.Graph) -> fx.Graph:
+def regather_weights(graph: fx.Graph) -> fx.Graph:
     """Rewrites the graph in place and returns it."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     gathered: dict[fx.Node, fx.Node | None] = {}  # and before what the backward first needs it

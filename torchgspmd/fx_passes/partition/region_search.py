@@ -36,7 +36,7 @@ SAVED = (
 )
 
 
-class Together:
+class RegionSearch:
     """The regions of a graph, and what was proposed for them."""
 
     def __init__(self, solver: Solver):

@@ -23,7 +23,7 @@ from ...comm.box_exchange import busiest, lacking
 from ...comm.collective import ALPHA, sent_bytes
 from ...mesh import Mesh
 from ...shard_spec import Axes, ShardSpec, nests
-from .halo_reshard import way_to_windows
+from .halo_reshard import halo_steps
 from .step import Step
 
 STATES = 1000  # layouts that a search looks at before it settles for the direct way
@@ -101,7 +101,7 @@ class Resharder:
     def _solve(self, shape, itemsize, before, after) -> tuple[float, tuple[Step, ...]]:
         key = (shape, itemsize, before, after)
         if key not in self.known and after.windows:
-            self.known[key] = way_to_windows(self, shape, itemsize, before, after)
+            self.known[key] = halo_steps(self, shape, itemsize, before, after)
         elif key not in self.known and (
             new := tuple(a for a in after.pending if a not in before.pending)
         ):

@@ -19,7 +19,7 @@ from ..ir import operands_of
 ENABLED = "TORCHGSPMD_CHECK"
 
 
-def verify(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
+def verify_partition(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     """The graph itself; AssertionError with the faults of one that is not legal, which is a mistake
     of torchgspmd.
     """

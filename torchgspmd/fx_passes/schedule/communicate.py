@@ -18,7 +18,7 @@ from .start_wait import start_wait
 OPTIONAL = ("bucket", "collective_matmul", "overlap", "prefetch")
 
 
-def communicate(graph: fx.Graph, mesh: Mesh, device: str, skip: Collection[str] = ()) -> fx.Graph:
+def schedule(graph: fx.Graph, mesh: Mesh, device: str, skip: Collection[str] = ()) -> fx.Graph:
     """Rewrites the graph in place and returns it. device: the type of those that the program is
     for.
     """
