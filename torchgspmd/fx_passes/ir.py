@@ -1,13 +1,14 @@
-"""The graph that the passes work on, and reading it.
+"""The graph that the passes work on, and functions that read it.
 
-A torch.fx.Graph of ATen operations at global shapes. Metadata of a node:
+It is a torch.fx.Graph of ATen operations at global shapes. Metadata of a node:
 
-    val        fake tensor (a tuple of them for an operation with several results, each taken by a getitem node); a number
-               for what is computed from sizes and values that are known only when the program runs
-    dynamic    whether it takes or makes such numbers, or tensors of such a size (1 in val): it runs replicated, as it stands
+    val        Fake tensor. An operation with several results has a tuple of them, and a getitem
+               node takes each. A number that is computed only when the program runs is a number.
+    dynamic    True if the node reads or computes such a number, or a tensor of such a size (1 in
+               val). The node runs replicated, unchanged.
     source     file:line of the user's code, or None
-    backward   whether it belongs to the backward
-    captured   name of the node of the captured graph whose value it has, if it has one's
+    backward   True if the node belongs to the backward
+    captured   Name of the node of the captured graph that has the same value, if there is one
     spec       ShardSpec, from `propagate` on
 """
 
@@ -25,29 +26,29 @@ from ..rules import Call, Rule, rule_of
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """One operation: its node, its rule, the values it takes and those it makes (None: unused)."""
+    """One operation: its node, rule, operands and results (None: a result nobody uses)."""
 
     node: fx.Node
     rule: Rule
     operands: tuple[fx.Node, ...]
     results: tuple[fx.Node | None, ...]
-    key: int  # equal keys: same operation on same shapes, so the same rule object
+    key: int  # Equal for the same operation on the same shapes, which then share one rule.
 
 
 def is_operation(node: fx.Node) -> bool:
-    """Whether it computes with tensors: not on numbers alone."""
+    """Return True if a node computes with tensors, not with numbers alone."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     return isinstance(node.meta["val"], (Tensor, tuple, list)) or bool(operands_of(node))
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether a value is a Python number, which is known when the program runs."""
+    """Return True if a value is a Python number, computed when the program runs."""
     return isinstance(node.meta.get("val"), (int, float))
 
 
 def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
-    """The results of a node as a flat tuple."""
+    """Return the results of a node as a flat tuple of tensors."""
     val = node.meta["val"]
     return tuple(
         v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor)
@@ -55,25 +56,23 @@ def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensors that a node takes, as often as it takes them, in the order of its arguments."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, dict(node.kwargs)), lambda n: found.append(n))
-    return tuple(n for n in found if not is_number(n))
+    """Return the tensor arguments of a node in order, with repetitions."""
+    inputs: list[fx.Node] = []
+    fx.map_arg((node.args, dict(node.kwargs)), lambda n: inputs.append(n))
+    return tuple(n for n in inputs if not is_number(n))
 
 
 def results_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
-    """The values that a node makes: itself, or the getitem nodes that take its results."""
+    """Return the results of a node: itself, or the getitem nodes of its tuple (None: unused)."""
     if not isinstance(node.meta["val"], (tuple, list)):
         return () if is_number(node) else (node,)
-    places = [i for i, v in enumerate(node.meta["val"]) if isinstance(v, Tensor)]
-    taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    return tuple(taken.get(i) for i in places)
+    indices = [i for i, v in enumerate(node.meta["val"]) if isinstance(v, Tensor)]
+    getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    return tuple(getitems.get(i) for i in indices)
 
 
 def call_of(node: fx.Node) -> Call:
-    """What a rule is asked about: the operation with the (fake) tensors of its arguments and
-    results.
-    """
+    """Return the argument of a rule: the operation with its fake arguments and results."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     return Call(
         node.target,
@@ -86,42 +85,45 @@ def call_of(node: fx.Node) -> Call:
 
 
 def signature(node: fx.Node) -> tuple:
-    """What determines the rule of a node: equal for the same operation in repeated layers."""
-    shown: list[Any] = []
+    """Return what determines a node's rule, equal for the same operation of repeated layers."""
+    tensors: list[Any] = []
 
     def show(n: fx.Node) -> str:
         if is_number(n):
             return "#"
-        shown.append((tuple(n.meta["val"].shape), n.meta["val"].dtype))
+        tensors.append((tuple(n.meta["val"].shape), n.meta["val"].dtype))
         return "%"
 
     return (
         node.target,
         repr(fx.map_arg((node.args, dict(node.kwargs)), show)),
-        tuple(shown),
+        tuple(tensors),
         node.meta.get("dynamic", False),
     )
 
 
 class Rules:
-    """The rule of every node, computed once for equal signatures."""
+    """The rule of every node, looked up once for equal signatures."""
 
-    def __init__(self, lookup: Callable[[Call], Rule] = rule_of):
-        self.lookup, self.known = lookup, {}  # signature -> rule, number
+    def __init__(self, lookup: Callable[[Call], Rule] = rule_of) -> None:
+        self.lookup = lookup
+        self.cache: dict[tuple, tuple[Rule, int]] = {}  # signature -> rule, key
 
     def op(self, node: fx.Node) -> Op:
-        same = signature(node)
-        if same not in self.known:
-            self.known[same] = (self.lookup(call_of(node)), len(self.known))
-        rule, key = self.known[same]
+        """Return the operation of a node."""
+        cache_key = signature(node)
+        if cache_key not in self.cache:
+            self.cache[cache_key] = (self.lookup(call_of(node)), len(self.cache))
+        rule, key = self.cache[cache_key]
         return Op(node, rule, operands_of(node), results_of(node), key)
 
     def ops(self, graph: fx.Graph) -> Iterator[Op]:
+        """Return the operations of a graph, in its order."""
         return (self.op(node) for node in graph.nodes if is_operation(node))
 
 
 def values(graph: fx.Graph) -> Iterator[fx.Node]:
-    """All nodes that hold one tensor."""
+    """Yield every node whose value is one tensor."""
     for node in graph.nodes:
         if node.op != "output" and isinstance(node.meta.get("val"), Tensor):
             yield node

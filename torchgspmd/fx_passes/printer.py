@@ -1,5 +1,6 @@
-"""The graph as text: one line a value, global sizes, `@` and a mesh axis where one shards or is
-pending.
+"""The graph as text, one line a value.
+
+Sizes are global. `@` precedes a mesh axis that shards a dimension or that a value is pending over.
 
 mesh data=2 model=4
   %x      : f32[8@data, 64]           = input
@@ -36,12 +37,12 @@ _NAMES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """f32 for torch.float32."""
+    """Return the short name of a dtype: f32 for torch.float32."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def type_text(dtype: torch.dtype, shape: Any, spec: ShardSpec | None) -> str:
-    """f32[8@data, 64] sum@model"""
+    """Return the type of a value as text: f32[8@data, 64] sum@model."""
     spec = spec or ShardSpec.replicated(len(shape))
     dims = [
         f"{n}@{'+'.join(axes)}{f'[{w.short}]' if (w := spec.window(d)) else ''}" if axes else str(n)
@@ -52,22 +53,23 @@ def type_text(dtype: torch.dtype, shape: Any, spec: ShardSpec | None) -> str:
 
 
 def graph_text(graph: fx.Graph, mesh: Mesh) -> str:
-    """The program, a line a value; see the README for how to read it."""
+    """Return the global program as text; the README tells how to read it."""
     rows = [row for row in map(_row, graph.nodes) if row]
     return "\n".join([f"mesh {' '.join(f'{n}={s}' for n, s in mesh.axes)}", *_lines(rows)])
 
 
 def program_text(graph: fx.Graph) -> str:
-    """The program of one device: sizes are those of its parts, a collective has a start and a wait
-    for each result.
+    """Return the program of one device as text.
+
+    Sizes are those of its shards. A collective has a start, and a wait for each result.
     """
     return "\n".join(["one device", *_lines([_local_row(node) for node in graph.nodes])])
 
 
 def _lines(rows: list[tuple[str, str, str]]) -> list[str]:
-    names, types = (max((len(row[i]) for row in rows), default=0) for i in (0, 1))
+    name_width, type_width = (max((len(row[i]) for row in rows), default=0) for i in (0, 1))
     return [
-        f"  {name:{names}} : {kind:{types}} = {text}".rstrip() if name else f"  {text}"
+        f"  {name:{name_width}} : {kind:{type_width}} = {text}".rstrip() if name else f"  {text}"
         for name, kind, text in rows
     ]
 
@@ -101,7 +103,7 @@ def _row(node: fx.Node) -> tuple[str, str, str] | None:
 
 
 def call_text(node: fx.Node) -> str:
-    """What a node computes: mul(%x, 2)."""
+    """Return what a node computes as text: mul(%x, 2)."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":

@@ -1,7 +1,10 @@
-"""What a partitioned graph does that nobody asked for: operations that every device computes whole,
-and operands gathered so that the devices of an axis all compute the same. What marks and outputs
-ask for is not listed, nor a gather for an operation that divides another dimension by the axis: so
-are weights of FSDP and sequences gathered, on purpose.
+"""Replicated work that the user did not ask for, in a partitioned graph.
+
+Two kinds are listed. An operation is computed whole by every device. An operand is gathered, and
+then all devices of an axis compute the same.
+
+Not listed is what marks and outputs ask for, nor a gather for an operation that shards another
+dimension over the same axis. FSDP's weights and sequences are gathered so on purpose.
 """
 
 from __future__ import annotations
@@ -18,21 +21,19 @@ from .ir import operands_of, tensors_of
 
 @dataclass(frozen=True)
 class ReplicatedOp:
-    """An operation that every device computes whole, or an operand gathered for one, though nobody
-    asked for it.
-    """
+    """An operation that every device computes whole, or an operand gathered for one."""
 
     op: str
     source: str | None
-    bytes: int  # of the results, or of the gathered operand, on one device
+    bytes: int  # Size on one device of the results, or of the gathered operand.
     why: str
-    value: str | None = None  # what was gathered
-    dim: int = 0  # and along which dimension
+    value: str | None = None  # Name of the gathered value.
+    dim: int = 0  # The dimension that was gathered.
 
 
 def replication_report(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
-    """In program order; needs a partitioned graph."""
-    found: dict[ReplicatedOp, None] = {}
+    """Return the replicated operations of a partitioned graph, in program order."""
+    report: dict[ReplicatedOp, None] = {}
     seen: set[fx.Node] = set()
     for node in graph.nodes:
         rule = node.meta.get("rule")
@@ -46,9 +47,9 @@ def replication_report(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
                 else "no rule and no decomposition"
             )
             if size or node.meta.get("dynamic"):
-                found[ReplicatedOp(str(node.target), node.meta.get("source"), size, why)] = None
+                report[ReplicatedOp(str(node.target), node.meta.get("source"), size, why)] = None
             continue
-        for operand, value, dim, why in _gathered(node):
+        for operand, value, dim, why in _gathered_operands(node):
             if operand not in seen:
                 seen.add(operand)
                 val = operand.meta["val"]
@@ -56,17 +57,15 @@ def replication_report(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
                     math.prod(operand.meta["spec"].local_shape(val.shape, mesh))
                     * val.element_size()
                 )
-                found[
+                report[
                     ReplicatedOp(str(node.target), node.meta.get("source"), size, why, value, dim)
                 ] = None
-    return tuple(found)
+    return tuple(report)
 
 
-def _gathered(node: fx.Node) -> Iterator[tuple[fx.Node, str, int, str]]:
-    """Operands that were gathered, the name of what they were gathered from, the dimension, and why
-    that was needed.
-    """
-    rule, used = node.meta["rule"], _divided_by(node)
+def _gathered_operands(node: fx.Node) -> Iterator[tuple[fx.Node, str, int, str]]:
+    """Yield (operand, name before the gather, dimension, reason) for every gathered operand."""
+    rule, used = node.meta["rule"], _sharding_axes(node)
     for operand, dims in zip(operands_of(node), rule.operands):
         before = operand
         while "step" in before.meta and before.meta["step"].kind == "all_gather":
@@ -85,20 +84,22 @@ def _gathered(node: fx.Node) -> Iterator[tuple[fx.Node, str, int, str]]:
                     operand,
                     before.name,
                     d,
-                    f"dimension {d} of %{before.name} is gathered over {'+'.join(lost)}: {why} '{rule}'",
+                    f"dimension {d} of %{before.name} is gathered over {'+'.join(lost)}: "
+                    f"{why} '{rule}'",
                 )
 
 
-def _divided_by(node: fx.Node) -> set[str]:
-    """Axes whose devices do not all compute the same there; where rows are only moved, then of all
-    operations that use them.
+def _sharding_axes(node: fx.Node) -> set[str]:
+    """Return the axes whose devices compute different shards of a node.
+
+    An operation that only moves rows also has the axes that all its users share.
     """
     rule = node.meta.get("rule")
     if rule is None or "assignment" not in node.meta:
         return set()
     own = {a for axes in node.meta["assignment"].values() for a in axes}
     return (
-        own | set.intersection(*map(_divided_by, node.users))
+        own | set.intersection(*map(_sharding_axes, node.users))
         if rule.moves is not None and node.users
         else own
     )

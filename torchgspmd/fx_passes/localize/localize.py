@@ -3,10 +3,11 @@
 before   %y : f32[8@data, 10] = reshape(%x, [8, 10])             on a mesh with data=2
 after    y = reshape(x, [4, 10])
 needs    partitioned graph: rule and assignment on every operation, spec on every value
-ensures  the text is the same on every rank: a device's mesh coordinates are inputs, the first ones of the program
+ensures  the text is the same on every rank: a device's mesh coordinates are inputs, the first ones
+         of the program
 
-Padding: what lies past a dimension's end has unspecified content. It is overwritten where an
-operation reduces over it; nowhere else does it matter.
+The padding past a dimension's end has unspecified content. It is overwritten where an operation
+reduces over it. Nowhere else does it matter.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from ..ir import is_number, is_operation, operands_of, tensors_of
 
 
 def localize(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """The graph of one device. Inputs: a coordinate (int) for every mesh axis, then the parts of
-    the inputs.
+    """Return the graph of one device.
+
+    Its inputs are a coordinate (int) for every mesh axis, then the shards of the inputs.
     """
     return _Localizer(graph, mesh).run()
 
 
 @dataclass
 class LocalTensor:
-    """What an emitter may ask of a result: its local shape, its type and device."""
+    """The local shape, dtype and device of a result."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,9 +47,9 @@ class LocalTensor:
 
 
 class Emitter:
-    """Given to a rule's `emit`: makes the local nodes of one operation."""
+    """Builder of the local nodes of one operation, the first argument of a rule's `emit`."""
 
-    def __init__(self, localizer: _Localizer, node: fx.Node):
+    def __init__(self, localizer: _Localizer, node: fx.Node) -> None:
         self.localizer, self.node = localizer, node
         self.rule: Rule = node.meta["rule"]
         self.assignment: dict[str, Axes] = node.meta["assignment"]
@@ -57,42 +59,38 @@ class Emitter:
         ]
 
     def size(self, factor: str) -> int:
-        """Length of a device's part of a factor."""
+        """Return the length of a device's shard of a factor."""
         return -(
             -self.rule.sizes.get(factor, 1)
             // self.localizer.mesh.count(self.assignment.get(factor, ()))
         )
 
     def index(self, factor: str) -> fx.Proxy | int:
-        """Which part of a factor the device has."""
+        """Return the number of the device's shard of a factor."""
         axes = self.assignment.get(factor, ())
         return fx.Proxy(self.localizer.index(axes)) if axes else 0
 
     def global_shape(self, operand: int) -> tuple[int, ...]:
+        """Return the global shape of an operand."""
         return tuple(operands_of(self.node)[operand].meta["val"].shape)
 
     def position(self, dim: int) -> fx.Node:
-        """The place in the whole result of every row of the device, along a dimension, so that it
-        broadcasts.
-        """
-        spec, rows, result = (
-            self.node.meta["result_specs"][0],
-            self.results[0].shape[dim],
-            self.results[0],
-        )
+        """Return the global index of each local row along `dim`, shaped to broadcast."""
+        spec, result = self.node.meta["result_specs"][0], self.results[0]
+        rows = result.shape[dim]
         index = fx.Proxy(self.localizer.index(spec.dims[dim])) if spec.dims[dim] else 0
         window = spec.window(dim)
-        place = self.call(aten.arange.default, rows, device=result.device)
-        place = self.call(aten.add.Scalar, place, window.first(index) if window else index * rows)
-        return self.call(aten.view.default, place, [-1] + [1] * (len(result.shape) - 1 - dim))
+        indices = self.call(aten.arange.default, rows, device=result.device)
+        first = window.first(index) if window else index * rows
+        indices = self.call(aten.add.Scalar, indices, first)
+        return self.call(aten.view.default, indices, [-1] + [1] * (len(result.shape) - 1 - dim))
 
     def sharded(self, factor: str) -> bool:
+        """Return True if any axis shards a factor."""
         return bool(self.assignment.get(factor))
 
     def window(self, operand: int, dim: int) -> Window:
-        """The rows that the device holds of an operand's dimension that the positions of a sharded
-        factor read.
-        """
+        """Return the rows of an operand's dimension that a device's share of its factor reads."""
         factor = self.rule.operands[operand][dim][0]
         size = operands_of(self.node)[operand].meta["val"].shape[dim]
         return self.rule.halo[operand, dim].bind(
@@ -102,35 +100,38 @@ class Emitter:
         )
 
     def narrow(self, value: Any, dim: int, start: Any, length: int) -> Any:
+        """Return a contiguous slice of `length` rows along `dim`."""
         return self.call(
             aten.contiguous.default, self.call(aten.narrow.default, value, dim, start, length)
         )
 
     def masked(self, value: Any, dim: int, factor: str, fill: float) -> Any:
-        """The value with `fill` in what pads its dimension `dim`, which is the factor's."""
+        """Return the value with `fill` in the padding of `dim`, which is the factor's."""
         axes, size = self.assignment.get(factor, ()), self.rule.sizes.get(factor, 1)
         if size % self.localizer.mesh.count(axes) == 0:
             return value
         return self.call(mask_padding, value, dim, self.index(factor), size, fill)
 
     def shape(self, value: Any) -> tuple[int, ...]:
+        """Return the local shape of a node or proxy."""
         return self.localizer.shapes[value.node if isinstance(value, fx.Proxy) else value]
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call to the local graph; its shape is that of its first tensor argument."""
         args, kwargs = fx.node.map_aggregate(
             (args, kwargs), lambda a: a.node if isinstance(a, fx.Proxy) else a
         )
-        made = self.localizer.graph.call_function(op, args, kwargs)
-        made.meta = self.localizer.carried(self.node)
+        result = self.localizer.graph.call_function(op, args, kwargs)
+        result.meta = self.localizer.local_meta(self.node)
         first = next(
             (a for a in args if isinstance(a, fx.Node) and a in self.localizer.shapes), None
         )
-        self.localizer.shapes[made] = self.localizer.shapes.get(first, self.results[0].shape)
-        return made
+        self.localizer.shapes[result] = self.localizer.shapes.get(first, self.results[0].shape)
+        return result
 
 
 class _Localizer:
-    def __init__(self, graph: fx.Graph, mesh: Mesh):
+    def __init__(self, graph: fx.Graph, mesh: Mesh) -> None:
         self.source, self.mesh, self.graph = graph, mesh, fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}
@@ -147,31 +148,32 @@ class _Localizer:
                 self.graph.output(fx.map_arg(node.args[0], self.new.__getitem__))
                 continue
             if node.op in ("placeholder", "get_attr") or is_number(node) and not is_operation(node):
-                made = self.graph.node_copy(node, self.new.get)
+                local = self.graph.node_copy(node, self.new.get)
             elif node.target is operator.getitem:
-                made = self.new[node.args[0]]
-                made = (
-                    made[node.args[1]]
-                    if isinstance(made, list)
+                local = self.new[node.args[0]]
+                local = (
+                    local[node.args[1]]
+                    if isinstance(local, list)
                     else self.graph.node_copy(node, self.new.__getitem__)
                 )
             elif "step" in node.meta:
-                made = self._step(node)
+                local = self._step(node)
             elif "mark" in node.meta:
-                made = self.new[operands_of(node)[0]]
+                local = self.new[operands_of(node)[0]]
             else:
-                made = self._operation(node)
-            self.new[node] = made
-            if isinstance(made, fx.Node) and "mark" not in node.meta:
-                made.meta = self.carried(node)
+                local = self._operation(node)
+            self.new[node] = local
+            if isinstance(local, fx.Node) and "mark" not in node.meta:
+                local.meta = self.local_meta(node)
                 if "spec" in node.meta:
-                    self.shapes[made] = node.meta["spec"].local_shape(
+                    self.shapes[local] = node.meta["spec"].local_shape(
                         node.meta["val"].shape, self.mesh
                     )
-                    made.meta |= {"shape": self.shapes[made], "spec": node.meta["spec"]}
+                    local.meta |= {"shape": self.shapes[local], "spec": node.meta["spec"]}
         return self.graph
 
-    def carried(self, node: fx.Node) -> dict:
+    def local_meta(self, node: fx.Node) -> dict[str, Any]:
+        """Return the metadata of a local node, taken from the global one."""
         val = node.meta.get("val")
         return {
             "source": node.meta.get("source"),
@@ -183,18 +185,16 @@ class _Localizer:
         }
 
     def index(self, axes: Axes) -> fx.Node:
-        """The node that holds the device's position along `axes`; made once, right behind the
-        inputs.
-        """
+        """Return the node of the device's position along `axes`, computed once after the inputs."""
         if axes not in self.indices:
-            node = self._place(axes[0])
+            node = self._axis_index(axes[0])
             for axis in axes[1:]:
                 node = self._at_top(operator.mul, node, self.mesh.count((axis,)))
-                node = self._at_top(operator.add, node, self._place(axis))
+                node = self._at_top(operator.add, node, self._axis_index(axis))
             self.indices[axes] = node
         return self.indices[axes]
 
-    def _place(self, axis: str) -> fx.Node:
+    def _axis_index(self, axis: str) -> fx.Node:
         if axis in self.coordinates:
             return self.coordinates[axis]
         whole, before, size = sub_axis(axis)
@@ -211,14 +211,17 @@ class _Localizer:
         self.top.meta = {"source": None, "backward": False}
         return self.top
 
-    # -------------------------------------------------------------------------------------- operations
+    # --------------------------------------------------------------------------------- operations
 
     def _operation(self, node: fx.Node) -> Any:
         rule: Rule = node.meta["rule"]
-        operands = [self._ready(node, value, i, rule) for i, value in enumerate(operands_of(node))]
-        rest = iter(operands)
+        operands = [
+            self._mask_operand(node, value, i, rule) for i, value in enumerate(operands_of(node))
+        ]
+        remaining = iter(operands)
         args, kwargs = fx.map_arg(
-            (node.args, dict(node.kwargs)), lambda n: self.new[n] if is_number(n) else next(rest)
+            (node.args, dict(node.kwargs)),
+            lambda n: self.new[n] if is_number(n) else next(remaining),
         )
         moved = rule.moves is not None and any(spec.windows for spec in node.meta["result_specs"])
         if rule.emit is not None and (
@@ -227,8 +230,8 @@ class _Localizer:
                 node.meta["assignment"].get(f) for f in rule.special | rule.emits | rule.windowed
             )
         ):
-            made = rule.emit(Emitter(self, node), args, kwargs)
-            return made[0] if not isinstance(node.meta["val"], (tuple, list)) else made
+            results = rule.emit(Emitter(self, node), args, kwargs)
+            return results[0] if not isinstance(node.meta["val"], (tuple, list)) else results
         if rule.local is not None:
             args, kwargs = rule.local(args, kwargs, self._shapes(node))
         return self.graph.call_function(node.target, args, kwargs)
@@ -245,10 +248,8 @@ class _Localizer:
             ),
         )
 
-    def _ready(self, node: fx.Node, value: fx.Node, operand: int, rule: Rule) -> fx.Node:
-        """An operand with its padding overwritten where the operation would let it into a reduction
-        or look it up.
-        """
+    def _mask_operand(self, node: fx.Node, value: fx.Node, operand: int, rule: Rule) -> fx.Node:
+        """Overwrite the padding of an operand if the operation would reduce it or look it up."""
         local, spec, shape = self.new[value], value.meta["spec"], value.meta["val"].shape
         for d, (factors, axes) in enumerate(zip(rule.operands[operand], spec.dims)):
             fill = next(
@@ -269,19 +270,19 @@ class _Localizer:
     ) -> fx.Node:
         key = (local, dim, axes, fill, node.meta.get("backward", False))
         if key not in self.masked:
-            made = self.graph.call_function(
+            masked = self.graph.call_function(
                 mask_padding, (local, dim, self.index(axes), size, fill)
             )
-            made.meta = {
+            masked.meta = {
                 **local.meta,
                 "backward": node.meta.get("backward", False) or local.meta.get("backward", False),
                 "step": None,
             }
-            self.shapes[made] = self.shapes[local]
-            self.masked[key] = made
+            self.shapes[masked] = self.shapes[local]
+            self.masked[key] = masked
         return self.masked[key]
 
-    # -------------------------------------------------------------------------------------- steps between layouts
+    # ---------------------------------------------------------------------- steps between layouts
 
     def _step(self, node: fx.Node) -> fx.Node:
         x, step = node.args[0], node.meta["step"]
@@ -304,20 +305,20 @@ class _Localizer:
             return self.graph.call_function(
                 permute, (local, *node.args[1:], tuple(node.meta["val"].shape))
             )
-        made = self.graph.call_function(node.target, (local, *node.args[1:]))
+        result = self.graph.call_function(node.target, (local, *node.args[1:]))
         if step.kind in ("all_gather", "all_to_all"):
-            made = self._trim(made, node, node.args[1], x.meta["spec"])
-        return made
+            result = self._trim(result, node, node.args[1], x.meta["spec"])
+        return result
 
-    def _trim(self, made: fx.Node, node: fx.Node, dim: int, before: ShardSpec) -> fx.Node:
-        """Cuts off the padding of a dimension that has been gathered whole."""
+    def _trim(self, gathered: fx.Node, node: fx.Node, dim: int, before: ShardSpec) -> fx.Node:
+        """Cut off the padding of a dimension that has been gathered whole."""
         size = node.meta["val"].shape[dim]
         if node.meta["spec"].dims[dim] or size % self.mesh.count(before.dims[dim]) == 0:
-            return made
+            return gathered
         padded = list(node.meta["spec"].local_shape(node.meta["val"].shape, self.mesh))
         padded[dim] = -(-size // self.mesh.count(before.dims[dim])) * self.mesh.count(
             before.dims[dim]
         )
-        made.meta = self.carried(node) | {"shape": tuple(padded)}
-        trimmed = self.graph.call_function(aten.narrow.default, (made, dim, 0, size))
+        gathered.meta = self.local_meta(node) | {"shape": tuple(padded)}
+        trimmed = self.graph.call_function(aten.narrow.default, (gathered, dim, 0, size))
         return self.graph.call_function(aten.contiguous.default, (trimmed,))
