@@ -1,0 +1,93 @@
+"""Builder of the nodes that a collective of one rank's program becomes."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...comm.collective import split_axes
+from ...comm.process_groups import ProcessGroups
+from ...compat.operators import aten, c10d
+
+
+class CollectiveBuilder:
+    """A new graph, the process groups, and the node of the source graph that is being lowered."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self.groups, self.mesh, self.graph = groups, groups.mesh, fx.Graph()
+        self.node: fx.Node
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call with the source line and phase of the node that is being lowered."""
+        result = self.graph.call_function(op, args, kwargs)
+        result.meta = {
+            "source": self.node.meta.get("source"),
+            "backward": self.node.meta.get("backward", False),
+        }
+        return result
+
+    def ring_position(self, axes: str) -> tuple[str, list[int], int]:
+        """Return (group name, group ranks in axes order, this rank's index) of `axes`."""
+        names = split_axes(axes)
+        return *self.groups.group(names), self.mesh.index(names, self.groups.coordinates)
+
+    def to_front(self, x: Any, shape: list[int], dim: int, count: int) -> tuple[Any, list[int]]:
+        """Return x with `dim` split in `count` equal shards along a new first dimension, padded."""
+        rows = -(-shape[dim] // count)
+        if rows * count != shape[dim]:
+            x = self.call(
+                aten.constant_pad_nd.default,
+                x,
+                [0, 0] * (len(shape) - 1 - dim) + [0, rows * count - shape[dim]],
+            )
+        shard = [*shape[:dim], rows, *shape[dim + 1 :]]
+        x = self.call(aten.reshape.default, x, [*shape[:dim], count, rows, *shape[dim + 1 :]])
+        if dim:
+            order = [dim, *range(dim), *range(dim + 1, len(shape) + 1)]
+            x = self.call(aten.permute.default, x, order)
+        return x, shard
+
+    def from_front(self, x: Any, shard: list[int], dim: int, count: int) -> Any:
+        """Return x with the shards of its first dimension joined at `dim`, undoing to_front."""
+        if dim:
+            x = self.call(
+                aten.permute.default, x, [*range(1, dim + 1), 0, *range(dim + 1, len(shard) + 1)]
+            )
+        return self.call(
+            aten.reshape.default, x, [*shard[:dim], shard[dim] * count, *shard[dim + 1 :]]
+        )
+
+    def reorder(self, x: Any, positions: Sequence[int]) -> Any:
+        """Return x with the entries of its first dimension permuted."""
+        if list(positions) == list(range(len(positions))):
+            return x
+        return self.call(torch.stack, [self.call(aten.select.int, x, 0, p) for p in positions])
+
+    def begin(self, op: Any, shape: list[int], *args: Any) -> fx.Node:
+        """Add a collective whose result has this shape."""
+        collective = self.call(op, *args)
+        collective.meta |= {"shape": shape, "dtype": self.node.args[1][0].meta["dtype"]}
+        return collective
+
+    def exchange(self, x: Any, receives: list[int], sends: list[int], name: str) -> fx.Node:
+        """Add an all_to_all of vectors, given the element counts from and to every member."""
+        return self.begin(c10d.all_to_all_single.default, [sum(receives)], x, receives, sends, name)
+
+    def contiguous(self, x: Any) -> Any:
+        """Return x in contiguous memory."""
+        return self.call(aten.contiguous.default, x)
+
+    def unpack(self, flat: Any, shapes: list[list[int]]) -> list[fx.Node]:
+        """Split the flat result of merged collectives into its members."""
+        members = self.call(
+            aten.split_with_sizes.default, flat, [math.prod(shape) for shape in shapes], 0
+        )
+        return [
+            self.call(aten.reshape.default, self.call(operator.getitem, members, i), shape)
+            for i, shape in enumerate(shapes)
+        ]
