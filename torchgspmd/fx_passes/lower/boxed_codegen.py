@@ -1,8 +1,7 @@
-"""Code for a graph that takes its inputs in one list, which it empties: each can be freed after its
-last use.
+"""Code for a graph that takes its inputs in one list and empties it.
 
-A caller's argument tuple would keep every saved activation alive to the end of the backward. The
-convention, and the name, are those of PyTorch's AOTAutograd.
+Each input can then be freed after its last use. A caller's argument tuple would keep every saved
+activation alive to the end of the backward. The convention and the name are PyTorch AOTAutograd's.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from torch.fx.graph import CodeGen
 
 
 class BoxedCodeGen(CodeGen):
-    """`def forward(self, boxed)`"""
+    """Code generator of `def forward(self, boxed)`."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
+        """Return the head of the function, which unpacks and clears the list."""
         names = [
             name.split(":")[0].strip() for name in free_vars if name.split(":")[0].strip() != "self"
         ]
@@ -25,4 +25,5 @@ class BoxedCodeGen(CodeGen):
         )
 
     def process_inputs(self, *inputs: Any) -> Any:
+        """Return the list of inputs."""
         return inputs[0]

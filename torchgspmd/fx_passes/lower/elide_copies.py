@@ -1,9 +1,12 @@
-"""Copies that only make a value contiguous: none is made where it is so already.
+"""Elide copies to contiguous memory of values that are contiguous at run time.
 
-before   %t = transpose(%attention, 1, 2);  %c = clone(%t, contiguous_format)        as captured on fake tensors
-after    %t = transpose(%attention, 1, 2);  %c = contiguous(%t)                      free: the CPU's kernel returns it so
-needs    the program of one device, before collectives are lowered: what shares memory is then never reduced in place
+before   %t = transpose(%attention, 1, 2);  %c = clone(%t, contiguous_format)
+after    %t = transpose(%attention, 1, 2);  %c = contiguous(%t)
+needs    the program of one device, before collectives are lowered, so that none of them reduces
+         shared memory in place
 ensures  inputs and results of the program share no memory that they did not share before
+
+The copy was captured on fake tensors. It is free here: the CPU's kernel returns %t contiguous.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from ...compat.operators import aten
 
 
 def elide_copies(graph: fx.Graph) -> fx.Graph:
-    """Rewrites the graph in place and returns it."""
+    """Rewrite the graph in place and return it."""
     for node in graph.nodes:
         contiguous = node.kwargs.get("memory_format") is torch.contiguous_format
         if (
@@ -30,13 +33,15 @@ def elide_copies(graph: fx.Graph) -> fx.Graph:
 
 
 def _is_view(node: fx.Node) -> bool:
+    """Return True if a result may share memory with an operand."""
     schema = getattr(node.target, "_schema", None)
     return schema is None or any(r.alias_info for r in schema.returns)
 
 
 def _reads_input(node: fx.Node) -> bool:
-    """Whether a value may be (a view of) an input of the program. What was communicated has memory
-    of its own.
+    """Return True if a node may read (a view of) an input of the program.
+
+    The result of a collective has memory of its own.
     """
     source = node.args[0]
     while source.op == "call_function" and source.target is not wait and _is_view(source):
@@ -45,5 +50,5 @@ def _reads_input(node: fx.Node) -> bool:
 
 
 def _is_returned(node: fx.Node) -> bool:
-    """Whether a value or a view of it may be a result of the program."""
+    """Return True if a value or a view of it may be a result of the program."""
     return any(user.op == "output" or _is_view(user) and _is_returned(user) for user in node.users)

@@ -1,4 +1,4 @@
-"""Removes views that do nothing from the program of one rank.
+"""Remove redundant views from the program of one rank.
 
 before   %a = reshape(%x, [8, 4]);  %b = reshape(%a, [32]);  %c = reshape(%x, [32])
 after    %b = reshape(%x, [32])
@@ -23,8 +23,9 @@ _VIEWS = {
 
 
 def fold_views(graph: fx.Graph) -> fx.Graph:
-    """Rewrites the graph in place and returns it. Views of the forward are not shared with the
-    backward: saving the tensor that they look at is enough.
+    """Rewrite the graph in place and return it.
+
+    Forward and backward share no view, since saving its base is enough.
     """
     seen: dict[tuple, fx.Node] = {}
     for node in list(graph.nodes):

@@ -1,12 +1,12 @@
-"""einsum and attention nodes of the local program as the operations that compute them, chosen at
-compile time.
+"""Lower einsum and attention nodes of the local program to ATen operations.
 
 before   y = einsum("bsm,hm->bsh", x, w)
 after    y = linear(x, w)
 before   dw = einsum("bsh,bsm->hm", dy, x)
 after    dw = mm(t(reshape(dy, [b*s, h])), reshape(x, [b*s, m]))
 before   dx = einsum("bsq,qm->bsm", dq, wq) + einsum("bsk,km->bsm", dk, wk)
-after    dx = reshape(addmm(reshape(matmul(dk, wk), [b*s, m]), reshape(dq, [b*s, q]), wq), [b, s, m])
+after    dk_wk = reshape(matmul(dk, wk), [b*s, m])
+         dx = reshape(addmm(dk_wk, reshape(dq, [b*s, q]), wq), [b, s, m])
 needs    meta["shape"] on the operands of einsum nodes
 """
 
@@ -32,53 +32,53 @@ ATTENTION, ATTENTION_BACKWARD = attention._opoverload, attention_backward._opove
 
 
 def lower_einsum(graph: fx.Graph, device: str) -> fx.Graph:
-    """Rewrites the graph in place and returns it; on the CPU attention becomes PyTorch's kernel
-    itself.
-    """
+    """Rewrite the graph in place and return it. On the CPU attention calls PyTorch's kernel."""
     for node in list(graph.nodes):
         if node.target in (ATTENTION, ATTENTION_BACKWARD) and device == "cpu":
             _use_cpu_kernel(graph, node)
         if node.target is EINSUM:
             product = _Product(graph, node)
             with graph.inserting_before(product.added or node):
-                made = product.make()
+                result = product.lower()
             for replaced in filter(None, (product.added, node)):
-                made.meta = dict(replaced.meta) | {"product": True}
-                replaced.replace_all_uses_with(made)
+                result.meta = dict(replaced.meta) | {"product": True}
+                replaced.replace_all_uses_with(result)
                 graph.erase_node(replaced)
     return graph
 
 
 def _use_cpu_kernel(graph: fx.Graph, node: fx.Node) -> None:
-    """What ops.nd.attention calls, called by the program: spares the way through PyTorch's registry
-    of operations in Python.
-    """
+    """Call the kernel of custom_ops.nd.attention itself, past PyTorch's operator registry."""
     tensors = node.args[:-2]
     backward = node.target is ATTENTION_BACKWARD
     q, _, v = tensors[1:4] if backward else tensors
     if q.meta["shape"][-1] != v.meta["shape"][-1]:
-        return  # a kernel for heads of one width
+        return  # The kernel needs queries and values of one width.
     node.target = attention_backward_on_cpu if backward else attention_on_cpu
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Whether a value is a product, or a sum of products, that is used once."""
+    """Return True if a value is a product, or a sum of products, that is used once."""
     return (node.target is EINSUM or node.meta.get("product", False)) and len(node.users) == 1
 
 
 class _Product:
-    def __init__(self, graph: fx.Graph, node: fx.Node):
+    """An einsum node and the addition that is fused with it, if any."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         equation, self.x, self.y = node.args
         self.a, self.b, self.out = split_equation(equation)
         self.graph, self.node = graph, node
         self.sizes = dict(zip(self.a, self.x.meta["shape"])) | dict(
             zip(self.b, self.y.meta["shape"])
         )
-        self.added, self.addend = self.addition()
+        self.added, self.addend = self.fusible_addition()
 
-    def addition(self) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
-        """The addition that is all that happens to the result, and what it adds, if they can be had
-        with the product: a bias, or another product, to which nothing else happens either.
+    def fusible_addition(self) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
+        """Return (addition, addend) if the product can be fused with an addition of its result.
+
+        The addition is the only user of the product. The addend is a bias, or another product
+        that is used once.
         """
         user = next(iter(self.node.users)) if len(self.node.users) == 1 else None
         if (
@@ -110,7 +110,7 @@ class _Product:
         return (user, other) if is_bias or is_product else (None, None)
 
     def has_rows(self) -> bool:
-        """Whether it is the product of a matrix with the rows of a tensor of any rank."""
+        """Return True if a matrix multiplies the rows of a tensor of any rank."""
         column, inner = self.out[-1:], self.a[-1:]
         return (
             self.a == self.out[:-1] + inner
@@ -118,37 +118,34 @@ class _Product:
             and self.b in (column + inner, inner + column)
         )
 
-    def make(self) -> fx.Node:
+    def lower(self) -> fx.Node:
+        """Return the product by linear, matmul, addmm, bmm or mm."""
         if self.added is not None and len(self.addend.meta["shape"]) > 1:
-            return self.on_top()
+            return self.added_to_product()
         if self.has_rows() and self.b[0] == self.out[-1]:
             return self.call(
                 aten.linear.default, self.x, self.y, *([] if self.added is None else [self.addend])
             )
         if self.has_rows() and self.added is None and len(self.out) > 2:
             return self.call(aten.matmul.default, self.x, self.y)
-        return self.of_matrices()
+        return self.matrix_product()
 
-    def on_top(self) -> fx.Node:
-        """Added to another product."""
-        rows, inner, columns = (
-            math.prod(self.sizes[c] for c in self.a[:-1]),
-            self.sizes[self.a[-1]],
-            self.sizes[self.out[-1]],
-        )
-        below, left = (
-            self.call(aten.reshape.default, self.addend, [rows, columns]),
-            self.call(aten.reshape.default, self.x, [rows, inner]),
-        )
+    def added_to_product(self) -> fx.Node:
+        """Return the sum with another product, by addmm."""
+        rows = math.prod(self.sizes[c] for c in self.a[:-1])
+        inner, columns = self.sizes[self.a[-1]], self.sizes[self.out[-1]]
+        addend = self.call(aten.reshape.default, self.addend, [rows, columns])
+        left = self.call(aten.reshape.default, self.x, [rows, inner])
         right = (
             self.call(aten.transpose.int, self.y, -2, -1) if self.b[0] == self.out[-1] else self.y
         )
-        product = self.call(aten.addmm.default, below, left, right)
-        for made in (below, product):
-            made.meta |= {"shape": (rows, columns), "dtype": self.node.meta["dtype"]}
+        product = self.call(aten.addmm.default, addend, left, right)
+        for matrix in (addend, product):
+            matrix.meta |= {"shape": (rows, columns), "dtype": self.node.meta["dtype"]}
         return self.call(aten.reshape.default, product, [self.sizes[c] for c in self.out])
 
-    def of_matrices(self) -> fx.Node:
+    def matrix_product(self) -> fx.Node:
+        """Return the product by mm, bmm or addmm on operands reshaped to matrices."""
         a, b = self.a, self.b
         batch = [c for c in self.out if c in a and c in b]
         rows, columns = ([c for c in self.out if c in term and c not in batch] for term in (a, b))
@@ -156,7 +153,14 @@ class _Product:
         if [c for c in self.out if c not in batch] != rows + columns and self.out.startswith(
             tuple(columns) or " "
         ):
-            x, y, a, b, rows, columns = y, x, b, a, columns, rows  # the result comes out in order
+            x, y, a, b, rows, columns = (
+                y,
+                x,
+                b,
+                a,
+                columns,
+                rows,
+            )  # Swapped, the result needs no permute.
         inner = [c for c in a if c in b and c not in batch]
         left = self.matrix(x, a, batch, rows, inner)
         right = self.matrix(y, b, batch, inner, columns)
@@ -188,9 +192,7 @@ class _Product:
     def matrix(
         self, x: Any, term: str, batch: list[str], first: list[str], second: list[str]
     ) -> Any:
-        """The operand as [batch, first, second]; transposed by strides alone where its letters
-        allow it.
-        """
+        """Return an operand as [batch, first, second], by a transposed view if that is enough."""
         letters, sizes = list(term), self.sizes
         flat = [math.prod(sizes[c] for c in group) for group in (batch, first, second)]
         swapped = letters == batch + second + first and letters != batch + first + second
@@ -206,9 +208,10 @@ class _Product:
         return self.call(aten.transpose.int, x, -2, -1) if swapped else x
 
     def call(self, op: Any, *args: Any) -> fx.Node:
-        made = self.graph.call_function(op, args)
-        made.meta = {
+        """Add a call with the source line and phase of the einsum."""
+        result = self.graph.call_function(op, args)
+        result.meta = {
             "source": self.node.meta.get("source"),
             "backward": self.node.meta.get("backward", False),
         }
-        return made
+        return result

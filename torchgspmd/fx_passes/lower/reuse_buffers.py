@@ -1,14 +1,13 @@
-"""Writes results over operands that nobody reads any more.
+"""Write results over operands at their last use.
 
-before   %g = add(%a, %b);  %h = scatter(%zeros, 1, %i, %g)                     # the last uses of %a and of %zeros
+before   %g = add(%a, %b);  %h = scatter(%zeros, 1, %i, %g)      # the last uses of %a and of %zeros
 after    %g = add_(%a, %b);  %h = scatter_(%zeros, 1, %i, %g)
-needs    the program of one rank, lowered and checked (in_flight.py); meta["shape"] and meta["dtype"] where they are known, and
-         meta["dynamic"] where they depend on values
-ensures  the same values; what is passed in, what is returned and what is on its way keep theirs
+needs    the program of one rank, lowered and checked (verify_in_flight.py); meta["shape"] and
+         meta["dtype"] where they are known, and meta["dynamic"] where they depend on values
+ensures  the same values; inputs, outputs and collectives in flight keep theirs
 
-Only memory that an operation of this program has made is written, and only once every name for it
-has been read for the last time. Copying the zeros that a gradient is scattered into took 2 % of a
-small model's step.
+Only memory that this program allocated is written, and only after the last read of all its views.
+Copying the zeros that a gradient is scattered into took 2 % of a small model's step.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ _VIEWS = (
     aten.squeeze.dims,
     aten.unsqueeze.default,
 )
-# Besides elementwise operations, those whose results are new memory, of which every element has a
-# place of its own.
-_MAKE = {
+# Besides elementwise operations, those that allocate their results, without overlapping elements.
+_ALLOCATE = {
     *_OVER_FIRST,
     aten.linear.default,
     aten.matmul.default,
@@ -65,12 +63,12 @@ _MAKE = {
 
 
 def reuse_buffers(graph: fx.Graph) -> fx.Graph:
-    """Rewrites the graph in place and returns it."""
+    """Rewrite the graph in place and return it."""
     memory = _Memory(graph)
     for at, node in enumerate(graph.nodes):
-        op = _writing(node)
-        for operand, others in _operands(node) if op else ():
-            if _alike(node, operand) and memory.is_free(operand, others, at):
+        op = _in_place_op(node)
+        for operand, others in _candidate_operands(node) if op else ():
+            if _same_type(node, operand) and memory.is_free(operand, others, at):
                 memory.merge(node, operand)
                 node.target, node.args = op, (operand, *others, *node.args[1 + len(others) :])
                 break
@@ -78,58 +76,61 @@ def reuse_buffers(graph: fx.Graph) -> fx.Graph:
 
 
 class _Memory:
-    """Which pieces of memory a value may lie in, each named by the node that made it, and when each
-    is read for the last time.
+    """The buffers that each value may lie in, and the last read of each buffer.
+
+    A buffer is named by the node that allocates it.
     """
 
-    def __init__(self, graph: fx.Graph):
-        self.pieces: dict[fx.Node, frozenset] = {}
-        self.last: dict[fx.Node, int] = {}
-        self.now: dict[fx.Node, fx.Node] = {}  # results written over an operand: where they lie
-        parts: dict[tuple, fx.Node] = {}
+    def __init__(self, graph: fx.Graph) -> None:
+        self.buffers: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.last_read: dict[fx.Node, int] = {}
+        self.reused: dict[fx.Node, fx.Node] = {}  # result written over an operand -> its buffer
+        results: dict[tuple, fx.Node] = {}  # arguments of getitem -> first such node
         for at, node in enumerate(graph.nodes):
-            held = frozenset().union(*(self.pieces[x] for x in node.all_input_nodes))
-            self.last |= dict.fromkeys(held, at)
+            read = frozenset().union(*(self.buffers[x] for x in node.all_input_nodes))
+            self.last_read |= dict.fromkeys(read, at)
             if node.target is operator.getitem and _is_new(node.args[0]):
-                self.pieces[node] = frozenset([parts.setdefault(node.args, node)])
+                self.buffers[node] = frozenset([results.setdefault(node.args, node)])
             else:
-                self.pieces[node] = held if held and not _is_new(node) else frozenset([node])
+                self.buffers[node] = read if read and not _is_new(node) else frozenset([node])
 
     def is_free(self, value: fx.Node, others: tuple, at: int) -> bool:
-        """Whether this use is the last one of memory that the program has made, in which the other
-        operands have no part.
+        """Return True if the program allocated a value's buffer, and node `at` reads it last.
+
+        The other operands must not lie in the buffer.
         """
-        made = _viewed(value)
-        if made not in self.now and not _is_new(
-            made.args[0] if made.target is operator.getitem else made
+        base = _base_of(value)
+        if base not in self.reused and not _is_new(
+            base.args[0] if base.target is operator.getitem else base
         ):
             return False
-        piece, read = self._piece(made), []
+        buffer, read = self._buffer_of(base), []
         fx.map_arg(others, read.append)
-        return self.last[piece] == at and all(
-            piece not in map(self._where, self.pieces[x]) for x in read
+        return self.last_read[buffer] == at and all(
+            buffer not in map(self._current, self.buffers[x]) for x in read
         )
 
     def merge(self, result: fx.Node, operand: fx.Node) -> None:
-        """A result lies where the operand was."""
-        piece = self.now[result] = self._piece(_viewed(operand))
-        self.last[piece] = self.last.get(result, self.last[piece])
+        """Record that a result is written over the buffer of an operand."""
+        buffer = self.reused[result] = self._buffer_of(_base_of(operand))
+        self.last_read[buffer] = self.last_read.get(result, self.last_read[buffer])
 
-    def _piece(self, made: fx.Node) -> fx.Node:
-        return self._where(next(iter(self.pieces[made])))
+    def _buffer_of(self, base: fx.Node) -> fx.Node:
+        return self._current(next(iter(self.buffers[base])))
 
-    def _where(self, piece: fx.Node) -> fx.Node:
-        return self.now.get(piece, piece)
+    def _current(self, buffer: fx.Node) -> fx.Node:
+        return self.reused.get(buffer, buffer)
 
 
-def _viewed(node: fx.Node) -> fx.Node:
+def _base_of(node: fx.Node) -> fx.Node:
+    """Return the value that a chain of views starts from."""
     while node.target in _VIEWS:
         node = node.args[0]
     return node
 
 
 def _is_new(node: fx.Node) -> bool:
-    """Whether an operation's results share no memory with its operands, or with anything else."""
+    """Return True if an operation allocates its results."""
     op = node.target
     if (
         not isinstance(op, OpOverload)
@@ -137,11 +138,11 @@ def _is_new(node: fx.Node) -> bool:
         or any(r.alias_info for r in op._schema.returns)
     ):
         return False
-    return op in _MAKE or torch.Tag.pointwise in op.tags
+    return op in _ALLOCATE or torch.Tag.pointwise in op.tags
 
 
-def _writing(node: fx.Node) -> OpOverload | None:
-    """The operation that writes its result over its first operand."""
+def _in_place_op(node: fx.Node) -> OpOverload | None:
+    """Return the variant of an operation that writes its result over the first operand."""
     op = node.target
     if (
         not _is_new(node)
@@ -154,8 +155,8 @@ def _writing(node: fx.Node) -> OpOverload | None:
     return find("aten", name + "_", overload)
 
 
-def _operands(node: fx.Node) -> Iterator[tuple[fx.Node, tuple]]:
-    """Operands that the result could lie in, each with the others."""
+def _candidate_operands(node: fx.Node) -> Iterator[tuple[fx.Node, tuple]]:
+    """Yield (operand to write over, other operands)."""
     first, *others = node.args
     if isinstance(first, fx.Node):
         yield first, tuple(others)
@@ -163,12 +164,12 @@ def _operands(node: fx.Node) -> Iterator[tuple[fx.Node, tuple]]:
         yield others[0], (first, *others[1:])
 
 
-def _alike(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether both are known to have one shape and dtype."""
-    known = [
+def _same_type(node: fx.Node, operand: fx.Node) -> bool:
+    """Return True if both nodes have the same shape and dtype on every run."""
+    types = [
         (tuple(x.meta["shape"]), x.meta["dtype"])
         if x.meta.get("shape") is not None and not x.meta.get("dynamic")
         else None
         for x in (node, operand)
     ]
-    return known[0] is not None and known[0] == known[1]
+    return types[0] is not None and types[0] == types[1]

@@ -1,10 +1,10 @@
-"""A joint program as two: the forward, and the backward that takes what the forward saved.
+"""Split a joint program into the forward, and the backward of the values that it saves.
 
 before   one graph whose nodes say whether they belong to the backward
 after    forward: inputs -> outputs, saved values;  backward: saved values, cotangents -> gradients
 needs    meta["backward"]; cotangents are the last inputs, gradients the last outputs
 
-What a checkpointed region computes again is part of the backward already (capture records it so).
+The recomputation of a checkpointed region is part of the backward already (capture records it so).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import fx
 
 
 def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Graph, fx.Graph]:
-    """(forward, backward). tangents, gradients: how many there are."""
+    """Return (forward, backward), given the numbers of cotangents and gradients."""
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     cotangents = set(placeholders[len(placeholders) - tangents :])
     returned = graph.output_node().args[0]
@@ -24,8 +24,8 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
             node.meta.get("backward") or any(n in late for n in node.all_input_nodes)
         ):
             late.add(node)
-    _delay(outputs, late)
-    saved = _saved(graph, late, grads)
+    _move_to_forward(outputs, late)
+    saved = _saved_values(graph, late, grads)
     forward, backward = fx.Graph(), fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -49,8 +49,8 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
     return forward, backward
 
 
-def _delay(outputs: tuple, late: set[fx.Node]) -> None:
-    """What the forward returns is computed in the forward, whatever it says."""
+def _move_to_forward(outputs: tuple, late: set[fx.Node]) -> None:
+    """Remove from `late` all that the outputs of the forward need, whatever their metadata says."""
     stack = [o for o in outputs if isinstance(o, fx.Node)]
     while stack:
         node = stack.pop()
@@ -59,8 +59,8 @@ def _delay(outputs: tuple, late: set[fx.Node]) -> None:
         stack.extend(n for n in node.all_input_nodes if n in late and n.op == "call_function")
 
 
-def _saved(graph: fx.Graph, late: set[fx.Node], grads: tuple) -> list[fx.Node]:
-    """Values of the forward that the backward uses, in program order."""
+def _saved_values(graph: fx.Graph, late: set[fx.Node], grads: tuple) -> list[fx.Node]:
+    """Return the values of the forward that the backward uses, in program order."""
     returned = {g for g in grads if isinstance(g, fx.Node)}
     return [
         n

@@ -1,9 +1,8 @@
-"""What must hold of memory that a collective works on, checked of every lowered program when
-TORCHGSPMD_CHECK=1.
+"""Verify the memory of collectives in flight, in every lowered program if TORCHGSPMD_CHECK=1.
 
 needs    the program of one rank, with torch.distributed's functional collectives
-ensures  every collective is waited for, once, before the program ends, and nobody but the wait touches its result before;
-         memory that an in-place all_reduce_ works on is read by no one who comes later, nor by another collective still in flight
+ensures  every collective has one wait, which alone reads its result;
+         no later node reads the operand of an in-place all_reduce_, nor does a collective in flight
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ WAIT = c10d.wait_tensor.default
 
 
 def verify_in_flight(graph: fx.Graph) -> fx.Graph:
-    """The graph itself; AssertionError with the faults of one that is not legal, which is a mistake
-    of torchgspmd.
-    """
+    """Return the graph. Raise AssertionError, for a bug of torchgspmd, if it is not legal."""
     if os.environ.get(ENABLED) != "1":
         return graph
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -45,6 +42,7 @@ def verify_in_flight(graph: fx.Graph) -> fx.Graph:
 
 
 def _faults(begun: fx.Node, order: dict[fx.Node, int]) -> Iterator[str]:
+    """Yield a message for every illegal use of the memory of a collective."""
     waits = [user for user in begun.users if user.target is WAIT]
     if len(waits) != 1:
         yield f"%{begun} is waited for {len(waits)} times"
@@ -55,7 +53,7 @@ def _faults(begun: fx.Node, order: dict[fx.Node, int]) -> Iterator[str]:
     )
     if begun.target is not c10d.all_reduce_.default:
         return
-    for user, value in _users(_memory_of(begun.args[0])):
+    for user, value in _readers(_base_of(begun.args[0])):
         end = (
             max((order[w] for w in user.users), default=order[user])
             if user.target in STARTS
@@ -65,18 +63,18 @@ def _faults(begun: fx.Node, order: dict[fx.Node, int]) -> Iterator[str]:
             yield f"%{user} reads %{value}, which %{begun} writes over"
 
 
-def _memory_of(value: fx.Node) -> fx.Node:
-    """The value whose memory this one is, or is a view of."""
+def _base_of(value: fx.Node) -> fx.Node:
+    """Return the value that a chain of views starts from."""
     while _is_view(value):
         value = value.args[0]
     return value
 
 
-def _users(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Those who read a value or a view of it, each with what it reads."""
+def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield (user, what it reads) for every reader of a value or of its views."""
     for user in value.users:
         if _is_view(user):
-            yield from _users(user)
+            yield from _readers(user)
         else:
             yield user, value
 
