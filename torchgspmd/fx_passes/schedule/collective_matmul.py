@@ -1,17 +1,18 @@
-"""Products with gathered operands, and products that are summed and scattered, as loops round a
-ring of devices, where that is faster.
+"""Compute products of gathered operands, and reduce-scattered products, in a ring if it is faster.
 
-before   %x_g = all_gather(%x, 1, model);  %y = einsum(cdb,ab->cda, %x_g, %w);  %z = einsum(cdb,ab->cda, %x_g, %v)
+before   %x_g = all_gather(%x, 1, model)
+         %y = einsum(cdb,ab->cda, %x_g, %w);  %z = einsum(cdb,ab->cda, %x_g, %v)
 after    %r = gather_einsum(%x, [%w, %v], 1, model, ...);  %y = %r[0];  %z = %r[1]
 before   %y = einsum(cdb,ab->cda, %x, %w);  %y_rs = reduce_scatter(%y, sum, 1, model)
 after    %y_rs = einsum_scatter(%x, %w, 1, model, cdb,ab->cda)
 needs    the program of one device, before start_wait
-ensures  the same bytes are sent, in steps that are hidden behind the products; one text for any number of devices
-source   windowed einsum, arXiv 2105.04663; XLA's rule when it pays is of the same kind (compute and transfer of a step)
+ensures  the same bytes are sent, in steps that are hidden behind the products; one text for any
+         number of devices
+source   windowed einsum, arXiv 2105.04663. XLA too compares compute and transfer of a step to tell
+         when it pays.
 
-Inputs that are gathered, and sums that the backward only returns (weights and their gradients), are
-left alone: what is computed between their start and their wait hides them as well, in larger
-pieces.
+Gathered inputs (weights), and sums that the backward only returns (gradients), are left alone. The
+operations between their start and their wait hide them as well, in larger pieces.
 """
 
 from __future__ import annotations
@@ -29,31 +30,34 @@ from ..partition.machine import Machine
 from .liveness import bytes_of
 
 EINSUM = einsum._opoverload
-# of the time of product and collective one after the other, at most, or the loop is not worth it
-GAIN = 0.9
+GAIN = 0.9  # Use a ring only if it takes at most this share of the time of product and collective.
 
 
 def collective_matmul(graph: fx.Graph, mesh: Mesh, machine: Machine) -> fx.Graph:
-    """Rewrites the graph in place and returns it."""
+    """Rewrite the graph in place and return it."""
     if not machine.beside:
         return graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.target is all_gather and node.args[0].op == "call_function":
-            _gather(graph, node, order, mesh, machine)
+            _fuse_gather(graph, node, order, mesh, machine)
         elif (
             node.target is reduce_scatter
             and node.args[1] == "sum"
             and not (node.meta["backward"] and _is_returned(node))
         ):
-            _scatter(graph, node, mesh, machine)
+            _fuse_scatter(graph, node, mesh, machine)
     return graph
 
 
-def _gather(
+def _fuse_gather(
     graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], mesh: Mesh, machine: Machine
 ) -> None:
-    """Einsums of the same phase that need nothing made later than what the first of them needs."""
+    """Replace a gather and its products by gather_einsum, if that pays.
+
+    Products are fused if they are of the same phase and their other operands exist before the
+    first product.
+    """
     x, dim, axes = node.args
     users = sorted(node.users, key=order.__getitem__)
     if users[0].target is not EINSUM:
@@ -73,7 +77,7 @@ def _gather(
         return
     keep = len(members) < len(users)
     with graph.inserting_before(first):
-        made = graph.create_node(
+        ring = graph.create_node(
             "call_function",
             gather_einsum,
             name=f"{node.name}_ring",
@@ -87,21 +91,19 @@ def _gather(
                 keep,
             ),
         )
-    made.meta = {key: node.meta[key] for key in ("source", "backward", "dtype")}
-    order[made] = order[node] = order[first]
+    ring.meta = {key: node.meta[key] for key in ("source", "backward", "dtype")}
+    order[ring] = order[node] = order[first]
     for i, member in enumerate(members):
-        member.target, member.args = operator.getitem, (made, i)
+        member.target, member.args = operator.getitem, (ring, i)
     if keep:
-        made.append(node)
-        node.target, node.args = operator.getitem, (made, len(members))
+        ring.append(node)
+        node.target, node.args = operator.getitem, (ring, len(members))
     else:
         graph.erase_node(node)
 
 
 def _is_returned(node: fx.Node) -> bool:
-    """Whether nothing but the output needs a value, or what one operation after the other makes of
-    it alone.
-    """
+    """Return True if only the output uses a value, maybe through operations on it alone."""
     return all(
         user.op == "output" or user.all_input_nodes == [node] and _is_returned(user)
         for user in node.users
@@ -109,10 +111,12 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _other(product: fx.Node, operand: fx.Node) -> fx.Node:
+    """Return the operand of a product that is not `operand`."""
     return product.args[1] if product.args[2] is operand else product.args[2]
 
 
-def _scatter(graph: fx.Graph, node: fx.Node, mesh: Mesh, machine: Machine) -> None:
+def _fuse_scatter(graph: fx.Graph, node: fx.Node, mesh: Mesh, machine: Machine) -> None:
+    """Replace a product and its reduce_scatter by einsum_scatter, if that pays."""
     product, _, dim, axes = node.args
     if product.target is not EINSUM or len(product.users) > 1:
         return
@@ -125,18 +129,20 @@ def _scatter(graph: fx.Graph, node: fx.Node, mesh: Mesh, machine: Machine) -> No
 
 
 def pays(machine: Machine, products: list[fx.Node], payload: float, n: int) -> bool:
-    """Whether n steps, each a part of the products beside a part of the communication, are faster
-    than one after the other.
+    """Return True if a ring of n steps is faster than the collective and the products in turn.
+
+    Each step computes 1/n of the products during 1/n of the communication.
     """
     itemsize = products[0].meta["dtype"].itemsize
     compute = sum(_operations(p) for p in products) / machine.flops[max(itemsize, 2)]
     step = machine.begin + payload / n / machine.bandwidth
-    copies = 2 * sum(map(bytes_of, products)) / machine.memory  # results in parts are joined
+    copies = 2 * sum(map(bytes_of, products)) / machine.memory  # Results are concatenated.
     apart = compute + machine.begin + (n - 1) / n * payload / machine.bandwidth
     return n > 1 and (n - 1) * max(compute / n, step) + compute / n + copies < GAIN * apart
 
 
 def _operations(product: fx.Node) -> float:
+    """Return the number of floating-point operations of an einsum."""
     a, b, _ = split_equation(product.args[0])
     sizes = {
         **dict(zip(a, product.args[1].meta["shape"])),

@@ -1,5 +1,6 @@
-"""The passes on the program of one device that decide when it communicates. Each but start_wait can
-be left out, by its name.
+"""The passes on the program of one device that decide when it communicates.
+
+Each but start_wait can be skipped by its name.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ OPTIONAL = ("bucket", "collective_matmul", "overlap", "prefetch")
 
 
 def schedule(graph: fx.Graph, mesh: Mesh, device: str, skip: Collection[str] = ()) -> fx.Graph:
-    """Rewrites the graph in place and returns it. device: the type of those that the program is
-    for.
-    """
+    """Rewrite the graph in place and return it. device is the type of device that runs it."""
     machine = machine_of(device)
     if "collective_matmul" not in skip:
         collective_matmul(graph, mesh, machine)

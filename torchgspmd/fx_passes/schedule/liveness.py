@@ -1,7 +1,7 @@
-"""What is alive while a program of one device runs, in bytes.
+"""Bytes that are alive while a program of one device runs.
 
-A value lives from its operation to its last use; inputs and outputs to the end. A collective's
-result lives from its `start` on, and what it sends until it has been waited for.
+A value lives from its operation to its last use, inputs and outputs to the end. A collective's
+result lives from its `start` on, its operand until its first wait.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from ...comm.collective import start, wait
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Of a value; 0 for what is no single tensor."""
+    """Return the bytes of a value, or 0 if it is not one tensor."""
     shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
     return math.prod(shape) * dtype.itemsize if shape is not None and dtype is not None else 0
 
 
 def inputs_bytes(graph: fx.Graph) -> int:
+    """Return the bytes of all inputs."""
     return sum(map(bytes_of, graph.find_nodes(op="placeholder")))
 
 
 def peak(graph: fx.Graph) -> int:
-    """Most bytes alive at once."""
+    """Return the most bytes that are alive at once."""
     ledger = Ledger(graph)
     for node in graph.nodes:
         ledger.emit(node)
@@ -32,35 +33,36 @@ def peak(graph: fx.Graph) -> int:
 
 
 class Ledger:
-    """Bytes alive as a program is written down node by node, in this order or another."""
+    """Bytes alive as nodes of a program are emitted, in any legal order."""
 
-    def __init__(self, graph: fx.Graph):
+    def __init__(self, graph: fx.Graph) -> None:
         self.uses = {node: len(node.users) for node in graph.nodes}
         self.alive = self.peak = inputs_bytes(graph)
-        self.sent: set[fx.Node] = set()  # starts of which something has been waited for
+        self.sent: set[fx.Node] = set()  # Starts that have been waited for.
 
     @staticmethod
     def needed(node: fx.Node) -> int:
-        """Bytes that the node allocates."""
+        """Return the bytes that a node allocates."""
         if node.op != "call_function" or node.target is wait:
             return 0
         return node.meta["bytes"] if node.target is start else bytes_of(node)
 
     def emit(self, node: fx.Node) -> int:
-        """The next node; returns what is alive while it runs."""
+        """Emit the next node, and return the bytes that are alive while it runs."""
         self.alive += self.needed(node)
         during = self.alive
         self.peak = max(self.peak, during)
         if node.target is wait and (begun := node.args[0]) not in self.sent:
             self.sent.add(begun)
-            self._used(begun)
+            self._release_operands(begun)
         if node.target is not start:
-            self._used(node)
+            self._release_operands(node)
         if node.op == "call_function" and not node.users and node.target is not start:
             self.alive -= bytes_of(node)
         return during
 
-    def _used(self, node: fx.Node) -> None:
+    def _release_operands(self, node: fx.Node) -> None:
+        """Count a use of each operand, and free those that have no further use."""
         for value in node.all_input_nodes:
             self.uses[value] -= 1
             if not self.uses[value] and value.op == "call_function" and value.target is not start:

@@ -1,9 +1,10 @@
-"""Every collective in two: where it begins, and where its result is needed.
+"""Split every collective into the start and the wait for its result.
 
 before   %w_g = all_gather(%w, 0, data)
 after    %w_g_start = start(all_gather, [%w], [[0, data]]);  %w_g = wait(%w_g_start, 0)
 needs    the program of one device
-ensures  nothing but `start` communicates; the wait follows its start at once. Passes behind move the two apart
+ensures  nothing but `start` communicates; the wait follows its start at once, and later passes move
+         the two apart
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _TARGETS = set(SENDING.values())
 
 
 def start_wait(graph: fx.Graph) -> fx.Graph:
-    """Rewrites the graph in place and returns it."""
+    """Rewrite the graph in place and return it."""
     for node in list(graph.nodes):
         if node.target in _TARGETS:
             join(graph, [node])
@@ -30,8 +31,9 @@ def start_wait(graph: fx.Graph) -> fx.Graph:
 
 
 def join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
-    """One start in place of collectives of one kind that follow one another, none using another's
-    result; they become waits.
+    """Merge adjacent collectives of one kind into one start. They become its waits.
+
+    None of them uses the result of another.
     """
     first = run[0]
     with graph.inserting_before(first):
