@@ -15,8 +15,8 @@ reduction is then sent while there is something left to compute, and the first w
 Buckets do not get much smaller than SMALL bytes, since starting a collective costs time too. Where
 the cores that compute also send, one bucket of reductions is enough.
 
-A sum may be divided by another sum before it is reduced, as a loss is by a count. It is then reduced
-before the division, together with the other. Source: the buckets of PyTorch's
+A sum may be divided by another sum before it is reduced, as a loss is by a count. Then it is
+reduced before the division, together with the other. Source: the buckets of PyTorch's
 DistributedDataParallel (arXiv 2006.15704, section 3.2.3), which have 25 MB, the first 1 MB.
 """
 
