@@ -3,8 +3,8 @@
 Two kinds are listed. An operation is computed whole by every device. An operand is gathered, and
 then all devices of an axis compute the same.
 
-Not listed is what marks and outputs ask for, nor a gather for an operation that shards another
-dimension over the same axis. FSDP's weights and sequences are gathered so on purpose.
+Gathers that marks or outputs ask for are not listed. Neither is a gather for an operation that
+shards another dimension over the same axis: weights of FSDP and sequences are gathered so.
 """
 
 from __future__ import annotations

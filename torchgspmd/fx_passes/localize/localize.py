@@ -131,6 +131,8 @@ class Emitter:
 
 
 class _Localizer:
+    """Builder of the local graph: `new` maps each global node to its local node or results."""
+
     def __init__(self, graph: fx.Graph, mesh: Mesh) -> None:
         self.source, self.mesh, self.graph = graph, mesh, fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
@@ -195,6 +197,7 @@ class _Localizer:
         return self.indices[axes]
 
     def _axis_index(self, axis: str) -> fx.Node:
+        """Return the node of the device's coordinate on an axis, or on a part of a split axis."""
         if axis in self.coordinates:
             return self.coordinates[axis]
         whole, before, size = sub_axis(axis)
@@ -204,6 +207,7 @@ class _Localizer:
         return self._at_top(operator.mod, node, size)
 
     def _at_top(self, op: Any, a: fx.Node, b: Any) -> fx.Node:
+        """Add arithmetic on coordinates right after the inputs."""
         with self.graph.inserting_after(
             self.top or [n for n in self.graph.nodes if n.op == "placeholder"][-1]
         ):
@@ -214,6 +218,7 @@ class _Localizer:
     # --------------------------------------------------------------------------------- operations
 
     def _operation(self, node: fx.Node) -> Any:
+        """Localize an operation, by its rule's `emit` or with local arguments."""
         rule: Rule = node.meta["rule"]
         operands = [
             self._mask_operand(node, value, i, rule) for i, value in enumerate(operands_of(node))
@@ -268,6 +273,7 @@ class _Localizer:
     def _mask(
         self, local: fx.Node, dim: int, axes: Axes, size: int, fill: float, node: fx.Node
     ) -> fx.Node:
+        """Overwrite the padding of a value, once for all its readers of one phase."""
         key = (local, dim, axes, fill, node.meta.get("backward", False))
         if key not in self.masked:
             masked = self.graph.call_function(
@@ -285,6 +291,7 @@ class _Localizer:
     # ---------------------------------------------------------------------- steps between layouts
 
     def _step(self, node: fx.Node) -> fx.Node:
+        """Localize a step between two layouts: a collective, or a local slice."""
         x, step = node.args[0], node.meta["step"]
         local = self.new[x]
         if node.target is shard:

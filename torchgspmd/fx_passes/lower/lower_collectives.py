@@ -51,6 +51,8 @@ def lower_collectives(graph: fx.Graph, groups: ProcessGroups) -> fx.Graph:
 
 
 class _Lowerer(CollectiveBuilder):
+    """Builder of one rank's program, node by node of the source graph."""
+
     def __init__(self, source: fx.Graph, groups: ProcessGroups) -> None:
         super().__init__(groups)
         self.source = source
@@ -83,6 +85,7 @@ class _Lowerer(CollectiveBuilder):
         return self.graph
 
     def _start(self, node: fx.Node, new: dict[fx.Node, Any]) -> _CollectiveInFlight:
+        """Lower a start to the nodes up to the call of its collective."""
         kind, operands, arguments = node.args
         shapes = [list(x.meta["shape"]) for x in operands]
         if len(operands) > 1:

@@ -74,7 +74,7 @@ def _write_to_bucket(
             )
             graph.call_function(WITH_OUT[node.target], args, {"out": outputs[i]})
     others = [
-        (piece, _as_vector(member))
+        (piece, _vector_base(member))
         for i, (piece, member) in enumerate(zip(pieces, flat.args[0]))
         if i not in producers
     ]
@@ -123,7 +123,7 @@ def _without_kept_dims(node: fx.Node) -> tuple[tuple, list[int]]:
     return (x, dims, False, *rest), [n for d, n in enumerate(shape) if d not in summed]
 
 
-def _as_vector(member: fx.Node) -> fx.Node:
+def _vector_base(member: fx.Node) -> fx.Node:
     """Return the base of a member that reshapes a vector, or else the member."""
     base = member.args[0] if member.target is aten.reshape.default else member
     return base if len(base.meta.get("shape") or ()) == 1 else member

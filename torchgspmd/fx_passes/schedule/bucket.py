@@ -83,11 +83,13 @@ def bucket(graph: fx.Graph, machine: Machine) -> fx.Graph:
 
 
 def _move_to_last(members: list[fx.Node]) -> None:
+    """Move the members of a bucket right before the last one."""
     for node in members[:-1]:
         members[-1].prepend(node)
 
 
 def _move_to_first(members: list[fx.Node]) -> None:
+    """Move the members of a bucket right behind the first one."""
     for node in reversed(members[1:]):
         members[0].append(node)
 
