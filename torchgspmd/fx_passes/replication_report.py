@@ -72,9 +72,9 @@ def _gathered_operands(node: fx.Node) -> Iterator[tuple[fx.Node, str, int, str]]
             before = before.args[0]
         if before is operand:
             continue
-        for d, (was, now) in enumerate(zip(before.meta["spec"].dims, operand.meta["spec"].dims)):
-            lost = [a for a in was if a not in now and a not in used]
-            if lost:
+        for d, (old, new) in enumerate(zip(before.meta["spec"].dims, operand.meta["spec"].dims)):
+            gathered = [a for a in old if a not in new and a not in used]
+            if gathered:
                 why = (
                     "it has to be whole in"
                     if set(dims[d]) & rule.whole
@@ -84,7 +84,7 @@ def _gathered_operands(node: fx.Node) -> Iterator[tuple[fx.Node, str, int, str]]
                     operand,
                     before.name,
                     d,
-                    f"dimension {d} of %{before.name} is gathered over {'+'.join(lost)}: "
+                    f"dimension {d} of %{before.name} is gathered over {'+'.join(gathered)}: "
                     f"{why} '{rule}'",
                 )
 

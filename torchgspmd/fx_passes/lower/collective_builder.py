@@ -63,7 +63,7 @@ class CollectiveBuilder:
         )
 
     def reorder(self, x: Any, positions: Sequence[int]) -> Any:
-        """Return x with the entries of its first dimension permuted."""
+        """Return x with the entries of its first dimension in the order of `positions`."""
         if list(positions) == list(range(len(positions))):
             return x
         return self.call(torch.stack, [self.call(aten.select.int, x, 0, p) for p in positions])

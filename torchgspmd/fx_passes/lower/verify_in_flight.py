@@ -41,26 +41,26 @@ def verify_in_flight(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _faults(begun: fx.Node, order: dict[fx.Node, int]) -> Iterator[str]:
+def _faults(collective: fx.Node, order: dict[fx.Node, int]) -> Iterator[str]:
     """Yield a message for every illegal use of the memory of a collective."""
-    waits = [user for user in begun.users if user.target is WAIT]
+    waits = [user for user in collective.users if user.target is WAIT]
     if len(waits) != 1:
-        yield f"%{begun} is waited for {len(waits)} times"
+        yield f"%{collective} is waited for {len(waits)} times"
     yield from (
-        f"%{user} uses %{begun}, which is in flight"
-        for user in begun.users
+        f"%{user} uses %{collective}, which is in flight"
+        for user in collective.users
         if user.target is not WAIT
     )
-    if begun.target is not c10d.all_reduce_.default:
+    if collective.target is not c10d.all_reduce_.default:
         return
-    for user, value in _readers(_base_of(begun.args[0])):
+    for user, value in _readers(_base_of(collective.args[0])):
         end = (
             max((order[w] for w in user.users), default=order[user])
             if user.target in STARTS
             else order[user]
         )
-        if user is not begun and end > order[begun]:
-            yield f"%{user} reads %{value}, which %{begun} writes over"
+        if user is not collective and end > order[collective]:
+            yield f"%{user} reads %{value}, which %{collective} writes over"
 
 
 def _base_of(value: fx.Node) -> fx.Node:

@@ -78,8 +78,8 @@ def _starts_first(nodes: list[fx.Node]) -> list[fx.Node]:
     draws = [n for n in nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
     before = dict(zip(draws[1:], draws))
     chosen: dict[fx.Node, None] = {}
-    for begun in (n for n in nodes if n.target is start):
-        ancestors, stack = {begun}, [begun]
+    for collective in (n for n in nodes if n.target is start):
+        ancestors, stack = {collective}, [collective]
         while stack:
             node = stack.pop()
             needed = [
@@ -156,38 +156,38 @@ class _Scheduler:
 
     def arrive(self, result: fx.Node) -> None:
         """Emit a wait, after its start, and let the next prefetch begin."""
-        begun = result.args[0]
-        if begun not in self.scheduled:
-            self.require(begun)
-            self.emit(begun)
+        collective = result.args[0]
+        if collective not in self.scheduled:
+            self.require(collective)
+            self.emit(collective)
         self.emit(result)
-        if begun in self.in_flight:
-            del self.in_flight[begun]
-            if self.next.get(begun, begun) not in self.scheduled:
-                self.ready[self.next[begun]] = 0
+        if collective in self.in_flight:
+            del self.in_flight[collective]
+            if self.next.get(collective, collective) not in self.scheduled:
+                self.ready[self.next[collective]] = 0
 
     def hoist(self, place: int) -> None:
         """Emit the ready starts whose results fit from here to their old place, in order."""
-        for begun, since in list(self.ready.items()):
-            size, stood = begun.meta["bytes"], self.place[begun]
-            if place >= since and not self.missing[begun] and begun not in self.scheduled:
+        for collective, since in list(self.ready.items()):
+            size, old_place = collective.meta["bytes"], self.place[collective]
+            if place >= since and not self.missing[collective] and collective not in self.scheduled:
                 room = self.limit - self.extra - size
-                if stood > place and max(self.base[place:stood]) > room:
-                    self.ready[begun] = (
-                        max(i for i in range(place, stood) if self.base[i] > room) + 1
+                if old_place > place and max(self.base[place:old_place]) > room:
+                    self.ready[collective] = (
+                        max(i for i in range(place, old_place) if self.base[i] > room) + 1
                     )
                     continue
-                self.extra += size if stood > place else 0
-                self.make_room(begun)
-                self.emit(begun)
+                self.extra += size if old_place > place else 0
+                self.make_room(collective)
+                self.emit(collective)
 
     def make_room(self, node: fx.Node) -> None:
         """Wait for collectives in flight, oldest first, while their operands have to be freed."""
-        for begun in list(self.in_flight):
+        for collective in list(self.in_flight):
             if self.ledger.alive + self.ledger.needed(node) <= self.limit:
                 return
-            if any(x.op == "call_function" for x in begun.all_input_nodes):
-                self.arrive(next(iter(begun.users)))
+            if any(x.op == "call_function" for x in collective.all_input_nodes):
+                self.arrive(next(iter(collective.users)))
 
 
 def _chains(starts: Sequence[fx.Node]) -> list[list[fx.Node]]:
