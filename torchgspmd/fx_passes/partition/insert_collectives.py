@@ -18,7 +18,7 @@ from ...shard_spec import ShardSpec
 from ..ir import is_number
 
 if TYPE_CHECKING:
-    from .partition import Solver
+    from .solver import Solver
 
 _SUFFIX = {
     "all_reduce": "r",
@@ -52,26 +52,26 @@ class _Inserter:
     def run(self) -> fx.Graph:
         for node in self.solver.graph.nodes:
             if node.op == "output":
-                wanted = [
+                specs = [
                     self.solver.output_spec(i, v) if isinstance(v, fx.Node) else None
                     for i, v in enumerate(node.args[0])
                 ]
                 self.graph.output(
                     tuple(
                         self.value(v, spec, node) if spec is not None else v
-                        for v, spec in zip(node.args[0], wanted)
+                        for v, spec in zip(node.args[0], specs)
                     )
                 )
-                self.graph.output_node().meta["specs"] = tuple(wanted)
+                self.graph.output_node().meta["specs"] = tuple(specs)
                 continue
             op = self.solver.ops.get(node)
             if (
-                node in self.solver.left_out
+                node in self.solver.omitted_marks
             ):  # a mark: what is made of the value is made of its operand
                 (value,) = op.operands
                 self.new[node] = self.new[value]
                 self.copies[node] = self.copies.setdefault(
-                    value, {self.solver.held[value]: self.new[value]}
+                    value, {self.solver.layout_of[value]: self.new[value]}
                 )
                 continue
             operands = iter(())
@@ -79,7 +79,7 @@ class _Inserter:
                 operands = iter(
                     [
                         self.value(v, s, node)
-                        for v, s in zip(op.operands, self.solver.chosen[node].operands)
+                        for v, s in zip(op.operands, self.solver.strategy_of[node].operands)
                     ]
                 )
             copy = self.graph.node_copy(
@@ -91,15 +91,15 @@ class _Inserter:
             self.new[node] = copy
             copy.meta = dict(node.meta)
             if op is not None:
-                strategy = self.solver.chosen[node]
+                strategy = self.solver.strategy_of[node]
                 copy.meta |= {
                     "rule": op.rule,
                     "assignment": dict(strategy.assignment),
                     "result_specs": strategy.results,
                     "operand_specs": strategy.operands,
                 }
-            if node in self.solver.held:
-                copy.meta["spec"] = self.solver.held[node]
+            if node in self.solver.layout_of:
+                copy.meta["spec"] = self.solver.layout_of[node]
         for node in reversed(self.graph.nodes):  # moved values of which only windows were used
             if (
                 node.op == "call_function"
@@ -113,7 +113,7 @@ class _Inserter:
 
     def value(self, value: fx.Node, spec: ShardSpec, user: fx.Node) -> fx.Node:
         """The value laid out as `spec`, made from the copy of it that is cheapest to start from."""
-        copies = self.copies.setdefault(value, {self.solver.held[value]: self.new[value]})
+        copies = self.copies.setdefault(value, {self.solver.layout_of[value]: self.new[value]})
         if spec not in copies:
             val = value.meta["val"]
             shape, itemsize = tuple(val.shape), val.element_size()
@@ -142,9 +142,9 @@ class _Inserter:
         """The windows of a value made of windows of what was moved, unless that sends more than
         windows of the value itself.
         """
-        below = self.solver.behind(value, spec) if spec.windows else None
+        below = self.solver.operand_windows(value, spec) if spec.windows else None
         val, op = value.meta["val"], self.solver.ops.get(value)
-        if below is None or self.solver.cost_behind(value, spec) > self.solver.resharder.cost(
+        if below is None or self.solver.window_cost(value, spec) > self.solver.resharder.cost(
             tuple(val.shape), val.element_size(), start, spec
         ):
             return None

@@ -2,7 +2,7 @@
 device.
 
 An operation's strategy is an assignment of axes to its factors, and of axes to operands whose
-pending sum it passes on. Those worth a look follow from the layouts of the values around it: an
+pending sum it passes on. Those worth a look follow from the layouts of the values neighborhood it: an
 axis that shards a factor in one of them may do so here.
 """
 
@@ -52,7 +52,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Available:
+class OperandLayouts:
     """The layouts of an operand that exist (the first: as it is made), how many operations share a
     new one, and the axes over which it might be left pending as well. One object for equal ones.
     """
@@ -63,7 +63,7 @@ class Available:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Around:
+class Neighborhood:
     """Where the operands of an operation are, and the layouts in which its results are used. One
     object for equal ones.
 
@@ -71,10 +71,10 @@ class Around:
     inputs of the program.
     """
 
-    available: tuple[Available, ...]
-    wanted: tuple[tuple[ShardSpec, ...], ...]
+    operands: tuple[OperandLayouts, ...]
+    required: tuple[tuple[ShardSpec, ...], ...]
     first: bool
-    of_inputs: bool
+    only_inputs: bool
 
 
 class Strategies:
@@ -82,43 +82,50 @@ class Strategies:
 
     def __init__(self, mesh: Mesh, crowded: Crowded):
         self.mesh, self.crowded = mesh, crowded
-        self.known: dict[tuple, Strategy | None] = {}  # by operation and assignment
+        self.cached_strategies: dict[tuple, Strategy | None] = {}  # by operation and assignment
         self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
-        self.targets: dict[tuple, dict[str, tuple]] = {}  # by operation and what is around it
+        self.option_cache: dict[
+            tuple, dict[str, tuple]
+        ] = {}  # by operation and what is neighborhood it
 
     def candidates(
-        self, op: Op, around: Around, forced: dict[str, tuple] | None = None
+        self, op: Op, neighborhood: Neighborhood, forced: dict[str, tuple] | None = None
     ) -> list[Strategy]:
         """Strategies worth a look. forced: for some axes what alone they may shard."""
         mark = marked(op)
         if mark is not None:
             return [Strategy((), (mark,), (mark,), 0.0)]
-        options = self.options(op, around) | (forced or {})
+        options = self.options(op, neighborhood) | (forced or {})
         key = (op.key, tuple(options.items()))
         if key not in self.lists:
-            made = (self._known(op, *choice) for choice in self._choices(op.rule, options))
-            self.lists[key] = list(dict.fromkeys(s for s in made if s is not None))
-        return [s for s in self.lists[key] if _has_terms(s, around.available)]
+            strategies = (
+                self._cached_strategy(op, *choice) for choice in self._choices(op.rule, options)
+            )
+            self.lists[key] = list(dict.fromkeys(s for s in strategies if s is not None))
+        return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
 
-    def options(self, op: Op, around: Around) -> dict[str, tuple]:
+    def options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
         """For each axis the factors it may shard, the operand groups it may pass through
         (integers), and None.
         """
-        key = (op.key, around)
-        if key not in self.targets:
-            self.targets[key] = self._options(op, around)
-        return self.targets[key]
+        key = (op.key, neighborhood)
+        if key not in self.option_cache:
+            self.option_cache[key] = self._options(op, neighborhood)
+        return self.option_cache[key]
 
-    def _options(self, op: Op, around: Around) -> dict[str, tuple]:
-        rule, available, wanted = op.rule, around.available, around.wanted
+    def _options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
+        rule, available, required = op.rule, neighborhood.operands, neighborhood.required
         options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
-        tensors = [*zip(rule.operands, (a.layouts for a in available)), *zip(rule.results, wanted)]
+        tensors = [
+            *zip(rule.operands, (a.layouts for a in available)),
+            *zip(rule.results, required),
+        ]
         for dims, specs in tensors:
             for spec in specs:
                 for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
                     for axis in axes:
                         if factor not in rule.whole and not (
-                            around.first and is_far(op, factor, axes, self.mesh)
+                            neighborhood.first and is_far(op, factor, axes, self.mesh)
                         ):
                             options[axis][factor] = None
                         if (
@@ -137,17 +144,17 @@ class Strategies:
         if (
             rule.contraction
         ):  # where tensors disagree, or of inputs a sum is made, a third way may be best
-            disputed = set() if around.first else self._disputed(rule, available)
-            for axis, found in options.items():
+            disputed = set() if neighborhood.first else self._disputed_axes(rule, available)
+            for axis, targets in options.items():
                 if (
                     axis in disputed
-                    or sum(isinstance(target, str) for target in found) > 1
-                    or (around.of_inputs and rule.reduce.keys() & found.keys())
+                    or sum(isinstance(target, str) for target in targets) > 1
+                    or (neighborhood.only_inputs and rule.reduce.keys() & targets.keys())
                 ):
-                    found.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
-        return {axis: tuple(found) for axis, found in options.items() if len(found) > 1}
+                    targets.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
+        return {axis: tuple(targets) for axis, targets in options.items() if len(targets) > 1}
 
-    def _disputed(self, rule: Rule, available) -> set[str]:
+    def _disputed_axes(self, rule: Rule, available) -> set[str]:
         """Whole axes that divide what is summed over in one operand, as it is made, and in another
         one do not.
         """
@@ -186,13 +193,13 @@ class Strategies:
             for ordered in itertools.product(*orders):
                 yield dict(zip(factors, ordered)), through
 
-    def _known(
+    def _cached_strategy(
         self, op: Op, assignment: dict[str, Axes], through: dict[str, int]
     ) -> Strategy | None:
         key = (op.key, *assignment.items(), *through.items())
-        if key not in self.known:
-            self.known[key] = self._strategy(op, assignment, through)
-        return self.known[key]
+        if key not in self.cached_strategies:
+            self.cached_strategies[key] = self._strategy(op, assignment, through)
+        return self.cached_strategies[key]
 
     def _strategy(
         self, op: Op, assignment: dict[str, Axes], through: dict[str, int]
@@ -245,7 +252,7 @@ class Strategies:
         return work
 
 
-def _has_terms(strategy: Strategy, available: Sequence[Available]) -> bool:
+def _has_terms(strategy: Strategy, available: Sequence[OperandLayouts]) -> bool:
     """Whether the sums that operands are to be terms of are pending, or can be."""
     return all(
         have.layouts[0].reduction == "sum"
