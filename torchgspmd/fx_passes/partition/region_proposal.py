@@ -1,6 +1,6 @@
 """One attempt to change the strategies of a region at once.
 
-before   every operation of the region has the strategy that is cheapest while the others keep theirs
+before   every operation has the strategy that is cheapest while the others keep theirs
 after    all of them have other strategies, if those cost less together
 """
 

@@ -12,14 +12,14 @@ from .strategies import Neighborhood, OperandLayouts, Strategies, Strategy
 
 
 class SearchMemory:
-    """Cache of strategies, choices and proposals on one mesh, keyed by operation and neighborhood."""
+    """Cache of strategies, choices and proposals on one mesh, by operation and neighborhood."""
 
     def __init__(self, mesh: Mesh, crowded: Crowded) -> None:
         self.resharder, self.strategies = Resharder(mesh), Strategies(mesh, crowded)
         self.operand_layout_objects: dict[tuple, OperandLayouts] = {}  # by content
         self.neighborhoods: dict[tuple, Neighborhood] = {}  # by content
         self.choices: dict[tuple, Strategy | None] = {}  # by operation and neighborhood
-        # Strategies that RegionSearch proposes, by region and neighborhood; None if none is cheaper.
+        # by region and neighborhood; None if the proposal is not cheaper
         self.proposals: dict[tuple, list[Strategy] | None] = {}
         self.numbers: dict[tuple, int] = {}  # of situations, and of the names of factor classes
         self.rejected: set[tuple] = set()  # (situation, axis, ...) of bodies that gained nothing

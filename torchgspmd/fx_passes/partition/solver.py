@@ -99,7 +99,7 @@ class Solver(CostModel):
                 break
 
     def choose(self, op: Op, first: bool = False) -> bool:
-        """Assign the cheapest strategy to an operation of the worklist; return whether it changed."""
+        """Assign the cheapest strategy to an operation; return whether it changed."""
         if op.node not in self.worklist:
             return False
         current = self.strategy_of.get(op.node)

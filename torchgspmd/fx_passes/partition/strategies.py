@@ -1,9 +1,10 @@
-"""What an operation can do on a mesh: which axes shard which of its factors, and what that costs a
-device.
+"""The strategies of an operation: which axes shard which of its factors, and the work of a device.
 
-An operation's strategy is an assignment of axes to its factors, and of axes to operands whose
-pending sum it passes on. Those worth a look follow from the layouts of the values neighborhood it: an
-axis that shards a factor in one of them may do so here.
+    mm(%x, %w): mk,kn->mn       {m: data, k: model}       result [data, _] sum@model
+
+A strategy assigns axes to factors. It also assigns axes to operands whose pending sum it passes on.
+Strategies worth a try follow from the layouts of the neighborhood: an axis that shards a factor in
+one of these may do so here.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ from ..propagate.factors import (
     result_pending,
 )
 
-FLOPS_PER_BYTE = (
-    10.0  # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
-)
-WASTE_PER_BYTE = (
-    500.0  # of what uneven parts compute on padding, as fast devices do: not worth another layout
-)
-TRAFFIC_PER_BYTE = 128.0  # bytes of memory traffic worth one byte on the wire
+# Operations worth one byte on the wire. Few, so that arithmetic is always divided.
+FLOPS_PER_BYTE = 10.0
+# Operations on the padding of uneven shards worth one byte. Many: devices are fast, and padding is
+# no reason for another layout.
+WASTE_PER_BYTE = 500.0
+# Bytes of memory traffic worth one byte on the wire.
+TRAFFIC_PER_BYTE = 128.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strategy:
-    """What an operation needs of its operands and makes of its results. One object for equal ones
-    of like operations.
+    """The layouts of operands and results under an assignment.
+
+    Like operations share one object for equal strategies.
     """
 
     assignment: tuple[tuple[str, Axes], ...]
@@ -53,8 +55,11 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperandLayouts:
-    """The layouts of an operand that exist (the first: as it is made), how many operations share a
-    new one, and the axes over which it might be left pending as well. One object for equal ones.
+    """The layouts in which an operand exists. There is one object for equal content.
+
+    layouts: the first is the one that it is produced in.
+    sharers: how many operations share the cost of a new layout.
+    deferrable: axes over which the operand could be left pending.
     """
 
     layouts: tuple[ShardSpec, ...]
@@ -64,11 +69,11 @@ class OperandLayouts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Neighborhood:
-    """Where the operands of an operation are, and the layouts in which its results are used. One
-    object for equal ones.
+    """The layouts around an operation. There is one object for equal content.
 
-    first: before anything is chosen, as the layouts are propagated. of_inputs: all operands are
-    inputs of the program.
+    required: for each result the layouts in which it is used.
+    first: whether these are the propagated layouts, before any choice.
+    only_inputs: whether all operands are inputs of the program.
     """
 
     operands: tuple[OperandLayouts, ...]
@@ -78,20 +83,18 @@ class Neighborhood:
 
 
 class Strategies:
-    """Finds and remembers the strategies of operations. crowded: as in layout."""
+    """Lists and caches the strategies of operations. crowded: see factors.py."""
 
-    def __init__(self, mesh: Mesh, crowded: Crowded):
+    def __init__(self, mesh: Mesh, crowded: Crowded) -> None:
         self.mesh, self.crowded = mesh, crowded
         self.cached_strategies: dict[tuple, Strategy | None] = {}  # by operation and assignment
         self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
-        self.option_cache: dict[
-            tuple, dict[str, tuple]
-        ] = {}  # by operation and what is neighborhood it
+        self.option_cache: dict[tuple, dict[str, tuple]] = {}  # by operation and neighborhood
 
     def candidates(
         self, op: Op, neighborhood: Neighborhood, forced: dict[str, tuple] | None = None
     ) -> list[Strategy]:
-        """Strategies worth a look. forced: for some axes what alone they may shard."""
+        """Return the strategies worth a try. forced: axis -> the only factors it may shard."""
         mark = marked(op)
         if mark is not None:
             return [Strategy((), (mark,), (mark,), 0.0)]
@@ -105,8 +108,9 @@ class Strategies:
         return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
 
     def options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
-        """For each axis the factors it may shard, the operand groups it may pass through
-        (integers), and None.
+        """Return what each axis may do: shard a factor, pass through operands, or nothing.
+
+        A string is a factor, an integer a group of linear operands, None nothing.
         """
         key = (op.key, neighborhood)
         if key not in self.option_cache:
@@ -128,9 +132,8 @@ class Strategies:
                             neighborhood.first and is_far(op, factor, axes, self.mesh)
                         ):
                             options[axis][factor] = None
-                        if (
-                            factor in rule.whole | rule.windowed and rule.known
-                        ):  # it has to leave, or had better:
+                        # The axis has to leave this factor, or had better: any other may do.
+                        if factor in rule.whole | rule.windowed and rule.known:
                             options[axis].update(
                                 dict.fromkeys(
                                     f
@@ -141,9 +144,8 @@ class Strategies:
                 for axis in spec.pending:
                     for g in range(len(rule.linear)):
                         options[axis][g] = None
-        if (
-            rule.contraction
-        ):  # where tensors disagree, or of inputs a sum is made, a third way may be best
+        if rule.contraction:
+            # Where tensors disagree, or inputs are summed over, a third factor may be best.
             disputed = set() if neighborhood.first else self._disputed_axes(rule, available)
             for axis, targets in options.items():
                 if (
@@ -154,10 +156,8 @@ class Strategies:
                     targets.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
         return {axis: tuple(targets) for axis, targets in options.items() if len(targets) > 1}
 
-    def _disputed_axes(self, rule: Rule, available) -> set[str]:
-        """Whole axes that divide what is summed over in one operand, as it is made, and in another
-        one do not.
-        """
+    def _disputed_axes(self, rule: Rule, available: Sequence[OperandLayouts]) -> set[str]:
+        """Return the whole axes that shard a summed factor in one operand and not in another."""
         sides = [
             {
                 axis
@@ -176,7 +176,7 @@ class Strategies:
     def _choices(
         self, rule: Rule, options: dict[str, tuple]
     ) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
-        """All assignments; where several axes shard one factor, every order of them."""
+        """Yield all assignments; if several axes shard one factor, every order of them."""
         names = list(options)
         for targets in itertools.product(*options.values()):
             factors: dict[str, Axes] = {}
@@ -204,8 +204,9 @@ class Strategies:
     def _strategy(
         self, op: Op, assignment: dict[str, Axes], through: dict[str, int]
     ) -> Strategy | None:
-        """None if no layouts express it. through: for axes the group of operands whose pending sum
-        passes on.
+        """Return the strategy of an assignment; None if no layouts express it.
+
+        through: axis -> group of operands whose pending sum the operation passes on.
         """
         rule = op.rule
         operands, results = [], []
@@ -239,7 +240,14 @@ class Strategies:
             pending,
         )
 
-    def _work(self, op: Op, assignment, operands, results) -> float:
+    def _work(
+        self,
+        op: Op,
+        assignment: dict[str, Axes],
+        operands: Sequence[ShardSpec],
+        results: Sequence[ShardSpec],
+    ) -> float:
+        """Return the arithmetic and memory traffic of one device, in bytes on the wire."""
         rule, work = op.rule, 0.0
         if rule.contraction:
             counts = {f: self.mesh.count(assignment.get(f, ())) for f in rule.sizes}
@@ -253,7 +261,7 @@ class Strategies:
 
 
 def _has_terms(strategy: Strategy, available: Sequence[OperandLayouts]) -> bool:
-    """Whether the sums that operands are to be terms of are pending, or can be."""
+    """Return whether every operand that has to be pending is, or can be left so."""
     return all(
         have.layouts[0].reduction == "sum"
         and all(a in have.layouts[0].pending or a in have.deferrable for a in need.pending)
@@ -263,11 +271,11 @@ def _has_terms(strategy: Strategy, available: Sequence[OperandLayouts]) -> bool:
 
 
 def marked(op: Op) -> ShardSpec | None:
-    """The layout that a mark node asks for, its open dimensions as propagated."""
+    """Return the layout that a mark requests, with open dimensions as propagated."""
     spec = op.node.meta.get("mark")
     return spec.closed() if spec is not None else None
 
 
 def local_bytes(val: Tensor, spec: ShardSpec, mesh: Mesh) -> float:
-    """Of one device's part."""
+    """Return the bytes of one device's shard."""
     return math.prod(spec.local_shape(val.shape, mesh)) * val.element_size()

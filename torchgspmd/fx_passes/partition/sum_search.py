@@ -1,6 +1,6 @@
 """Where sums are reduced: several summands share one reduction, or each is reduced at once.
 
-before   %a = all_reduce(mm(...), sum, model);  %b = all_reduce(mm(...), sum, model);  %c = add(%a, %b)
+before   %c = add(all_reduce(mm(...), sum, model), all_reduce(mm(...), sum, model))
 after    %c = all_reduce(add(mm(...), mm(...)), sum, model)
 """
 
@@ -87,7 +87,7 @@ class SumSearch(RegionProposals):
     def reduce_early(self) -> bool:
         """Reduce pending sums right away where several users reduce them; return whether it helped.
 
-        No user can ask for that alone: the others would still reduce what they compute of the terms.
+        No user can ask for that alone: the others would still reduce what they compute.
         """
         pending = [
             (value, axis)
