@@ -45,6 +45,7 @@ class _Expander:
         self.graph = fx.Graph()
 
     def run(self, graph: fx.Graph) -> fx.Graph:
+        """Copy the graph, decomposing operations."""
         new: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             if (

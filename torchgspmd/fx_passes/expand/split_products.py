@@ -56,6 +56,7 @@ class _Splitter:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
 
     def run(self) -> bool:
+        """Move slices, then concatenations; return whether any moved."""
         changed = [
             self._move_slices(value, dim, cuts) for value, dim, cuts in self._sliced_values()
         ]
@@ -125,6 +126,7 @@ class _Splitter:
         return {result: cut for result, cut in zip(op.results, taken) if result is not None}
 
     def _move_slices(self, value: fx.Node, dim: int, cuts: dict[fx.Node, Span]) -> bool:
+        """Slice operands instead of a value; return whether that moves less."""
         frontier = self._slice_frontier(value, dim)
         if (value, dim) in frontier.places:
             return False
@@ -226,6 +228,7 @@ class _Splitter:
         return candidates
 
     def _move_concat(self, value: fx.Node, dim: int, borders: list[int]) -> bool:
+        """Concatenate after the users of a value; return whether that moves less."""
         frontier = self._join_frontier(value, dim, value)
         if (value, dim) in frontier.places:
             return False
@@ -269,7 +272,7 @@ class _Splitter:
         return False
 
     def _factor_in_user(self, user: fx.Node, value: fx.Node, dim: int) -> str | None:
-        """Return the factor of a value's dimension in a user; None if that needs the whole value."""
+        """Return the factor of a value's dimension in a user; None if that needs it whole."""
         op = self.ops.get(user)
         names = (
             {dims[dim] for v, dims in zip(op.operands, op.rule.operands) if v is value}

@@ -138,9 +138,11 @@ class Assignment:
                     self._touch(node)
 
     def new_version(self) -> None:
+        """Record that something changed that decisions depend on."""
         self.version = next(self.versions)
 
     def _touch(self, node: fx.Node) -> None:
+        """Put an operation on the worklist; its neighborhood changed."""
         self.worklist.add(node)
         self.neighborhood_cache.pop(node, None)
 

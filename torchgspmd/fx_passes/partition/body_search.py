@@ -90,9 +90,9 @@ class BodySearch(RegionProposals):
     def _thread_axes(self, thread: Body) -> list[str]:
         """Return the axes worth a try for a thread.
 
-        They are those that its operations could take, and those over which gradients are summed,
-        if the weights are not sharded over them and other traffic uses them too. An axis without
-        other traffic just divides a batch.
+        These are the axes that its operations could take. Also those over which gradients are
+        summed, unless the weights are sharded over them. Such an axis needs other traffic too: one
+        without just divides a batch.
         """
         solver, ops = self.solver, [op for op in thread.ops if op.rule.contraction]
         summed = {

@@ -72,6 +72,7 @@ def _in_order(
 
 
 def _cut(resharder: Resharder, d: int, spec: ShardSpec) -> Step:
+    """Return the step that cuts a window out of a dimension that is whole."""
     return Step(
         "window", (d, "+".join(spec.dims[d]), str(spec.window(d))), spec, spec.dims[d], 0.0, 0.0
     )

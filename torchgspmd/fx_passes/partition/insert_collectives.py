@@ -51,6 +51,7 @@ class _Inserter:
         self.copies: dict[fx.Node, dict[ShardSpec, fx.Node]] = {}
 
     def run(self) -> fx.Graph:
+        """Copy all nodes to the new graph, with the steps that their operands need."""
         for node in self.solver.graph.nodes:
             if node.op == "output":
                 self._copy_output(node)
@@ -66,6 +67,7 @@ class _Inserter:
         return self.graph
 
     def _copy_output(self, node: fx.Node) -> None:
+        """Copy the output node; its values get their layouts."""
         specs = [
             self.solver.output_spec(i, v) if isinstance(v, fx.Node) else None
             for i, v in enumerate(node.args[0])
@@ -79,6 +81,7 @@ class _Inserter:
         self.graph.output_node().meta["specs"] = tuple(specs)
 
     def _copy_node(self, node: fx.Node) -> None:
+        """Copy an operation or an input, with its operands resharded."""
         op, strategy = self.solver.ops.get(node), self.solver.strategy_of.get(node)
         operands = iter(())
         if op is not None:

@@ -49,6 +49,7 @@ class RegionProposals:
     def assign_cheapest(
         self, op: Op, candidates: list[Strategy], neighborhood: Neighborhood
     ) -> None:
+        """Assign the cheapest of the candidates, as if `neighborhood` were around it."""
         self.solver.assign(op, self.solver.cheapest(op, candidates, neighborhood))
 
     def exact_cost(self, ops: Collection[Op]) -> float:
@@ -67,6 +68,7 @@ class RegionProposals:
         return sum(map(self.solver.transport, values))
 
     def _assign_all(self, region: Region, strategies: list[Strategy]) -> None:
+        """Assign strategies to the operations of a region."""
         for op, strategy in zip(region.ops, strategies):
             self.solver.assign(op, strategy)
 

@@ -71,6 +71,7 @@ class ChainSearch(RegionProposals):
         return self.try_proposal(source, "in", lambda: self._propose_forwards(source))
 
     def _propose_forwards(self, chain: Region) -> bool:
+        """Choose strategies from the first operation to the last; each follows the one before."""
         for op in chain.ops:
             neighborhood = self.solver.neighborhood(op)
             if op is not chain.ops[-1]:  # Nothing is required of intermediate results.
@@ -81,6 +82,7 @@ class ChainSearch(RegionProposals):
         return True
 
     def _propose_backwards(self, chain: Region) -> bool:
+        """Choose strategies from the last operation to the first; each serves the one after."""
         for op in reversed(chain.ops):
             neighborhood = self.solver.neighborhood(op)
             self.assign_cheapest(

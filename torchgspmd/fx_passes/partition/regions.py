@@ -127,6 +127,7 @@ def sources(ops: Mapping[fx.Node, Op]) -> list[Region]:
 
 
 def _chain(ops: list[Op]) -> Region:
+    """Return the region of operations that follow one another."""
     return Region(tuple(ops), frozenset(op.results[0] for op in ops), ops[-1].results[0])
 
 

@@ -47,6 +47,7 @@ class Resharder:
     def _compute_cost(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
     ) -> float:
+        """Return the cost, not cached."""
         if before == after:
             return 0.0
         if (
@@ -95,6 +96,7 @@ class Resharder:
     def _solve(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
     ) -> Path:
+        """Return the cheapest path, cached."""
         key = (shape, itemsize, before, after)
         if key not in self.paths and after.windows:
             self.paths[key] = halo_steps(self, shape, itemsize, before, after)

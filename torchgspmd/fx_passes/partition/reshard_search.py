@@ -119,6 +119,7 @@ class ReshardSearch:
         return self.shard_bytes[spec.dims]
 
     def _nests(self, dim: int, coarse: Axes, fine: Axes) -> bool:
+        """Return whether fine shards of a dimension lie within coarse ones."""
         return nests(self.shape[dim], coarse, fine, self.mesh)
 
     # -------------------------------------------------------------------------------------- moves
@@ -134,12 +135,14 @@ class ReshardSearch:
                 yield self._permute(spec, target)
 
     def _plain_moves(self, spec: ShardSpec) -> Iterator[Step]:
+        """Yield all steps from a layout but permutes."""
         yield from self._shards(spec)
         yield from self._gathers(spec)
         yield from self._exchanges(spec)
         yield from self._reductions(spec)
 
     def _permute(self, spec: ShardSpec, target: ShardSpec) -> Step:
+        """Return the exchange that leads from a layout to any other."""
         count, axes = busiest(self.mesh, self.shape, spec, target)
         sent = float(count * self.itemsize)
         return Step("permute", (str(spec), str(target)), target, axes, sent, sent)
@@ -178,6 +181,7 @@ class ReshardSearch:
                         )
 
     def _gathers(self, spec: ShardSpec) -> Iterator[Step]:
+        """Yield gathers along the minor axes of each dimension."""
         for d, axes in enumerate(spec.dims):
             for k in range(len(axes)):
                 major, moved = axes[:k], axes[k:]
@@ -194,6 +198,7 @@ class ReshardSearch:
                     )
 
     def _exchanges(self, spec: ShardSpec) -> Iterator[Step]:
+        """Yield exchanges that move minor axes from one dimension to another."""
         for d, axes in enumerate(spec.dims):
             for k, e in itertools.product(range(len(axes)), range(len(self.shape))):
                 major, moved = axes[:k], axes[k:]
@@ -210,6 +215,7 @@ class ReshardSearch:
                     )
 
     def _reductions(self, spec: ShardSpec) -> Iterator[Step]:
+        """Yield reductions over pending axes, also those that scatter the result."""
         axes = tuple(a for a in spec.pending if a not in self.after.pending)
         local = self._bytes(spec)
         for subset in dict.fromkeys([axes, *((a,) for a in axes)] if axes else ()):

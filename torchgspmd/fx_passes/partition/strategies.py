@@ -118,6 +118,7 @@ class Strategies:
         return self.option_cache[key]
 
     def _options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
+        """Return the options of `options`, not cached."""
         rule, available, required = op.rule, neighborhood.operands, neighborhood.required
         options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
         tensors = [
@@ -196,6 +197,7 @@ class Strategies:
     def _cached_strategy(
         self, op: Op, assignment: dict[str, Axes], through: dict[str, int]
     ) -> Strategy | None:
+        """Return `_strategy`, cached by operation and assignment."""
         key = (op.key, *assignment.items(), *through.items())
         if key not in self.cached_strategies:
             self.cached_strategies[key] = self._strategy(op, assignment, through)

@@ -104,6 +104,7 @@ class SumSearch(RegionProposals):
         return any(axis in spec.pending for spec in self.solver.strategy_of[op.node].operands)
 
     def _reduce_at_origin(self, value: fx.Node, axis: str) -> bool:
+        """Reduce a pending sum where it is computed if that costs less; return whether."""
         solver, (ops, reductions) = self.solver, self._pending_users(value, axis)
         if reductions < 2:
             return False

@@ -41,8 +41,8 @@ def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -
 
     The axes of a dimension fill its factors from the major one on. The next factor gets axes only
     when the one before it is fully sharded. Only a factor that is alone in its dimension may be
-    uneven. In another one, an axis that does not divide the rest of a factor is dropped, and so are
-    the axes after it.
+    uneven. Otherwise an axis that does not divide the rest of a factor is dropped, with all
+    axes after it.
     """
     assignment: dict[str, Axes] = {}
     for factors, axes in zip(dims, spec.dims):
