@@ -40,6 +40,8 @@ def decompose_ops(
 
 
 class _Expander:
+    """Copies a graph to a new one, and decomposes operations on the way."""
+
     def __init__(self, splitting: Mapping[fx.Node, int], lookup: Callable, traced: Traced) -> None:
         self.splitting, self.lookup, self.traced = splitting, lookup, traced
         self.graph = fx.Graph()
@@ -90,7 +92,7 @@ class _Expander:
             copy = self.graph.node_copy(node, new.__getitem__)
             copy.target = RENAMED.get(node.target, node.target)
             copy.meta = {**meta, "val": node.meta["val"]}
-            copy.meta.pop("spec", None)  # of an earlier propagation
+            copy.meta.pop("spec", None)  # The layout of an earlier propagation does not count.
             return copy
         operands: list[fx.Node] = []
         fx.map_arg((node.args, dict(node.kwargs)), lambda n: operands.append(n))

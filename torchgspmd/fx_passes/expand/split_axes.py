@@ -40,7 +40,7 @@ def required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str
         size, before = layouts.mesh.count((axis,)), 1
         splits[axis] = ()
         for size_so_far in (*sorted(part_sizes), size):
-            if size_so_far % before == 0 and size_so_far > before:  # sizes that nest
+            if size_so_far % before == 0 and size_so_far > before:  # Sizes have to nest.
                 splits[axis] += (size_so_far // before,)
                 before = size_so_far
     return {axis: factors for axis, factors in splits.items() if len(factors) > 1}

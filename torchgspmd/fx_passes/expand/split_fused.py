@@ -43,8 +43,8 @@ def _is_tied_to_whole_op(op: Op, ops: Mapping[fx.Node, Op], split: Collection[fx
     """
     rule = op.rule
     if rule.takes is not None:
+        # The operand is an element of a tuple; its input is the operation that returns the tuple.
         makers = op.operands[rule.takes].all_input_nodes
-        # For an element of a tuple these are the operation.
         return not makers or makers[0] not in split or ops[makers[0]].rule.hands is None
     handed = op.results[rule.hands] if rule.hands is not None else None
     return handed is not None and any(
@@ -102,9 +102,9 @@ def _tensors(op: Op) -> list[tuple[fx.Node, Sequence[tuple[str, ...]]]]:
 
 
 def _uneven_shards(op: Op, layouts: Layouts) -> int:
-    """Return into how many uneven shards propagation cuts a factor that shares another dimension.
+    """Return into how many uneven shards propagation cuts the major factor of a dimension.
 
-    Shares: it is one of several factors of a dimension of another tensor.
+    The factor is alone in one tensor, and the first of several in a dimension of another.
     """
     shared = {factors[0] for _, dims in _tensors(op) for factors in dims if len(factors) > 1}
     counts = (

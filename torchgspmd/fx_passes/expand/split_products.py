@@ -48,6 +48,8 @@ def split_products(graph: fx.Graph, layouts: Layouts, rules: Rules) -> bool:
 
 
 class _Splitter:
+    """Moves the slices and concatenations of one graph."""
+
     def __init__(self, graph: fx.Graph, layouts: Layouts, rules: Rules) -> None:
         self.graph, self.rules, self.mesh = graph, rules, layouts.mesh
         self.specs = dict(layouts.spec)  # A slice has the layout of the whole value.

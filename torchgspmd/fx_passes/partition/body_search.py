@@ -31,6 +31,7 @@ class BodySearch(RegionProposals):
 
     def __init__(self, solver: Solver) -> None:
         super().__init__(solver)
+        self.busy: set[str] = set()  # axes with traffic between operations
         self.class_numbers: dict[tuple[Body, int | None], int] = {}
         # body -> the solver's version, and the number of the situation then
         self.situations: dict[Body, tuple[int, int]] = {}

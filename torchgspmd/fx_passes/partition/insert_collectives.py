@@ -45,6 +45,8 @@ def inserted(graph: fx.Graph) -> Iterable[fx.Node]:
 
 
 class _Inserter:
+    """Copies a graph to a new one, and inserts the steps between layouts."""
+
     def __init__(self, solver: Solver) -> None:
         self.solver, self.graph = solver, fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}

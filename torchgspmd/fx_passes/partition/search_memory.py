@@ -19,10 +19,10 @@ class SearchMemory:
         self.operand_layout_objects: dict[tuple, OperandLayouts] = {}  # by content
         self.neighborhoods: dict[tuple, Neighborhood] = {}  # by content
         self.choices: dict[tuple, Strategy | None] = {}  # by operation and neighborhood
-        # by region and neighborhood; None if the proposal is not cheaper
+        # by proposal, region and neighborhood; None if the former strategies are cheaper
         self.proposals: dict[tuple, list[Strategy] | None] = {}
         self.numbers: dict[tuple, int] = {}  # of situations, and of the names of factor classes
-        self.rejected: set[tuple] = set()  # (situation, axis, ...) of bodies that gained nothing
+        self.rejected: set[tuple] = set()  # layouts tried for bodies that gained nothing
 
     def operand_layouts(
         self, layouts: tuple[ShardSpec, ...], sharers: int = 1, deferrable: Axes = ()

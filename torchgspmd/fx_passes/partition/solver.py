@@ -21,7 +21,7 @@ from .search_memory import Memories
 from .strategies import Neighborhood, Strategy, marked
 
 TIE_BREAK = 1e-9  # A bonus for pending sums that decides between equal costs only.
-MAX_SWEEPS = 6  # in each round
+MAX_SWEEPS = 6  # per round
 # (bonus for pending sums, most rounds in which regions change)
 PHASES = ((PENDING_BONUS, 0), (TIE_BREAK, 3), (PENDING_BONUS, 3), (TIE_BREAK, 3))
 
@@ -156,6 +156,7 @@ class Solver(CostModel):
             candidates = [self._fill_open(requested, spec, output) for spec in candidates]
 
         def cost(spec: ShardSpec) -> float:
+            """Return what all moves of the input cost if it is stored in this layout."""
             arrival = (
                 0.0 if output is None else self.move_cost(output, self.layout_of[output], spec)
             )

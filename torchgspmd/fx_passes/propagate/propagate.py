@@ -27,7 +27,7 @@ from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, values
 from .factors import assemble, crowded, is_far, is_roomy, project
 
-ELEMENTWISE, PASSING, ALL = range(3)
+ELEMENTWISE, PASSING, ALL = range(3)  # stages
 
 
 @dataclass
@@ -124,6 +124,8 @@ class _Extension(NamedTuple):
 
 
 class _Propagation:
+    """The operations of a graph, with the layouts that they extend."""
+
     def __init__(self, layouts: Layouts, ops: list[Op]) -> None:
         self.layouts, self.ops, self.mesh = layouts, ops, layouts.mesh
         self.values = [(*op.operands, *(v for v in op.results if v is not None)) for op in ops]
