@@ -39,10 +39,10 @@ def required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str
     for axis, part_sizes in sizes.items():
         size, before = layouts.mesh.count((axis,)), 1
         splits[axis] = ()
-        for size_so_far in (*sorted(part_sizes), size):
-            if size_so_far % before == 0 and size_so_far > before:  # Sizes have to nest.
-                splits[axis] += (size_so_far // before,)
-                before = size_so_far
+        for major_size in (*sorted(part_sizes), size):
+            if major_size % before == 0 and major_size > before:  # Sizes have to nest.
+                splits[axis] += (major_size // before,)
+                before = major_size
     return {axis: factors for axis, factors in splits.items() if len(factors) > 1}
 
 

@@ -271,25 +271,25 @@ class _Propagation:
         """Give tensor t the axes of `longest` that it lacks and can have; return whether any."""
         value, dims = tensors[t]
         have = assignments[t].get(factor, ())
-        place = next((d for d, names in enumerate(dims) if factor in names), None)
+        dim = next((d for d, names in enumerate(dims) if factor in names), None)
         if (
-            place is None
+            dim is None
             or have == longest
             or have != longest[: len(have)]
-            or self.layouts.fixed[value][place]
+            or self.layouts.fixed[value][dim]
         ):
             return False
         spec = self.layouts.spec[value]
         used = set(spec.sharding_axes)
-        most = value.meta["val"].shape[place] if len(dims[place]) == 1 else rule.sizes[factor]
+        size = value.meta["val"].shape[dim] if len(dims[dim]) == 1 else rule.sizes[factor]
         accepted = None
         for end in range(len(have) + 1, len(longest) + 1):
             axes = longest[:end]
-            if longest[end - 1] in used or not is_roomy(most, axes, self.mesh, self.crowded):
+            if longest[end - 1] in used or not is_roomy(size, axes, self.mesh, self.crowded):
                 break
             new = assemble(dims, {**assignments[t], factor: axes}, rule.sizes, self.mesh)
             if new is None or any(
-                a != b for d, (a, b) in enumerate(zip(new, spec.dims)) if d != place
+                a != b for d, (a, b) in enumerate(zip(new, spec.dims)) if d != dim
             ):
                 break
             accepted = (axes, new)
