@@ -1,1 +1,1 @@
-"""Operations as others that have rules; fused ones, products and axes in parts."""
+"""Decompose operations without a rule; split fused operations, products and mesh axes."""

@@ -1,8 +1,8 @@
-"""Takes operations without a rule apart.
+"""Decompose operations without a rule into operations that have one.
 
 before   any ATen graph                     %y = mean(%x, [1])
 after    only operations with rules,        %s = sum(%x, [1]); %y = div(%s, 8)
-         or such that nobody can take apart
+         or without a decomposition
 needs    val on every node
 """
 
@@ -18,28 +18,36 @@ from ...compat.private_apis import _pytree as pytree
 from ...rules import RENAMED, decomposition_of, simplified, trace
 from ..ir import is_number, signature
 
-Traced = dict[tuple, fx.Graph | None]  # decompositions that were found, by what determines them
+# Graphs of decompositions by (signature, splitting); None if there is none.
+Traced = dict[tuple, fx.Graph | None]
 
 
 def decompose_ops(
     graph: fx.Graph,
     splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset(),
-    lookup: Callable = decomposition_of,
+    lookup: Callable[..., Callable | None] = decomposition_of,
     traced: Traced | None = None,
 ) -> fx.Graph:
-    """A copy of the graph. splitting: nodes with a rule that are to be taken apart all the same;
-    over how many devices the dimension is sharded that they need whole, if that is known. lookup:
-    as decomposition_of. traced: of like graphs, to go on with.
+    """Return a copy of the graph with operations decomposed.
+
+    splitting: nodes with a rule to decompose all the same. A mapping says over how many devices the
+    dimension is sharded that they need whole.
+    lookup: finds a decomposition, as decomposition_of does.
+    traced: cache of decompositions, for like graphs.
     """
     devices = splitting if isinstance(splitting, Mapping) else dict.fromkeys(splitting, 1)
     return _Expander(devices, lookup, {} if traced is None else traced).run(graph)
 
 
 class _Expander:
-    def __init__(self, splitting: Mapping[fx.Node, int], lookup: Callable, traced: Traced):
-        self.splitting, self.lookup, self.graph, self.traced = splitting, lookup, fx.Graph(), traced
+    """Copies a graph to a new one, and decomposes operations on the way."""
+
+    def __init__(self, splitting: Mapping[fx.Node, int], lookup: Callable, traced: Traced) -> None:
+        self.splitting, self.lookup, self.traced = splitting, lookup, traced
+        self.graph = fx.Graph()
 
     def run(self, graph: fx.Graph) -> fx.Graph:
+        """Copy the graph, decomposing operations."""
         new: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             if (
@@ -56,7 +64,8 @@ class _Expander:
             if isinstance(new.get(node), fx.Node) and "captured" in node.meta:
                 new[node].meta.setdefault("captured", node.meta["captured"])
         for node in list(self.graph.nodes):
-            if (same := simplified(node)) is not None:  # a result of its own stays one
+            if (same := simplified(node)) is not None:
+                # An output that is a result of its own stays one.
                 node.replace_all_uses_with(
                     same, lambda user, same=same: user.op != "output" or same.op == "call_function"
                 )
@@ -71,21 +80,19 @@ class _Expander:
         splitting: int = 0,
         within: tuple = (),
     ) -> Any:
-        """The node's value in the new graph: a node, or a tuple of nodes for an operation that was
-        taken apart.
-        """
-        kept = (
+        """Return the node's value in the new graph: a node, or the results of a decomposition."""
+        keep = (
             node.target in within
             or node.meta.get("dynamic")
             or any(map(is_number, node.all_input_nodes))
         )
-        function = None if kept else self.lookup(node.target, splitting=splitting)
+        function = None if keep else self.lookup(node.target, splitting=splitting)
         inner = self.trace(node, function, splitting) if function else None
         if inner is None:
             copy = self.graph.node_copy(node, new.__getitem__)
             copy.target = RENAMED.get(node.target, node.target)
             copy.meta = {**meta, "val": node.meta["val"]}
-            copy.meta.pop("spec", None)  # of an earlier propagation
+            copy.meta.pop("spec", None)  # The layout of an earlier propagation does not count.
             return copy
         operands: list[fx.Node] = []
         fx.map_arg((node.args, dict(node.kwargs)), lambda n: operands.append(n))
@@ -104,29 +111,26 @@ class _Expander:
         raise AssertionError("a graph without output")
 
     def trace(self, node: fx.Node, function: Callable, splitting: int) -> fx.Graph | None:
-        """The decomposition's graph, once for equal signatures; None if it cannot be traced or
-        holds tensors of its own.
+        """Return the graph of a decomposition, cached by signature.
+
+        None if it cannot be traced, or if it contains tensors of its own.
         """
         key = (signature(node), splitting)
         if key not in self.traced:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
             try:
                 inner = trace(function, args, kwargs)
-            except (
-                NotImplementedError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-                IndexError,
-            ):  # torch 2.9: of errors without a text
+            except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
+                # torch 2.9 raises IndexError for errors without a text.
                 inner = None
-            self.traced[key] = inner if inner is not None and _usable(inner, node) else None
+            self.traced[key] = inner if inner is not None and _is_valid(inner, node) else None
         return self.traced[key]
 
 
-def _usable(inner: fx.Graph, node: fx.Node) -> bool:
-    """Whether a decomposition can stand for its operation: no constants, not the same again,
-    results of the same kind.
+def _is_valid(inner: fx.Graph, node: fx.Node) -> bool:
+    """Return whether a decomposition can replace its operation.
+
+    It has no constants, does not contain the operation itself, and has results like its.
     """
     steps = [n for n in inner.nodes if n.op not in ("placeholder", "output")]
     if any(n.op != "call_function" for n in steps) or any(

@@ -1,13 +1,13 @@
-"""Parts of axes: where a reshape or a group of heads can take a part of an axis only.
+"""Split mesh axes where a reshape or a group of heads can use only a part of one.
 
 before   %q : f32[4, 8@model, 16]    on model=4
-         %r : f32[4, 2, 4, 16]                                   = reshape(%q)          model does not divide the 2
-after    %r : f32[4, 2@model:(1)2, 4@model:(2)2, 16]             = reshape(%q)
+         %r : f32[4, 2, 4, 16]       = reshape(%q)      model does not divide the 2
+after    %r : f32[4, 2@model:(1)2, 4@model:(2)2, 16]      = reshape(%q)
 needs    a propagated graph
-source   sub-axes are Shardy's; to split only where propagation is stopped is ours
+source   sub-axes are Shardy's; splitting only where propagation is blocked is ours
 
-The passes work on a mesh in which such an axis is several; then a part of it is an axis like any
-other. Afterwards names are merged again where all parts of an axis stand together.
+The passes work on a mesh in which such an axis is replaced by several; each part is an axis like
+any other. Afterwards names are merged again where all parts of an axis stand together.
 """
 
 from __future__ import annotations
@@ -24,32 +24,31 @@ from ..propagate.propagate import Layouts
 
 
 def required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str, tuple[int, ...]]:
-    """The axes that stop at a factor which they do not divide, though a part of them would; into
-    which parts.
+    """Return the axes to split, with the sizes of their parts.
+
+    Such an axis does not divide a factor, though a part of it would.
     """
-    borders: dict[str, set[int]] = {}
+    sizes: dict[str, set[int]] = {}
     for op in rules.ops(graph):
         if any(
             len(factors) > 1 for dims in (*op.rule.operands, *op.rule.results) for factors in dims
         ):
-            for axis, part in _stopped(op, layouts):
-                borders.setdefault(axis, set()).add(part)
-    found = {}
-    for axis, parts in borders.items():
+            for axis, part in _blocked_axes(op, layouts):
+                sizes.setdefault(axis, set()).add(part)
+    splits: dict[str, tuple[int, ...]] = {}
+    for axis, part_sizes in sizes.items():
         size, before = layouts.mesh.count((axis,)), 1
-        found[axis] = ()
-        for border in (*sorted(parts), size):
-            if border % before == 0 and border > before:  # those that nest
-                found[axis] += (border // before,)
-                before = border
-    return {axis: parts for axis, parts in found.items() if len(parts) > 1}
+        splits[axis] = ()
+        for major_size in (*sorted(part_sizes), size):
+            if major_size % before == 0 and major_size > before:  # Sizes have to nest.
+                splits[axis] += (major_size // before,)
+                before = major_size
+    return {axis: factors for axis, factors in splits.items() if len(factors) > 1}
 
 
-def _stopped(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
-    """(axis, size of its major part that fits) for the axes that end in the middle of a dimension's
-    factors.
-    """
-    found, mesh = [], layouts.mesh
+def _blocked_axes(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
+    """Return (axis, size of its major part that fits) for axes that a factor blocks."""
+    blocked, mesh = [], layouts.mesh
     for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)):
         for factors, axes in zip(dims, layouts.spec[value].dims if value is not None else ()):
             rest = list(axes)
@@ -60,15 +59,13 @@ def _stopped(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
                 if left > 1:
                     part = math.gcd(left, mesh.count(rest[:1]))
                     if 1 < part < mesh.count(rest[:1]):
-                        found.append((rest[0], part))
+                        blocked.append((rest[0], part))
                     break
-    return found
+    return blocked
 
 
 def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """Names the axes of a graph that was partitioned on a split mesh as users know them, where no
-    mere part is meant.
-    """
+    """Give the axes of a graph on a split mesh their own names, where all parts stand together."""
     for node in graph.nodes if mesh != mesh.unsplit() else ():
         meta = node.meta
         for key in ("spec", "mark"):
@@ -82,12 +79,13 @@ def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
                 factor: mesh.merge(axes) for factor, axes in meta["assignment"].items()
             }
         if "step" in meta:
-            meta["step"] = _merged(meta["step"], mesh)
+            meta["step"] = _merge_step(meta["step"], mesh)
             node.args = (node.args[0], *meta["step"].args)
     return graph
 
 
-def _merged(step: Step, mesh: Mesh) -> Step:
+def _merge_step(step: Step, mesh: Mesh) -> Step:
+    """Return the step with merged names of axes."""
     spec, axes, args = step.spec.map_axes(mesh.merge), mesh.merge(step.axes), step.args
     if step.kind == "permute":
         args = tuple(str(ShardSpec.parse(text).map_axes(mesh.merge)) for text in args)

@@ -1,7 +1,7 @@
-"""Which fused operations have to be taken apart, since propagation shards what they need whole.
+"""Choose the fused operations to decompose: those sharded along a dimension they need whole.
 
 before   %y = softmax(%x, -1)        x, y: data model
-after    {%y: 2}                     for expand, which knows how: two shards of the last dimension
+after    {%y: 2}                     for decompose_ops: two shards of the last dimension
 needs    a propagated graph, rules
 """
 
@@ -19,40 +19,43 @@ from ..propagate.propagate import Layouts
 
 
 def ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Node, int]:
-    """The operations, and over how many devices they are sharded there."""
+    """Return the operations to decompose, with the number of shards of the dimension."""
     ops = {op.node: op for op in rules.ops(graph)}
-    found = {
+    split = {
         node: max(
             shards(op, layouts)
-            for shards in (_whole_shards, _uneven_shards, _parted_shards, _window_shards)
+            for shards in (_whole_shards, _uneven_shards, _multi_factor_shards, _window_shards)
         )
         for node, op in ops.items()
         if op.rule.splits
     }
-    found = {node: shards for node, shards in found.items() if shards > 1}
-    while alone := [node for node in found if _is_alone(ops[node], ops, found)]:
-        for node in alone:
-            del found[node]
-    return found
+    split = {node: shards for node, shards in split.items() if shards > 1}
+    while unsplittable := [node for node in split if _is_tied_to_whole_op(ops[node], ops, split)]:
+        for node in unsplittable:
+            del split[node]
+    return split
 
 
-def _is_alone(op: Op, ops: Mapping[fx.Node, Op], found: Collection[fx.Node]) -> bool:
-    """Whether it hands a result to, or takes one from, an operation that stays whole: the result
-    would have two forms.
+def _is_tied_to_whole_op(op: Op, ops: Mapping[fx.Node, Op], split: Collection[fx.Node]) -> bool:
+    """Return whether an operation shares an intermediate with one that stays fused.
+
+    An example are the indices of max-pool. Both are split or neither, since the formats differ.
     """
     rule = op.rule
     if rule.takes is not None:
-        makers = op.operands[rule.takes].all_input_nodes  # of the element of a tuple: the operation
-        return not makers or makers[0] not in found or ops[makers[0]].rule.hands is None
+        # The operand is an element of a tuple; its input is the operation that returns the tuple.
+        makers = op.operands[rule.takes].all_input_nodes
+        return not makers or makers[0] not in split or ops[makers[0]].rule.hands is None
     handed = op.results[rule.hands] if rule.hands is not None else None
     return handed is not None and any(
-        user not in found or ops[user].rule.takes is None for user in handed.users
+        user not in split or ops[user].rule.takes is None for user in handed.users
     )
 
 
 def _whole_shards(op: Op, layouts: Layouts) -> int:
-    """Into how many shards propagation cuts a factor that the fused operation needs whole, in one
-    of its largest tensors.
+    """Return into how many shards propagation cuts a factor that the operation needs whole.
+
+    Only its largest tensors count.
     """
     largest = max(value.meta["val"].numel() for value, _ in _tensors(op))
     tensors = [
@@ -60,23 +63,26 @@ def _whole_shards(op: Op, layouts: Layouts) -> int:
         for value, dims in _tensors(op)
         if value.meta["val"].numel() == largest
     ]
-    taken, made = (
+    operand_axes, result_axes = (
         [(along, across) for value, along, across in tensors if value in of]
         for of in (op.operands, op.results)
     )
     if (
-        len(taken) == 1
-        and made
-        and all(taken[0][0] & across or along & taken[0][1] for along, across in made)
+        len(operand_axes) == 1
+        and result_axes
+        and all(
+            operand_axes[0][0] & across or along & operand_axes[0][1]
+            for along, across in result_axes
+        )
     ):
-        return 1  # the one has to become the others, and can be whole then
+        return 1  # The operand is resharded to the results anyhow, and can be whole then.
     return max(layouts.mesh.count(tuple(along)) for _, along, _ in tensors)
 
 
 def _axes(
     value: fx.Node, dims: Sequence[tuple[str, ...]], op: Op, layouts: Layouts
 ) -> tuple[set[str], set[str]]:
-    """Those that shard a value along factors that are needed whole, and the others."""
+    """Return the axes that shard a value along factors needed whole, and its other axes."""
     along = {
         a
         for axes, factors in zip(layouts.spec[value].dims, dims)
@@ -87,7 +93,7 @@ def _axes(
 
 
 def _tensors(op: Op) -> list[tuple[fx.Node, Sequence[tuple[str, ...]]]]:
-    """Operands and results, with the factors of their dimensions."""
+    """Return operands and results, with the factors of their dimensions."""
     return [
         (v, dims)
         for v, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
@@ -96,8 +102,9 @@ def _tensors(op: Op) -> list[tuple[fx.Node, Sequence[tuple[str, ...]]]]:
 
 
 def _uneven_shards(op: Op, layouts: Layouts) -> int:
-    """Into how many shards propagation cuts a factor that they do not divide, and that shares a
-    dimension of another tensor.
+    """Return into how many uneven shards propagation cuts the major factor of a dimension.
+
+    The factor is alone in one tensor, and the first of several in a dimension of another.
     """
     shared = {factors[0] for _, dims in _tensors(op) for factors in dims if len(factors) > 1}
     counts = (
@@ -111,9 +118,10 @@ def _uneven_shards(op: Op, layouts: Layouts) -> int:
     return max(counts, default=1)
 
 
-def _parted_shards(op: Op, layouts: Layouts) -> int:
-    """Into how many shards propagation cuts a dimension of several factors, of which they divide
-    only the others than the major one.
+def _multi_factor_shards(op: Op, layouts: Layouts) -> int:
+    """Return into how many shards propagation cuts a dimension of several factors.
+
+    Only if they divide the minor factors and not the major one.
     """
     dims = (
         (factors, layouts.mesh.count(axes))
@@ -131,7 +139,7 @@ def _parted_shards(op: Op, layouts: Layouts) -> int:
 
 
 def _window_shards(op: Op, layouts: Layouts) -> int:
-    """Into how many shards propagation cuts a factor along which devices need rows of neighbours."""
+    """Return into how many shards propagation cuts a factor whose shards need a halo."""
     counts = [1]
     for (operand, dim), reach in op.rule.halo.items():
         value, (factor,) = op.operands[operand], op.rule.operands[operand][dim]

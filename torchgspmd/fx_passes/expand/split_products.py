@@ -1,18 +1,21 @@
-"""Slices of a result become slices of an operand, and joined parts are used one by one, where less
-is moved so.
+"""Move slices and concatenations through products where that moves less data.
 
-before   %y = einsum(bsm,mk->bsk, %x, %w)       %q = slice(%y, 2, 0, 64)        %k = slice(%y, 2, 64, 128)
-after    %u = slice(%w, 1, 0, 64)               %q = einsum(bsm,mk->bsk, %x, %u) ...
+before   %y = einsum(bsm,mk->bsk, %x, %w)
+         %q = slice(%y, 2, 0, 64)                 %k = slice(%y, 2, 64, 128)
+after    %u = slice(%w, 1, 0, 64)                 %q = einsum(bsm,mk->bsk, %x, %u) ...
 
-before   %g = cat([%dq, %dk], 2)                %d = einsum(bsk,bsm->mk, %g, %x)        %e = einsum(bsk,mk->bsm, %g, %w)
-after    %d = cat([einsum(%dq, %x), einsum(%dk, %x)], 1)        %e = einsum(%dq, %u) + einsum(%dk, %v)
+before   %g = cat([%dq, %dk], 2)
+         %d = einsum(bsk,bsm->mk, %g, %x)         %e = einsum(bsk,mk->bsm, %g, %w)
+after    %d = cat([einsum(%dq, %x), einsum(%dk, %x)], 1)
+         %e = einsum(%dq, %u) + einsum(%dk, %v)
 
 needs    a propagated graph, rules
-source   ours. A fused weight of queries, keys and values that is cut into equal shards has none of the three on all devices, so
-         either the weight has to change places or what is made with it; there is more of the latter, mostly.
+source   ours. A fused weight of queries, keys and values that is cut into equal shards has none of
+         the three on all devices. So either the weight has to move or the product; the product is
+         larger, mostly.
 
-Only dimensions that are sharded matter. What would be moved is compared by the elements of one
-device.
+Only dimensions that are sharded matter. The measure is the number of elements that one device
+moves.
 """
 
 from __future__ import annotations
@@ -32,46 +35,50 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Way:
-    """What is to be moved: elements of one device, and the values and dimensions that are sliced or
-    joined in the end.
-    """
+class Frontier:
+    """Places where values are sliced or concatenated, and the elements that one device moves."""
 
     elements: float
-    ends: frozenset[Place]
+    places: frozenset[Place]
 
 
 def split_products(graph: fx.Graph, layouts: Layouts, rules: Rules) -> bool:
-    """Rewrites the graph in place; says whether anything changed."""
-    return _Parts(graph, layouts, rules).run()
+    """Rewrite the graph in place; return whether anything changed."""
+    return _Splitter(graph, layouts, rules).run()
 
 
-class _Parts:
-    def __init__(self, graph: fx.Graph, layouts: Layouts, rules: Rules):
+class _Splitter:
+    """Moves the slices and concatenations of one graph."""
+
+    def __init__(self, graph: fx.Graph, layouts: Layouts, rules: Rules) -> None:
         self.graph, self.rules, self.mesh = graph, rules, layouts.mesh
-        self.specs = dict(layouts.spec)  # of new values those of what they are parts of
+        self.specs = dict(layouts.spec)  # A slice has the layout of the whole value.
         self.ops: dict[fx.Node, Op] = {op.node: op for op in rules.ops(graph)}
-        self.taken: dict[tuple[fx.Node, int, Span], fx.Node] = {}  # new slices
+        self.new_slices: dict[tuple[fx.Node, int, Span], fx.Node] = {}
         self.order = {node: i for i, node in enumerate(graph.nodes)}
 
     def run(self) -> bool:
-        changed = [self._pull(value, dim, cuts) for value, dim, cuts in self._cut_values()]
+        """Move slices, then concatenations; return whether any moved."""
+        changed = [
+            self._move_slices(value, dim, cuts) for value, dim, cuts in self._sliced_values()
+        ]
         changed += [
-            self._push(value, dim, borders) for value, dim, borders in self._joined_values()
+            self._move_concat(value, dim, borders) for value, dim, borders in self._joined_values()
         ]
         return any(changed)
 
     def _elements(self, place: Place) -> float:
+        """Return the elements of a value on one device."""
         value = place[0]
         return math.prod(self.specs[value].local_shape(value.meta["val"].shape, self.mesh))
 
-    def _fits(self, place: Place, borders: Iterable[int]) -> bool:
-        """Whether the dimension is sharded, and its parts can be as evenly."""
+    def _shards_evenly(self, place: Place, borders: Iterable[int]) -> bool:
+        """Return whether the dimension is sharded, and its parts can be so evenly."""
         count = self.mesh.count(self.specs[place[0]].dims[place[1]])
         return count > 1 and all(border % count == 0 for border in borders)
 
-    def _factor(self, value: fx.Node, dim: int) -> str | None:
-        """The factor of a dimension of a result, if parts of it are made of parts of operands."""
+    def _movable_factor(self, value: fx.Node, dim: int) -> str | None:
+        """Return the factor of a result's dimension if slices of operands give a slice of it."""
         op = self.ops.get(value)
         names = op.rule.results[0][dim] if op is not None and op.results == (value,) else ()
         return (
@@ -80,11 +87,14 @@ class _Parts:
 
     # -------------------------------------------------------------------------------------- slices
 
-    def _cut_values(self) -> list[tuple[fx.Node, int, dict[fx.Node, Span]]]:
-        """Values of which only slices along one sharded dimension are used, with these."""
-        found = []
+    def _sliced_values(self) -> list[tuple[fx.Node, int, dict[fx.Node, Span]]]:
+        """Return values of which only slices along one sharded dimension are used.
+
+        With each the dimension and its slices.
+        """
+        candidates = []
         for value in reversed(self.ops):
-            cuts = [self._taken_of(user) for user in value.users]
+            cuts = [self._slices_of(user) for user in value.users]
             spans = sorted(cut[1:] for taken in cuts for cut in taken.values())
             dims = {d for taken in cuts for d, *_ in taken.values()}
             if (
@@ -93,18 +103,18 @@ class _Parts:
                 or any(a[1] > b[0] for a, b in zip(spans, spans[1:]))
             ):
                 continue
-            if self._fits((value, min(dims)), (n for span in spans for n in span)):
-                found.append(
+            if self._shards_evenly((value, min(dims)), (n for span in spans for n in span)):
+                candidates.append(
                     (
                         value,
                         min(dims),
                         {node: cut[1:] for taken in cuts for node, cut in taken.items()},
                     )
                 )
-        return found
+        return candidates
 
-    def _taken_of(self, node: fx.Node) -> dict[fx.Node, tuple[int, int, int]]:
-        """The results of an operation that only takes rows of its operand, with these rows."""
+    def _slices_of(self, node: fx.Node) -> dict[fx.Node, tuple[int, int, int]]:
+        """Return the results of an operation that only takes rows, as (dimension, start, end)."""
         op = self.ops.get(node)
         if op is None or len(op.operands) != 1:
             return {}
@@ -117,16 +127,17 @@ class _Parts:
         )
         return {result: cut for result, cut in zip(op.results, taken) if result is not None}
 
-    def _pull(self, value: fx.Node, dim: int, cuts: dict[fx.Node, Span]) -> bool:
-        way = self._way_up(value, dim)
-        if (value, dim) in way.ends:
+    def _move_slices(self, value: fx.Node, dim: int, cuts: dict[fx.Node, Span]) -> bool:
+        """Slice operands instead of a value; return whether that moves less."""
+        frontier = self._slice_frontier(value, dim)
+        if (value, dim) in frontier.places:
             return False
         for user, span in cuts.items():
-            self._replace(user, self._part(value, dim, span, way, before=value))
+            self._replace_node(user, self._slice(value, dim, span, frontier, before=value))
         return True
 
-    def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Puts a node in the place of another; what only that one needed goes with it."""
+    def _replace_node(self, old: fx.Node, new: fx.Node) -> None:
+        """Replace a node by another, and erase what only the old one needed."""
         for user in old.replace_all_uses_with(new):
             if user in self.ops:
                 self.ops[user] = self.rules.op(user)
@@ -138,55 +149,58 @@ class _Parts:
                 dead += node.all_input_nodes
                 self.graph.erase_node(node)
 
-    def _way_up(self, value: fx.Node, dim: int) -> Way:
-        """Where slices of a value are taken at best: of it, or of what it is made of."""
+    def _slice_frontier(self, value: fx.Node, dim: int) -> Frontier:
+        """Return where slices of a value cost least: of it, or of what it is computed from."""
         here, factor = (
-            Way(self._elements((value, dim)), frozenset({(value, dim)})),
-            self._factor(value, dim),
+            Frontier(self._elements((value, dim)), frozenset({(value, dim)})),
+            self._movable_factor(value, dim),
         )
-        places = _with_factor(self.ops[value], factor) if factor is not None else []
-        above = _together(
-            self._way_up(*place) if len(place[0].users) == 1 else self._to(place)
+        places = _operands_with(self.ops[value], factor) if factor is not None else []
+        above = _union(
+            self._slice_frontier(*place) if len(place[0].users) == 1 else self._frontier_at(place)
             for place in places
         )
-        return min(here, above, key=lambda way: way.elements) if places else here
+        return min(here, above, key=lambda frontier: frontier.elements) if places else here
 
-    def _to(self, place: Place) -> Way:
-        """Slices of a value that is there anyhow; they may be there as well."""
-        known = any(taken[:2] == place for taken in self.taken)
-        return Way(0.0 if known else self._elements(place), frozenset({place}))
+    def _frontier_at(self, place: Place) -> Frontier:
+        """Return the frontier of slices of a value itself; existing slices cost nothing."""
+        exists = any(key[:2] == place for key in self.new_slices)
+        return Frontier(0.0 if exists else self._elements(place), frozenset({place}))
 
-    def _part(self, value: fx.Node, dim: int, span: Span, way: Way, before: fx.Node) -> fx.Node:
-        """Rows of a value, made of rows of the way's ends."""
-        if (value, dim) not in way.ends:
+    def _slice(
+        self, value: fx.Node, dim: int, span: Span, frontier: Frontier, before: fx.Node
+    ) -> fx.Node:
+        """Return a slice of a value, computed from slices at the frontier."""
+        if (value, dim) not in frontier.places:
             op = self.ops[value]
-            made = {
-                v: self._part(v, d, span, way, before)
-                for v, d in _with_factor(op, self._factor(value, dim))
+            copies = {
+                v: self._slice(v, d, span, frontier, before)
+                for v, d in _operands_with(op, self._movable_factor(value, dim))
             }
-            return self._again(
-                op, made, before, value.meta["val"].narrow(dim, span[0], span[1] - span[0])
+            return self._copy_op(
+                op, copies, before, value.meta["val"].narrow(dim, span[0], span[1] - span[0])
             )
         key = (value, dim, span)
-        if key not in self.taken or self.order[self.taken[key]] > self.order[before]:
+        if key not in self.new_slices or self.order[self.new_slices[key]] > self.order[before]:
             with self.graph.inserting_before(before):
-                self.taken[key] = self._new(
+                self.new_slices[key] = self._register(
                     concat_slice.take(self.graph, value, dim, *span), value, before
                 )
-        return self.taken[key]
+        return self.new_slices[key]
 
-    def _again(
-        self, op: Op, parts: Mapping[fx.Node, fx.Node], before: fx.Node, val: Tensor
+    def _copy_op(
+        self, op: Op, slices: Mapping[fx.Node, fx.Node], before: fx.Node, val: Tensor
     ) -> fx.Node:
-        """The same call with parts in place of operands."""
+        """Return a copy of a call with slices in place of operands."""
         with self.graph.inserting_before(before):
-            copy = self.graph.node_copy(op.node, lambda n: parts.get(n, n))
+            copy = self.graph.node_copy(op.node, lambda n: slices.get(n, n))
         copy.meta = {
             key: item for key, item in op.node.meta.items() if key not in ("captured", "spec")
         } | {"val": val}
-        return self._new(copy, op.node, before)
+        return self._register(copy, op.node, before)
 
-    def _new(self, node: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node:
+    def _register(self, node: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node:
+        """Record the order, the operation and the layout of a new node."""
         self.order[node], self.ops[node], self.specs[node] = (
             self.order[before],
             self.rules.op(node),
@@ -194,11 +208,11 @@ class _Parts:
         )
         return node
 
-    # -------------------------------------------------------------------------------------- joined parts
+    # ------------------------------------------------------------------------------- concatenations
 
     def _joined_values(self) -> list[tuple[fx.Node, int, list[int]]]:
-        """Values that are joined along a sharded dimension, with the borders between the parts."""
-        found = []
+        """Return concatenations along a sharded dimension, with the borders of the operands."""
+        candidates = []
         for op in self.ops.values():
             joined = (
                 concat_slice.parts_joined(
@@ -210,42 +224,45 @@ class _Parts:
             if (
                 joined
                 and len(op.operands) <= concat_slice.MOST
-                and self._fits((op.node, joined[0]), joined[1])
+                and self._shards_evenly((op.node, joined[0]), joined[1])
             ):
-                found.append((op.node, *joined))
-        return found
+                candidates.append((op.node, *joined))
+        return candidates
 
-    def _push(self, value: fx.Node, dim: int, borders: list[int]) -> bool:
-        way = self._way_down(value, dim, value)
-        if (value, dim) in way.ends:
+    def _move_concat(self, value: fx.Node, dim: int, borders: list[int]) -> bool:
+        """Concatenate after the users of a value; return whether that moves less."""
+        frontier = self._join_frontier(value, dim, value)
+        if (value, dim) in frontier.places:
             return False
-        self._use(value, dim, self.ops[value].operands, list(zip(borders, borders[1:])), way)
+        self._replace_concat(
+            value, dim, self.ops[value].operands, list(zip(borders, borders[1:])), frontier
+        )
         return True
 
-    def _way_down(self, value: fx.Node, dim: int, joined: fx.Node) -> Way:
-        """Where parts are joined at best: here, or after all operations that use them. joined: what
-        the parts are of at first.
+    def _join_frontier(self, value: fx.Node, dim: int, joined: fx.Node) -> Frontier:
+        """Return where operands are best concatenated: here, or after operations that use them.
+
+        joined: the first concatenation.
         """
-        here, ways = Way(self._elements((value, dim)), frozenset({(value, dim)})), []
+        here, frontiers = Frontier(self._elements((value, dim)), frozenset({(value, dim)})), []
         for user in value.users:
-            op, factor = self.ops.get(user), self._used_as(user, value, dim)
+            op, factor = self.ops.get(user), self._factor_in_user(user, value, dim)
             if op is None or factor is None:
                 return here
-            others = [place for place in _with_factor(op, factor) if place[0] is not value]
-            if any(
-                self._comes_of(other, joined) for other, _ in others
-            ):  # it would have to be parted and joined before
+            others = [place for place in _operands_with(op, factor) if place[0] is not value]
+            # Such an operand would have to be sliced and concatenated before.
+            if any(self._depends_on(other, joined) for other, _ in others):
                 return here
-            ways += [self._to(place) for place in others]
-            ways += (
-                [self._way_down(user, op.rule.results[0].index((factor,)), joined)]
+            frontiers += [self._frontier_at(place) for place in others]
+            frontiers += (
+                [self._join_frontier(user, op.rule.results[0].index((factor,)), joined)]
                 if (factor,) in op.rule.results[0]
                 else []
             )
-        return min(here, _together(ways), key=lambda way: way.elements)
+        return min(here, _union(frontiers), key=lambda frontier: frontier.elements)
 
-    def _comes_of(self, value: fx.Node, source: fx.Node) -> bool:
-        """Whether a value is another one, or computed from it."""
+    def _depends_on(self, value: fx.Node, source: fx.Node) -> bool:
+        """Return whether a value is `source`, or computed from it."""
         stack, seen = [value], set()
         while stack:
             node = stack.pop()
@@ -256,10 +273,8 @@ class _Parts:
                 stack += node.all_input_nodes
         return False
 
-    def _used_as(self, user: fx.Node, value: fx.Node, dim: int) -> str | None:
-        """The factor that a dimension of a value is, wherever an operation takes the value; None if
-        it has to be joined for it.
-        """
+    def _factor_in_user(self, user: fx.Node, value: fx.Node, dim: int) -> str | None:
+        """Return the factor of a value's dimension in a user; None if that needs it whole."""
         op = self.ops.get(user)
         names = (
             {dims[dim] for v, dims in zip(op.operands, op.rule.operands) if v is value}
@@ -271,38 +286,48 @@ class _Parts:
         factor = next(iter(names))[0]
         return factor if concat_slice.passes_parts(op.rule, factor) else None
 
-    def _use(
-        self, value: fx.Node, dim: int, parts: Sequence[fx.Node], spans: list[Span], way: Way
+    def _replace_concat(
+        self,
+        value: fx.Node,
+        dim: int,
+        operands: Sequence[fx.Node],
+        spans: list[Span],
+        frontier: Frontier,
     ) -> None:
-        """Gives the parts to all that use the value, in its place."""
+        """Give all users of a concatenation its operands instead."""
         for user in list(value.users):
-            op, factor = self.ops[user], self._used_as(user, value, dim)
-            others = [place for place in _with_factor(op, factor) if place[0] is not value]
-            ends, val = Way(0.0, frozenset(others)), user.meta["val"]
-            at = op.rule.results[0].index((factor,)) if (factor,) in op.rule.results[0] else None
-            made = [
-                self._again(
+            op, factor = self.ops[user], self._factor_in_user(user, value, dim)
+            others = [place for place in _operands_with(op, factor) if place[0] is not value]
+            frontier_of_others, val = Frontier(0.0, frozenset(others)), user.meta["val"]
+            out_dim = (
+                op.rule.results[0].index((factor,)) if (factor,) in op.rule.results[0] else None
+            )
+            copies = [
+                self._copy_op(
                     op,
-                    {value: part, **{v: self._part(v, d, span, ends, user) for v, d in others}},
+                    {
+                        value: operand,
+                        **{v: self._slice(v, d, span, frontier_of_others, user) for v, d in others},
+                    },
                     user,
-                    val if at is None else val.narrow(at, span[0], span[1] - span[0]),
+                    val if out_dim is None else val.narrow(out_dim, span[0], span[1] - span[0]),
                 )
-                for part, span in zip(parts, spans)
+                for operand, span in zip(operands, spans)
             ]
-            if at is not None and (user, at) not in way.ends:
-                self._use(user, at, made, spans, way)
+            if out_dim is not None and (user, out_dim) not in frontier.places:
+                self._replace_concat(user, out_dim, copies, spans, frontier)
                 continue
             with self.graph.inserting_before(user):
                 total = (
-                    concat_slice.add(self.graph, made, val, user.meta)
-                    if at is None
-                    else concat_slice.join(self.graph, made, at, val, user.meta)
+                    concat_slice.add(self.graph, copies, val, user.meta)
+                    if out_dim is None
+                    else concat_slice.join(self.graph, copies, out_dim, val, user.meta)
                 )
-            self._replace(user, self._new(total, user, user))
+            self._replace_node(user, self._register(total, user, user))
 
 
-def _with_factor(op: Op, factor: str) -> list[Place]:
-    """The operands that have a factor, and in which dimension."""
+def _operands_with(op: Op, factor: str) -> list[Place]:
+    """Return the operands that have a factor, with the dimension."""
     return [
         (v, dims.index((factor,)))
         for v, dims in zip(op.operands, op.rule.operands)
@@ -310,6 +335,10 @@ def _with_factor(op: Op, factor: str) -> list[Place]:
     ]
 
 
-def _together(ways: Iterable[Way]) -> Way:
-    ways = list(ways)
-    return Way(sum(way.elements for way in ways), frozenset().union(*(way.ends for way in ways)))
+def _union(frontiers: Iterable[Frontier]) -> Frontier:
+    """Return all places of some frontiers, with the sum of their elements."""
+    frontiers = list(frontiers)
+    return Frontier(
+        sum(frontier.elements for frontier in frontiers),
+        frozenset().union(*(frontier.places for frontier in frontiers)),
+    )

@@ -1,1 +1,1 @@
-"""Which factors of each operation are sharded, and the collectives between operations."""
+"""Choose the layouts of every operation, and insert the collectives between operations."""

@@ -1,11 +1,13 @@
-"""From a layout to one with windows: the way to the plain layout, then one step for each dimension.
+"""Reshard to a layout with windows: first to the plain layout, then one step for each dimension.
 
 before   x laid out as f32[4, 64@s]
-after    x laid out as f32[4, 64@s[8i-1:+10]]            halo(x, 1, s, 8i-1:+10 in 0:64 else 0, 64)
-source   GSPMD (arXiv 2105.04663, section 4.3). Dimensions are exchanged one after the other, so corners come along.
+after    x laid out as f32[4, 64@s[8i-1:+10]]
+         halo(x, 1, s, 8i-1:+10 in 0:64 else 0, 64)
+source   GSPMD (arXiv 2105.04663, section 4.3). Dimensions are exchanged one after the other, which
+         includes the corners.
 
-A dimension that the device has whole is only cut: window(x, 1, s, 8i-1:+10 in 0:64 else 0), and
-nothing is sent.
+A dimension that the device has whole is only cut, and nothing is sent:
+window(x, 1, s, 8i-1:+10 in 0:64 else 0).
 """
 
 from __future__ import annotations
@@ -21,15 +23,13 @@ from ...shard_spec import ShardSpec
 from .step import Step
 
 if TYPE_CHECKING:
-    from .reshard import Resharder
-
-Way = tuple[float, tuple[Step, ...]]
+    from .reshard import Path, Resharder
 
 
 def halo_steps(
     resharder: Resharder, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
-) -> Way:
-    """(cost, steps); of all orders of the dimensions the cheapest."""
+) -> Path:
+    """Return (cost, steps) in the cheapest order of the dimensions."""
     busy = set(before.sharding_axes + before.pending)
     dims = [d for d, window in enumerate(after.windows) if window]
     whole = [d for d in dims if not before.dims[d] and not busy & set(after.dims[d])]
@@ -44,7 +44,7 @@ def halo_steps(
         _in_order(resharder, shape, itemsize, start, after, order, set(whole))
         for order in itertools.permutations(dims)
     )
-    more, last = min(orders, key=lambda way: way[0])
+    more, last = min(orders, key=lambda path: path[0])
     return cost + more, (*steps, *last)
 
 
@@ -56,7 +56,8 @@ def _in_order(
     after: ShardSpec,
     order: Sequence[int],
     whole: set[int],
-) -> Way:
+) -> Path:
+    """Return (cost, steps) with the dimensions in this order."""
     cost, steps = 0.0, []
     for d in order:
         local = spec.local_shape(shape, resharder.mesh)
@@ -71,13 +72,14 @@ def _in_order(
 
 
 def _cut(resharder: Resharder, d: int, spec: ShardSpec) -> Step:
+    """Return the step that cuts a window out of a dimension that is whole."""
     return Step(
         "window", (d, "+".join(spec.dims[d]), str(spec.window(d))), spec, spec.dims[d], 0.0, 0.0
     )
 
 
 def _exchange(resharder: Resharder, d: int, spec: ShardSpec, size: int, row: int) -> Step:
-    """row: bytes of one row of what a device holds."""
+    """Return the exchange of rows between neighbors. row: bytes of one row of a shard."""
     axes, window = spec.dims[d], spec.window(d)
     sent = float(sent_rows(window, size, resharder.mesh.count(axes)) * row)
     return Step("halo", (d, "+".join(axes), str(window), size), spec, axes, sent, sent)

@@ -1,15 +1,16 @@
-"""Puts the collectives between operations: every value is resharded to where it is used.
+"""Insert collectives between operations: every value is resharded to the layouts of its users.
 
-before   a solver of `partition` that has chosen a strategy for every operation
+before   a solver of `partition` that has assigned a strategy to every operation
 after    %mm   : f32[8@data, 64] sum@model = mm(%gelu, %w2)
          %mm_r : f32[8@data, 64]           = all_reduce(%mm, sum, model)
-needs    nothing else; equal layouts of one value are shared
+needs    nothing else
+ensures  users that require equal layouts share one copy
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -18,7 +19,7 @@ from ...shard_spec import ShardSpec
 from ..ir import is_number
 
 if TYPE_CHECKING:
-    from .partition import Solver
+    from .solver import Solver
 
 _SUFFIX = {
     "all_reduce": "r",
@@ -34,73 +35,80 @@ _SUFFIX = {
 
 
 def insert_collectives(solver: Solver) -> fx.Graph:
-    """A new graph, with "spec" on every value, and "step" on those that were inserted."""
+    """Return a new graph, with "spec" on every value and "step" on every inserted node."""
     return _Inserter(solver).run()
 
 
 def inserted(graph: fx.Graph) -> Iterable[fx.Node]:
-    """The steps that were inserted, in order."""
+    """Return the inserted steps, in order."""
     return (n for n in graph.nodes if "step" in n.meta)
 
 
 class _Inserter:
-    def __init__(self, solver: Solver):
+    """Copies a graph to a new one, and inserts the steps between layouts."""
+
+    def __init__(self, solver: Solver) -> None:
         self.solver, self.graph = solver, fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.copies: dict[fx.Node, dict[ShardSpec, fx.Node]] = {}
 
     def run(self) -> fx.Graph:
+        """Copy all nodes to the new graph, with the steps that their operands need."""
         for node in self.solver.graph.nodes:
             if node.op == "output":
-                wanted = [
-                    self.solver.output_spec(i, v) if isinstance(v, fx.Node) else None
-                    for i, v in enumerate(node.args[0])
-                ]
-                self.graph.output(
-                    tuple(
-                        self.value(v, spec, node) if spec is not None else v
-                        for v, spec in zip(node.args[0], wanted)
-                    )
-                )
-                self.graph.output_node().meta["specs"] = tuple(wanted)
-                continue
-            op = self.solver.ops.get(node)
-            if (
-                node in self.solver.left_out
-            ):  # a mark: what is made of the value is made of its operand
-                (value,) = op.operands
+                self._copy_output(node)
+            elif node in self.solver.omitted_marks:
+                (value,) = self.solver.ops[node].operands
                 self.new[node] = self.new[value]
                 self.copies[node] = self.copies.setdefault(
-                    value, {self.solver.held[value]: self.new[value]}
+                    value, {self.solver.layout_of[value]: self.new[value]}
                 )
-                continue
-            operands = iter(())
-            if op is not None:
-                operands = iter(
-                    [
-                        self.value(v, s, node)
-                        for v, s in zip(op.operands, self.solver.chosen[node].operands)
-                    ]
-                )
-            copy = self.graph.node_copy(
-                node,
-                lambda n, rest=operands: (
-                    (None if is_number(n) else next(rest, None)) or self.new[n]
-                ),
+            else:
+                self._copy_node(node)
+        self._erase_unused_moves()
+        return self.graph
+
+    def _copy_output(self, node: fx.Node) -> None:
+        """Copy the output node; its values get their layouts."""
+        specs = [
+            self.solver.output_spec(i, v) if isinstance(v, fx.Node) else None
+            for i, v in enumerate(node.args[0])
+        ]
+        self.graph.output(
+            tuple(
+                self.value(v, spec, node) if spec is not None else v
+                for v, spec in zip(node.args[0], specs)
             )
-            self.new[node] = copy
-            copy.meta = dict(node.meta)
-            if op is not None:
-                strategy = self.solver.chosen[node]
-                copy.meta |= {
-                    "rule": op.rule,
-                    "assignment": dict(strategy.assignment),
-                    "result_specs": strategy.results,
-                    "operand_specs": strategy.operands,
-                }
-            if node in self.solver.held:
-                copy.meta["spec"] = self.solver.held[node]
-        for node in reversed(self.graph.nodes):  # moved values of which only windows were used
+        )
+        self.graph.output_node().meta["specs"] = tuple(specs)
+
+    def _copy_node(self, node: fx.Node) -> None:
+        """Copy an operation or an input, with its operands resharded."""
+        op, strategy = self.solver.ops.get(node), self.solver.strategy_of.get(node)
+        operands = iter(())
+        if op is not None:
+            operands = iter(
+                [self.value(v, s, node) for v, s in zip(op.operands, strategy.operands)]
+            )
+        copy = self.graph.node_copy(
+            node,
+            lambda n: (None if is_number(n) else next(operands, None)) or self.new[n],
+        )
+        self.new[node] = copy
+        copy.meta = dict(node.meta)
+        if op is not None:
+            copy.meta |= {
+                "rule": op.rule,
+                "assignment": dict(strategy.assignment),
+                "result_specs": strategy.results,
+                "operand_specs": strategy.operands,
+            }
+        if node in self.solver.layout_of:
+            copy.meta["spec"] = self.solver.layout_of[node]
+
+    def _erase_unused_moves(self) -> None:
+        """Erase steps without users, and moves of rows of which only windows are used."""
+        for node in reversed(self.graph.nodes):
             if (
                 node.op == "call_function"
                 and not node.users
@@ -109,18 +117,17 @@ class _Inserter:
                 )
             ):
                 self.graph.erase_node(node)
-        return self.graph
 
     def value(self, value: fx.Node, spec: ShardSpec, user: fx.Node) -> fx.Node:
-        """The value laid out as `spec`, made from the copy of it that is cheapest to start from."""
-        copies = self.copies.setdefault(value, {self.solver.held[value]: self.new[value]})
+        """Return the value laid out as `spec`, from the copy that is cheapest to start from."""
+        copies = self.copies.setdefault(value, {self.solver.layout_of[value]: self.new[value]})
         if spec not in copies:
             val = value.meta["val"]
             shape, itemsize = tuple(val.shape), val.element_size()
             start = min(copies, key=lambda s: self.solver.resharder.cost(shape, itemsize, s, spec))
-            if (made := self.moved(value, start, spec, user)) is not None:
-                copies[spec] = made
-                return made
+            if (copy := self.recompute_windows(value, start, spec, user)) is not None:
+                copies[spec] = copy
+                return copy
             node = copies[start]
             for step in self.solver.resharder.steps(shape, itemsize, start, spec):
                 if step.spec in copies:
@@ -132,37 +139,39 @@ class _Inserter:
                     (node, *step.args),
                     name=f"{value.name}_{_SUFFIX[step.kind]}",
                 )
-                node.meta = {**_carried(value, user), "spec": step.spec, "step": step}
+                node.meta = {**_step_meta(value, user), "spec": step.spec, "step": step}
                 copies[step.spec] = node
         return copies[spec]
 
-    def moved(
+    def recompute_windows(
         self, value: fx.Node, start: ShardSpec, spec: ShardSpec, user: fx.Node
     ) -> fx.Node | None:
-        """The windows of a value made of windows of what was moved, unless that sends more than
-        windows of the value itself.
+        """Return windows of a moved value, computed from windows of the operands.
+
+        None if that sends more than windows of the value itself.
         """
-        below = self.solver.behind(value, spec) if spec.windows else None
+        windows = self.solver.operand_windows(value, spec) if spec.windows else None
         val, op = value.meta["val"], self.solver.ops.get(value)
-        if below is None or self.solver.cost_behind(value, spec) > self.solver.resharder.cost(
+        if windows is None or self.solver.window_cost(value, spec) > self.solver.resharder.cost(
             tuple(val.shape), val.element_size(), start, spec
         ):
             return None
-        rest = iter([self.value(v, s, user) for v, s in zip(op.operands, below)])
+        rest = iter([self.value(v, s, user) for v, s in zip(op.operands, windows)])
         copy = self.graph.node_copy(value, lambda n: next(rest))
         assignment = {f"d{d}": axes for d, axes in enumerate(spec.dims) if axes}
         copy.meta = {
-            **_carried(value, user),
+            **_step_meta(value, user),
             "rule": op.rule,
             "assignment": assignment,
             "spec": spec,
             "result_specs": (spec,),
-            "operand_specs": tuple(below),
+            "operand_specs": tuple(windows),
         }
         return copy
 
 
-def _carried(value: fx.Node, user: fx.Node) -> dict:
+def _step_meta(value: fx.Node, user: fx.Node) -> dict[str, Any]:
+    """Return the meta of a node that is inserted between a value and its user."""
     backward = (
         user.meta.get("backward", value.meta.get("backward", False))
         if user.op != "output"

@@ -1,9 +1,10 @@
-"""Gathers weights a second time for the backward, instead of keeping what the forward gathered.
+"""Gather weights a second time for the backward, instead of keeping what the forward gathered.
 
-before   %w_g = all_gather(%w, 0, data);  %y = einsum(%x, %w_g);   %dx = einsum(%dy, %w_g)
-after    %w_g = all_gather(%w, 0, data);  %y = einsum(%x, %w_g);   %w_g_1 = all_gather(%w, 0, data);  %dx = einsum(%dy, %w_g_1)
+before   %w_g = all_gather(%w, 0, data);    %y = einsum(%x, %w_g);    %dx = einsum(%dy, %w_g)
+after    %w_g = all_gather(%w, 0, data);    %y = einsum(%x, %w_g)
+         %w_g_1 = all_gather(%w, 0, data);  %dx = einsum(%dy, %w_g_1)
 needs    the partitioned program; meta["backward"]
-ensures  nothing that is gathered from an input alone, or cast or viewed from such, lives from the forward to the backward
+ensures  no gathered input, nor a cast or view of one, lives from the forward to the backward
 source   reshard_after_forward of PyTorch's FSDP2; ZeRO (arXiv 1910.02054), stage 3
 """
 
@@ -13,15 +14,16 @@ from torch import fx
 
 
 def regather_weights(graph: fx.Graph) -> fx.Graph:
-    """Rewrites the graph in place and returns it."""
+    """Rewrite the graph in place and return it."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    gathered: dict[fx.Node, fx.Node | None] = {}  # and before what the backward first needs it
+    # gathered value -> the first node of the backward that needs it
+    gathered: dict[fx.Node, fx.Node | None] = {}
     for node in order:
         step = node.meta.get("step")
         if (
             node.op == "call_function"
             and not node.meta.get("backward")
-            and _of_an_input(node)
+            and _depends_on_one_input(node)
             and (step is not None and step.kind == "all_gather" or node.args[0] in gathered)
         ):
             gathered[node] = None
@@ -45,8 +47,8 @@ def regather_weights(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _of_an_input(node: fx.Node) -> bool:
-    """Whether a value is made of one input alone by operations on one tensor each."""
+def _depends_on_one_input(node: fx.Node) -> bool:
+    """Return whether a value is computed from one input by operations on one tensor each."""
     while node.op == "call_function":
         if len(node.all_input_nodes) != 1 or node.args[0] is not node.all_input_nodes[0]:
             return False

@@ -1,14 +1,14 @@
-"""Operations whose strategies `partition` changes together, since none of them gains by changing
-alone.
+"""Regions: operations whose strategies `partition` changes together, as none of them gains alone.
 
     %a = einsum(...);  %b = embedding_backward(...);  %c = reshape(%b);  %d = add(%a, %c)
 
-is one sum: its summands, made by einsum and embedding_backward, are added up and nothing else, so
-that one reduction does for all of them. A chain is a sequence of operations on one tensor each,
-like reshape and transpose, alone or with the contraction whose result goes through it. A body is
-all that lies between contractions and marks, like the residual stream of a transformer with its
-norms, forward and backward. A thread is all that one dimension runs through, contractions too, like
-the heads from their projections to the one back.
+sum      summands (here of einsum and embedding_backward) that are only added: one reduction does
+chain    operations on one tensor each, like reshape and transpose, one after the other
+source   a contraction with the chain that its result goes through
+body     everything between contractions and marks, like the residual stream of a transformer with
+         its norms, forward and backward
+thread   everything that one dimension runs through, also contractions, like the heads from their
+         projections to the output projection
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ from torch import fx
 
 from ..ir import Op
 
-# different contractions that the heads of one layer run through, forward and backward, and some
-# more
-LAYER = 24
-LOOP = 96  # contractions in all, of a few layers or of a loop
-ROUNDS = 4  # of a loop, at least
+# Different contractions of one layer's heads, forward and backward, and some more.
+MAX_DIFFERENT_CONTRACTIONS = 24
+# All contractions, of a few layers or of a loop.
+MAX_CONTRACTIONS = 96
+# The least number of rounds for a loop.
+MIN_ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class Region:
-    """ops in program order (of a sum: those that make the summands, then those that add them up).
-    values: what flows between them, with the result `value`.
+    """Operations with the values between them.
+
+    ops: in program order; of a sum first those that compute the summands, then the additions.
+    values: the values between the operations, and the result.
+    value: the result.
     """
 
     ops: tuple[Op, ...]
@@ -40,8 +44,9 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """ops in program order; classes: factors that run through the body, with the name of each one
-    in the operations that have it.
+    """Connected operations with the factors that run through them.
+
+    ops: in program order. classes: for each factor its name in the operations that have it.
     """
 
     ops: tuple[Op, ...]
@@ -49,32 +54,33 @@ class Body:
 
 
 def adds(op: Op) -> bool:
-    """Whether the result is pending if both operands are, as that of a sum of two values."""
+    """Return whether an operation is like an addition: pending if both operands are."""
     return len(op.operands) == 2 and passes(op)
 
 
 def passes(op: Op) -> bool:
-    """Whether the result is pending if all operands are."""
+    """Return whether the result is pending if all operands are."""
     return len(op.results) == 1 and frozenset(range(len(op.operands))) in op.rule.linear
 
 
 def sums(ops: Mapping[fx.Node, Op]) -> list[Region]:
-    """All sums of at least two summands of which each is used but once."""
+    """Return all sums of at least two summands, each of which is used once."""
     makers = {value: op for op in ops.values() for value in op.results if value is not None}
     order = {node: i for i, node in enumerate(ops)}
-    found = []
+    totals = []
     for value, op in makers.items():
         user = ops.get(next(iter(value.users))) if len(value.users) == 1 else None
         if passes(op) and (user is None or not passes(user)):
             total = _collect(op, value, makers, order)
             if total is not None:
-                found.append(total)
-    return found
+                totals.append(total)
+    return totals
 
 
 def _collect(
     root: Op, value: fx.Node, makers: Mapping[fx.Node, Op], order: Mapping[fx.Node, int]
 ) -> Region | None:
+    """Return the sum that ends with an addition; None if a summand is used more than once."""
     passing, summands, values, stack = [], {}, {value}, [root]
     while stack:
         op = stack.pop()
@@ -99,16 +105,15 @@ def _collect(
 
 
 def chains(ops: Mapping[fx.Node, Op]) -> list[Region]:
-    """The longest sequences of at least two operations of one operand and one result, each result
-    used once.
+    """Return the longest sequences of at least two operations on one tensor each.
+
+    Every result but the last is used once.
     """
-    return [_chain(links) for links in _linked(ops) if len(links) > 1]
+    return [_chain(links) for links in _op_sequences(ops) if len(links) > 1]
 
 
 def sources(ops: Mapping[fx.Node, Op]) -> list[Region]:
-    """Contractions, each with the sequence of such operations that its result goes through, if
-    nothing else uses it.
-    """
+    """Return contractions with the chain behind them, if nothing else uses their result."""
     makers = {
         op.results[0]: op
         for op in ops.values()
@@ -116,29 +121,32 @@ def sources(ops: Mapping[fx.Node, Op]) -> list[Region]:
     }
     return [
         _chain([makers[links[0].operands[0]], *links])
-        for links in _linked(ops)
+        for links in _op_sequences(ops)
         if links[0].operands[0] in makers
     ]
 
 
 def _chain(ops: list[Op]) -> Region:
+    """Return the region of operations that follow one another."""
     return Region(tuple(ops), frozenset(op.results[0] for op in ops), ops[-1].results[0])
 
 
-def _linked(ops: Mapping[fx.Node, Op]) -> list[list[Op]]:
-    found = []
+def _op_sequences(ops: Mapping[fx.Node, Op]) -> list[list[Op]]:
+    """Return the longest sequences of operations on one tensor each."""
+    sequences = []
     for op in ops.values():
-        if _links(op) and not _links(ops.get(op.operands[0])):
+        if _is_link(op) and not _is_link(ops.get(op.operands[0])):
             chain = [op]
-            while len(chain[-1].results[0].users) == 1 and _links(
+            while len(chain[-1].results[0].users) == 1 and _is_link(
                 after := ops.get(next(iter(chain[-1].results[0].users)))
             ):
                 chain.append(after)
-            found.append(chain)
-    return found
+            sequences.append(chain)
+    return sequences
 
 
-def _links(op: Op | None) -> bool:
+def _is_link(op: Op | None) -> bool:
+    """Return whether an operation can be part of a chain."""
     return (
         op is not None
         and len(op.operands) == len(op.results) == 1
@@ -149,78 +157,82 @@ def _links(op: Op | None) -> bool:
 # ------------------------------------------------------------------------------------------ bodies
 
 
-class _Classes:
-    """Things that are found to be the same, one pair at a time."""
+class _UnionFind:
+    """Disjoint sets of items, which grow by joining two items at a time."""
 
-    def __init__(self):
-        self.parent: dict = {}
+    def __init__(self) -> None:
+        self.parent: dict[Hashable, Hashable] = {}
 
-    def find(self, thing: Hashable) -> Hashable:
-        while (above := self.parent.setdefault(thing, thing)) != thing:
-            self.parent[thing] = thing = self.parent[above]
-        return thing
+    def find(self, item: Hashable) -> Hashable:
+        """Return the representative of an item's set."""
+        while (above := self.parent.setdefault(item, item)) != item:
+            self.parent[item] = item = self.parent[above]
+        return item
 
     def join(self, one: Hashable, other: Hashable) -> None:
+        """Unite the sets of two items."""
         self.parent[self.find(one)] = self.find(other)
 
-    def all(self) -> list[list]:
-        found: dict = {}
-        for thing in self.parent:
-            found.setdefault(self.find(thing), []).append(thing)
-        return list(found.values())
+    def groups(self) -> list[list]:
+        """Return all sets, in the order of their first items."""
+        groups: dict[Hashable, list] = {}
+        for item in self.parent:
+            groups.setdefault(self.find(item), []).append(item)
+        return list(groups.values())
 
 
 def bodies(ops: Mapping[fx.Node, Op]) -> list[Body]:
-    """What is connected by values, of operations that have a choice and are no contractions; at
-    least two of them.
-    """
-    inner = {node: op for node, op in _free(ops).items() if not op.rule.contraction}
-    together, factors = _joined(inner)
+    """Return groups of at least two flexible operations that values connect, no contractions."""
+    inner = {node: op for node, op in _flexible_ops(ops).items() if not op.rule.contraction}
+    connected, factors = _connect(inner)
     classes: dict[Hashable, list[Mapping[fx.Node, str]]] = {}
-    for found in factors.all():
-        classes.setdefault(together.find(found[0][0]), []).append(dict(found))
+    for factor_class in factors.groups():
+        classes.setdefault(connected.find(factor_class[0][0]), []).append(dict(factor_class))
     return [
-        Body(tuple(inner[node] for node in group), tuple(classes.get(together.find(group[0]), ())))
-        for group in together.all()
+        Body(tuple(inner[node] for node in group), tuple(classes.get(connected.find(group[0]), ())))
+        for group in connected.groups()
         if len(group) > 1
     ]
 
 
 def threads(ops: Mapping[fx.Node, Op]) -> list[Body]:
-    """What one factor runs through, of operations that have a choice; at least two contractions, no
-    more different ones than in a layer, and no more in all than in a short loop. Also through
-    weights that the rounds of a loop share.
+    """Return the operations that one factor runs through, with at least two contractions.
 
-    Not through convolutions: between them images stay divided in space, and neighbours exchange
-    rows.
+    Not with more contractions than a few layers or a short loop have. A factor also runs through
+    weights that the rounds of a loop share. It does not run through convolutions: between them
+    images stay sharded in space, and neighbors exchange rows.
     """
-    free = {node: op for node, op in _free(ops).items() if not op.rule.halo}
-    found: dict[frozenset, Body] = {}
+    free = {node: op for node, op in _flexible_ops(ops).items() if not op.rule.halo}
+    threads_by_factors: dict[frozenset, Body] = {}
     for through_weights in (False, True):
-        for factors in map(dict, _joined(free, through_weights)[1].all()):
+        for factors in map(dict, _connect(free, through_weights)[1].groups()):
             contractions = [free[node].key for node in factors if free[node].rule.contraction]
             different = len(set(contractions))
             if (
-                1 < len(contractions) <= LOOP
-                and different <= LAYER
-                and (not through_weights or len(contractions) >= ROUNDS * different)
+                1 < len(contractions) <= MAX_CONTRACTIONS
+                and different <= MAX_DIFFERENT_CONTRACTIONS
+                and (not through_weights or len(contractions) >= MIN_ROUNDS * different)
             ):
-                found.setdefault(
+                threads_by_factors.setdefault(
                     frozenset(factors.items()),
                     Body(tuple(op for node, op in free.items() if node in factors), (factors,)),
                 )
-    return list(found.values())
+    return list(threads_by_factors.values())
 
 
-def _free(ops: Mapping[fx.Node, Op]) -> dict[fx.Node, Op]:
+def _flexible_ops(ops: Mapping[fx.Node, Op]) -> dict[fx.Node, Op]:
+    """Return the operations that have a choice of strategies: with a rule, and no marks."""
     return {
         node: op for node, op in ops.items() if op.rule.known and op.node.meta.get("mark") is None
     }
 
 
-def _joined(ops: Mapping[fx.Node, Op], through_weights: bool = False) -> tuple[_Classes, _Classes]:
-    """Operations that are connected by values, and factors by dimensions. through_weights: by
-    inputs that like operations share, too.
+def _connect(
+    ops: Mapping[fx.Node, Op], through_weights: bool = False
+) -> tuple[_UnionFind, _UnionFind]:
+    """Return the sets of operations that values connect, and of factors that dimensions connect.
+
+    through_weights: inputs that like operations share connect them too.
     """
     makers = {
         value: (op, i)
@@ -228,20 +240,21 @@ def _joined(ops: Mapping[fx.Node, Op], through_weights: bool = False) -> tuple[_
         for i, value in enumerate(op.results)
         if value is not None
     }
-    together, factors = _Classes(), _Classes()
+    connected, factors = _UnionFind(), _UnionFind()
     sharers: dict[tuple, Op] = {}
     for op in ops.values():
-        together.find(op.node)
+        connected.find(op.node)
         for at, (value, dims) in enumerate(zip(op.operands, op.rule.operands)):
             if value in makers:
                 maker, i = makers[value]
-                together.join(maker.node, op.node)
-                for made, used in zip(maker.rule.results[i], dims):
-                    if made and used:  # the major ones: an axis shards both or none
-                        factors.join((maker.node, made[0]), (op.node, used[0]))
+                connected.join(maker.node, op.node)
+                for result_factors, used in zip(maker.rule.results[i], dims):
+                    # Join the major factors: an axis shards both or none.
+                    if result_factors and used:
+                        factors.join((maker.node, result_factors[0]), (op.node, used[0]))
             elif through_weights:
                 other = sharers.setdefault((value, at, op.key), op)
-                together.join(other.node, op.node)
+                connected.join(other.node, op.node)
                 for used in filter(None, dims):
                     factors.join((other.node, used[0]), (op.node, used[0]))
-    return together, factors
+    return connected, factors

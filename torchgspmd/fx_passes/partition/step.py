@@ -10,8 +10,9 @@ from ...shard_spec import Axes, ShardSpec
 
 @dataclass(frozen=True)
 class Step:
-    """One move: the function's name, its arguments after the tensor, the layout it leads to, and
-    what it sends.
+    """One move of a value: all_to_all(x, 0, 1, data) leads from [data, _] to [_, data].
+
+    kind: the name of the function. args: its arguments after the tensor. spec: the layout after it.
     """
 
     kind: str
@@ -23,7 +24,7 @@ class Step:
 
     @property
     def collective(self) -> str | None:
-        """The kind that a plan reports; None if nothing is sent."""
+        """Return the kind that a plan reports; None if nothing is sent."""
         if self.kind in ("shard", "term", "window") or self.kind == "halo" and not self.sent:
             return None
         return "permute" if self.kind == "halo" else self.kind

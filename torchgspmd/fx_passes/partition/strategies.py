@@ -1,9 +1,10 @@
-"""What an operation can do on a mesh: which axes shard which of its factors, and what that costs a
-device.
+"""The strategies of an operation: which axes shard which of its factors, and the work of a device.
 
-An operation's strategy is an assignment of axes to its factors, and of axes to operands whose
-pending sum it passes on. Those worth a look follow from the layouts of the values around it: an
-axis that shards a factor in one of them may do so here.
+    mm(%x, %w): mk,kn->mn       {m: data, k: model}       result [data, _] sum@model
+
+A strategy assigns axes to factors. It also assigns axes to operands whose pending sum it passes on.
+Strategies worth a try follow from the layouts of the neighborhood: an axis that shards a factor in
+one of these may do so here.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ from ..propagate.factors import (
     result_pending,
 )
 
-FLOPS_PER_BYTE = (
-    10.0  # arithmetic worth one byte on the wire: high, so that arithmetic is always divided
-)
-WASTE_PER_BYTE = (
-    500.0  # of what uneven parts compute on padding, as fast devices do: not worth another layout
-)
-TRAFFIC_PER_BYTE = 128.0  # bytes of memory traffic worth one byte on the wire
+# Operations worth one byte on the wire. Few, so that arithmetic is always divided.
+FLOPS_PER_BYTE = 10.0
+# Operations on the padding of uneven shards worth one byte. Many: devices are fast, and padding is
+# no reason for another layout.
+WASTE_PER_BYTE = 500.0
+# Bytes of memory traffic worth one byte on the wire.
+TRAFFIC_PER_BYTE = 128.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strategy:
-    """What an operation needs of its operands and makes of its results. One object for equal ones
-    of like operations.
+    """The layouts of operands and results under an assignment.
+
+    Like operations share one object for equal strategies.
     """
 
     assignment: tuple[tuple[str, Axes], ...]
@@ -52,9 +54,12 @@ class Strategy:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Available:
-    """The layouts of an operand that exist (the first: as it is made), how many operations share a
-    new one, and the axes over which it might be left pending as well. One object for equal ones.
+class OperandLayouts:
+    """The layouts in which an operand exists. There is one object for equal content.
+
+    layouts: the first is the one that it is produced in.
+    sharers: how many operations share the cost of a new layout.
+    deferrable: axes over which the operand could be left pending.
     """
 
     layouts: tuple[ShardSpec, ...]
@@ -63,67 +68,73 @@ class Available:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Around:
-    """Where the operands of an operation are, and the layouts in which its results are used. One
-    object for equal ones.
+class Neighborhood:
+    """The layouts around an operation. There is one object for equal content.
 
-    first: before anything is chosen, as the layouts are propagated. of_inputs: all operands are
-    inputs of the program.
+    required: for each result the layouts in which it is used.
+    first: whether these are the propagated layouts, before any choice.
+    only_inputs: whether all operands are inputs of the program.
     """
 
-    available: tuple[Available, ...]
-    wanted: tuple[tuple[ShardSpec, ...], ...]
+    operands: tuple[OperandLayouts, ...]
+    required: tuple[tuple[ShardSpec, ...], ...]
     first: bool
-    of_inputs: bool
+    only_inputs: bool
 
 
 class Strategies:
-    """Finds and remembers the strategies of operations. crowded: as in layout."""
+    """Lists and caches the strategies of operations. crowded: see factors.py."""
 
-    def __init__(self, mesh: Mesh, crowded: Crowded):
+    def __init__(self, mesh: Mesh, crowded: Crowded) -> None:
         self.mesh, self.crowded = mesh, crowded
-        self.known: dict[tuple, Strategy | None] = {}  # by operation and assignment
+        self.cached_strategies: dict[tuple, Strategy | None] = {}  # by operation and assignment
         self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
-        self.targets: dict[tuple, dict[str, tuple]] = {}  # by operation and what is around it
+        self.option_cache: dict[tuple, dict[str, tuple]] = {}  # by operation and neighborhood
 
     def candidates(
-        self, op: Op, around: Around, forced: dict[str, tuple] | None = None
+        self, op: Op, neighborhood: Neighborhood, forced: dict[str, tuple] | None = None
     ) -> list[Strategy]:
-        """Strategies worth a look. forced: for some axes what alone they may shard."""
+        """Return the strategies worth a try. forced: axis -> the only factors it may shard."""
         mark = marked(op)
         if mark is not None:
             return [Strategy((), (mark,), (mark,), 0.0)]
-        options = self.options(op, around) | (forced or {})
+        options = self.options(op, neighborhood) | (forced or {})
         key = (op.key, tuple(options.items()))
         if key not in self.lists:
-            made = (self._known(op, *choice) for choice in self._choices(op.rule, options))
-            self.lists[key] = list(dict.fromkeys(s for s in made if s is not None))
-        return [s for s in self.lists[key] if _has_terms(s, around.available)]
+            strategies = (
+                self._cached_strategy(op, *choice) for choice in self._choices(op.rule, options)
+            )
+            self.lists[key] = list(dict.fromkeys(s for s in strategies if s is not None))
+        return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
 
-    def options(self, op: Op, around: Around) -> dict[str, tuple]:
-        """For each axis the factors it may shard, the operand groups it may pass through
-        (integers), and None.
+    def options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
+        """Return what each axis may do: shard a factor, pass through operands, or nothing.
+
+        A string is a factor, an integer a group of linear operands, None nothing.
         """
-        key = (op.key, around)
-        if key not in self.targets:
-            self.targets[key] = self._options(op, around)
-        return self.targets[key]
+        key = (op.key, neighborhood)
+        if key not in self.option_cache:
+            self.option_cache[key] = self._options(op, neighborhood)
+        return self.option_cache[key]
 
-    def _options(self, op: Op, around: Around) -> dict[str, tuple]:
-        rule, available, wanted = op.rule, around.available, around.wanted
+    def _options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
+        """Return the options of `options`, not cached."""
+        rule, available, required = op.rule, neighborhood.operands, neighborhood.required
         options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
-        tensors = [*zip(rule.operands, (a.layouts for a in available)), *zip(rule.results, wanted)]
+        tensors = [
+            *zip(rule.operands, (a.layouts for a in available)),
+            *zip(rule.results, required),
+        ]
         for dims, specs in tensors:
             for spec in specs:
                 for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
                     for axis in axes:
                         if factor not in rule.whole and not (
-                            around.first and is_far(op, factor, axes, self.mesh)
+                            neighborhood.first and is_far(op, factor, axes, self.mesh)
                         ):
                             options[axis][factor] = None
-                        if (
-                            factor in rule.whole | rule.windowed and rule.known
-                        ):  # it has to leave, or had better:
+                        # The axis has to leave this factor, or had better: any other may do.
+                        if factor in rule.whole | rule.windowed and rule.known:
                             options[axis].update(
                                 dict.fromkeys(
                                     f
@@ -134,23 +145,20 @@ class Strategies:
                 for axis in spec.pending:
                     for g in range(len(rule.linear)):
                         options[axis][g] = None
-        if (
-            rule.contraction
-        ):  # where tensors disagree, or of inputs a sum is made, a third way may be best
-            disputed = set() if around.first else self._disputed(rule, available)
-            for axis, found in options.items():
+        if rule.contraction:
+            # Where tensors disagree, or inputs are summed over, a third factor may be best.
+            disputed = set() if neighborhood.first else self._disputed_axes(rule, available)
+            for axis, targets in options.items():
                 if (
                     axis in disputed
-                    or sum(isinstance(target, str) for target in found) > 1
-                    or (around.of_inputs and rule.reduce.keys() & found.keys())
+                    or sum(isinstance(target, str) for target in targets) > 1
+                    or (neighborhood.only_inputs and rule.reduce.keys() & targets.keys())
                 ):
-                    found.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
-        return {axis: tuple(found) for axis, found in options.items() if len(found) > 1}
+                    targets.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
+        return {axis: tuple(targets) for axis, targets in options.items() if len(targets) > 1}
 
-    def _disputed(self, rule: Rule, available) -> set[str]:
-        """Whole axes that divide what is summed over in one operand, as it is made, and in another
-        one do not.
-        """
+    def _disputed_axes(self, rule: Rule, available: Sequence[OperandLayouts]) -> set[str]:
+        """Return the whole axes that shard a summed factor in one operand and not in another."""
         sides = [
             {
                 axis
@@ -169,7 +177,7 @@ class Strategies:
     def _choices(
         self, rule: Rule, options: dict[str, tuple]
     ) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
-        """All assignments; where several axes shard one factor, every order of them."""
+        """Yield all assignments; if several axes shard one factor, every order of them."""
         names = list(options)
         for targets in itertools.product(*options.values()):
             factors: dict[str, Axes] = {}
@@ -186,19 +194,21 @@ class Strategies:
             for ordered in itertools.product(*orders):
                 yield dict(zip(factors, ordered)), through
 
-    def _known(
+    def _cached_strategy(
         self, op: Op, assignment: dict[str, Axes], through: dict[str, int]
     ) -> Strategy | None:
+        """Return `_strategy`, cached by operation and assignment."""
         key = (op.key, *assignment.items(), *through.items())
-        if key not in self.known:
-            self.known[key] = self._strategy(op, assignment, through)
-        return self.known[key]
+        if key not in self.cached_strategies:
+            self.cached_strategies[key] = self._strategy(op, assignment, through)
+        return self.cached_strategies[key]
 
     def _strategy(
         self, op: Op, assignment: dict[str, Axes], through: dict[str, int]
     ) -> Strategy | None:
-        """None if no layouts express it. through: for axes the group of operands whose pending sum
-        passes on.
+        """Return the strategy of an assignment; None if no layouts express it.
+
+        through: axis -> group of operands whose pending sum the operation passes on.
         """
         rule = op.rule
         operands, results = [], []
@@ -232,7 +242,14 @@ class Strategies:
             pending,
         )
 
-    def _work(self, op: Op, assignment, operands, results) -> float:
+    def _work(
+        self,
+        op: Op,
+        assignment: dict[str, Axes],
+        operands: Sequence[ShardSpec],
+        results: Sequence[ShardSpec],
+    ) -> float:
+        """Return the arithmetic and memory traffic of one device, in bytes on the wire."""
         rule, work = op.rule, 0.0
         if rule.contraction:
             counts = {f: self.mesh.count(assignment.get(f, ())) for f in rule.sizes}
@@ -245,8 +262,8 @@ class Strategies:
         return work
 
 
-def _has_terms(strategy: Strategy, available: Sequence[Available]) -> bool:
-    """Whether the sums that operands are to be terms of are pending, or can be."""
+def _has_terms(strategy: Strategy, available: Sequence[OperandLayouts]) -> bool:
+    """Return whether every operand that has to be pending is, or can be left so."""
     return all(
         have.layouts[0].reduction == "sum"
         and all(a in have.layouts[0].pending or a in have.deferrable for a in need.pending)
@@ -256,11 +273,11 @@ def _has_terms(strategy: Strategy, available: Sequence[Available]) -> bool:
 
 
 def marked(op: Op) -> ShardSpec | None:
-    """The layout that a mark node asks for, its open dimensions as propagated."""
+    """Return the layout that a mark requests, with open dimensions as propagated."""
     spec = op.node.meta.get("mark")
     return spec.closed() if spec is not None else None
 
 
 def local_bytes(val: Tensor, spec: ShardSpec, mesh: Mesh) -> float:
-    """Of one device's part."""
+    """Return the bytes of one device's shard."""
     return math.prod(spec.local_shape(val.shape, mesh)) * val.element_size()

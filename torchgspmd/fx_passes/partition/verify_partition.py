@@ -1,9 +1,9 @@
-"""What a partitioned program has to be, checked after the pass when TORCHGSPMD_CHECK=1 (as in the
-tests).
+"""Check the partitioned program when TORCHGSPMD_CHECK=1, as in the tests.
 
 needs    the graph that `partition` returns, on its own mesh
-ensures  every value has one layout, of its rank, on axes of the mesh, each axis once; every operand lies as its operation's
-         strategy needs it; every inserted step leads where it says; every output is laid out as promised
+ensures  every value has one layout, of its rank, on axes of the mesh, each axis once; every operand
+         has the layout that the strategy of its operation needs; every inserted step leads where it
+         says; every output has its promised layout
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ ENABLED = "TORCHGSPMD_CHECK"
 
 
 def verify_partition(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """The graph itself; AssertionError with the faults of one that is not legal, which is a mistake
-    of torchgspmd.
-    """
+    """Return the graph; raise AssertionError if it is illegal, which is a bug of torchgspmd."""
     if os.environ.get(ENABLED) != "1":
         return graph
     graph.lint()
@@ -42,6 +40,7 @@ def verify_partition(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
 
 
 def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
+    """Return what is wrong with the layout of a value."""
     value, spec, step = node.meta.get("val"), node.meta.get("spec"), node.meta.get("step")
     if node.op == "output" or not isinstance(value, Tensor):
         return []
@@ -63,6 +62,7 @@ def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
 
 
 def _operand_faults(node: fx.Node) -> list[str]:
+    """Return what is wrong with the layouts of an operation's operands."""
     rule: Rule | None = node.meta.get("rule")
     if rule is None:
         return []

@@ -1,1 +1,1 @@
-"""A layout for every value, from the marks."""
+"""Propagate the layouts of marks to every value."""

@@ -1,5 +1,6 @@
-"""Between the dimensions of a tensor and the factors of a rule: which axes shard which factor, and
-back.
+"""Translate between the axes of a tensor's dimensions and the axes of a rule's factors.
+
+reshape  b(hd)->bhd     x[b, h*d] sharded as [_, model]     <->     {h: model}
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ Crowded = frozenset[tuple[int, frozenset[str]]]
 
 
 def crowded(layouts: Iterable[tuple[Sequence[int], ShardSpec]], mesh: Mesh) -> Crowded:
-    """(size, axes) of dimensions that are sharded over more devices than they have rows: a mark
-    may, we do not of ourselves.
+    """Return (size, axes) of dimensions that are sharded over more devices than they have rows.
+
+    Only marks ask for such layouts.
     """
     return frozenset(
         (size, frozenset(axes))
@@ -30,22 +32,23 @@ def crowded(layouts: Iterable[tuple[Sequence[int], ShardSpec]], mesh: Mesh) -> C
 
 
 def is_roomy(size: int, axes: Axes, mesh: Mesh, marked: Crowded) -> bool:
-    """Whether there is a row for every device, or a mark shards dimensions of this size so anyhow."""
+    """Return whether every device gets a row, or a mark shards a dimension of this size so."""
     return mesh.count(axes) <= size or (size, frozenset(axes)) in marked
 
 
 def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, Axes]:
-    """The axes of a tensor's dimensions as axes of its factors.
+    """Return the axes of a tensor's factors, given those of its dimensions.
 
-    The axes of a dimension fill its factors from the major one on: the next factor only when the
-    one before it is fully sharded. Only a factor that is alone may be uneven: an axis that does not
-    divide what is left of another has no place, and neither have those after it.
+    The axes of a dimension fill its factors from the major one on. The next factor gets axes only
+    when the one before it is fully sharded. Only a factor that is alone in its dimension may be
+    uneven. Otherwise an axis that does not divide the rest of a factor is dropped, with all
+    axes after it.
     """
-    found: dict[str, Axes] = {}
+    assignment: dict[str, Axes] = {}
     for factors, axes in zip(dims, spec.dims):
         if len(factors) == 1:
             if axes:
-                found[factors[0]] = axes
+                assignment[factors[0]] = axes
             continue
         rest = list(axes)
         for factor in factors:
@@ -56,17 +59,18 @@ def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -
                 if left == 1:
                     break
             if taken:
-                found[factor] = tuple(taken)
+                assignment[factor] = tuple(taken)
             if left != 1:
                 break
-    return found
+    return assignment
 
 
 def assemble(
     dims: Dims, assignment: Assignment, sizes: Mapping[str, int], mesh: Mesh
 ) -> tuple[Axes, ...] | None:
-    """The inverse: axes of the dimensions; None if no layout of whole dimensions expresses the
-    assignment.
+    """Return the axes of a tensor's dimensions, given those of its factors.
+
+    The inverse of `project`; None if no layout of the dimensions expresses the assignment.
     """
     result = []
     for factors in dims:
@@ -91,8 +95,9 @@ def assemble(
 def operand_layout(
     rule: Rule, operand: int, shape: Sequence[int], assignment: Assignment, mesh: Mesh
 ) -> ShardSpec | None:
-    """How an operand is to be laid out, with the windows that its positions read; None if no layout
-    expresses it.
+    """Return the layout that an operation needs of an operand, with the windows that it reads.
+
+    None if no layout expresses the assignment.
     """
     axes = assemble(rule.operands[operand], assignment, rule.sizes, mesh)
     if axes is None:
@@ -109,12 +114,13 @@ def operand_layout(
 
 
 def layouts_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[ShardSpec, ...] | None:
-    """For a result with windows, of an operation that only moves rows: the windows of its operands
-    that it is made of.
+    """Return the operand windows from which an operation computes windows of its result.
+
+    None if the operation does more than move rows, or the windows cannot be expressed.
     """
     if op.rule.moves is None or need.pending:
         return None
-    shape, found = op.results[0].meta["val"].shape, []
+    shape, operand_specs = op.results[0].meta["val"].shape, []
     for i, value in enumerate(op.operands):
         spec = need.plain()
         for d, axes in enumerate(need.dims):
@@ -132,13 +138,14 @@ def layouts_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[ShardSpec, ...]
                     return None
             if window is not None:
                 spec = spec.with_window(d, None if window.is_block(size, count) else window)
-        found.append(spec)
-    return tuple(found)
+        operand_specs.append(spec)
+    return tuple(operand_specs)
 
 
 def is_far(op: Op, factor: str, axes: Axes, mesh: Mesh) -> bool:
-    """Whether an operand loses rows in the operation, and all of some device's window comes from
-    others: as for halves of it.
+    """Return whether some device's whole window comes from others, as for one half of an operand.
+
+    Only for operands that lose rows in the operation.
     """
     count = mesh.count(axes)
     for (operand, d), reach in op.rule.halo.items():
@@ -151,7 +158,7 @@ def is_far(op: Op, factor: str, axes: Axes, mesh: Mesh) -> bool:
 
 
 def result_pending(rule: Rule, dims: Dims, assignment: Assignment) -> tuple[Axes, str]:
-    """Axes over which a result with these dimensions is pending, and the reduction."""
+    """Return the axes over which a result with these dimensions is pending, and the reduction."""
     own = {factor for dim in dims for factor in dim}
     axes: Axes = ()
     kind = "sum"

@@ -1,14 +1,15 @@
-"""Spreads the marks: a layout for every value, forwards and backwards over the whole graph.
+"""Propagate the layouts of marks to every value, forwards and backwards over the whole graph.
 
 before   layouts on some values             %x : f32[8@data, 64]   %w : f32[64, 256@model]
 after    meta["spec"] on every value        %mm : f32[8@data, 256@model]
 needs    only operations whose rules are known to `Rules`
-source   GSPMD (arXiv 2105.04663, section 3.5) for the priorities; Shardy's factors for what one operation does
+source   GSPMD (arXiv 2105.04663, section 3.5) for the priorities; Shardy's factors for the
+         propagation through one operation
 
-Each operation is asked, factor by factor, whether a layout of one of its tensors can be had by the
-others. A value only ever gets more axes. Three rounds, each until nothing changes: first what is
-elementwise, then factors that pass through any operation, last the factors that are summed over and
-small operands that are broadcast.
+In each operation, and for each of its factors, the axes of one tensor extend to the others. A value
+only ever gets more axes. There are three stages, each until nothing changes. The first propagates
+through elementwise operations, the second along factors through any operation. The last adds
+factors that are summed over, and small operands that are broadcast.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, values
 from .factors import assemble, crowded, is_far, is_roomy, project
 
-ELEMENTWISE, PASSING, ALL = range(3)
+ELEMENTWISE, PASSING, ALL = range(3)  # stages
 
 
 @dataclass
 class Layouts:
-    """What propagation knows: the spec of every value, which dimensions are settled, and where each
-    axis came from.
+    """The propagated layouts.
+
+    fixed: for each dimension of a value whether a mark closes it.
+    origin: (value, axis) -> the value that the axis came from (None: a mark), and why.
     """
 
     mesh: Mesh
@@ -41,9 +44,7 @@ class Layouts:
     origin: dict[tuple[fx.Node, str], tuple[fx.Node | None, str]] = field(default_factory=dict)
 
     def seed(self, value: fx.Node, spec: ShardSpec, why: str) -> None:
-        """A layout from outside. Its closed dimensions are settled; where one is settled already,
-        that stays.
-        """
+        """Set a layout from outside; fix its closed dimensions, and keep those fixed before."""
         dims, fixed = list(self.spec[value].dims), list(self.fixed[value])
         taken = {axis for d, axes in enumerate(dims) if fixed[d] for axis in axes}
         for d, axes in enumerate(spec.dims):
@@ -55,7 +56,7 @@ class Layouts:
         self.spec[value], self.fixed[value] = ShardSpec(tuple(dims)), tuple(fixed)
 
     def explain(self, value: fx.Node) -> list[str]:
-        """The chain from a value back to the mark, one line a step, for every axis."""
+        """Return, for every axis, the chain from a value back to the mark, one line per step."""
         lines = []
         for axis in self.spec[value].sharding_axes:
             at: fx.Node | None = value
@@ -66,6 +67,7 @@ class Layouts:
         return lines or [f"%{value.name} {self.describe(value)}: no mark reaches it"]
 
     def describe(self, value: fx.Node) -> str:
+        """Return the layout of a value as text, in brackets."""
         return f"[{self.spec[value]}]"
 
 
@@ -76,13 +78,17 @@ def propagate(
     ties: Iterable[tuple[fx.Node, fx.Node, str]] = (),
     rules: Rules | None = None,
 ) -> Layouts:
-    """ties: pairs of values that should have one layout, such as a parameter and its gradient."""
+    """Return the layouts of all values, and write them to meta["spec"].
+
+    seeds: (value, layout, why) of marks, inputs and outputs. ties: (value, other value, why) that
+    should have one layout, such as a parameter and its gradient.
+    """
     rules = rules or Rules()
-    every = list(values(graph))
+    all_values = list(values(graph))
     layouts = Layouts(
         mesh,
-        {v: ShardSpec.replicated(v.meta["val"].dim()) for v in every},
-        {v: (False,) * v.meta["val"].dim() for v in every},
+        {v: ShardSpec.replicated(v.meta["val"].dim()) for v in all_values},
+        {v: (False,) * v.meta["val"].dim() for v in all_values},
     )
     for value, spec, why in seeds:
         layouts.seed(value, spec, why)
@@ -91,12 +97,13 @@ def propagate(
     propagation = _Propagation(layouts, ops)
     for stage in (ELEMENTWISE, PASSING, ALL):
         propagation.run(stage)
-    for value in every:
+    for value in all_values:
         value.meta["spec"] = layouts.spec[value]
     return layouts
 
 
 def _tie(a: fx.Node, b: fx.Node, why: str) -> Op:
+    """Return an operation that passes the layout of one value to another, and back."""
     names = [(f"d{i}",) for i in range(a.meta["val"].dim())]
     rule = make_rule(
         [names], [names], {f"d{i}": n for i, n in enumerate(a.meta["val"].shape)}, text=why
@@ -104,9 +111,10 @@ def _tie(a: fx.Node, b: fx.Node, why: str) -> Op:
     return Op(a, rule, (a,), (b,), None)
 
 
-class _Growth(NamedTuple):
-    """One tensor of an operation gets axes, since another one has them: by their places among
-    operands and results taken.
+class _Extension(NamedTuple):
+    """Axes that one tensor of an operation gets because another one has them.
+
+    tensor, source: indices among the operands and the results used.
     """
 
     tensor: int
@@ -116,52 +124,58 @@ class _Growth(NamedTuple):
 
 
 class _Propagation:
-    def __init__(self, layouts: Layouts, ops: list[Op]):
+    """The operations of a graph, with the layouts that they extend."""
+
+    def __init__(self, layouts: Layouts, ops: list[Op]) -> None:
         self.layouts, self.ops, self.mesh = layouts, ops, layouts.mesh
         self.values = [(*op.operands, *(v for v in op.results if v is not None)) for op in ops]
-        self.kinds = [_kind(op) for op in ops]
-        self.known: dict[tuple, list[_Growth]] = {}  # by kind, stage and layouts
+        self.op_kinds = [_op_kind(op) for op in ops]
+        # by kind of operation, stage and layouts
+        self.extension_cache: dict[tuple, list[_Extension]] = {}
         self.crowded = crowded(
             ((v.meta["val"].shape, spec) for v, spec in layouts.spec.items()), layouts.mesh
         )
-        self.near: dict[fx.Node, list[int]] = {}
+        self.neighbors: dict[fx.Node, list[int]] = {}
         for i, op in enumerate(ops):
             for value in {*op.operands, *op.results} - {None}:
-                self.near.setdefault(value, []).append(i)
+                self.neighbors.setdefault(value, []).append(i)
 
     def run(self, stage: int) -> None:
-        """Sweeps forwards and backwards over the operations that something changed around, until
-        nothing changes.
-        """
+        """Sweep forwards and backwards over operations with changed neighbors, until none is."""
         dirty = set(range(len(self.ops)))
         forward = True
         while dirty:
             order, later = sorted(dirty, reverse=not forward), set()
             todo = set(order)
             for i in self._sweep(order, todo, forward):
-                later.update(self._changed(i, stage, todo, forward))
+                later.update(self._worklist_after(i, stage, todo, forward))
             dirty, forward = later, not forward
 
     def _sweep(self, order: list[int], todo: set[int], forward: bool) -> Iterable[int]:
+        """Yield the operations of `todo` in order, also those that are added on the way."""
         indices = range(order[0], len(self.ops)) if forward else range(order[0], -1, -1)
         for i in indices:
             if i in todo:
                 todo.discard(i)
                 yield i
 
-    def _changed(self, i: int, stage: int, todo: set[int], forward: bool) -> Iterable[int]:
-        """Runs one operation; what its changes touch ahead is done in this sweep, the rest is
-        returned.
+    def _worklist_after(self, i: int, stage: int, todo: set[int], forward: bool) -> Iterable[int]:
+        """Propagate through one operation, and yield the operations to visit in the next sweep.
+
+        Operations ahead are added to `todo`: this sweep visits them.
         """
         for value in self._step(i, stage):
-            for j in self.near[value]:
+            for j in self.neighbors[value]:
                 if j != i and ((j > i) == forward):
                     todo.add(j)
                 elif j != i:
                     yield j
 
     def _step(self, i: int, stage: int) -> list[fx.Node]:
-        """The values that get more axes. Found once for like operations between like layouts."""
+        """Propagate through one operation; return the values that get more axes.
+
+        Like operations between like layouts share one computation.
+        """
         op, values, spec, fixed = self.ops[i], self.values[i], self.layouts.spec, self.layouts.fixed
         if (
             stage == ELEMENTWISE
@@ -170,31 +184,34 @@ class _Propagation:
         ):
             return []
         key = (
-            self.kinds[i],
+            self.op_kinds[i],
             stage,
             *map(spec.__getitem__, values),
             *map(fixed.__getitem__, values),
         )
-        if key not in self.known:
-            self.known[key] = list(self._growths(op, stage))
-        for growth in self.known[key]:
-            value = values[growth.tensor]
-            spec[value] = growth.spec
-            for axis in growth.axes:
+        if key not in self.extension_cache:
+            self.extension_cache[key] = list(self._extensions(op, stage))
+        for extension in self.extension_cache[key]:
+            value = values[extension.tensor]
+            spec[value] = extension.spec
+            for axis in extension.axes:
                 self.layouts.origin.setdefault(
-                    (value, axis), (values[growth.source], f"{op.node.name}: {op.rule}")
+                    (value, axis), (values[extension.source], f"{op.node.name}: {op.rule}")
                 )
-        return [values[growth.tensor] for growth in self.known[key]]
+        return [values[extension.tensor] for extension in self.extension_cache[key]]
 
-    def _growths(self, op: Op, stage: int) -> Iterator[_Growth]:
+    def _extensions(self, op: Op, stage: int) -> Iterator[_Extension]:
+        """Extend the layouts of an operation's tensors, and yield what each one gets."""
         rule = op.rule
         tensors = [
             (v, d)
             for v, d in zip((*op.operands, *op.results), (*rule.operands, *rule.results))
             if v is not None
         ]
-        found = [project(dims, self.layouts.spec[v], rule.sizes, self.mesh) for v, dims in tensors]
-        for factor in self._order(rule, found, tensors):
+        assignments = [
+            project(dims, self.layouts.spec[v], rule.sizes, self.mesh) for v, dims in tensors
+        ]
+        for factor in self._factor_order(rule, assignments, tensors):
             if (
                 factor in rule.whole
                 and not rule.splits
@@ -203,30 +220,33 @@ class _Propagation:
                 or (stage == ELEMENTWISE and factor in rule.windowed)
             ):
                 continue
-            longest, source = self._longest(rule, factor, found, tensors, stage)
+            longest, source = self._longest(rule, factor, assignments, tensors, stage)
             if stage < ALL and is_far(op, factor, longest, self.mesh):
                 continue
             for t, (value, _) in enumerate(tensors):
-                if self._extend(rule, factor, longest, t, tensors, found):
-                    yield _Growth(t, self.layouts.spec[value], longest, source)
+                if self._extend(rule, factor, longest, t, tensors, assignments):
+                    yield _Extension(t, self.layouts.spec[value], longest, source)
 
-    def _order(self, rule: Rule, found: list[dict[str, Axes]], tensors: list) -> list[str]:
-        """Sharded factors; those of tensors with most elements first."""
+    def _factor_order(
+        self, rule: Rule, assignments: list[dict[str, Axes]], tensors: list
+    ) -> list[str]:
+        """Return the sharded factors, those of the largest tensors first."""
         weight: dict[str, int] = {}
-        for (value, _), axes in zip(tensors, found):
+        for (value, _), axes in zip(tensors, assignments):
             for factor in axes:
                 weight[factor] = max(weight.get(factor, 0), math.prod(value.meta["val"].shape))
         return sorted(weight, key=lambda f: -weight[f])
 
     def _longest(
-        self, rule: Rule, factor: str, found: list[dict[str, Axes]], tensors: list, stage: int
+        self, rule: Rule, factor: str, assignments: list[dict[str, Axes]], tensors: list, stage: int
     ) -> tuple[Axes, int]:
-        """The longest list of axes that a tensor has for a factor. Small broadcast operands count
-        in the last round only.
+        """Return the longest list of axes that a tensor has for a factor, and its index.
+
+        Small broadcast operands count in the last stage only.
         """
         best: Axes = ()
         source = 0
-        for i, axes in enumerate(found):
+        for i, axes in enumerate(assignments):
             if (
                 stage < ALL
                 and not rule.contraction
@@ -246,52 +266,51 @@ class _Propagation:
         longest: Axes,
         t: int,
         tensors: list,
-        found: list[dict[str, Axes]],
+        assignments: list[dict[str, Axes]],
     ) -> bool:
-        """Gives tensor t the axes of `longest` that it lacks, as far as that is possible."""
+        """Give tensor t the axes of `longest` that it lacks and can have; return whether any."""
         value, dims = tensors[t]
-        have = found[t].get(factor, ())
-        place = next((d for d, names in enumerate(dims) if factor in names), None)
+        have = assignments[t].get(factor, ())
+        dim = next((d for d, names in enumerate(dims) if factor in names), None)
         if (
-            place is None
+            dim is None
             or have == longest
             or have != longest[: len(have)]
-            or self.layouts.fixed[value][place]
+            or self.layouts.fixed[value][dim]
         ):
             return False
         spec = self.layouts.spec[value]
         used = set(spec.sharding_axes)
-        most = value.meta["val"].shape[place] if len(dims[place]) == 1 else rule.sizes[factor]
+        size = value.meta["val"].shape[dim] if len(dims[dim]) == 1 else rule.sizes[factor]
         accepted = None
         for end in range(len(have) + 1, len(longest) + 1):
             axes = longest[:end]
-            if longest[end - 1] in used or not is_roomy(most, axes, self.mesh, self.crowded):
+            if longest[end - 1] in used or not is_roomy(size, axes, self.mesh, self.crowded):
                 break
-            new = assemble(dims, {**found[t], factor: axes}, rule.sizes, self.mesh)
+            new = assemble(dims, {**assignments[t], factor: axes}, rule.sizes, self.mesh)
             if new is None or any(
-                a != b for d, (a, b) in enumerate(zip(new, spec.dims)) if d != place
+                a != b for d, (a, b) in enumerate(zip(new, spec.dims)) if d != dim
             ):
                 break
             accepted = (axes, new)
         if accepted is None:
             return False
-        found[t][factor] = accepted[0]
+        assignments[t][factor] = accepted[0]
         self.layouts.spec[value] = ShardSpec(accepted[1])
         return True
 
 
-def _kind(op: Op) -> tuple:
-    """Equal for like operations (which have one rule) that use one value in the same places and
-    have the same results taken.
+def _op_kind(op: Op) -> tuple:
+    """Return a key that is equal for operations which propagate alike.
+
+    They have one rule, use one value in the same places, and have the same results used.
     """
     values = (*op.operands, *op.results)
     return id(op.rule), *(None if v is None else values.index(v) for v in values)
 
 
 def _broadcasts(rule: Rule, operand: int) -> bool:
-    """Whether an operand is spread over dimensions that the result has, by itself or beside a
-    larger operand.
-    """
+    """Return whether an operand lacks factors of a larger operand, or (alone) of the result."""
     own = {f for dim in rule.operands[operand] for f in dim}
     others = [
         {f for dim in dims for f in dim} for i, dims in enumerate(rule.operands) if i != operand

@@ -1,0 +1,255 @@
+"""The state of the search: the strategy of each operation and the layout of each value.
+
+    %a = mm(%x, %w)      strategy_of[%a] = {m: data}      layout_of[%a] = [data, _]
+    %b = relu(%a)        required[%a] = {(%b, 0): [data, _]}
+
+A change puts the operations that depend on it on the worklist.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+from torch import fx
+
+from ...mesh import Mesh
+from ...shard_spec import ShardSpec
+from ..ir import Op, Rules, values
+from ..propagate.factors import crowded
+from .search_memory import Memories, SearchMemory
+from .strategies import Neighborhood, OperandLayouts, Strategy
+
+PENDING_DEPTH = 4  # Look through at most so many operations for a sum that could stay pending.
+SNAPSHOT_FIELDS = (
+    "strategy_of",
+    "layout_of",
+    "required",
+    "view_cache",
+    "neighborhood_cache",
+    "window_costs",
+    "worklist",
+    "version",
+)
+
+
+class Assignment:
+    """Strategies, layouts and requirements of one graph, with the worklist of their changes."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        mesh: Mesh,
+        input_specs: Mapping[fx.Node, ShardSpec],
+        rules: Rules,
+        memories: Memories,
+    ) -> None:
+        self.graph, self.mesh = graph, mesh
+        self.ops: dict[fx.Node, Op] = {op.node: op for op in rules.ops(graph)}
+        self.only_inputs = {
+            node: all(value.op == "placeholder" for value in op.operands)
+            for node, op in self.ops.items()
+        }
+        situation = (
+            mesh,
+            crowded(((v.meta["val"].shape, v.meta["spec"]) for v in values(graph)), mesh),
+        )
+        self.memory = memories.setdefault(situation, SearchMemory(*situation))
+        self.resharder, self.strategies = self.memory.resharder, self.memory.strategies
+        self.open_inputs = [
+            n for n in graph.nodes if n.op == "placeholder" and n not in input_specs
+        ]
+        self.layout_of = self._initial_layouts(input_specs)
+        self.strategy_of: dict[fx.Node, Strategy] = {}
+        # value -> {(user, operand index): layout}
+        self.required: dict[fx.Node, dict[tuple[fx.Node, int], ShardSpec]] = {}
+        self.versions = itertools.count()
+        self.version = next(self.versions)  # changes with everything that a decision depends on
+        # value -> {user: its OperandLayouts, None: the layouts required}, until these change
+        self.view_cache: dict[fx.Node, dict] = {}
+        self.neighborhood_cache: dict[fx.Node, Neighborhood] = {}
+        self.window_costs: dict[tuple[fx.Node, ShardSpec], float] = {}  # until a layout changes
+        self.sizes: dict[fx.Node, tuple[tuple[int, ...], int]] = {  # shape, bytes of an element
+            v: (tuple(v.meta["val"].shape), v.meta["val"].element_size()) for v in values(graph)
+        }
+        self.worklist = set(self.ops)  # operations whose neighborhood changed
+        # value -> operations that produce or use it
+        self.neighbors: dict[fx.Node, set[fx.Node]] = {v: set() for v in self.sizes}
+        for op in self.ops.values():
+            for value in filter(None, (*op.operands, *op.results)):
+                self.neighbors[value].add(op.node)
+        self.sharer_counts: dict[tuple[fx.Node, int], int] = {}  # by value and key of operations
+
+    def _initial_layouts(self, input_specs: Mapping[fx.Node, ShardSpec]) -> dict:
+        """Return the layouts of inputs and constants; an open input uses whole axes only."""
+        layout_of = {n: n.meta["spec"] for n in self.graph.nodes if n.op == "placeholder"}
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                layout_of[node] = ShardSpec.replicated(node.meta["val"].dim())
+        layout_of.update(input_specs)
+        for node in self.open_inputs:
+            layout_of[node] = layout_of[node].map_axes(self.mesh.whole)
+        return layout_of
+
+    # ------------------------------------------------------------------------------------- changes
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copy everything that decisions change."""
+        return {name: copy(getattr(self, name)) for name in SNAPSHOT_FIELDS}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Go back to a snapshot, which cannot be used again."""
+        vars(self).update(snapshot)
+
+    def assign(self, op: Op, strategy: Strategy) -> None:
+        """Give an operation a strategy: set the layouts of its results, require its operands'."""
+        if self.strategy_of.get(op.node) is not strategy:
+            self.strategy_of[op.node] = strategy
+            self.new_version()
+            self.worklist.add(op.node)  # The strategy may be forced and not the cheapest.
+        for value, spec in zip(op.results, strategy.results):
+            if value is not None:
+                self.set_layout(value, spec)
+        for i, (value, spec) in enumerate(zip(op.operands, strategy.operands)):
+            self.require(value, op.node, i, spec)
+
+    def set_layout(self, value: fx.Node, spec: ShardSpec) -> None:
+        """Set the layout in which a value is produced."""
+        before = self.layout_of.get(value)
+        if before != spec:
+            self.layout_of[value] = spec
+            self.new_version()
+            self.window_costs.clear()
+            self.view_cache.pop(value, None)
+            self._touch_users(value, before is None or before.pending != spec.pending)
+
+    def require(self, value: fx.Node, user: fx.Node, operand: int, spec: ShardSpec) -> None:
+        """Set the layout in which a user needs a value."""
+        uses = self.required.get(value, {})
+        if uses.get((user, operand)) != spec:
+            # A new dict, as snapshots share the old one.
+            self.required[value] = uses | {(user, operand): spec}
+            self.new_version()
+            self.view_cache.pop(value, None)
+            for node in self.neighbors[value]:
+                if node is not user:
+                    self._touch(node)
+
+    def new_version(self) -> None:
+        """Record that something changed that decisions depend on."""
+        self.version = next(self.versions)
+
+    def _touch(self, node: fx.Node) -> None:
+        """Put an operation on the worklist; its neighborhood changed."""
+        self.worklist.add(node)
+        self.neighborhood_cache.pop(node, None)
+
+    def _touch_users(self, value: fx.Node, pending: bool, depth: int = PENDING_DEPTH) -> None:
+        """Touch all operations that decide by the layout of a value.
+
+        These are its users, and the users behind moves of rows. With `pending` (the pending axes
+        changed) also those behind linear operations.
+        """
+        for user in value.users:
+            op = self.ops.get(user)
+            if op is not None:
+                self._touch(user)
+                if depth and (pending and op.rule.linear or op.rule.moves is not None):
+                    for result in filter(None, op.results):
+                        self._touch_users(result, pending, depth - 1)
+
+    # ------------------------------------------------------------------------------- neighborhoods
+
+    def neighborhood(self, op: Op, first: bool = False) -> Neighborhood:
+        """Return the layouts around an operation; with `first` those that propagation proposes."""
+        neighborhood = self.neighborhood_cache.get(op.node)
+        if neighborhood is None or first:
+            neighborhood = self.new_neighborhood(
+                op,
+                tuple(self.operand_layouts(v, op, first) for v in op.operands),
+                tuple(self.required_layouts(v, first) for v in op.results),
+                first,
+            )
+            if not first:
+                self.neighborhood_cache[op.node] = neighborhood
+        return neighborhood
+
+    def new_neighborhood(
+        self,
+        op: Op,
+        operands: tuple[OperandLayouts, ...],
+        required: tuple[tuple[ShardSpec, ...], ...],
+        first: bool = False,
+    ) -> Neighborhood:
+        """Return the neighborhood of an operation with other layouts around it."""
+        return self.memory.neighborhood(operands, required, first, self.only_inputs[op.node])
+
+    def operand_layouts(self, value: fx.Node, op: Op, first: bool = False) -> OperandLayouts:
+        """Return the layouts in which a value exists without `op`.
+
+        With `first` only the layout it is produced in, and how many operations share a new one.
+        """
+        if first:
+            return self.memory.operand_layouts((self.layout_of[value],), self.sharers(value, op))
+        views = self.view_cache.setdefault(value, {})
+        if (view := views.get(op.node)) is None:
+            others = (
+                spec
+                for (user, _), spec in self.required.get(value, {}).items()
+                if user is not op.node
+            )
+            view = views[op.node] = self.memory.operand_layouts(
+                tuple(dict.fromkeys((self.layout_of[value], *others)))
+            )
+        if op.rule.joins:
+            near = {
+                axis
+                for spec in (
+                    *map(self.layout_of.get, op.operands),
+                    *self.required_layouts(op.results[0], False),
+                )
+                for axis in spec.pending
+            }
+            if near and (
+                deferrable := tuple(
+                    a for a in self.mesh.names if a in near and self._is_deferrable(value, a)
+                )
+            ):
+                return self.memory.operand_layouts(view.layouts, view.sharers, deferrable)
+        return view
+
+    def required_layouts(self, value: fx.Node | None, first: bool) -> tuple[ShardSpec, ...]:
+        """Return the different layouts that users require; with `first` the propagated one."""
+        if value is None:
+            return ()
+        if first:
+            return (value.meta["spec"].closed(),)
+        views = self.view_cache.setdefault(value, {})
+        if None not in views:
+            views[None] = tuple(dict.fromkeys(self.required.get(value, {}).values()))
+        return views[None]
+
+    def sharers(self, value: fx.Node, op: Op) -> int:
+        """Return how many operations like this one use a value."""
+        if (value, op.key) not in self.sharer_counts:
+            self.sharer_counts[value, op.key] = max(
+                1, sum(user in self.ops and self.ops[user].key == op.key for user in value.users)
+            )
+        return self.sharer_counts[value, op.key]
+
+    def _is_deferrable(self, value: fx.Node, axis: str, depth: int = PENDING_DEPTH) -> bool:
+        """Return whether a value could be pending over an axis.
+
+        True if it is, if a sum before it could have been left unreduced, and for single numbers.
+        """
+        if axis in self.layout_of[value].pending or value.meta["val"].numel() == 1:
+            return True
+        op = self.ops.get(value)
+        if op is None or depth == 0 or len(value.users) > 1:
+            return False
+        return any(
+            all(self._is_deferrable(op.operands[i], axis, depth - 1) for i in group)
+            for group in op.rule.linear
+        )

@@ -1,0 +1,155 @@
+"""Where sums are reduced: several summands share one reduction, or each is reduced at once.
+
+before   %c = add(all_reduce(mm(...), sum, model), all_reduce(mm(...), sum, model))
+after    %c = all_reduce(add(mm(...), mm(...)), sum, model)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from ...mesh import Mesh
+from ...shard_spec import ShardSpec
+from ..ir import Op
+from .region_proposal import RegionProposals
+from .regions import Region, sums
+
+if TYPE_CHECKING:
+    from .solver import Solver
+
+
+class SumSearch(RegionProposals):
+    """Tries to reduce sums later or earlier."""
+
+    def __init__(self, solver: Solver) -> None:
+        super().__init__(solver)
+        self.sums = sums(solver.ops)
+        self.order = {node: i for i, node in enumerate(solver.ops)}
+
+    def improve(self) -> list[bool]:
+        """Try all sums once; return of each whether it changed."""
+        return [*map(self._improve_sum, self.sums)]
+
+    def _improve_sum(self, total: Region) -> bool:
+        """Try, for each axis, all summands pending over it, and none of them.
+
+        No summand gains alone: an addition passes on only what is pending in both operands.
+        """
+        solver = self.solver
+        axes = [
+            a
+            for a, size in solver.mesh.axes
+            if size > 1 and a not in solver.layout_of[total.value].pending
+        ]
+        inside = {a for value in total.values for a in solver.layout_of[value].pending}
+        kinds = [(axis, True) for axis in axes] + [(axis, False) for axis in axes if axis in inside]
+        return any(
+            [
+                self.try_proposal(total, kind, lambda kind=kind: self._propose(total, *kind))
+                for kind in kinds
+            ]
+        )
+
+    def _propose(self, total: Region, axis: str, pending: bool) -> bool:
+        """Leave everything up to the last addition pending over an axis, or nothing of it.
+
+        If nothing (`pending` is False), each summand gets the layout that costs least to compute.
+        """
+        for op in total.ops:
+            neighborhood = self.solver.neighborhood(op)
+            if op is not total.ops[-1]:
+                neighborhood = self.solver.new_neighborhood(
+                    op,
+                    neighborhood.operands,
+                    tuple(
+                        tuple(_with_pending_axis(w, axis, self.solver.mesh) for w in uses)
+                        if pending
+                        else ()
+                        for uses in neighborhood.required
+                    ),
+                )
+            candidates = [
+                s
+                for s in self.solver.strategies.candidates(op, neighborhood)
+                if all(
+                    (axis in layout.pending) == pending
+                    for v, layout in zip(op.results, s.results)
+                    if v in total.values
+                )
+            ]
+            if not candidates:
+                return False
+            self.assign_cheapest(op, candidates, neighborhood)
+        return True
+
+    def reduce_early(self) -> bool:
+        """Reduce pending sums right away where several users reduce them; return whether it helped.
+
+        No user can ask for that alone: the others would still reduce what they compute.
+        """
+        pending = [
+            (value, axis)
+            for op in self.solver.ops.values()
+            for value in op.results
+            if value is not None
+            for axis in self.solver.layout_of[value].pending
+            if not self._passes_on(op, axis)
+        ]
+        return any([self._reduce_at_origin(value, axis) for value, axis in pending])
+
+    def _passes_on(self, op: Op, axis: str) -> bool:
+        """Return whether an operation takes an operand that is pending over an axis."""
+        return any(axis in spec.pending for spec in self.solver.strategy_of[op.node].operands)
+
+    def _reduce_at_origin(self, value: fx.Node, axis: str) -> bool:
+        """Reduce a pending sum where it is computed if that costs less; return whether."""
+        solver, (ops, reductions) = self.solver, self._pending_users(value, axis)
+        if reductions < 2:
+            return False
+        before, cost = [solver.strategy_of[op.node] for op in ops], self.exact_cost(ops)
+        for op in ops:
+            neighborhood = solver.neighborhood(op)
+            targets = tuple(
+                t
+                for t in solver.strategies.options(op, neighborhood).get(axis, ())
+                if not isinstance(t, int)
+            )
+            candidates = solver.strategies.candidates(op, neighborhood, {axis: targets or (None,)})
+            if not candidates:
+                break
+            self.assign_cheapest(op, candidates, neighborhood)
+        if self.exact_cost(ops) < cost:
+            return True
+        for op, strategy in zip(ops, before):
+            solver.assign(op, strategy)
+        return False
+
+    def _pending_users(self, value: fx.Node, axis: str) -> tuple[list[Op], int]:
+        """Return the operations that pass on the terms of a sum, and the number of reductions.
+
+        The operations are in program order.
+        """
+        solver, users, reductions, stack = self.solver, {}, 0, [value]
+        while stack:
+            at = stack.pop()
+            uses = solver.required.get(at, {})
+            reductions += len({spec for spec in uses.values() if axis not in spec.pending})
+            for (user, _), spec in uses.items():
+                if axis in spec.pending and user in solver.ops and user not in users:
+                    users[user] = solver.ops[user]
+                    stack += [
+                        v
+                        for v in solver.ops[user].results
+                        if v is not None and axis in solver.layout_of[v].pending
+                    ]
+        return sorted(users.values(), key=lambda op: self.order[op.node]), reductions
+
+
+def _with_pending_axis(spec: ShardSpec, axis: str, mesh: Mesh) -> ShardSpec:
+    """Return the layout with an axis pending, and not on a dimension."""
+    dims = tuple(tuple(a for a in axes if a != axis) for axes in spec.dims)
+    return ShardSpec(
+        dims, (), tuple(a for a in mesh.names if a == axis or a in spec.pending), spec.reduction
+    )
