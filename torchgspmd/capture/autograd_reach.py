@@ -47,12 +47,12 @@ def reached(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
     input k. ShardingError if one would flow to another tensor: it would be lost without a word.
     """
     bits = {id(tensor): 1 << k for k, tensor in enumerate(inputs)}
-    found: dict[Any, int] = {}
+    reachable: dict[Any, int] = {}
     stack = [out.grad_fn for out in outs if out.grad_fn is not None]
     while stack:
         node = stack[-1]
         before = [n for n, _ in node.next_functions if n is not None]
-        rest = [n for n in before if n not in found] if node not in found else ()
+        rest = [n for n in before if n not in reachable] if node not in reachable else ()
         stack += rest
         if rest:
             continue
@@ -66,5 +66,5 @@ def reached(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
                 fix="make it a parameter of the module or an argument, or detach() it; if the module keeps what an "
                 "earlier call computed, empty that, or call under torch.no_grad()",
             )
-        found[node] = reduce(or_, (found[n] for n in before), bits.get(id(leaf), 0))
-    return [bits.get(id(out), 0) if out.grad_fn is None else found[out.grad_fn] for out in outs]
+        reachable[node] = reduce(or_, (reachable[n] for n in before), bits.get(id(leaf), 0))
+    return [bits.get(id(out), 0) if out.grad_fn is None else reachable[out.grad_fn] for out in outs]

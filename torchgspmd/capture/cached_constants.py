@@ -53,10 +53,10 @@ class CachedConstants:
 
     def settle(self, nodes: dict[int, fx.Node], owner: torch.nn.Module) -> None:
         """Gives values to those that are still there. nodes: what computes each, by its id."""
-        found = [(ref(), nodes[key]) for key, ref in self.alive.items() if key in nodes]
+        constants = [(ref(), nodes[key]) for key, ref in self.alive.items() if key in nodes]
         self.alive.clear()
         values: dict[fx.Node, Any] = {}
-        for tensor, node in found:
+        for tensor, node in constants:
             if tensor is not None and _is_computable(node) and tensor._use_count() == 1:
                 with torch.no_grad():
                     torch.utils.swap_tensors(tensor, _value(node, owner, values).clone())

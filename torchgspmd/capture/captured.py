@@ -81,7 +81,7 @@ class Captured:
     places: tuple[Place, ...] = ()  # whose tensors and numbers are the last arguments
     looks: tuple[ValueGuard, ...] = ()  # at the values of buffers
 
-    def result(self, outputs: Sequence[Any], given: tuple[tuple, dict]) -> Any:
+    def result(self, outputs: Sequence[Any], arguments: tuple[tuple, dict]) -> Any:
         """The function's result, of what the graph computes; containers among the given (args,
         kwargs), and others, are changed.
 
@@ -96,10 +96,10 @@ class Captured:
         left_here = [left.filled(outputs) for left in self.left]  # before any of them is written
         tree = pytree.tree_unflatten(leaves, self.results)
         if self.effects:
-            apply(self.effects, outputs, given)
+            apply(self.effects, outputs, arguments)
         for left in left_here:
             left.write()
-        return closed(tree, given) if self.opened else tree
+        return closed(tree, arguments) if self.opened else tree
 
     def holds(self) -> bool:
         """Whether all that it read is as it was."""
@@ -151,13 +151,13 @@ class Captured:
         others without one.
         """
         names = self.reads.tensors(owners)
-        held = [
+        constants = [
             getattr(self.constants, node.target)
             for node in self.graph.nodes
             if node.op == "get_attr"
         ]
         return [
-            (names.get(id(tensor), ""), tensor) for tensor in held if isinstance(tensor, Tensor)
+            (names.get(id(tensor), ""), tensor) for tensor in constants if isinstance(tensor, Tensor)
         ]
 
     def check_aliases(self, tensors: Sequence[Tensor]) -> None:
@@ -183,26 +183,26 @@ class Captured:
         through = {out.input for out in self.outputs if out.kind == GRADIENT}
         return [
             i
-            for i, given in enumerate(self.inputs)
-            if given.kind in (PARAMETER, ARGUMENT) and i not in through
+            for i, each in enumerate(self.inputs)
+            if each.kind in (PARAMETER, ARGUMENT) and i not in through
         ]
 
     def parts(self) -> dict[int, int]:
         """Of outputs that have a cotangent; none if all are one part."""
-        found = {
-            given.output: self.outputs[given.output].part
-            for given in self.inputs
-            if given.kind == TANGENT
+        components = {
+            each.output: self.outputs[each.output].part
+            for each in self.inputs
+            if each.kind == TANGENT
         }
-        return found if len(set(found.values())) > 1 else {}
+        return components if len(set(components.values())) > 1 else {}
 
-    def flowing(self, given: set[int], gradients: Sequence[Any]) -> Sequence[Any]:
+    def flowing(self, with_cotangent: set[int], gradients: Sequence[Any]) -> Sequence[Any]:
         """Outputs of kind GRADIENT: None where eager PyTorch computes none, as it comes from
         outputs of which none has a cotangent.
         """
-        made = (out for out in self.outputs if out.kind == GRADIENT)
+        gradient_outputs = (out for out in self.outputs if out.kind == GRADIENT)
         return [
-            value if out.of & given or not out.of else None for out, value in zip(made, gradients)
+            value if out.of & with_cotangent or not out.of else None for out, value in zip(gradient_outputs, gradients)
         ]
 
     def observe(self, values: Sequence[Any]) -> None:
@@ -221,5 +221,5 @@ class Captured:
             for leaf in pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Opened))
             if isinstance(leaf, int)
         ]
-        found = {places[leaf] for leaf in seen if leaf in places}
-        return found or set(places.values())
+        visible_outputs = {places[leaf] for leaf in seen if leaf in places}
+        return visible_outputs or set(places.values())

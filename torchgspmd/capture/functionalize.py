@@ -39,10 +39,10 @@ class Functional(FunctionalTensorMode):
     when it runs.
     """
 
-    def __init__(self, tables: Tables, known: ValueGuards):
+    def __init__(self, tables: Tables, value_guards: ValueGuards):
         super().__init__()
-        self.tables, self.known = tables, known
-        known.entry_of = self._entry
+        self.tables, self.value_guards = tables, value_guards
+        value_guards.entry_of = self._entry
         self.views: dict[
             int, tuple[Tensor, tuple | None]
         ] = {}  # of tensors that are no inputs: and the entry that holds those
@@ -51,13 +51,13 @@ class Functional(FunctionalTensorMode):
         if func in _CHECKS:
             return None
         if func is _ITEM:
-            if (found := self.ask(args[0])) is not None:
-                return found.item()
+            if (constant := self.ask(args[0])) is not None:
+                return constant.item()
             if (entry := self._entry(args[0])) is not None:
                 with at_once():
-                    self.known.see(*entry, user_line())
-        if func in SELECTING and (found := self._selected(func, args, kwargs or {})) is not None:
-            return found
+                    self.value_guards.see(*entry, user_line())
+        if func in SELECTING and (constant := self._selected(func, args, kwargs or {})) is not None:
+            return constant
         if func._schema.is_mutable:
             for parameter, value in zip(func._schema.arguments, args):
                 if parameter.alias_info is not None and (entry := self._entry(value)) is not None:
@@ -92,20 +92,20 @@ class Functional(FunctionalTensorMode):
         )
         with at_once():
             if slot is not None:
-                return self.known.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
+                return self.value_guards.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
             if not is_shape or type(tensor) is not Tensor or is_functorch_wrapped_tensor(tensor):
                 return None
-            found = self._entry(tensor) or ({"a tensor": tensor}, ("a tensor",))
-            return tensor if self.known.see(*found, user_line()) else None
+            entry = self._entry(tensor) or ({"a tensor": tensor}, ("a tensor",))
+            return tensor if self.value_guards.see(*entry, user_line()) else None
 
     def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
         """The indices of what a mask selects, a constant for each of its dimensions; None if its
         values are not known.
         """
-        if (known := self.ask(mask, True)) is None:
+        if (values := self.ask(mask, True)) is None:
             return None
         with at_once():
-            rows = known.nonzero().unbind(1)
+            rows = values.nonzero().unbind(1)
         return self._constants(rows)
 
     def _constants(self, values: Any) -> Any:
@@ -114,15 +114,15 @@ class Functional(FunctionalTensorMode):
 
     def _selected(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         """The results of an operation on values that are known, as constants; None if they are not."""
-        known = {
+        constants = {
             id(t): self.ask(t, True)
             for t in pytree.tree_leaves((args, kwargs))
             if isinstance(t, Tensor)
         }
-        if any(values is None for values in known.values()):
+        if any(values is None for values in constants.values()):
             return None
         with at_once():
-            args, kwargs = pytree.tree_map_only(Tensor, lambda t: known[id(t)], (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: constants[id(t)], (args, kwargs))
             results = func(*args, **kwargs)
         return self._constants(results)
 

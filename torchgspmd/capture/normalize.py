@@ -33,7 +33,7 @@ def normalize(
     placeholders = [n for n in old_nodes if n.op == "placeholder"]
     results = list(pytree.tree_leaves(old_nodes[-1].args, is_leaf=lambda x: x is None))
     inputs, graph, new = list(inputs), fx.Graph(), {}
-    names = _identifiers([given.name for given in inputs])
+    names = _identifiers([each.name for each in inputs])
     for node, name in zip(placeholders, names):
         new[node] = graph.placeholder(name)
         _copy_meta(node, new[node])
@@ -75,16 +75,16 @@ def _identifier(name: str) -> str:
 
 def _identifiers(names: list[str]) -> list[str]:
     """Of names, another one for each: the second `h` is `h_1`."""
-    found: dict[str, None] = {}
+    identifiers: dict[str, None] = {}
     for name in map(_identifier, names):
-        found[
+        identifiers[
             next(
                 each
                 for each in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
-                if each not in found
+                if each not in identifiers
             )
         ] = None
-    return list(found)
+    return list(identifiers)
 
 
 def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:

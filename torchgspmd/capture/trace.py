@@ -91,7 +91,7 @@ def capture(
     besides = frozenset(map(id, own.values()))
     while True:
         places, numbered = state.places(besides), state.numbers(varying.now)
-        known = ValueGuards(
+        value_guards = ValueGuards(
             _buffers(fn, own) | _behind(own, (args, kwargs), places), state.is_looking, state.shapes
         )
         try:
@@ -106,21 +106,21 @@ def capture(
                 state,
                 [*places, *numbered],
                 varying,
-                known,
+                value_guards,
             )
             settle()
-        except Changes as found:
-            if found.entry in state:
+        except Changes as error:
+            if error.entry in state:
                 raise ShardingError(
-                    f"the program changes a tensor in place that shares its memory with '{found.entry[1][-1]}'",
-                    where=user_line_of(found),
+                    f"the program changes a tensor in place that shares its memory with '{error.entry[1][-1]}'",
+                    where=user_line_of(error),
                     why="each tensor that a module keeps is an input of its own",
                     fix="keep one of them, and take views of it in forward",
                 ) from None
-            state.add(*found.entry)
+            state.add(*error.entry)
             continue
         except Exception:
-            if known.could_look:  # not when it has looked
+            if value_guards.could_look:  # not when it has looked
                 state.is_looking = True
             elif numbered:
                 state.is_counting = False  # of what is not written in Python some take numbers only
@@ -144,7 +144,7 @@ def _capture(
     keeps: State,
     places: list[Place],
     varying: Varying,
-    known: ValueGuards,
+    value_guards: ValueGuards,
 ) -> tuple[Captured, Callable[[], None]]:
     """A program, and what then gives values to constants of the trace that are still there."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -155,7 +155,7 @@ def _capture(
         for name, t in state.items()
     ]
     inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
-    kept = [place.tensor() for place in places]
+    state_tensors = [place.tensor() for place in places]
     owners = (
         {id(m.__dict__): f"{name}." for name, m in fn.named_modules() if name}
         if isinstance(fn, nn.Module)
@@ -163,9 +163,9 @@ def _capture(
     )
     inputs += [
         _input(ARGUMENT, owners.get(id(place.root), "") + place.name, tensor, mesh)
-        for place, tensor in zip(places, kept)
+        for place, tensor in zip(places, state_tensors)
     ]
-    real = [*state.values(), *(leaves[i] for i in slots), *kept]
+    real = [*state.values(), *(leaves[i] for i in slots), *state_tensors]
     tables = Tables(fn, FunctionalTensor, keeps, varying.now)
     program = _Program(
         fn,
@@ -177,7 +177,7 @@ def _capture(
         grad,
         tables,
         places,
-        known,
+        value_guards,
     )
     watched = (
         recorded_reads(tables.modules, tables.objects, tables.called)
@@ -195,7 +195,7 @@ def _capture(
     constants = program.take_constants(traced.graph)
     used = program.drop_unused(traced.graph)
     first = len(real) - len(places)
-    inputs = [given for i, given in enumerate(inputs) if i < first or i - first in used]
+    inputs = [each for i, each in enumerate(inputs) if i < first or i - first in used]
     graph, inputs = normalize(traced.graph, inputs, program.tangents)
     check_constants(graph, traced)
     left, observed = (
@@ -225,7 +225,7 @@ def _capture(
         real[: len(state)],
         reads,
         tuple(place for i, place in enumerate(places) if i in used),
-        tuple(known.looks.values()),
+        tuple(value_guards.looks.values()),
     )
     return captured, lambda escaped=program.constants: escaped.settle(constants, traced)
 
@@ -238,7 +238,7 @@ def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:
 class _Program:
     """The user's program as a function of flat tensors that returns flat tensors."""
 
-    def __init__(self, fn, call, names, leaves, slots, tree, grad, tables, places, known):
+    def __init__(self, fn, call, names, leaves, slots, tree, grad, tables, places, value_guards):
         self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = (
             fn,
             call,
@@ -253,7 +253,7 @@ class _Program:
         )
         self.tables: Tables = tables
         self.places: list[Place] = places
-        self.known: ValueGuards = known
+        self.value_guards: ValueGuards = value_guards
         self.constants = CachedConstants(FunctionalTensor)
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
@@ -265,7 +265,7 @@ class _Program:
         self.seen: list[Tensor] = []  # by hooks of gradients
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
-        with (mode := Functional(self.tables, self.known)):
+        with (mode := Functional(self.tables, self.value_guards)):
             inputs = [FunctionalTensor.to_functional(t) for t in flat]
             self.shapes = [t.shape for t in flat]
             before = [unwrap(t) for t in inputs]
@@ -281,10 +281,10 @@ class _Program:
                 for i, (t, old) in enumerate(zip(inputs, before))
                 if i in self.rebound or was_mutated(t, old)
             ]
-            parts = parts_of(outs)
+            components = parts_of(outs)
             self.outputs = [
                 *(
-                    Output(OUTPUT, self._place_of(i, t), i >= self.asked, part=parts[i])
+                    Output(OUTPUT, self._place_of(i, t), i >= self.asked, part=components[i])
                     for i, t in enumerate(outs)
                 ),
                 *(Output(MUTATION, i) for i in mutated),
@@ -311,8 +311,8 @@ class _Program:
         entries = {
             (id(left.root), path)
             for left in self.left
-            for path, made in left.made()
-            if made == output
+            for path, index in left.made()
+            if index == output
         }
         first = len(self.names) + len(self.slots)
         return next(
@@ -338,15 +338,15 @@ class _Program:
         """Takes the placeholders of places away whose tensors are not used; which are."""
         first = len(self.names) + len(self.slots)
         changed = {out.input for out in self.outputs if out.kind == MUTATION}
-        kept, gone = {}, 0
+        new_positions, erased = {}, 0
         for i, node in enumerate([*graph.find_nodes(op="placeholder")]):
             if i < first or node.users or i in changed:
-                kept[i] = i - gone
+                new_positions[i] = i - erased
             else:
-                gone += 1
+                erased += 1
                 graph.erase_node(node)
-        self.outputs = [replace(out, input=kept.get(out.input, -1)) for out in self.outputs]
-        return {i - first for i in kept if i >= first}
+        self.outputs = [replace(out, input=new_positions.get(out.input, -1)) for out in self.outputs]
+        return {i - first for i in new_positions if i >= first}
 
     def _with_state(
         self, inputs: list[Tensor], tracker: _SourceTracker
@@ -360,9 +360,9 @@ class _Program:
                 return self._forward_backward(inputs, tracker)
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
-            found = self._forward_backward(inputs, tracker)
+            results = self._forward_backward(inputs, tracker)
             self.rebound = self._rebound(inputs)
-            return found
+            return results
 
         state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
         with self.tables.kept(self.places, stand_ins):
@@ -429,15 +429,15 @@ class _Program:
         differentiable = [
             i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad
         ]
-        wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
-        found = reached([outs[i] for i in differentiable], [inputs[i] for i in wanted])
+        differentiated = [i for i, t in enumerate(inputs) if t.requires_grad]
+        reachable = reached([outs[i] for i in differentiable], [inputs[i] for i in differentiated])
         if self.rebound:
             self._check_rebound([outs[i] for i in differentiable], inputs)
         self.sources = {
-            i: frozenset(out for out, to in zip(differentiable, found) if to >> k & 1)
-            for k, i in enumerate(wanted)
+            i: frozenset(out for out, to in zip(differentiable, reachable) if to >> k & 1)
+            for k, i in enumerate(differentiated)
         }
-        if not differentiable or not wanted:
+        if not differentiable or not differentiated:
             return {}
         tracker.start_backward([outs[i] for i in differentiable])
         seeds = []
@@ -445,9 +445,9 @@ class _Program:
             seeds.append(torch.ones_like(outs[i]))
             self.tangents.append((i, unwrap(seeds[-1])))
         grads = _grad(
-            [outs[i] for i in differentiable], [inputs[i] for i in wanted], seeds, allow_unused=True
+            [outs[i] for i in differentiable], [inputs[i] for i in differentiated], seeds, allow_unused=True
         )
-        return {i: g for i, g in zip(wanted, grads) if g is not None}
+        return {i: g for i, g in zip(differentiated, grads) if g is not None}
 
     def _check_rebound(self, outs: list[Tensor], inputs: list[Tensor]) -> None:
         """ShardingError if results depend on a parameter that forward replaced, or on the one that
@@ -512,8 +512,8 @@ class _Interceptor(TorchFunctionMode):
             )
         if func == _SET_DATA:
             return set_data(*args)
-        if func is Tensor.tolist and (found := self.mode.ask(args[0])) is not None:
-            return found.tolist()
+        if func is Tensor.tolist and (values := self.mode.ask(args[0])) is not None:
+            return values.tolist()
         if func in SELECTIONS and len(args) > 1 and "out" not in kwargs:
             func, args = SELECTIONS[func](self.mode, *args)
         if (
@@ -541,8 +541,8 @@ class _Interceptor(TorchFunctionMode):
 
     def _of_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is torch.sparse_coo_tensor:
-            made = sparse_coo.made_of(*args, **kwargs)
-            return func(*args, **kwargs) if made is NotImplemented else made
+            result = sparse_coo.made_of(*args, **kwargs)
+            return func(*args, **kwargs) if result is NotImplemented else result
         if (body := sparse_coo.body(func)) is None:
             return func(*args, **kwargs)
         with at_once():  # of constants
@@ -596,12 +596,12 @@ def _grad(
             where=user_line(),
             fix="call it once for every gradient",
         )
-    given = (
+    cotangents = (
         [grad_outputs] * len(outputs)
         if grad_outputs is None or isinstance(grad_outputs, Tensor)
         else list(grad_outputs)
     )
-    seeds = tuple(torch.ones_like(t) if g is None else g for t, g in zip(outputs, given))
+    seeds = tuple(torch.ones_like(t) if g is None else g for t, g in zip(outputs, cotangents))
     grads = _engine_run_backward(
         tuple(outputs),
         seeds,
@@ -681,21 +681,21 @@ def _module_state(module: nn.Module) -> dict[str, Tensor]:
 
 def _buffers(module: Any, own: dict[str, Tensor]) -> dict[int, tuple[Place, Tensor]]:
     """Where a module's buffers are, and what is there, by their place among the inputs."""
-    found = {}
+    buffers = {}
     for i, (name, tensor) in enumerate(own.items()):
         if not isinstance(tensor, nn.Parameter):
             owner, _, last = name.rpartition(".")
-            found[i] = Place(module.get_submodule(owner)._buffers, (last,)), tensor
-    return found
+            buffers[i] = Place(module.get_submodule(owner)._buffers, (last,)), tensor
+    return buffers
 
 
 def _behind(
-    own: dict[str, Tensor], given: Any, places: list[Place]
+    own: dict[str, Tensor], arguments: Any, places: list[Place]
 ) -> dict[int, tuple[Place, Tensor]]:
     """The same of tensors that are kept in these places: they are inputs behind the module's own
     and those that are given.
     """
-    first = len(own) + sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(given))
+    first = len(own) + sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(arguments))
     return {first + i: (place, place.tensor()) for i, place in enumerate(places)}
 
 

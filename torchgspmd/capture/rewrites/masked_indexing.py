@@ -42,12 +42,12 @@ class Trace(Protocol):
 
 def _index(trace: Trace, x: Tensor, index: Any) -> tuple[Callable, tuple]:
     """x[index] with indices in the place of masks."""
-    given = index if isinstance(index, tuple) else (index,)
-    given = tuple(
-        torch.tensor(e) if isinstance(e, numpy.ndarray) and e.dtype == bool else e for e in given
+    indices = index if isinstance(index, tuple) else (index,)
+    indices = tuple(
+        torch.tensor(e) if isinstance(e, numpy.ndarray) and e.dtype == bool else e for e in indices
     )
     entries: list[Any] = []
-    for at, entry in zip(positions(x, given), given):
+    for at, entry in zip(positions(x, indices), indices):
         is_mask = (
             isinstance(entry, Tensor)
             and entry.dtype in _MASKS
@@ -75,8 +75,8 @@ def _select(trace: Trace, x: Tensor, mask: Tensor) -> tuple[Callable, tuple]:
 def _split(
     trace: Trace, x: Tensor, borders: int | Sequence[int] | Tensor, *dim: int
 ) -> tuple[Callable, tuple]:
-    known = trace.ask(borders, True) if isinstance(borders, Tensor) else None
-    return Tensor.tensor_split, (x, borders if known is None else known.tolist(), *dim)
+    constant = trace.ask(borders, True) if isinstance(borders, Tensor) else None
+    return Tensor.tensor_split, (x, borders if constant is None else constant.tolist(), *dim)
 
 
 SELECTIONS: dict[Callable, Callable[..., tuple[Callable, tuple]]] = {

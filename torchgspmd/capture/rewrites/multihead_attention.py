@@ -107,14 +107,14 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Tens
 def _mask(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
     """What is added to the scores [n, h, l, s]: -inf where a boolean mask is True."""
     n, h = q.shape[:2]
-    parts = [] if mask is None else [mask if mask.dim() == 2 else mask.view(n, h, *mask.shape[1:])]
+    masks = [] if mask is None else [mask if mask.dim() == 2 else mask.view(n, h, *mask.shape[1:])]
     if padding is not None:
-        parts.append(padding[..., None, None, :])  # [n, 1, 1, s], or [1, 1, s]
-    parts = [
+        masks.append(padding[..., None, None, :])  # [n, 1, 1, s], or [1, 1, s]
+    masks = [
         torch.zeros_like(p, dtype=q.dtype).masked_fill(p, -math.inf) if p.dtype is torch.bool else p
-        for p in parts
+        for p in masks
     ]
-    return sum(parts[1:], parts[0]) if parts else None
+    return sum(masks[1:], masks[0]) if masks else None
 
 
 def _without_weights(

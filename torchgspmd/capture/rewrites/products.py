@@ -267,11 +267,11 @@ def _istft(
         or input.shape[-2] != (n_fft // 2 + 1 if onesided else n_fft)
     ):
         return NotImplemented
-    of = input.mT * math.sqrt(n_fft) if normalized else input.mT  # [.., t, frequency]
+    spectrum = input.mT * math.sqrt(n_fft) if normalized else input.mT  # [.., t, frequency]
     frames = (
-        torch.fft.ifft(of, n_fft)
+        torch.fft.ifft(spectrum, n_fft)
         if return_complex
-        else torch.fft.irfft(of[..., : n_fft // 2 + 1], n_fft)
+        else torch.fft.irfft(spectrum[..., : n_fft // 2 + 1], n_fft)
     )
     if window is None:
         window = torch.ones(width, dtype=frames.real.dtype, device=input.device)
@@ -283,8 +283,8 @@ def _istft(
     )
     start = n_fft // 2 if center else 0
     end = total - start if length is None else min(start + length, total)
-    found = sums[..., start:end] / weights[start:end]
-    return found if length is None else F.pad(found, (0, length - (end - start)))
+    signal = sums[..., start:end] / weights[start:end]
+    return signal if length is None else F.pad(signal, (0, length - (end - start)))
 
 
 REPLACEMENTS: dict[Callable, Callable] = {

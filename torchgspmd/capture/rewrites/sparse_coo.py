@@ -36,9 +36,9 @@ class Entries:
         """ShardingError for one that the program made by what has no way here. One with values is
         asked for them each time: they may change in place.
         """
-        found = getattr(tensor, "_entries", None)
-        if found is not None:
-            return found
+        entries = getattr(tensor, "_entries", None)
+        if entries is not None:
+            return entries
         if type(tensor) is not Tensor or tensor.requires_grad or tensor.dense_dim():
             check_dense("a tensor", tensor)
         return Entries(
@@ -48,9 +48,9 @@ class Entries:
     def tensor(self) -> Tensor:
         if is_capturing():
             return stand_in(self)
-        made = torch.sparse_coo_tensor(self.indices, self.values, self.shape)
-        made._entries = self  # type: ignore[attr-defined]
-        return made
+        sparse = torch.sparse_coo_tensor(self.indices, self.values, self.shape)
+        sparse._entries = self  # type: ignore[attr-defined]
+        return sparse
 
     def scaled(self, values: Tensor) -> Tensor:
         return Entries(self.indices, values, self.shape, self.coalesced).tensor()
@@ -94,12 +94,12 @@ def stand_in(entries: Entries) -> Tensor:
     has none that could be traced.
     """
     with at_once():
-        nothing = torch.empty(0, dtype=entries.values.dtype, device=entries.values.device)
-        made = torch.sparse_coo_tensor(
-            torch.empty([len(entries.shape), 0], dtype=torch.int64), nothing, entries.shape
+        empty = torch.empty(0, dtype=entries.values.dtype, device=entries.values.device)
+        sparse = torch.sparse_coo_tensor(
+            torch.empty([len(entries.shape), 0], dtype=torch.int64), empty, entries.shape
         )
-    made._entries = entries  # type: ignore[attr-defined]
-    return made
+    sparse._entries = entries  # type: ignore[attr-defined]
+    return sparse
 
 
 def made_of(
@@ -199,11 +199,11 @@ def _sum(a: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
     values = entries.values.to(dtype or entries.values.dtype)
     if dim is None:
         return values.sum()
-    gone = {d % a.dim() for d in ((dim,) if isinstance(dim, int) else dim)}
-    kept = [d for d in range(a.dim()) if d not in gone]
+    summed = {d % a.dim() for d in ((dim,) if isinstance(dim, int) else dim)}
+    remaining = [d for d in range(a.dim()) if d not in summed]
     return (
-        Entries(entries.indices[kept], values, tuple(entries.shape[d] for d in kept)).tensor()
-        if kept
+        Entries(entries.indices[remaining], values, tuple(entries.shape[d] for d in remaining)).tensor()
+        if remaining
         else values.sum()
     )
 

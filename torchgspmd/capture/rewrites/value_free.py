@@ -113,7 +113,7 @@ def _ctc(
 
 
 def _tensor_split(input: Tensor, *sections: Any, **named: Any):
-    if not any(isinstance(given, Tensor) for given in (*sections, *named.values())):
+    if not any(isinstance(argument, Tensor) for argument in (*sections, *named.values())):
         return NotImplemented
     raise ShardingError(
         "tensor_split by a tensor needs its values before the program runs",
@@ -172,30 +172,30 @@ def _selected(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
     left. Slices are taken first: torch 2.9 cannot assign to a slice of a row whose number it does
     not know.
     """
-    numbers, left = [], []
-    for at, entry in zip(positions(x, index), index):
+    numbers, rest = [], []
+    for dim, entry in zip(positions(x, index), index):
         if isinstance(entry, slice):
-            x, entry = x[(slice(None),) * at + (_untensored(entry),)], slice(None)
+            x, entry = x[(slice(None),) * dim + (_untensored(entry),)], slice(None)
         if not isinstance(entry, slice) and _is_number(entry):
-            numbers.append((at, entry))
+            numbers.append((dim, entry))
         else:
-            left.append(entry)
+            rest.append(entry)
     for dim, number in reversed(numbers):
         x = x.select(dim, number)
-    return x, tuple(left)
+    return x, tuple(rest)
 
 
 def positions(x: Tensor, index: tuple) -> list[int]:
     """The dimension of x at which each entry of an index begins."""
-    at, found = 0, []
+    at, dims = 0, []
     for place, entry in enumerate(index):
-        found.append(at)
+        dims.append(at)
         at = (
             x.dim() - sum(map(_dims, index[place + 1 :]))
             if entry is Ellipsis
             else at + _dims(entry)
         )
-    return found
+    return dims
 
 
 def _untensored(entry: slice) -> slice:
@@ -218,16 +218,16 @@ def _getitem(input: Tensor, index: Any) -> Tensor:
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
         return NotImplemented
-    found, left = _selected(input, index)
-    return found[left] if left else found
+    view, rest = _selected(input, index)
+    return view[rest] if rest else view
 
 
 def _setitem(input: Tensor, index: Any, value: Any) -> None:
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
         return NotImplemented
-    found, left = _selected(input, index)
-    found[left if left else ...] = value
+    view, rest = _selected(input, index)
+    view[rest if rest else ...] = value
 
 
 VALUE_REPLACEMENTS: dict[Callable, Callable] = {

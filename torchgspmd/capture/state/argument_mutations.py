@@ -127,14 +127,14 @@ class WatchedArguments:
         """What has changed; the tensors in it are added to the outputs of the program, if they are
         none yet.
         """
-        found = []
+        mutations = []
         for path, container, old in self.before:
             changed, gone = _difference(container, old, parts(container))
             if changed or gone:
                 keys = {
                     id(value): key for key, value in old.items() if not isinstance(value, _PLAIN)
                 }
-                found.append(
+                mutations.append(
                     ArgumentMutation(
                         path,
                         {
@@ -146,7 +146,7 @@ class WatchedArguments:
                         gone,
                     )
                 )
-        return found
+        return mutations
 
     def restore(self) -> None:
         """All containers as they were."""
@@ -157,14 +157,14 @@ class WatchedArguments:
 
 
 def apply(
-    effects: Sequence[ArgumentMutation], outputs: Sequence[Any], given: tuple[tuple, dict]
+    effects: Sequence[ArgumentMutation], outputs: Sequence[Any], arguments: tuple[tuple, dict]
 ) -> None:
     """Does to the containers in what is given, (args, kwargs), what the program did to those that
     it was traced with.
     """
     writes = []
     for effect in effects:
-        container = follow(effect.path, given)
+        container = follow(effect.path, arguments)
         old = (
             parts(container)
             if any(isinstance(part, Unchanged) for part in effect.changed.values())
@@ -176,7 +176,7 @@ def apply(
                 {
                     key: old[part.key]
                     if isinstance(part, Unchanged)
-                    else _filled(part, outputs, given)
+                    else _filled(part, outputs, arguments)
                     for key, part in effect.changed.items()
                 },
                 effect.gone,
@@ -201,7 +201,7 @@ def _made(value: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
             yield from _made(item, (*path, key))
 
 
-def _filled(part: Any, outputs: Sequence[Any], given: Any) -> Any:
+def _filled(part: Any, outputs: Sequence[Any], arguments: Any) -> Any:
     def fill(leaf: Any) -> Any:
         return (
             outputs[leaf.output]
@@ -211,7 +211,7 @@ def _filled(part: Any, outputs: Sequence[Any], given: Any) -> Any:
             else leaf
         )
 
-    return closed(pytree.tree_map(fill, part), given)
+    return closed(pytree.tree_map(fill, part), arguments)
 
 
 def _containers(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:

@@ -34,19 +34,19 @@ def called(functions: Iterable[Any], classes: Iterable[type]) -> list[FunctionTy
     classes. Not those of torch.
     """
     methods = _methods(classes)
-    found: dict[int, FunctionType] = {}
+    functions_by_id: dict[int, FunctionType] = {}
     calls = 0
-    while functions and len(found) < _MANY:
+    while functions and len(functions_by_id) < _MANY:
         new = {
             id(f): f
             for function in functions
             for f in _plain_functions(function)
-            if id(f) not in found and (calls < _FAR or not is_installed(f.__module__))
+            if id(f) not in functions_by_id and (calls < _FAR or not is_installed(f.__module__))
         }
-        found.update(new)
+        functions_by_id.update(new)
         functions = [callee for f in new.values() for callee in _callees(f, methods)]
         calls += 1
-    return list(found.values())
+    return list(functions_by_id.values())
 
 
 def is_function(value: Any) -> bool:
@@ -148,17 +148,17 @@ def _dotted(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, 
     """Global variables that it reads, with the attributes that it takes of each; in one order in
     all processes.
     """
-    found: dict[tuple[str, ...], None] = {}
+    dotted_names: dict[tuple[str, ...], None] = {}
     for part in _parts(code):
         names: tuple[str, ...] = ()
         for i in dis.get_instructions(part):
             if names and i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 names += (i.argval,)
             elif not names or i.opname not in _AGAIN:
-                found[names] = None
+                dotted_names[names] = None
                 names = (i.argval,) if i.opname == operation else ()
-    found.pop((), None)
-    return tuple(found)
+    dotted_names.pop((), None)
+    return tuple(dotted_names)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -181,12 +181,12 @@ def class_values(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    methods: dict[str, list[Any]] = {}
     for cls in dict.fromkeys(classes):
         for name, value in class_values(cls):
             if isinstance(value, _METHODS):
-                found.setdefault(name, []).append(_function_in(value))
-    return found
+                methods.setdefault(name, []).append(_function_in(value))
+    return methods
 
 
 def _function_in(value: Any) -> Any:
@@ -246,11 +246,11 @@ def _methods_in(code: CodeType) -> tuple[str, ...]:
 
 def mentioned(functions: Iterable[FunctionType]) -> set[str]:
     """All names and texts that are written in these."""
-    parts = (part for function in functions for part in _parts(function.__code__))
+    codes = (code for function in functions for code in _parts(function.__code__))
     return {
         name
-        for part in parts
-        for name in (*part.co_names, *part.co_consts)
+        for code in codes
+        for name in (*code.co_names, *code.co_consts)
         if isinstance(name, str)
     }
 
@@ -275,7 +275,7 @@ def named(function: Any) -> Iterator[Any]:
         yield from (function.__self__, *named(function.__func__))
     elif isinstance(function, FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-        found = (
+        class_attributes = (
             value
             for cls, attribute in reached_classes(function)
             for name, value in class_values(cls)
@@ -285,7 +285,7 @@ def named(function: Any) -> Iterator[Any]:
             *cells,
             *(function.__defaults__ or ()),
             *(table[name] for table, name in reached(function)),
-            *found,
+            *class_attributes,
         )
     else:
         yield function

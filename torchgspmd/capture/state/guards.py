@@ -149,7 +149,7 @@ class Guards:
             *others,
         ):
             root, path = (now, ()) if name == A_TABLE else (table, (name,))
-            yield from ((root, *found) for found in _changed(now, value, path))
+            yield from ((root, *leaf) for leaf in _changed(now, value, path))
 
     def differing(self) -> list[str]:
         """Names of those that are not as they were."""
@@ -178,13 +178,13 @@ class Guards:
 
     def tensors(self, owners: Mapping[int, str]) -> dict[int, str]:
         """The names under which tensors were found, by the ids of these."""
-        found = [
+        entries = [
             *zip(self._qualified(owners), self.values),
             *((name, value) for _, name, value in self.others),
         ]
         return {
             id(leaf): name
-            for name, value in found
+            for name, value in entries
             for leaf in (value.leaves() if isinstance(value, Contents) else (value,))
             if isinstance(leaf, Tensor)
         }
@@ -309,7 +309,7 @@ def _described(value: Any) -> str:
     if isinstance(value, (Tensor, Kind)):
         return f"a tensor {list(value.shape)} of {value.dtype}"
     if isinstance(value, Conditions):
-        return f"{value.cls.__name__} {value.found}"
+        return f"{value.cls.__name__} {value.results}"
     if isinstance(value, Copied):
         return str(
             sorted(map(repr, value.value))

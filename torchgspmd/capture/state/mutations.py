@@ -71,14 +71,14 @@ def rebound_parameters(
             why="a program has those that the module has before",
             fix="make it in __init__, and keep it",
         )
-    found = {
+    rebound = {
         i: now[name]
         for i, (name, tensor) in enumerate(zip(names, inputs))
         if now[name] is not tensor
     }
-    for i, tensor in found.items():
+    for i, tensor in rebound.items():
         check_alike(f"parameter '{names[i]}'", inputs[i], tensor)
-    return found
+    return rebound
 
 
 def rebound_buffers(
@@ -115,7 +115,7 @@ class _Table:
 
     container: Table
     before: dict
-    known: dict  # and when it was looked at last
+    last_entries: dict  # and when it was looked at last
     # where it is: in the attributes of a module or object, in global variables or in a table
     root: Table
     path: tuple = ()  # around a function, under these keys; () for the root itself
@@ -212,8 +212,8 @@ class Tables:
             for tally in self.numbers:
                 tally.place.put(SymbolicNumber(tally))
             for table in self.tables:
-                table.known = table.entries()
-            self.start = {id(table.container): table.known for table in self.tables}
+                table.last_entries = table.entries()
+            self.start = {id(table.container): table.last_entries for table in self.tables}
             self.named = [
                 (table, frozen(table.container)) for table in self.tables if table.is_named
             ]
@@ -249,10 +249,10 @@ class Tables:
         """What has been put into tables since the last look; tensors are added to the outputs of
         the program. Parameters and buffers do not count: an LSTM has its weights in a list, too.
         """
-        found, state_ids = [], frozenset(map(id, state))
+        mutations, state_ids = [], frozenset(map(id, state))
         for table in self.tables:
-            old, now = table.known, table.entries()
-            table.known = now
+            old, now = table.last_entries, table.entries()
+            table.last_entries = now
             for name, value in now.items():
                 if isinstance(value, NUMBERS) and value is not old.get(name):
                     raise ShardingError(
@@ -280,14 +280,14 @@ class Tables:
             if not (changed or gone or added or whole):
                 continue
             entries = {name: made(value, outputs) for name, value in changed.items()}
-            found.append(
+            mutations.append(
                 StateMutation(table.root, table.path, entries, gone, made(added, outputs), whole)
             )
             names = [*changed, *gone, *(range(0 if whole else len(old), len(now)) if added else ())]
             for name in names or [0]:
                 self.changed.add((id(table.root), (*table.path, name)[0]))
                 self.state.add(table.root, (*table.path, name), changed.get(name))
-        return found
+        return mutations
 
     def continue_counting(self) -> None:
         """At the end of forward: the backward is of the numbers that are in their places then."""
@@ -295,18 +295,18 @@ class Tables:
             if tally.place.is_there() and type(count := tally.place.value()) is SymbolicNumber:
                 tally.place.put(later(count, tally.place))
         for table in self.tables:
-            table.known = table.entries()
+            table.last_entries = table.entries()
 
-    def _is_left(self, name: Any, value: Any, known: frozenset[int] = frozenset()) -> bool:
+    def _is_left(self, name: Any, value: Any, excluded: frozenset[int] = frozenset()) -> bool:
         """Whether an entry is one that a run leaves too: a tensor of the trace, or plain."""
-        return name not in KEPT_BY_TORCH and (is_plain(value) or _holds(value, self.traced, known))
+        return name not in KEPT_BY_TORCH and (is_plain(value) or _holds(value, self.traced, excluded))
 
-    def reads(self, used: Container[int], given: Container[int]) -> Guards:
+    def reads(self, used: Container[int], operands: Container[int]) -> Guards:
         """What the program depends on of what was read, of the tables that functions name, and of
         the objects, if it uses their tensors. used: the places whose tensors it uses; given: ids of
         the tensors elsewhere that functions were called with.
         """
-        self.given = given
+        self.operands = operands
         reads = (
             self.recorder.settled(lambda *entry: self._watched(used, *entry))
             if self.recorder is not None
@@ -392,7 +392,7 @@ class Tables:
             if type(value) is SymbolicNumber:
                 return tally_of(value).needed()
             if not isinstance(value, self.traced):
-                return ANY if isinstance(value, Tensor) and id(value) not in self.given else value
+                return ANY if isinstance(value, Tensor) and id(value) not in self.operands else value
             return self.places[id(value)][2] if self._is_used(value, used) else ANY
 
         if not isinstance(value, Contents):
@@ -538,9 +538,9 @@ def _entries(container: Table) -> dict:
     return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container)
 
 
-def _holds(value: Any, kind: type[Tensor], known: frozenset[int] = frozenset()) -> bool:
+def _holds(value: Any, kind: type[Tensor], excluded: frozenset[int] = frozenset()) -> bool:
     """Whether a tensor of this kind is in it, by another id than these."""
     return any(
-        isinstance(leaf, kind) and id(leaf) not in known
+        isinstance(leaf, kind) and id(leaf) not in excluded
         for leaf in pytree.tree_leaves(opened(value))
     )

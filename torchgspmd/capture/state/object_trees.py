@@ -72,43 +72,43 @@ def _opened(leaf: Any, origins: Mapping[int, Path], around: tuple[int, ...]) -> 
     return Opened(type(leaf), inside, origin) if holds else leaf
 
 
-def closed(tree: Any, given: Any = None) -> Any:
+def closed(tree: Any, arguments: Any = None) -> Any:
     """The tree with objects again where `opened` took them apart: new ones, or, of those with an
     origin, the one in `given`.
     """
-    return pytree.tree_map(lambda leaf: _closed(leaf, given), tree, is_leaf=is_opened)
+    return pytree.tree_map(lambda leaf: _closed(leaf, arguments), tree, is_leaf=is_opened)
 
 
 def is_opened(part: Any) -> bool:
     return isinstance(part, (Opened, Entries))
 
 
-def _closed(leaf: Any, given: Any) -> Any:
+def _closed(leaf: Any, arguments: Any) -> Any:
     if isinstance(leaf, Entries):
         return leaf.tensor()
     if not isinstance(leaf, Opened):
         return leaf
     if leaf.origin is not None:
-        return follow(leaf.origin, given)
-    inside = {key: closed(value, given) for key, value in leaf.parts.items()}
+        return follow(leaf.origin, arguments)
+    inside = {key: closed(value, arguments) for key, value in leaf.parts.items()}
     items = {name: value for (kind, name), value in inside.items() if kind == ITEM}
     base: Any = next(
         c for c in leaf.cls.__mro__ if not c.__flags__ & OF_PYTHON
     )  # object, most often
-    made = (
+    result = (
         base.__new__(leaf.cls, items.values())
         if issubclass(base, tuple)
         else base.__new__(leaf.cls)
     )
-    if isinstance(made, list):
-        list.extend(made, items.values())
-    elif isinstance(made, dict):
+    if isinstance(result, list):
+        list.extend(result, items.values())
+    elif isinstance(result, dict):
         for name, value in items.items():
-            base.__setitem__(made, name, value)
+            base.__setitem__(result, name, value)
     for (kind, name), value in inside.items():
         if kind == ATTRIBUTE:
-            object.__setattr__(made, name, value)  # also of a frozen dataclass
-    return made
+            object.__setattr__(result, name, value)  # also of a frozen dataclass
+    return result
 
 
 def is_object(leaf: Any) -> bool:
@@ -157,10 +157,10 @@ def follow(path: Path, tree: Any) -> Any:
 @functools.lru_cache(maxsize=4096)
 def slots_of(cls: type) -> tuple[str, ...]:
     """Names of the attributes that a class in Python keeps in slots."""
-    found = [c.__dict__.get("__slots__", ()) for c in cls.__mro__ if c.__module__ != "builtins"]
+    declared = [c.__dict__.get("__slots__", ()) for c in cls.__mro__ if c.__module__ != "builtins"]
     return tuple(
         name
-        for names in found
+        for names in declared
         for name in ((names,) if isinstance(names, str) else names)
         if not name.startswith("__")
     )

@@ -97,14 +97,14 @@ class Varying:
 
     def take(self, leaves: Sequence[Any]) -> list[int]:
         """What are given now; says which of these vary."""
-        found = []
+        positions = []
         for i, leaf in enumerate(leaves):
             if type(leaf) is float and (
                 leaf != self.first.setdefault(i, leaf) or self.named(i) in self.now
             ):
                 self.now[self.named(i)] = leaf
-                found.append(i)
-        return found
+                positions.append(i)
+        return positions
 
     @staticmethod
     def named(i: int) -> str:

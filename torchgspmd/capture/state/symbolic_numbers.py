@@ -65,12 +65,12 @@ class Tally:
 
     def demand(self, function: Function) -> Any:
         """What comes out; the program holds for numbers for which it is this."""
-        found = function(self.value)
+        result = function(self.value)
         if function is _itself:
-            self.conditions = [(function, found)]
+            self.conditions = [(function, result)]
         elif not self.conditions or self.conditions[0][0] is not _itself:
-            self.conditions.append((function, found))
-        return found
+            self.conditions.append((function, result))
+        return result
 
     def needed(self) -> Conditions:
         return Conditions(
@@ -102,15 +102,15 @@ class Conditions:
 
     cls: type
     functions: tuple[Function, ...]
-    found: tuple
+    results: tuple
 
     def hold(self, value: Any) -> bool:
         if type(value) is not self.cls:
             return False
         try:
             return all(
-                _equal(function(value), found)
-                for function, found in zip(self.functions, self.found)
+                _equal(function(value), results)
+                for function, results in zip(self.functions, self.results)
             )
         except (ArithmeticError, ValueError):  # of what forward would do with it
             return False
@@ -260,15 +260,15 @@ def _computed(operation: Callable, *operands: Any) -> Any:
         o._SymbolicNumber__function if type(o) is SymbolicNumber else lambda value, o=o: o
         for o in operands
     ]
-    found = SymbolicNumber(
+    result = SymbolicNumber(
         tally,
         lambda value: operation(*(function(value) for function in functions)),
         (operation, *operands),
     )
     return (
-        found
-        if type(found._SymbolicNumber__value) in COUNTED and found._SymbolicNumber__size < _MANY
-        else number(found)
+        result
+        if type(result._SymbolicNumber__value) in COUNTED and result._SymbolicNumber__size < _MANY
+        else number(result)
     )
 
 

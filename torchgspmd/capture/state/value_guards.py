@@ -37,20 +37,20 @@ class ValueGuard:
     """Something that a program has asked of tensors in places, and what came out."""
 
     function: Callable[..., Tensor]
-    of: tuple[Place, ...]
-    found: Tensor
+    places: tuple[Place, ...]
+    expected: Tensor
     where: str | None
     last: list[Tensor] = field(default_factory=list)  # values in the places for which it held
 
     def holds(self) -> bool:
-        if not all(place.holds() for place in self.of):
+        if not all(place.holds() for place in self.places):
             return False
         with torch.no_grad():
-            now = [_plain(place.tensor()) for place in self.of]
+            now = [_plain(place.tensor()) for place in self.places]
             if any(tensor is None for tensor in now):
                 return False
             if len(self.last) != len(now) or not all(map(torch.equal, now, self.last)):
-                if not torch.equal(self.function(*now), self.found):
+                if not torch.equal(self.function(*now), self.expected):
                     return False
                 self.last = [tensor.clone() for tensor in now]
         return True
@@ -58,9 +58,9 @@ class ValueGuard:
     def described(self) -> str:
         """What was found: numbers, or of many a number that stands for them."""
         return str(
-            self.found.tolist()
-            if self.found.numel() < 10
-            else zlib.crc32(self.found.contiguous().cpu().numpy().tobytes())
+            self.expected.tolist()
+            if self.expected.numel() < 10
+            else zlib.crc32(self.expected.contiguous().cpu().numpy().tobytes())
         )
 
 
@@ -100,8 +100,8 @@ class ValueGuards:
         order = {
             placeholder: i for i, placeholder in enumerate(node.graph.find_nodes(op="placeholder"))
         }
-        known = [self.places.get(order[placeholder]) for placeholder in inputs]
-        if any(entry is None or _plain(entry[1]) is None for entry in known):
+        entries = [self.places.get(order[placeholder]) for placeholder in inputs]
+        if any(entry is None or _plain(entry[1]) is None for entry in entries):
             return None
         if inputs and not (self.is_looking or is_shape):
             self.could_look = True
@@ -115,16 +115,16 @@ class ValueGuards:
             for tensor in function.buffers():
                 if (entry := self.entry_of(tensor)) is not None:
                     self.see(*entry, where)
-            found = _asked(function, [tensor for _, tensor in known])
+            values = _asked(function, [tensor for _, tensor in entries])
             if not inputs:
-                return found
-            look = ValueGuard(function, tuple(place for place, _ in known), found, where)
+                return values
+            look = ValueGuard(function, tuple(place for place, _ in entries), values, where)
             if is_shape and (shape := (where, look.described())) not in self.shapes:
                 if sum(place == where for place, _ in self.shapes) == _SHAPES:
                     return None
                 self.shapes.add(shape)
             self.looks[node] = look
-        return self.looks[node].found
+        return self.looks[node].expected
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -146,8 +146,8 @@ def _inputs(node: fx.Node) -> list[fx.Node] | None:
         new = [n for n in node.all_input_nodes if n not in seen]
         seen.update(dict.fromkeys(new))
         stack += new
-    found = [n for n in seen if n.op == "placeholder"]
-    return None if found and len(seen) > _MANY else found
+    placeholders = [n for n in seen if n.op == "placeholder"]
+    return None if placeholders and len(seen) > _MANY else placeholders
 
 
 def _function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) -> fx.GraphModule:
@@ -157,13 +157,13 @@ def _function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) -> fx.Grap
         new = set(stack.pop().all_input_nodes) - needed
         needed |= new
         stack += new
-    graph, made = fx.Graph(), {}
+    graph, copies = fx.Graph(), {}
     for placeholder in inputs:
-        made[placeholder] = graph.placeholder(placeholder.name)
+        copies[placeholder] = graph.placeholder(placeholder.name)
     for each in node.graph.nodes:
-        if each in needed and each not in made:
-            made[each] = graph.node_copy(each, made.__getitem__)
-    graph.output(made[node])
+        if each in needed and each not in copies:
+            copies[each] = graph.node_copy(each, copies.__getitem__)
+    graph.output(copies[node])
     return fx.GraphModule(
         {n.target: getattr(owner, n.target) for n in needed if n.op == "get_attr"}, graph
     )

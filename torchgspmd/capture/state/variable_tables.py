@@ -31,9 +31,9 @@ class Variables(MutableMapping[str, Any]):
         self.holder, self.names = holder, names
 
     def __getitem__(self, name: str) -> Any:
-        if (found := self.get(name, self)) is self:
+        if (value := self.get(name, self)) is self:
             raise KeyError(name)
-        return found
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.names if self.get(name, self) is not self)
@@ -122,7 +122,7 @@ def of_context(name: str, variable: ContextVar) -> Variables:
 
 
 def _table(kind: type[Variables], holder: Any, names: tuple[str, ...]) -> Variables:
-    found = _tables.get(id(holder))
-    if type(found) is not kind or found.holder is not holder:
-        found = _tables[id(holder)] = kind(holder, names)
-    return found
+    table = _tables.get(id(holder))
+    if type(table) is not kind or table.holder is not holder:
+        table = _tables[id(holder)] = kind(holder, names)
+    return table
