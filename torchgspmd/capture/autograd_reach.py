@@ -16,16 +16,16 @@ from .functionalize import FunctionalTensor
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
-def parts_of(outs: list[Tensor]) -> list[int]:
+def connected_components(outs: list[Tensor]) -> list[int]:
     """For each of these results the first one that it is connected with: by an operation that comes
     before both, and so on.
     """
-    part: list[int] = [*range(len(outs))]
+    root: list[int] = [*range(len(outs))]
     owners: dict[Any, int] = {}
 
     def first(i: int) -> int:
-        while part[i] != i:
-            i = part[i]
+        while root[i] != i:
+            i = root[i]
         return i
 
     for i, out in enumerate(outs):
@@ -38,11 +38,11 @@ def parts_of(outs: list[Tensor]) -> list[int]:
                 owners[node] = i
                 stack += [n for n, _ in node.next_functions]
             elif (other := first(owners[node])) != (own := first(i)):
-                part[max(other, own)] = min(other, own)
+                root[max(other, own)] = min(other, own)
     return [first(i) for i in range(len(outs))]
 
 
-def reached(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
+def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
     """For each of these results the inputs that gradients flow to from there: bit k is that of
     input k. ShardingError if one would flow to another tensor: it would be lost without a word.
     """

@@ -26,15 +26,17 @@ class CachedConstants:
     def __init__(self, traced: type[Tensor]):
         self.traced = traced
         self.alive: dict[int, weakref.ref] = {}
-        self.given: set[int] = set()  # ids of tensors with values that functions were called with
+        self.operands: set[int] = (
+            set()
+        )  # ids of tensors with values that functions were called with
 
-    def see(self, args: tuple, kwargs: dict) -> None:
+    def record_operands(self, args: tuple, kwargs: dict) -> None:
         """Before a call of a function."""
-        self.given.update(
+        self.operands.update(
             id(x) for x in _tensors((*args, *kwargs.values())) if not isinstance(x, self.traced)
         )
 
-    def note(self, args: tuple, kwargs: dict, result: Any) -> None:
+    def record_result(self, args: tuple, kwargs: dict, result: Any) -> None:
         """After a call of a function with this result."""
         if any(
             id(x) not in self.alive
@@ -48,10 +50,10 @@ class CachedConstants:
                     tensor, lambda _, key=id(tensor): self.alive.pop(key, None)
                 )
 
-    def now(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [tensor for ref in [*self.alive.values()] if (tensor := ref()) is not None]
 
-    def settle(self, nodes: dict[int, fx.Node], owner: torch.nn.Module) -> None:
+    def fill_values(self, nodes: dict[int, fx.Node], owner: torch.nn.Module) -> None:
         """Gives values to those that are still there. nodes: what computes each, by its id."""
         constants = [(ref(), nodes[key]) for key, ref in self.alive.items() if key in nodes]
         self.alive.clear()
@@ -59,7 +61,7 @@ class CachedConstants:
         for tensor, node in constants:
             if tensor is not None and _is_computable(node) and tensor._use_count() == 1:
                 with torch.no_grad():
-                    torch.utils.swap_tensors(tensor, _value(node, owner, values).clone())
+                    torch.utils.swap_tensors(tensor, _evaluate(node, owner, values).clone())
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -87,11 +89,13 @@ def _is_computable(node: fx.Node) -> bool:
     return True
 
 
-def _value(node: fx.Node, owner: torch.nn.Module, values: dict[fx.Node, Any]) -> Any:
+def _evaluate(node: fx.Node, owner: torch.nn.Module, values: dict[fx.Node, Any]) -> Any:
     if node not in values:
         if node.op == "get_attr":
             values[node] = getattr(owner, node.target)
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _value(n, owner, values))
+            args, kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda n: _evaluate(n, owner, values)
+            )
             values[node] = node.target(*args, **kwargs)
     return values[node]

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec
-from .state.argument_mutations import ArgumentMutation, StateMutation, apply
+from .state.argument_mutations import ArgumentMutation, StateMutation, apply_mutations
 from .state.guards import Guards
 from .state.object_trees import Opened, closed
 from .state.places import Place
@@ -93,10 +93,10 @@ class Captured:
             leaves[slot] = value
         for slot in self.number_slots:
             leaves[slot] = leaves[slot].now()
-        left_here = [left.filled(outputs) for left in self.left]  # before any of them is written
+        left_here = [left.fill(outputs) for left in self.left]  # before any of them is written
         tree = pytree.tree_unflatten(leaves, self.results)
         if self.effects:
-            apply(self.effects, outputs, arguments)
+            apply_mutations(self.effects, outputs, arguments)
         for left in left_here:
             left.write()
         return closed(tree, arguments) if self.opened else tree
@@ -157,7 +157,9 @@ class Captured:
             if node.op == "get_attr"
         ]
         return [
-            (names.get(id(tensor), ""), tensor) for tensor in constants if isinstance(tensor, Tensor)
+            (names.get(id(tensor), ""), tensor)
+            for tensor in constants
+            if isinstance(tensor, Tensor)
         ]
 
     def check_aliases(self, tensors: Sequence[Tensor]) -> None:
@@ -202,13 +204,14 @@ class Captured:
         """
         gradient_outputs = (out for out in self.outputs if out.kind == GRADIENT)
         return [
-            value if out.of & with_cotangent or not out.of else None for out, value in zip(gradient_outputs, gradients)
+            value if out.of & with_cotangent or not out.of else None
+            for out, value in zip(gradient_outputs, gradients)
         ]
 
     def observe(self, values: Sequence[Any]) -> None:
         """Puts the outputs of kind OBSERVED where the program's hooks of gradients put them."""
         for left in self.observed:
-            left.filled(values).write()
+            left.fill(values).write()
 
     def visible(self) -> set[int]:
         """The outputs that pytree finds in the result; if all of its tensors are in objects, those

@@ -42,7 +42,7 @@ class Functional(FunctionalTensorMode):
     def __init__(self, tables: Tables, value_guards: ValueGuards):
         super().__init__()
         self.tables, self.value_guards = tables, value_guards
-        value_guards.entry_of = self._entry
+        value_guards.entry_of = self._entry_of
         self.views: dict[
             int, tuple[Tensor, tuple | None]
         ] = {}  # of tensors that are no inputs: and the entry that holds those
@@ -53,26 +53,32 @@ class Functional(FunctionalTensorMode):
         if func is _ITEM:
             if (constant := self.ask(args[0])) is not None:
                 return constant.item()
-            if (entry := self._entry(args[0])) is not None:
+            if (entry := self._entry_of(args[0])) is not None:
                 with at_once():
-                    self.value_guards.see(*entry, user_line())
-        if func in SELECTING and (constant := self._selected(func, args, kwargs or {})) is not None:
+                    self.value_guards.record(*entry, user_line())
+        if (
+            func in SELECTING
+            and (constant := self._evaluate_selection(func, args, kwargs or {})) is not None
+        ):
             return constant
         if func._schema.is_mutable:
             for parameter, value in zip(func._schema.arguments, args):
-                if parameter.alias_info is not None and (entry := self._entry(value)) is not None:
-                    raise Changes(entry)
-        with _whole(func):
+                if (
+                    parameter.alias_info is not None
+                    and (entry := self._entry_of(value)) is not None
+                ):
+                    raise UnlistedMutation(entry)
+        with _interpolation_in_one_piece(func):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
-            self.views[id(result)] = result, self._entry(args[0])
+            self.views[id(result)] = result, self._entry_of(args[0])
         return (
             result
             if func.is_view or func._schema.is_mutable
-            else pytree.tree_map_only(Tensor, self._of_program, result)
+            else pytree.tree_map_only(Tensor, self._as_functional, result)
         )
 
-    def _of_program(self, tensor: Tensor) -> Tensor:
+    def _as_functional(self, tensor: Tensor) -> Tensor:
         """What has been computed, as a tensor of the program; torch leaves those alone that are
         computed of none of its tensors.
         """
@@ -95,8 +101,8 @@ class Functional(FunctionalTensorMode):
                 return self.value_guards.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
             if not is_shape or type(tensor) is not Tensor or is_functorch_wrapped_tensor(tensor):
                 return None
-            entry = self._entry(tensor) or ({"a tensor": tensor}, ("a tensor",))
-            return tensor if self.value_guards.see(*entry, user_line()) else None
+            entry = self._entry_of(tensor) or ({"a tensor": tensor}, ("a tensor",))
+            return tensor if self.value_guards.record(*entry, user_line()) else None
 
     def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
         """The indices of what a mask selects, a constant for each of its dimensions; None if its
@@ -112,7 +118,7 @@ class Functional(FunctionalTensorMode):
         with self:
             return pytree.tree_map_only(Tensor, aten.lift_fresh.default, values)
 
-    def _selected(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    def _evaluate_selection(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         """The results of an operation on values that are known, as constants; None if they are not."""
         constants = {
             id(t): self.ask(t, True)
@@ -126,14 +132,14 @@ class Functional(FunctionalTensorMode):
             results = func(*args, **kwargs)
         return self._constants(results)
 
-    def _entry(self, value: Any) -> tuple | None:
+    def _entry_of(self, value: Any) -> tuple | None:
         """The entry of a table that holds it, if it is no tensor of the program."""
         if not isinstance(value, Tensor) or isinstance(value, FunctionalTensor):
             return None
         return self.views[id(value)][1] if id(value) in self.views else self.tables.owner_of(value)
 
 
-class Changes(Exception):
+class UnlistedMutation(Exception):
     """The program changes a tensor in place that is in this entry, a root and a path, and none of
     its inputs.
     """
@@ -144,7 +150,7 @@ class Changes(Exception):
 
 
 @contextmanager
-def _whole(func: OpOverload) -> Iterator[None]:
+def _interpolation_in_one_piece(func: OpOverload) -> Iterator[None]:
     """Keeps an interpolation in one piece, which torch 2.9 would replace by its body in Python, a
     gather of rows.
     """

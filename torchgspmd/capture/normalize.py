@@ -61,8 +61,8 @@ def normalize(
             new[node] = graph.node_copy(node, new.__getitem__)
             _copy_meta(node, new[node])
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
-    _share_random(graph)
-    _share_views(graph)
+    _reuse_random_values(graph)
+    _merge_equal_views(graph)
     graph.eliminate_dead_code()
     return graph, inputs
 
@@ -91,8 +91,10 @@ def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
     """The ones_like nodes that start the backward: as many as there are tangents, the first of the
     backward's nodes.
     """
-    started = itertools.dropwhile(lambda n: not n.meta.get("custom", {}).get("backward"), nodes)
-    seeds = [n for n in started if n.target is aten.ones_like.default]
+    backward_nodes = itertools.dropwhile(
+        lambda n: not n.meta.get("custom", {}).get("backward"), nodes
+    )
+    seeds = [n for n in backward_nodes if n.target is aten.ones_like.default]
     return seeds[: len(tangents)]
 
 
@@ -102,7 +104,7 @@ def _copy_meta(source: fx.Node, target: fx.Node) -> None:
     """
     custom = source.meta.get("custom") or {}
     target.meta = {
-        "val": pytree.tree_map(_settled, source.meta.get("val")),
+        "val": pytree.tree_map(_without_symbols, source.meta.get("val")),
         "source": custom.get("source"),
         "backward": custom.get("backward", False),
         "captured": target.name,
@@ -112,17 +114,19 @@ def _copy_meta(source: fx.Node, target: fx.Node) -> None:
     )
     pointwise = isinstance(source.target, OpOverload) and torch.Tag.pointwise in source.target.tags
     if any(
-        _is_open(v) if isinstance(v, Tensor) else isinstance(v, NUMBERS) and not pointwise
+        _has_symbolic_shape(v)
+        if isinstance(v, Tensor)
+        else isinstance(v, NUMBERS) and not pointwise
         for v in values
     ):
         target.meta["dynamic"] = True
 
 
-def _is_open(tensor: Tensor) -> bool:
+def _has_symbolic_shape(tensor: Tensor) -> bool:
     return any(isinstance(n, torch.SymInt) for n in tensor.shape)
 
 
-def _settled(value: Any) -> Any:
+def _without_symbols(value: Any) -> Any:
     """A fake tensor or number with 1 for every number that depends on values."""
     if isinstance(value, NUMBERS):
         expression = value.node.expr
@@ -130,15 +134,15 @@ def _settled(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
             return max(int(number), 0)
         return bool(number) if isinstance(value, torch.SymBool) else float(number)
-    if isinstance(value, Tensor) and _is_open(value):
+    if isinstance(value, Tensor) and _has_symbolic_shape(value):
         with value.fake_mode:
             return torch.empty(
-                [_settled(n) for n in value.shape], dtype=value.dtype, device=value.device
+                [_without_symbols(n) for n in value.shape], dtype=value.dtype, device=value.device
             )
     return value
 
 
-def _share_random(graph: fx.Graph) -> None:
+def _reuse_random_values(graph: fx.Graph) -> None:
     """A random operation that checkpointing repeats in the backward takes the value that the
     forward drew.
 
@@ -172,7 +176,7 @@ def _share_random(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def _share_views(graph: fx.Graph) -> None:
+def _merge_equal_views(graph: fx.Graph) -> None:
     """Equal views of one value become one, and equal results of one operation, so that what a loop
     takes of a weight every time is brought to where it is used once.
     """

@@ -26,7 +26,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line, user_line_of
 from ..mesh import Mesh
 from ..without_gc import without_gc
-from .autograd_reach import parts_of, reached
+from .autograd_reach import connected_components, reachable_inputs
 from .cached_constants import CachedConstants
 from .captured import (
     ARGUMENT,
@@ -40,7 +40,14 @@ from .captured import (
     Input,
     Output,
 )
-from .functionalize import Changes, Functional, FunctionalTensor, set_data, unwrap, was_mutated
+from .functionalize import (
+    Functional,
+    FunctionalTensor,
+    UnlistedMutation,
+    set_data,
+    unwrap,
+    was_mutated,
+)
 from .normalize import NUMBERS, normalize
 from .rewrites import sparse_coo
 from .rewrites.inline_python import bodies
@@ -51,8 +58,8 @@ from .state.argument_mutations import ArgumentMutation, StateMutation, WatchedAr
 from .state.mutations import Tables, rebound_buffers, rebound_parameters
 from .state.object_trees import closed, is_opened, opened
 from .state.places import NumberPlace, Place, State, Varying
-from .state.recorder import recorded_reads
-from .state.symbolic_numbers import Computed, numbers, settled
+from .state.recorder import record_reads
+from .state.symbolic_numbers import Computed, specialize_tree, to_computed
 from .state.value_guards import ValueGuards
 from .trace_context import (
     at_once,
@@ -62,7 +69,7 @@ from .trace_context import (
     check_module,
     is_transforming,
     no_other_random_numbers,
-    one_error,
+    translate_errors,
 )
 
 
@@ -92,10 +99,12 @@ def capture(
     while True:
         places, numbered = state.places(besides), state.numbers(varying.now)
         value_guards = ValueGuards(
-            _buffers(fn, own) | _behind(own, (args, kwargs), places), state.is_looking, state.shapes
+            _buffers(fn, own) | _places_after(own, (args, kwargs), places),
+            state.is_looking,
+            state.shapes,
         )
         try:
-            captured, settle = _capture(
+            captured, fill_constants = _capture(
                 fn,
                 own,
                 args,
@@ -108,8 +117,8 @@ def capture(
                 varying,
                 value_guards,
             )
-            settle()
-        except Changes as error:
+            fill_constants()
+        except UnlistedMutation as error:
             if error.entry in state:
                 raise ShardingError(
                     f"the program changes a tensor in place that shares its memory with '{error.entry[1][-1]}'",
@@ -171,7 +180,7 @@ def _capture(
         fn,
         fn if hooks else fn.forward,
         list(state),
-        _without(leaves, slots),
+        _mask_leaves(leaves, slots),
         slots,
         tree,
         grad,
@@ -180,13 +189,13 @@ def _capture(
         value_guards,
     )
     watched = (
-        recorded_reads(tables.modules, tables.objects, tables.called)
+        record_reads(tables.modules, tables.objects, tables.called)
         if isinstance(fn, nn.Module)
         else nullcontext()
     )
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    with one_error(), watched as tables.recorder, mode:
-        fakes = [_fake(t) for t in real]
+    with translate_errors(), watched as tables.recorder, mode:
+        fakes = [_empty_like(t) for t in real]
         requires = [t.requires_grad for t in real]
         grad_mode = torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled())
         with no_other_random_numbers(), fx_traceback.preserve_node_meta(), grad_mode:
@@ -199,22 +208,22 @@ def _capture(
     graph, inputs = normalize(traced.graph, inputs, program.tangents)
     check_constants(graph, traced)
     left, observed = (
-        tuple(each.settled(False) for each in program.left),
-        tuple(each.settled(True) for each in program.observed),
+        tuple(each.resolve_numbers(False) for each in program.left),
+        tuple(each.resolve_numbers(True) for each in program.observed),
     )
     computed = tuple(
         i for i, leaf in enumerate(program.result_leaves) if isinstance(leaf, Computed)
     )
-    reads = tables.reads(used, program.constants.given)
+    reads = tables.reads(used, program.constants.operands)
     captured = Captured(
         graph,
         traced,
         tuple(inputs),
         tuple(program.outputs),
         tree,
-        _without(leaves, slots),
+        _mask_leaves(leaves, slots),
         program.results,
-        _without(program.result_leaves, program.result_slots),
+        _mask_leaves(program.result_leaves, program.result_slots),
         tuple(program.result_slots),
         computed,
         bool(program.tangents),
@@ -227,10 +236,10 @@ def _capture(
         tuple(place for i, place in enumerate(places) if i in used),
         tuple(value_guards.looks.values()),
     )
-    return captured, lambda escaped=program.constants: escaped.settle(constants, traced)
+    return captured, lambda escaped=program.constants: escaped.fill_values(constants, traced)
 
 
-def _without(leaves: list, slots: list[int]) -> tuple[Any, ...]:
+def _mask_leaves(leaves: list, slots: list[int]) -> tuple[Any, ...]:
     """The leaves with None in these slots."""
     return tuple(None if i in set(slots) else leaf for i, leaf in enumerate(leaves))
 
@@ -281,17 +290,17 @@ class _Program:
                 for i, (t, old) in enumerate(zip(inputs, before))
                 if i in self.rebound or was_mutated(t, old)
             ]
-            components = parts_of(outs)
+            components = connected_components(outs)
             self.outputs = [
                 *(
-                    Output(OUTPUT, self._place_of(i, t), i >= self.asked, part=components[i])
+                    Output(OUTPUT, self._input_in_place(i, t), i >= self.asked, part=components[i])
                     for i, t in enumerate(outs)
                 ),
                 *(Output(MUTATION, i) for i in mutated),
                 *(Output(GRADIENT, i, of=self.sources[i]) for i in grads),
                 *(Output(OBSERVED, open=True) for _ in self.seen),
             ]
-            constants = self.constants.now()
+            constants = self.constants.tensors()
             self.constant_ids = [*map(id, constants)]
             return [
                 unwrap(t) if isinstance(t, FunctionalTensor) else t
@@ -304,14 +313,14 @@ class _Program:
                 )
             ]
 
-    def _place_of(self, output: int, tensor: Tensor) -> int:
+    def _input_in_place(self, output: int, tensor: Tensor) -> int:
         """Which input is in the place that a run puts an output of the same shape into; -1: there
         is none.
         """
         entries = {
             (id(left.root), path)
             for left in self.left
-            for path, index in left.made()
+            for path, index in left.output_paths()
             if index == output
         }
         first = len(self.names) + len(self.slots)
@@ -345,7 +354,9 @@ class _Program:
             else:
                 erased += 1
                 graph.erase_node(node)
-        self.outputs = [replace(out, input=new_positions.get(out.input, -1)) for out in self.outputs]
+        self.outputs = [
+            replace(out, input=new_positions.get(out.input, -1)) for out in self.outputs
+        ]
         return {i - first for i in new_positions if i >= first}
 
     def _with_state(
@@ -356,7 +367,7 @@ class _Program:
         """
         stand_ins = inputs[len(inputs) - len(self.places) :]
         if not isinstance(self.fn, nn.Module):
-            with self.tables.kept(self.places, stand_ins):
+            with self.tables.substitute(self.places, stand_ins):
                 return self._forward_backward(inputs, tracker)
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
@@ -365,7 +376,7 @@ class _Program:
             return results
 
         state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
-        with self.tables.kept(self.places, stand_ins):
+        with self.tables.substitute(self.places, stand_ins):
             return torch.func.functional_call(
                 _Wrapper(self.fn, forward_backward), state, (), tie_weights=True
             )
@@ -387,7 +398,7 @@ class _Program:
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
         watched = WatchedArguments((args, kwargs))
         try:
-            result = opened(settled(self.call(*args, **kwargs)), watched.origins)
+            result = opened(to_computed(self.call(*args, **kwargs)), watched.origins)
             self.result_leaves, self.results = pytree.tree_flatten(result)
             self.result_slots = [
                 i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)
@@ -418,7 +429,7 @@ class _Program:
                 fix="return the tensor, and call item() on the result",
             )
         self.opened = any(map(is_opened, pytree.tree_leaves(result, is_leaf=is_opened)))
-        self.tables.continue_counting()
+        self.tables.start_backward()
         grads = self._backward(outs, inputs, tracker) if self.grad else {}
         self.observed = self.tables.left(self.seen, inputs[: len(self.names)])
         return outs, grads
@@ -430,7 +441,9 @@ class _Program:
             i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad
         ]
         differentiated = [i for i, t in enumerate(inputs) if t.requires_grad]
-        reachable = reached([outs[i] for i in differentiable], [inputs[i] for i in differentiated])
+        reachable = reachable_inputs(
+            [outs[i] for i in differentiable], [inputs[i] for i in differentiated]
+        )
         if self.rebound:
             self._check_rebound([outs[i] for i in differentiable], inputs)
         self.sources = {
@@ -445,7 +458,10 @@ class _Program:
             seeds.append(torch.ones_like(outs[i]))
             self.tangents.append((i, unwrap(seeds[-1])))
         grads = _grad(
-            [outs[i] for i in differentiable], [inputs[i] for i in differentiated], seeds, allow_unused=True
+            [outs[i] for i in differentiable],
+            [inputs[i] for i in differentiated],
+            seeds,
+            allow_unused=True,
         )
         return {i: g for i, g in zip(differentiated, grads) if g is not None}
 
@@ -454,7 +470,7 @@ class _Program:
         it put there.
         """
         for i, now in self.rebound.items():
-            if i < len(self.parameters) and any(reached(outs, [inputs[i], now])):
+            if i < len(self.parameters) and any(reachable_inputs(outs, [inputs[i], now])):
                 raise ShardingError(
                     f"forward puts another parameter in the place of '{self.parameters[i]}', on which its result depends",
                     where=user_line(),
@@ -487,12 +503,12 @@ class _Interceptor(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.tracker.before()
-        self.constants.see(args, kwargs)
+        self.constants.record_operands(args, kwargs)
         if func in (
             torch.tensor,
             torch.as_tensor,
         ):  # which have their own way to look at what they are given
-            args, kwargs = numbers(args), numbers(kwargs)
+            args, kwargs = specialize_tree(args), specialize_tree(kwargs)
         if func in _BACKWARDS:
             with self:  # what a backward recomputes is seen as well
                 return _BACKWARDS[func](*args, **kwargs)
@@ -520,7 +536,7 @@ class _Interceptor(TorchFunctionMode):
             any(map(sparse_coo.is_sparse, (*args, *kwargs.values())))
             or func is torch.sparse_coo_tensor
         ):
-            return self._of_sparse(func, args, kwargs)
+            return self._run_sparse(func, args, kwargs)
         for value in args if func in REPLACEMENTS else ():
             if isinstance(value, Tensor):
                 check_dense(f"an operand of {func.__name__}", value)
@@ -529,26 +545,26 @@ class _Interceptor(TorchFunctionMode):
             kwargs.get("out") is not None
             or is_transforming()
             or kwargs
-            and not _takes(replacement, args, kwargs)
+            and not _accepts(replacement, args, kwargs)
         ):
             replacement = None  # torch.func does not take operations of ours
         result = replacement(*args, **kwargs) if replacement is not None else NotImplemented
         if result is NotImplemented:
             result = self._run(func, args, kwargs)
         self.tracker.after(result)
-        self.constants.note(args, kwargs, result)
+        self.constants.record_result(args, kwargs, result)
         return result
 
-    def _of_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _run_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is torch.sparse_coo_tensor:
-            result = sparse_coo.made_of(*args, **kwargs)
+            result = sparse_coo.sparse_coo_tensor(*args, **kwargs)
             return func(*args, **kwargs) if result is NotImplemented else result
         if (body := sparse_coo.body(func)) is None:
             return func(*args, **kwargs)
         with at_once():  # of constants
             args, kwargs = pytree.tree_map(sparse_coo.with_entries, (args, kwargs))
         with self:
-            result = body(*args, **kwargs) if _takes(body, args, kwargs) else NotImplemented
+            result = body(*args, **kwargs) if _accepts(body, args, kwargs) else NotImplemented
         if result is NotImplemented:
             check_dense(
                 f"an operand of {func.__name__}",
@@ -565,7 +581,7 @@ class _Interceptor(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _takes(function: Callable | None, args: tuple, kwargs: dict) -> bool:
+def _accepts(function: Callable | None, args: tuple, kwargs: dict) -> bool:
     """Whether it has arguments of these names; some of PyTorch's functions have several names for
     one.
     """
@@ -689,7 +705,7 @@ def _buffers(module: Any, own: dict[str, Tensor]) -> dict[int, tuple[Place, Tens
     return buffers
 
 
-def _behind(
+def _places_after(
     own: dict[str, Tensor], arguments: Any, places: list[Place]
 ) -> dict[int, tuple[Place, Tensor]]:
     """The same of tensors that are kept in these places: they are inputs behind the module's own
@@ -713,7 +729,7 @@ def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:
     return Input(kind, name, tuple(tensor.shape), tensor.dtype, mark, source)
 
 
-def _fake(tensor: Tensor) -> Tensor:
+def _empty_like(tensor: Tensor) -> Tensor:
     """A tensor without content; one on meta or XLA becomes one on the CPU, so that all of them are
     on one device.
     """

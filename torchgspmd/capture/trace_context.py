@@ -102,10 +102,10 @@ def check_constants(graph: fx.Graph, owner: nn.Module) -> None:
     """ShardingError where a constant has no values."""
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(owner, node.target, None), FakeTensor):
-            raise _without_values(node.meta.get("source"))
+            raise _no_values_error(node.meta.get("source"))
 
 
-def _without_values(where: str | None) -> ShardingError:
+def _no_values_error(where: str | None) -> ShardingError:
     return ShardingError(
         "the program uses a tensor without values, which somebody has kept from an earlier trace",
         where=where,
@@ -114,7 +114,7 @@ def _without_values(where: str | None) -> ShardingError:
     )
 
 
-class one_error:
+class translate_errors:
     """What cannot be captured becomes a ShardingError; other errors of the program stay what they
     are.
     """
@@ -177,7 +177,7 @@ class one_error:
                 fix="compute it with torch, or outside and pass it as an argument",
             ) from error
         if isinstance(error, RuntimeError) and "FunctionalTensor on its own" in str(error):
-            raise _without_values(user_line_of(error)) from error
+            raise _no_values_error(user_line_of(error)) from error
         if isinstance(error, RuntimeError) and "mutating a non-functional tensor" in str(error):
             raise ShardingError(
                 "the program changes a tensor in place that is no argument and found under no name, such as a default",
@@ -243,7 +243,7 @@ def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
     return result
 
 
-_REPLACED = (
+_PATCHES = (
     *(
         (torch.compiler, name, True)
         for name in ("_is_compiling_flag", "_is_exporting_flag")
@@ -312,8 +312,8 @@ class capturing:
             self.hooks.append(hooks)
             _pop_saved_tensors_default_hooks()
         self.stance = torch.compiler.set_stance("force_eager")
-        self.before = [(owner, name, vars(owner).get(name)) for owner, name, _ in _REPLACED]
-        for owner, name, value in _REPLACED:
+        self.before = [(owner, name, vars(owner).get(name)) for owner, name, _ in _PATCHES]
+        for owner, name, value in _PATCHES:
             setattr(owner, name, value)
 
     def __exit__(self, *_: Any) -> None:
@@ -340,9 +340,9 @@ def no_other_random_numbers() -> Iterator[None]:
     """Warns of numbers that the program draws from generators which are not PyTorch's: they are the
     same in every run.
     """
-    before = random.getstate(), _state_of_numpy()
+    before = random.getstate(), _numpy_state()
     yield
-    for name, was, now in zip(("Python", "NumPy"), before, (random.getstate(), _state_of_numpy())):
+    for name, was, now in zip(("Python", "NumPy"), before, (random.getstate(), _numpy_state())):
         if was != now:
             warnings.warn(
                 f"forward draws random numbers from {name}: every run of the program gets those that were drawn when it was "
@@ -351,7 +351,7 @@ def no_other_random_numbers() -> Iterator[None]:
             )
 
 
-def _state_of_numpy() -> tuple[bytes, int]:
+def _numpy_state() -> tuple[bytes, int]:
     _, key, position, *_ = numpy.random.get_state()
     return key.tobytes(), position
 

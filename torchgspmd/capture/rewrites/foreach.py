@@ -44,7 +44,7 @@ def _addc(x: Tensor, term: Tensor, value: Any, in_place: bool) -> Tensor:
     )
 
 
-def _bound(bound: Callable, name: str) -> Callable:
+def _in_place_bound(bound: Callable, name: str) -> Callable:
     """maximum_ and minimum_, which Tensor does not have; the other operand may be a number."""
     return lambda x, other: (
         x.copy_(bound(x, other)) if isinstance(other, Tensor) else getattr(x, name)(other)
@@ -70,8 +70,8 @@ _SINGLE: dict[str, Callable] = {
     "minimum": lambda x, other: (
         torch.minimum(x, other) if isinstance(other, Tensor) else x.clamp_max(other)
     ),
-    "maximum_": _bound(torch.maximum, "clamp_min_"),
-    "minimum_": _bound(torch.minimum, "clamp_max_"),
+    "maximum_": _in_place_bound(torch.maximum, "clamp_min_"),
+    "minimum_": _in_place_bound(torch.minimum, "clamp_max_"),
     "norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
     "powsum": lambda x, ord=2, dtype=None: x.to(dtype or x.dtype).abs().pow(ord).sum(),
 }

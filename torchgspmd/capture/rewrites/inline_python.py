@@ -18,7 +18,7 @@ from .foreach import tensor_by_tensor
 from .multihead_attention import multi_head_attention
 from .rnn import RECURRENT
 
-OURS: dict[Callable, Callable] = {
+REWRITTEN_BODIES: dict[Callable, Callable] = {
     **RECURRENT,
     F.embedding_bag: embedding_bag,
     F.multi_head_attention_forward: multi_head_attention,
@@ -32,19 +32,23 @@ def bodies(function: Callable) -> tuple[Callable, ...]:
     """
     return tuple(
         body
-        for body in (OURS.get(function), tensor_by_tensor(function), _body_of(function))
+        for body in (
+            REWRITTEN_BODIES.get(function),
+            tensor_by_tensor(function),
+            _copy_without_dispatch(function),
+        )
         if body is not None
     )
 
 
-def _body_of(function: Callable) -> Callable | None:
+def _copy_without_dispatch(function: Callable) -> Callable | None:
     """A copy of a function of torch that does not give itself away but runs; None for what is not
     written so in Python.
     """
     if not isinstance(function, FunctionType) or not str(function.__module__).startswith("torch."):
         return None
     asks = {
-        name: _nobody
+        name: _no_torch_function
         for name in function.__code__.co_names
         if name.startswith("has_torch_function") and name in function.__globals__
     }
@@ -63,6 +67,6 @@ def _body_of(function: Callable) -> Callable | None:
     return copy
 
 
-def _nobody(*tensors: Any) -> bool:
+def _no_torch_function(*tensors: Any) -> bool:
     """In the place of torch.overrides.has_torch_function."""
     return False

@@ -51,7 +51,7 @@ def multi_head_attention(
     if (
         add_zero_attn
         or any(t is not None for t in (bias_k, bias_v, static_k, static_v))
-        or not _regular(inputs, width, num_heads)
+        or not _is_supported(inputs, width, num_heads)
     ):
         return NotImplemented  # rare, or a mistake that PyTorch will explain
     if is_causal and attn_mask is None:
@@ -85,7 +85,7 @@ def multi_head_attention(
     return y, seen
 
 
-def _regular(inputs: tuple[Tensor, ...], width: int, heads: int) -> bool:
+def _is_supported(inputs: tuple[Tensor, ...], width: int, heads: int) -> bool:
     query, key, value = inputs
     return (
         query.dim() in (2, 3)

@@ -85,7 +85,9 @@ def body(function: Callable) -> Callable | None:
     """
     name = getattr(function, "__name__", "")
     return (
-        _OF_PROPERTIES.get(function) or _BODIES.get(name) or (None if name in _AS_IT_IS else _none)
+        _PROPERTY_BODIES.get(function)
+        or _BODIES.get(name)
+        or (None if name in _METADATA_ONLY else _not_implemented)
     )
 
 
@@ -102,7 +104,7 @@ def stand_in(entries: Entries) -> Tensor:
     return sparse
 
 
-def made_of(
+def sparse_coo_tensor(
     indices: Any, values: Any, size: Any = None, *, dtype: torch.dtype | None = None, **options: Any
 ) -> Any:
     """In the place of torch.sparse_coo_tensor; NotImplemented where that is not of a vector of
@@ -117,7 +119,7 @@ def made_of(
     return stand_in(Entries(indices, values.to(dtype or values.dtype), tuple(size)))
 
 
-def _none(*_: Any, **__: Any) -> Any:
+def _not_implemented(*_: Any, **__: Any) -> Any:
     return NotImplemented
 
 
@@ -125,7 +127,7 @@ def _product(a: Tensor, b: Tensor) -> Any:
     if is_sparse(a) and is_sparse(b) or a.dim() != 2 or b.dim() > 2:
         return NotImplemented
     if is_sparse(b):
-        return _product(_transposed(b), a.t()).t()
+        return _product(_transpose(b), a.t()).t()
     entries = Entries.of(a)
     rows, columns = entries.indices.unbind(0)
     values = entries.values if b.dim() == 1 else entries.values[:, None]
@@ -134,9 +136,7 @@ def _product(a: Tensor, b: Tensor) -> Any:
     )
 
 
-def _product_and_sum(
-    added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Any:
+def _addmm(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     product = _product(a, b)
     return NotImplemented if product is NotImplemented else beta * added + alpha * product
 
@@ -146,14 +146,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return product if product is NotImplemented or bias is None else product + bias
 
 
-def _transposed(a: Tensor, dim0: int = 0, dim1: int = 1) -> Any:
+def _transpose(a: Tensor, dim0: int = 0, dim1: int = 1) -> Any:
     if a.dim() != 2 or dim0 % 2 == dim1 % 2:
         return NotImplemented
     entries = Entries.of(a)
     return Entries(entries.indices.flip(0), entries.values, entries.shape[::-1]).tensor()
 
 
-def _dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _to_dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     entries = Entries.of(a)
     values = entries.values.to(dtype or entries.values.dtype)
     return values.new_zeros(entries.shape).index_put(
@@ -161,7 +161,7 @@ def _dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     )
 
 
-def _times(a: Any, b: Any) -> Any:
+def _scale(a: Any, b: Any) -> Any:
     a, b = (a, b) if is_sparse(a) else (b, a)
     entries = Entries.of(a)
     if is_sparse(b):
@@ -171,7 +171,7 @@ def _times(a: Any, b: Any) -> Any:
     return entries.scaled(entries.values * b)
 
 
-def _divided(a: Any, b: Any) -> Any:
+def _divide(a: Any, b: Any) -> Any:
     return (
         NotImplemented
         if not is_sparse(a) or isinstance(b, Tensor) and b.dim()
@@ -179,7 +179,7 @@ def _divided(a: Any, b: Any) -> Any:
     )
 
 
-def _plus(a: Any, b: Any) -> Any:
+def _add(a: Any, b: Any) -> Any:
     first = Entries.of(a if is_sparse(a) else b)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
         return NotImplemented
@@ -202,13 +202,15 @@ def _sum(a: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
     summed = {d % a.dim() for d in ((dim,) if isinstance(dim, int) else dim)}
     remaining = [d for d in range(a.dim()) if d not in summed]
     return (
-        Entries(entries.indices[remaining], values, tuple(entries.shape[d] for d in remaining)).tensor()
+        Entries(
+            entries.indices[remaining], values, tuple(entries.shape[d] for d in remaining)
+        ).tensor()
         if remaining
         else values.sum()
     )
 
 
-def _detached(a: Tensor) -> Tensor:
+def _detach(a: Tensor) -> Tensor:
     return Entries.of(a).scaled(Entries.of(a).values.detach())
 
 
@@ -217,11 +219,11 @@ def _cast(a: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return Entries.of(a).scaled(Entries.of(a).values.to(*args, **kwargs))
 
 
-def _to(dtype: torch.dtype) -> Callable:
+def _cast_to(dtype: torch.dtype) -> Callable:
     return lambda a: _cast(a, dtype)
 
 
-def _of_coalesced(part: str) -> Callable:
+def _coalesced_field(part: str) -> Callable:
     def body(a: Tensor) -> Any:
         entries = Entries.of(a)
         return getattr(entries, part) if entries.coalesced else NotImplemented
@@ -230,7 +232,7 @@ def _of_coalesced(part: str) -> Callable:
 
 
 _CHECKS = {"check_invariants", "is_coalesced", "device"}
-_AS_IT_IS = {
+_METADATA_ONLY = {
     "__get__",
     "size",
     "dim",
@@ -246,42 +248,42 @@ _AS_IT_IS = {
     "element_size",
     "is_same_size",
 }
-_OF_PROPERTIES: dict[Callable, Callable] = {
-    Tensor.T.__get__: _transposed,
-    Tensor.mT.__get__: _transposed,
-    Tensor.data.__get__: _detached,
+_PROPERTY_BODIES: dict[Callable, Callable] = {
+    Tensor.T.__get__: _transpose,
+    Tensor.mT.__get__: _transpose,
+    Tensor.data.__get__: _detach,
 }
 _BODIES: dict[str, Callable] = {  # by the names that functions and methods share
     "mm": _product,
     "matmul": _product,
     "mv": _product,
     "_sparse_mm": _product,
-    "addmm": _product_and_sum,
-    "_sparse_addmm": _product_and_sum,
+    "addmm": _addmm,
+    "_sparse_addmm": _addmm,
     "linear": _linear,
-    "t": _transposed,
-    "transpose": _transposed,
-    "to_dense": _dense,
+    "t": _transpose,
+    "transpose": _transpose,
+    "to_dense": _to_dense,
     "coalesce": lambda a: a,
-    "detach": _detached,
+    "detach": _detach,
     "_indices": lambda a: Entries.of(a).indices,
     "_values": lambda a: Entries.of(a).values.detach(),
     "_nnz": lambda a: len(Entries.of(a).values),
-    "indices": _of_coalesced("indices"),
-    "values": _of_coalesced("values"),
-    "mul": _times,
-    "multiply": _times,
-    "div": _divided,
-    "true_divide": _divided,
-    "neg": lambda a: _times(a, -1),
-    "add": _plus,
+    "indices": _coalesced_field("indices"),
+    "values": _coalesced_field("values"),
+    "mul": _scale,
+    "multiply": _scale,
+    "div": _divide,
+    "true_divide": _divide,
+    "neg": lambda a: _scale(a, -1),
+    "add": _add,
     "sum": _sum,
     "_sparse_sum": _sum,
     "to": _cast,
     "type_as": lambda a, b: _cast(a, b.dtype),
     "cpu": lambda a: a,
-    "float": _to(torch.float32),
-    "double": _to(torch.float64),
-    "half": _to(torch.float16),
-    "bfloat16": _to(torch.bfloat16),
+    "float": _cast_to(torch.float32),
+    "double": _cast_to(torch.float64),
+    "half": _cast_to(torch.float16),
+    "bfloat16": _cast_to(torch.bfloat16),
 }

@@ -167,7 +167,7 @@ def _is_number(entry: Any) -> bool:
     return whole or isinstance(entry, torch.SymInt)
 
 
-def _selected(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
+def _split_index(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
     """The view of x at the entries of the index that are such numbers, and the index of what is
     left. Slices are taken first: torch 2.9 cannot assign to a slice of a row whose number it does
     not know.
@@ -175,7 +175,7 @@ def _selected(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
     numbers, rest = [], []
     for dim, entry in zip(positions(x, index), index):
         if isinstance(entry, slice):
-            x, entry = x[(slice(None),) * dim + (_untensored(entry),)], slice(None)
+            x, entry = x[(slice(None),) * dim + (_concrete_slice(entry),)], slice(None)
         if not isinstance(entry, slice) and _is_number(entry):
             numbers.append((dim, entry))
         else:
@@ -191,21 +191,21 @@ def positions(x: Tensor, index: tuple) -> list[int]:
     for place, entry in enumerate(index):
         dims.append(at)
         at = (
-            x.dim() - sum(map(_dims, index[place + 1 :]))
+            x.dim() - sum(map(_dim_count, index[place + 1 :]))
             if entry is Ellipsis
-            else at + _dims(entry)
+            else at + _dim_count(entry)
         )
     return dims
 
 
-def _untensored(entry: slice) -> slice:
+def _concrete_slice(entry: slice) -> slice:
     """With numbers where it has tensors."""
     return slice(
         *(b.item() if isinstance(b, Tensor) else b for b in (entry.start, entry.stop, entry.step))
     )
 
 
-def _dims(entry: Any) -> int:
+def _dim_count(entry: Any) -> int:
     """How many dimensions an entry of an index stands for."""
     if entry is None or isinstance(entry, bool):
         return 0
@@ -218,7 +218,7 @@ def _getitem(input: Tensor, index: Any) -> Tensor:
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
         return NotImplemented
-    view, rest = _selected(input, index)
+    view, rest = _split_index(input, index)
     return view[rest] if rest else view
 
 
@@ -226,7 +226,7 @@ def _setitem(input: Tensor, index: Any, value: Any) -> None:
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
         return NotImplemented
-    view, rest = _selected(input, index)
+    view, rest = _split_index(input, index)
     view[rest if rest else ...] = value
 
 

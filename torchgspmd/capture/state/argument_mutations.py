@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
-from .object_trees import ATTRIBUTE, ITEM, Key, Path, closed, follow, is_object, opened, parts
+from .object_trees import ATTRIBUTE, ITEM, Key, Path, closed, components, follow, is_object, opened
 from .places import LISTS
-from .symbolic_numbers import Computed, numbers, settled, settled_there
+from .symbolic_numbers import Computed, specialize_tree, to_computed, to_computed_at
 from .variable_tables import Table
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -65,12 +65,12 @@ class StateMutation:
     added: list  # to a list
     whole: bool = False  # whether the list consists of these then
 
-    def filled(self, outputs: Sequence[Any]) -> StateMutation:
+    def fill(self, outputs: Sequence[Any]) -> StateMutation:
         """With what this run has computed."""
         return replace(
             self,
-            entries={name: _filled(value, outputs, None) for name, value in self.entries.items()},
-            added=_filled(self.added, outputs, None),
+            entries={name: _fill(value, outputs, None) for name, value in self.entries.items()},
+            added=_fill(self.added, outputs, None),
         )
 
     def write(self) -> None:
@@ -90,24 +90,24 @@ class StateMutation:
         if self.added:
             container.extend(self.added)
 
-    def settled(self, is_late: bool) -> StateMutation:
+    def resolve_numbers(self, is_late: bool) -> StateMutation:
         """With Computed or numbers in the place of each Count. is_late: it is written by the
         backward, after what forward writes.
         """
         if is_late:
             entries = {
-                name: settled_there(value, self.root, (*self.path, name))
+                name: to_computed_at(value, self.root, (*self.path, name))
                 for name, value in self.entries.items()
             }
-            return replace(self, entries=entries, added=numbers(self.added))
-        return replace(self, entries=settled(self.entries), added=settled(self.added))
+            return replace(self, entries=entries, added=specialize_tree(self.added))
+        return replace(self, entries=to_computed(self.entries), added=to_computed(self.added))
 
-    def made(self) -> Iterator[tuple[tuple, int]]:
+    def output_paths(self) -> Iterator[tuple[tuple, int]]:
         """Where below the root entries hold tensors that the program computes, and which of its
         outputs.
         """
         for name, value in self.entries.items():
-            yield from _made(value, (*self.path, name))
+            yield from _output_paths(value, (*self.path, name))
 
 
 class WatchedArguments:
@@ -115,7 +115,8 @@ class WatchedArguments:
 
     def __init__(self, tree: Any):
         self.before = [
-            (path, container, parts(container)) for path, container in _containers(tree, (), set())
+            (path, container, components(container))
+            for path, container in _containers(tree, (), set())
         ]
         self.origins = {
             id(container): path
@@ -129,7 +130,7 @@ class WatchedArguments:
         """
         mutations = []
         for path, container, old in self.before:
-            changed, gone = _difference(container, old, parts(container))
+            changed, gone = _difference(container, old, components(container))
             if changed or gone:
                 keys = {
                     id(value): key for key, value in old.items() if not isinstance(value, _PLAIN)
@@ -140,7 +141,7 @@ class WatchedArguments:
                         {
                             key: Unchanged(keys[id(value)])
                             if id(value) in keys
-                            else made(numbers(value), outputs, self.origins)
+                            else replace_tensors(specialize_tree(value), outputs, self.origins)
                             for key, value in changed.items()
                         },
                         gone,
@@ -151,12 +152,12 @@ class WatchedArguments:
     def restore(self) -> None:
         """All containers as they were."""
         for _, container, old in self.before:
-            changed, gone = _difference(container, parts(container), old)
+            changed, gone = _difference(container, components(container), old)
             if changed or gone:
                 _write(container, changed, gone)
 
 
-def apply(
+def apply_mutations(
     effects: Sequence[ArgumentMutation], outputs: Sequence[Any], arguments: tuple[tuple, dict]
 ) -> None:
     """Does to the containers in what is given, (args, kwargs), what the program did to those that
@@ -166,7 +167,7 @@ def apply(
     for effect in effects:
         container = follow(effect.path, arguments)
         old = (
-            parts(container)
+            components(container)
             if any(isinstance(part, Unchanged) for part in effect.changed.values())
             else {}
         )
@@ -176,7 +177,7 @@ def apply(
                 {
                     key: old[part.key]
                     if isinstance(part, Unchanged)
-                    else _filled(part, outputs, arguments)
+                    else _fill(part, outputs, arguments)
                     for key, part in effect.changed.items()
                 },
                 effect.gone,
@@ -186,22 +187,24 @@ def apply(
         _write(*write)
 
 
-def made(value: Any, outputs: list[Tensor], origins: Mapping[int, Path] | None = None) -> Any:
+def replace_tensors(
+    value: Any, outputs: list[Tensor], origins: Mapping[int, Path] | None = None
+) -> Any:
     """The value with Made in the place of tensors, which are added to the outputs."""
     return pytree.tree_map_only(
-        Tensor, lambda tensor: FromOutput(_place(tensor, outputs)), opened(value, origins)
+        Tensor, lambda tensor: FromOutput(_output_index(tensor, outputs)), opened(value, origins)
     )
 
 
-def _made(value: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
+def _output_paths(value: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
     if isinstance(value, FromOutput):
         yield path, value.output
     elif isinstance(value, (dict, tuple, *LISTS)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _made(item, (*path, key))
+            yield from _output_paths(item, (*path, key))
 
 
-def _filled(part: Any, outputs: Sequence[Any], arguments: Any) -> Any:
+def _fill(part: Any, outputs: Sequence[Any], arguments: Any) -> Any:
     def fill(leaf: Any) -> Any:
         return (
             outputs[leaf.output]
@@ -219,11 +222,11 @@ def _containers(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, 
         return
     seen.add(id(value))
     yield path, value
-    for key, part in parts(value).items():
+    for key, part in components(value).items():
         yield from _containers(part, (*path, key), seen)
 
 
-def _same(now: Any, old: Any) -> bool:
+def _is_same(now: Any, old: Any) -> bool:
     return now is old or type(now) is type(old) and isinstance(now, _PLAIN) and now == old
 
 
@@ -234,7 +237,7 @@ def _difference(
     written as a whole.
     """
     changed = {
-        key: value for key, value in new.items() if key not in old or not _same(value, old[key])
+        key: value for key, value in new.items() if key not in old or not _is_same(value, old[key])
     }
     gone = tuple(key for key in old if key not in new)
     if isinstance(container, list) and any(kind == ITEM for kind, _ in (*changed, *gone)):
@@ -242,7 +245,7 @@ def _difference(
     return changed, gone
 
 
-def _place(tensor: Tensor, outputs: list[Tensor]) -> int:
+def _output_index(tensor: Tensor, outputs: list[Tensor]) -> int:
     """Where it is among the outputs, as the last one if it was not there."""
     place = next((i for i, output in enumerate(outputs) if output is tensor), len(outputs))
     if place == len(outputs):

@@ -28,7 +28,7 @@ _AGAIN = ("COPY", "DUP_TOP")  # of an augmented assignment
 _FAR = 3  # calls from a forward, of functions in installed packages
 
 
-def called(functions: Iterable[Any], classes: Iterable[type]) -> list[FunctionType]:
+def called_functions(functions: Iterable[Any], classes: Iterable[type]) -> list[FunctionType]:
     """The functions in Python among these and those that they name, and so on: global ones, those
     of modules of Python and of classes, those around them, and methods and properties of these
     classes. Not those of torch.
@@ -67,18 +67,18 @@ def is_installed(module: str | None) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
-def reached(function: FunctionType) -> Iterator[tuple[dict, str]]:
+def global_names(function: FunctionType) -> Iterator[tuple[dict, str]]:
     """Where what a function finds by name is: global variables, and attributes of modules of Python
     (`settings.SCALE`).
     """
-    for names in _dotted(function.__code__):
-        yield from ((table, name) for table, name, _ in _way(function, names))
+    for names in _dotted_names(function.__code__):
+        yield from ((table, name) for table, name, _ in _resolve_dotted_name(function, names))
 
 
-def reached_classes(function: FunctionType) -> Iterator[tuple[type, str]]:
+def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
     """The same of classes: and the name of an attribute, or that by which they are called."""
-    for names in _dotted(function.__code__):
-        for table, name, rest in _way(function, names):
+    for names in _dotted_names(function.__code__):
+        for table, name, rest in _resolve_dotted_name(function, names):
             if isinstance(table[name], type) and is_own(table[name].__module__):
                 yield table[name], *(rest[:1] or ("__init__",))
     around = {
@@ -86,7 +86,7 @@ def reached_classes(function: FunctionType) -> Iterator[tuple[type, str]]:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
         if cell != _EMPTY
     }
-    for name, *rest in _dotted(function.__code__, "LOAD_DEREF") if around else ():
+    for name, *rest in _dotted_names(function.__code__, "LOAD_DEREF") if around else ():
         if (
             isinstance(cls := around.get(name), type)
             and name != "__class__"
@@ -95,19 +95,21 @@ def reached_classes(function: FunctionType) -> Iterator[tuple[type, str]]:
             yield cls, *(rest[:1] or ("__init__",))
 
 
-def assigned(function: FunctionType) -> Iterator[tuple[dict, str]]:
+def assigned_globals(function: FunctionType) -> Iterator[tuple[dict, str]]:
     """Where it assigns global variables, and may assign attributes of modules of Python."""
-    yield from ((function.__globals__, name) for name in _stored(function.__code__, "STORE_GLOBAL"))
+    yield from (
+        (function.__globals__, name) for name in _stored_names(function.__code__, "STORE_GLOBAL")
+    )
     for table, name in (
-        reached(function) if (stored := _stored(function.__code__, "STORE_ATTR")) else ()
+        global_names(function) if (stored := _stored_names(function.__code__, "STORE_ATTR")) else ()
     ):
         if isinstance(value := table[name], ModuleType) and is_own(value.__name__):
             yield from ((value.__dict__, attribute) for attribute in stored)
 
 
-def assigned_around(function: FunctionType) -> Iterator[tuple[str, CellType]]:
+def assigned_cells(function: FunctionType) -> Iterator[tuple[str, CellType]]:
     """The variables around it that it assigns (`nonlocal`), and those that hold tensors."""
-    stored = _stored(function.__code__, "STORE_DEREF")
+    stored = _stored_names(function.__code__, "STORE_DEREF")
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         if name in stored or cell != _EMPTY and isinstance(cell.cell_contents, Tensor):
             yield name, cell
@@ -115,7 +117,7 @@ def assigned_around(function: FunctionType) -> Iterator[tuple[str, CellType]]:
 
 def assigned_attributes(function: FunctionType) -> tuple[str, ...]:
     """Names of attributes that it assigns, of whatever."""
-    return _stored(function.__code__, "STORE_ATTR")
+    return _stored_names(function.__code__, "STORE_ATTR")
 
 
 def may_name_its_class(function: FunctionType) -> bool:
@@ -127,7 +129,7 @@ def may_name_its_class(function: FunctionType) -> bool:
     )
 
 
-def _way(
+def _resolve_dotted_name(
     function: FunctionType, names: tuple[str, ...]
 ) -> Iterator[tuple[dict, str, tuple[str, ...]]]:
     """The tables of modules in which these are looked for, each in the one before, and what is left
@@ -144,14 +146,14 @@ def _way(
 
 
 @functools.lru_cache(maxsize=4096)
-def _dotted(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, ...], ...]:
+def _dotted_names(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, ...], ...]:
     """Global variables that it reads, with the attributes that it takes of each; in one order in
     all processes.
     """
     dotted_names: dict[tuple[str, ...], None] = {}
-    for part in _parts(code):
+    for nested in _nested_code(code):
         names: tuple[str, ...] = ()
-        for i in dis.get_instructions(part):
+        for i in dis.get_instructions(nested):
             if names and i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 names += (i.argval,)
             elif not names or i.opname not in _AGAIN:
@@ -162,12 +164,12 @@ def _dotted(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, 
 
 
 @functools.lru_cache(maxsize=4096)
-def _stored(code: CodeType, operation: str) -> tuple[str, ...]:
+def _stored_names(code: CodeType, operation: str) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(
             i.argval
-            for part in _parts(code)
-            for i in dis.get_instructions(part)
+            for nested in _nested_code(code)
+            for i in dis.get_instructions(nested)
             if i.opname == operation
         )
     )
@@ -211,16 +213,16 @@ def _plain_functions(function: Any) -> Iterator[FunctionType]:
 
 
 def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[Any]:
-    for table, name in reached(function):
+    for table, name in global_names(function):
         yield table[name]
-    for cls, attribute in reached_classes(function):
+    for cls, attribute in class_names(function):
         unnamed = () if is_installed(cls.__module__) else _UNNAMED
         yield from (
             _function_in(value)
             for name, value in class_values(cls)
             if isinstance(value, _METHODS) and (name == attribute or name in unnamed)
         )
-    for name in _methods_in(function.__code__):
+    for name in _method_names(function.__code__):
         yield from methods.get(name, ())
     for cell in function.__closure__ or ():
         if cell != _EMPTY and is_function(cell.cell_contents):
@@ -228,14 +230,14 @@ def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[
 
 
 @functools.lru_cache(maxsize=4096)
-def _methods_in(code: CodeType) -> tuple[str, ...]:
+def _method_names(code: CodeType) -> tuple[str, ...]:
     """Names of attributes in it that may be methods of a module or object: of its first argument,
     and others that tensors do not have.
     """
     own: dict[str, None] = {}
-    for part in _parts(code):
+    for nested in _nested_code(code):
         before = None
-        for i in dis.get_instructions(part):
+        for i in dis.get_instructions(nested):
             if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and (
                 before == code.co_varnames[:1] or i.argval not in _COMMON
             ):
@@ -244,9 +246,9 @@ def _methods_in(code: CodeType) -> tuple[str, ...]:
     return tuple(own)
 
 
-def mentioned(functions: Iterable[FunctionType]) -> set[str]:
+def names_in_code(functions: Iterable[FunctionType]) -> set[str]:
     """All names and texts that are written in these."""
-    codes = (code for function in functions for code in _parts(function.__code__))
+    codes = (code for function in functions for code in _nested_code(function.__code__))
     return {
         name
         for code in codes
@@ -255,36 +257,36 @@ def mentioned(functions: Iterable[FunctionType]) -> set[str]:
     }
 
 
-def _parts(code: CodeType) -> Iterator[CodeType]:
+def _nested_code(code: CodeType) -> Iterator[CodeType]:
     """It, and the comprehensions and functions that are written in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _parts(constant)
+            yield from _nested_code(constant)
 
 
-def named(function: Any) -> Iterator[Any]:
+def reachable_values(function: Any) -> Iterator[Any]:
     """What a function can reach by name: variables around it and global ones, the object it is a
     method of, arguments it was given.
     """
     if hasattr(function, "__wrapped__"):
-        yield from named(function.__wrapped__)
+        yield from reachable_values(function.__wrapped__)
     if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values(), *named(function.func))
+        yield from (*function.args, *function.keywords.values(), *reachable_values(function.func))
     elif isinstance(function, MethodType):
-        yield from (function.__self__, *named(function.__func__))
+        yield from (function.__self__, *reachable_values(function.__func__))
     elif isinstance(function, FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
         class_attributes = (
             value
-            for cls, attribute in reached_classes(function)
+            for cls, attribute in class_names(function)
             for name, value in class_values(cls)
             if name == attribute
         )
         yield from (
             *cells,
             *(function.__defaults__ or ()),
-            *(table[name] for table, name in reached(function)),
+            *(table[name] for table, name in global_names(function)),
             *class_attributes,
         )
     else:

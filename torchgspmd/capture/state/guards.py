@@ -149,7 +149,7 @@ class Guards:
             *others,
         ):
             root, path = (now, ()) if name == A_TABLE else (table, (name,))
-            yield from ((root, *leaf) for leaf in _changed(now, value, path))
+            yield from ((root, *leaf) for leaf in _changed_leaves(now, value, path))
 
     def differing(self) -> list[str]:
         """Names of those that are not as they were."""
@@ -157,12 +157,12 @@ class Guards:
             *(
                 name
                 for name, now, value in zip(self.names, self.now(), self.values)
-                if not same(now, value)
+                if not matches(now, value)
             ),
             *(
                 name
                 for table, name, value in self.others
-                if not same(table.get(name, ABSENT), value)
+                if not matches(table.get(name, ABSENT), value)
             ),
         ]
 
@@ -174,7 +174,7 @@ class Guards:
             *zip(self._qualified(owners), self.now()),
             *((name, table.get(name, ABSENT)) for table, name, _ in self.others),
         ]
-        return [(f"'{name}'", _described(value)) for name, value in now]
+        return [(f"'{name}'", _describe(value)) for name, value in now]
 
     def tensors(self, owners: Mapping[int, str]) -> dict[int, str]:
         """The names under which tensors were found, by the ids of these."""
@@ -196,11 +196,11 @@ class Guards:
         """Whether all is as it was."""
         now = self.now()
         if not all(map(is_, now[: self.simple], self.values)) and not all(
-            map(same, now[: self.simple], self.values)
+            map(matches, now[: self.simple], self.values)
         ):
             return False
-        return all(map(same, now[self.simple :], self.values[self.simple :])) and all(
-            same(table.get(name, ABSENT), value) for table, name, value in self.others
+        return all(map(matches, now[self.simple :], self.values[self.simple :])) and all(
+            matches(table.get(name, ABSENT), value) for table, name, value in self.others
         )
 
 
@@ -221,11 +221,11 @@ def is_watched(value: Any) -> bool:
     return isinstance(value, (Tensor, *_PLAIN))
 
 
-def frozen(value: Any, depth: int = 0) -> Any:
+def snapshot(value: Any, depth: int = 0) -> Any:
     """The value as it is now; of an object, a table that is deep in others, and what is very long
     only that it is this one.
     """
-    if (copied := _copied(value)) is not None:
+    if (copied := _copy_values(value)) is not None:
         return copied
     if (
         not (isinstance(value, tuple) or is_table(value))
@@ -235,10 +235,10 @@ def frozen(value: Any, depth: int = 0) -> Any:
     ):
         return value
     keys, items = (tuple(value), value.values()) if isinstance(value, dict) else ((), value)
-    return Contents(type(value), keys, tuple(frozen(item, depth + 1) for item in items))
+    return Contents(type(value), keys, tuple(snapshot(item, depth + 1) for item in items))
 
 
-def _copied(value: Any) -> Copied | None:
+def _copy_values(value: Any) -> Copied | None:
     if isinstance(value, np.ndarray):
         return Copied(value.copy()) if value.size <= LONG and not value.dtype.hasobject else None
     is_long = type(value) is list and len(value) > LONG
@@ -258,7 +258,7 @@ def _is_constant(value: Any) -> bool:
     )
 
 
-def _changed(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
+def _changed_leaves(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
     if type(value) is tuple:
         value = Contents(tuple, (), value)
     if isinstance(value, Contents) and type(now) is value.cls and len(now) == len(value.items):
@@ -267,7 +267,7 @@ def _changed(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
         )
         if keys == (value.keys or keys):
             for key, one, other in zip(keys, items, value.items):
-                yield from _changed(one, other, (*path, key))
+                yield from _changed_leaves(one, other, (*path, key))
     elif (
         type(now) is type(value)
         and type(now) in COUNTED
@@ -279,7 +279,7 @@ def _changed(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
             yield path, now
 
 
-def same(now: Any, value: Any) -> bool:
+def matches(now: Any, value: Any) -> bool:
     if now is value or value is ANY:
         return True
     if isinstance(value, Kind):
@@ -291,7 +291,7 @@ def same(now: Any, value: Any) -> bool:
             type(now) is value.cls
             and len(now) == len(value.items)
             and (not isinstance(now, dict) or tuple(now) == value.keys)
-            and all(map(same, now.values() if isinstance(now, dict) else now, value.items))
+            and all(map(matches, now.values() if isinstance(now, dict) else now, value.items))
         )
     return (
         type(now) is type(value)
@@ -301,11 +301,11 @@ def same(now: Any, value: Any) -> bool:
     )
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     """As all processes write it that have the same: names in the order of a set, which is another
     in each, count in any order.
     """
-    value = frozen(value)
+    value = snapshot(value)
     if isinstance(value, (Tensor, Kind)):
         return f"a tensor {list(value.shape)} of {value.dtype}"
     if isinstance(value, Conditions):
@@ -322,7 +322,7 @@ def _described(value: Any) -> str:
             if isinstance(value, (tuple, *_PLAIN))
             else getattr(value, "__qualname__", type(value).__name__)
         )
-    items = [_described(item) for item in value.items]
+    items = [_describe(item) for item in value.items]
     if not value.keys:
         is_unordered = all(isinstance(item, str) for item in value.items)
         return f"{value.cls.__name__}[{', '.join(sorted(items) if is_unordered else items)}]"

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
 from ..normalize import NUMBERS
-from .argument_mutations import StateMutation, made
+from .argument_mutations import StateMutation, replace_tensors
 from .bytecode_names import (
-    assigned,
-    assigned_around,
     assigned_attributes,
-    called,
+    assigned_cells,
+    assigned_globals,
+    called_functions,
+    class_names,
+    global_names,
     is_own,
     may_name_its_class,
-    named,
-    reached,
-    reached_classes,
+    reachable_values,
 )
 from .guards import (
     A_TABLE,
@@ -38,16 +38,23 @@ from .guards import (
     Contents,
     Guards,
     Kind,
-    frozen,
     is_plain,
     is_watched,
-    same,
+    matches,
+    snapshot,
 )
 from .object_trees import opened, slots_of
 from .places import LISTS, LONG, NumberPlace, Place, State, is_table
 from .recorder import Reach, Recorder
-from .symbolic_numbers import SymbolicNumber, Tally, later, tally_of
-from .variable_tables import OfClass, Table, Variables, around, of_class, slots
+from .symbolic_numbers import SymbolicNumber, Tally, at_backward, tally_of
+from .variable_tables import (
+    ClassVariables,
+    Table,
+    Variables,
+    cell_variable,
+    class_variables,
+    slot_variables,
+)
 
 _MANY = (
     2000  # tables in the attributes of one module or object, or in a table, that are looked into
@@ -162,7 +169,7 @@ class Tables:
             )
             self.functions += [m.forward, *(hook for table in hooks for hook in table.values())]
         self._reach()
-        self.tables = [*self._all()]
+        self.tables = [*self._find_tables()]
         self.globals = {id(t.container): t.names for t in self.tables if t.names is not None}
         self.changed: set[tuple[int, Any]] = set()  # entries of roots
         self.places: dict[
@@ -177,21 +184,21 @@ class Tables:
         while len(reach.objects) != before:
             before = len(reach.objects)
             self.functions = [*roots, *reach.functions.values()]
-            self.called = called(
+            self.called = called_functions(
                 self.functions, map(type, (*self.modules, *reach.objects.values()))
             )
             reach.add(
                 (
                     value
                     for function in (*self.functions, *self.called)
-                    for value in named(function)
+                    for value in reachable_values(function)
                 ),
                 are_named=True,
             )
         self.objects = [*reach.objects.values()] if self.modules else []
 
     @contextmanager
-    def kept(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
+    def substitute(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
         """Meanwhile these tensors are in the places; afterwards all is as it was but for objects
         that were assigned to attributes.
         """
@@ -215,7 +222,7 @@ class Tables:
                 table.last_entries = table.entries()
             self.start = {id(table.container): table.last_entries for table in self.tables}
             self.named = [
-                (table, frozen(table.container)) for table in self.tables if table.is_named
+                (table, snapshot(table.container)) for table in self.tables if table.is_named
             ]
             if self.recorder is not None:
                 self.recorder.see_variables(self.called)
@@ -238,7 +245,7 @@ class Tables:
                 container.extend(before.values())
             return
         for name, value in table.entries().items():
-            if value is not before.get(name, ABSENT) and self._is_left(name, value):
+            if value is not before.get(name, ABSENT) and self._is_mutation(name, value):
                 _put(container, name, before.get(name, ABSENT))
         for name in [
             name for name in before if name not in container
@@ -264,13 +271,13 @@ class Tables:
                 name: value
                 for name, value in now.items()
                 if value is not old.get(name, ABSENT)
-                and self._is_left(name, value, state_ids)
-                and not same(value, old.get(name, ABSENT))
+                and self._is_mutation(name, value, state_ids)
+                and not matches(value, old.get(name, ABSENT))
             }
             gone = tuple(
                 name
                 for name in old
-                if name not in now and (not table.attributes or self._is_left(name, old[name]))
+                if name not in now and (not table.attributes or self._is_mutation(name, old[name]))
             )
             added: list = []
             whole = isinstance(table.container, LISTS) and len(now) < len(old)
@@ -279,9 +286,11 @@ class Tables:
                 added, changed, gone = [*table.container][0 if whole else len(old) :], {}, ()
             if not (changed or gone or added or whole):
                 continue
-            entries = {name: made(value, outputs) for name, value in changed.items()}
+            entries = {name: replace_tensors(value, outputs) for name, value in changed.items()}
             mutations.append(
-                StateMutation(table.root, table.path, entries, gone, made(added, outputs), whole)
+                StateMutation(
+                    table.root, table.path, entries, gone, replace_tensors(added, outputs), whole
+                )
             )
             names = [*changed, *gone, *(range(0 if whole else len(old), len(now)) if added else ())]
             for name in names or [0]:
@@ -289,17 +298,19 @@ class Tables:
                 self.state.add(table.root, (*table.path, name), changed.get(name))
         return mutations
 
-    def continue_counting(self) -> None:
+    def start_backward(self) -> None:
         """At the end of forward: the backward is of the numbers that are in their places then."""
         for tally in self.numbers:
-            if tally.place.is_there() and type(count := tally.place.value()) is SymbolicNumber:
-                tally.place.put(later(count, tally.place))
+            if tally.place.is_there() and type(symbol := tally.place.value()) is SymbolicNumber:
+                tally.place.put(at_backward(symbol, tally.place))
         for table in self.tables:
             table.last_entries = table.entries()
 
-    def _is_left(self, name: Any, value: Any, excluded: frozenset[int] = frozenset()) -> bool:
+    def _is_mutation(self, name: Any, value: Any, excluded: frozenset[int] = frozenset()) -> bool:
         """Whether an entry is one that a run leaves too: a tensor of the trace, or plain."""
-        return name not in KEPT_BY_TORCH and (is_plain(value) or _holds(value, self.traced, excluded))
+        return name not in KEPT_BY_TORCH and (
+            is_plain(value) or _contains_tensor(value, self.traced, excluded)
+        )
 
     def reads(self, used: Container[int], operands: Container[int]) -> Guards:
         """What the program depends on of what was read, of the tables that functions name, and of
@@ -308,7 +319,7 @@ class Tables:
         """
         self.operands = operands
         reads = (
-            self.recorder.settled(lambda *entry: self._watched(used, *entry))
+            self.recorder.to_guards(lambda *entry: self._guard_of_read(used, *entry))
             if self.recorder is not None
             else Guards()
         )
@@ -316,22 +327,24 @@ class Tables:
             tally.place.name: tally for tally in self.numbers if tally.place.root is self.varying
         }
         for name, value in self.varying.items():
-            reads.add(self.varying, name, tallies[name].needed() if name in tallies else value)
+            reads.add(
+                self.varying, name, tallies[name].to_conditions() if name in tallies else value
+            )
         classes = {
             id(table.container): table.container
             for table in self.tables
-            if isinstance(table.container, OfClass)
+            if isinstance(table.container, ClassVariables)
         }
         for holder, name in self.changed:  # it may have been read of type(self)
             if holder in classes and (
                 self.recorder is None or (holder, name) not in self.recorder.seen
             ):
-                compared = self._compared(self.start[holder].get(name, ABSENT), used, True)
+                compared = self._guard_value(self.start[holder].get(name, ABSENT), used, True)
                 if compared is not ANY:
                     reads.add(classes[holder], name, compared)
         for table, contents in self.named:
             if not table.attributes or any(self._is_used(leaf, used) for leaf in contents.leaves()):
-                compared = self._compared(
+                compared = self._guard_value(
                     contents, used, table.attributes or self._is_changed(table.root, table.path[:1])
                 )
                 if compared is not ANY:
@@ -345,7 +358,9 @@ class Tables:
                     )
         return reads
 
-    def _watched(self, used: Container[int], table: dict, name: str, value: Any, then: Any) -> Any:
+    def _guard_of_read(
+        self, used: Container[int], table: dict, name: str, value: Any, then: Any
+    ) -> Any:
         """What is compared of an entry that was read with this value, which was this then."""
         start = self.start.get(id(table))
         if start is not None and name not in self.globals.get(id(table), (name,)):
@@ -353,8 +368,8 @@ class Tables:
         if (
             start is None
             and isinstance(table, Variables)
-            and not self._stood_in(then)
-            and not same(table.get(name, ABSENT), then)
+            and not self._has_stand_in(then)
+            and not matches(table.get(name, ABSENT), then)
         ):
             warnings.warn(
                 f"forward assigns '{name}' in a way that is not seen: runs of the program do not; keep it in an attribute of the "
@@ -372,9 +387,9 @@ class Tables:
             return ANY
         if table.get(name, ABSENT) is not value and not is_watched(value) and not is_table(value):
             return ANY  # an object, in whose place a trace puts another one
-        return self._compared(then, used, self._is_changed(table, (name,)))
+        return self._guard_value(then, used, self._is_changed(table, (name,)))
 
-    def _stood_in(self, value: Any) -> bool:
+    def _has_stand_in(self, value: Any) -> bool:
         """Whether what stands for something from a place is in it."""
         leaves = value.leaves() if isinstance(value, Contents) else (value,)
         return any(type(leaf) is SymbolicNumber or id(leaf) in self.places for leaf in leaves)
@@ -383,16 +398,18 @@ class Tables:
         """Whether the program writes into the root, or into the entry of it."""
         return any(entry[: 1 + len(path)] == (id(root), *path) for entry in self.changed)
 
-    def _compared(self, value: Any, used: Container[int], is_changed: bool) -> Any:
+    def _guard_value(self, value: Any, used: Container[int], is_changed: bool) -> Any:
         """Of lists that are changed, and of whose tensors none is used, nothing: things are added
         to them only, unless they were empty.
         """
 
         def leaf(value: Any) -> Any:
             if type(value) is SymbolicNumber:
-                return tally_of(value).needed()
+                return tally_of(value).to_conditions()
             if not isinstance(value, self.traced):
-                return ANY if isinstance(value, Tensor) and id(value) not in self.operands else value
+                return (
+                    ANY if isinstance(value, Tensor) and id(value) not in self.operands else value
+                )
             return self.places[id(value)][2] if self._is_used(value, used) else ANY
 
         if not isinstance(value, Contents):
@@ -406,7 +423,7 @@ class Tables:
         ):
             return ANY
         return replace(
-            value, items=tuple(self._compared(item, used, is_changed) for item in value.items)
+            value, items=tuple(self._guard_value(item, used, is_changed) for item in value.items)
         )
 
     def _is_used(self, value: Any, used: Container[int]) -> bool:
@@ -428,23 +445,23 @@ class Tables:
                     return table.root, (*table.path, name)
         return None
 
-    def _all(self) -> Iterator[_Table]:
+    def _find_tables(self) -> Iterator[_Table]:
         seen: set[int] = set()
         for holder in (*self.modules, *self.objects):
             if is_table(attributes := getattr(holder, "__dict__", None)):
                 yield from _tables(attributes, seen, attributes, (), True)
             if slots_of(type(holder)):
-                yield from _tables(slots(holder), seen, slots(holder), (), True)
+                yield from _tables(slot_variables(holder), seen, slot_variables(holder), (), True)
         for module in self.modules:
             yield from _tables(module._buffers, seen, module._buffers)
         variables = {
             id(table[name]): (table, (name,))
             for function in self.called
-            for table, name in reached(function)
+            for table, name in global_names(function)
             if is_table(table[name])
         }
         for function in (*self.functions, *self.called):
-            for value in named(function):
+            for value in reachable_values(function):
                 attributes = (
                     value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
                 )
@@ -455,37 +472,37 @@ class Tables:
         for function in self.called:
             tensors = (
                 (table, name)
-                for table, name in reached(function)
+                for table, name in global_names(function)
                 if isinstance(table[name], Tensor)
             )
-            cells = ((around(name, cell), name) for name, cell in assigned_around(function))
-            for table, name in (*assigned(function), *tensors, *cells):
+            cells = ((cell_variable(name, cell), name) for name, cell in assigned_cells(function))
+            for table, name in (*assigned_globals(function), *tensors, *cells):
                 written.setdefault(id(table), (table, {}))[1][name] = None
-        for table, name in self._of_classes():
+        for table, name in self._class_attributes():
             written.setdefault(id(table), (table, {}))[1][name] = None
         for table, names in written.values():
             entries = {name: table[name] for name in names if name in table}
             yield _Table(table, entries, entries, table, (), True, names=tuple(names))
 
-    def _of_classes(self) -> Iterator[tuple[Table, str]]:
+    def _class_attributes(self) -> Iterator[tuple[Table, str]]:
         """Attributes of classes that functions may assign, and those that hold tensors."""
         kinds, assigned_anywhere = _bases(map(type, (*self.modules, *self.objects))), set()
         for function in self.called:
             names = assigned_attributes(function)
             assigned_anywhere.update(names)
             classes = [
-                *_bases(cls for cls, _ in reached_classes(function)),
+                *_bases(cls for cls, _ in class_names(function)),
                 *(kinds if may_name_its_class(function) else ()),
             ]
             yield from (
-                (of_class(cls), name)
+                (class_variables(cls), name)
                 for cls in classes
                 for name in names
                 if not _is_descriptor(cls.__dict__.get(name))
             )
         for cls in kinds:
             yield from (
-                (of_class(cls), name)
+                (class_variables(cls), name)
                 for name, value in cls.__dict__.items()
                 if isinstance(value, Tensor)
                 or name in assigned_anywhere
@@ -538,7 +555,9 @@ def _entries(container: Table) -> dict:
     return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container)
 
 
-def _holds(value: Any, kind: type[Tensor], excluded: frozenset[int] = frozenset()) -> bool:
+def _contains_tensor(
+    value: Any, kind: type[Tensor], excluded: frozenset[int] = frozenset()
+) -> bool:
     """Whether a tensor of this kind is in it, by another id than these."""
     return any(
         isinstance(leaf, kind) and id(leaf) not in excluded

@@ -32,7 +32,7 @@ class Opened:
     """
 
     cls: type
-    parts: dict[Key, Any]
+    components: dict[Key, Any]
     origin: Path | None = (
         None  # where in the arguments it is, if it is one of them or inside of one
     )
@@ -41,11 +41,11 @@ class Opened:
 if not is_missing(pytree):
     pytree.register_pytree_node(
         Opened,
-        lambda o: (list(o.parts.values()), (o.cls, tuple(o.parts), o.origin)),
+        lambda o: (list(o.components.values()), (o.cls, tuple(o.components), o.origin)),
         lambda values, context: Opened(context[0], dict(zip(context[1], values)), context[2]),
         flatten_with_keys_fn=lambda o: (
-            [(pytree.MappingKey(name), v) for (_, name), v in o.parts.items()],
-            (o.cls, tuple(o.parts), o.origin),
+            [(pytree.MappingKey(name), v) for (_, name), v in o.components.items()],
+            (o.cls, tuple(o.components), o.origin),
         ),
     )
 
@@ -56,16 +56,16 @@ def opened(
     """The tree with Opened for every object that holds tensors, and for those whose id has an
     origin, and Entries for sparse tensors.
     """
-    return pytree.tree_map(lambda leaf: _opened(leaf, origins or {}, around), tree)
+    return pytree.tree_map(lambda leaf: _open_leaf(leaf, origins or {}, around), tree)
 
 
-def _opened(leaf: Any, origins: Mapping[int, Path], around: tuple[int, ...]) -> Any:
+def _open_leaf(leaf: Any, origins: Mapping[int, Path], around: tuple[int, ...]) -> Any:
     if is_sparse(leaf):
         return Entries.of(leaf)
     if not is_object(leaf) or id(leaf) in around:
         return leaf
     inside = {
-        key: opened(value, origins, (*around, id(leaf))) for key, value in parts(leaf).items()
+        key: opened(value, origins, (*around, id(leaf))) for key, value in components(leaf).items()
     }
     origin = origins.get(id(leaf))
     holds = origin is not None or any(isinstance(x, Tensor) for x in pytree.tree_leaves(inside))
@@ -76,21 +76,21 @@ def closed(tree: Any, arguments: Any = None) -> Any:
     """The tree with objects again where `opened` took them apart: new ones, or, of those with an
     origin, the one in `given`.
     """
-    return pytree.tree_map(lambda leaf: _closed(leaf, arguments), tree, is_leaf=is_opened)
+    return pytree.tree_map(lambda leaf: _close_leaf(leaf, arguments), tree, is_leaf=is_opened)
 
 
 def is_opened(part: Any) -> bool:
     return isinstance(part, (Opened, Entries))
 
 
-def _closed(leaf: Any, arguments: Any) -> Any:
+def _close_leaf(leaf: Any, arguments: Any) -> Any:
     if isinstance(leaf, Entries):
         return leaf.tensor()
     if not isinstance(leaf, Opened):
         return leaf
     if leaf.origin is not None:
         return follow(leaf.origin, arguments)
-    inside = {key: closed(value, arguments) for key, value in leaf.parts.items()}
+    inside = {key: closed(value, arguments) for key, value in leaf.components.items()}
     items = {name: value for (kind, name), value in inside.items() if kind == ITEM}
     base: Any = next(
         c for c in leaf.cls.__mro__ if not c.__flags__ & OF_PYTHON
@@ -126,7 +126,7 @@ def is_object(leaf: Any) -> bool:
     )
 
 
-def parts(container: Any) -> dict[Key, Any]:
+def components(container: Any) -> dict[Key, Any]:
     """What a collection or an object consists of."""
     items = (
         container.items()

@@ -25,18 +25,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from .bytecode_names import (
+    class_names,
     class_values,
+    global_names,
     is_function,
     is_installed,
     is_own,
-    mentioned,
-    reached,
-    reached_classes,
+    names_in_code,
 )
-from .guards import ABSENT, ANY, KEPT_BY_TORCH, Guards, frozen, is_watched
+from .guards import ABSENT, ANY, KEPT_BY_TORCH, Guards, is_watched, snapshot
 from .object_trees import OF_PYTHON, slots_of
 from .places import LONG, is_table
-from .variable_tables import around, of_class, of_context, slots
+from .variable_tables import cell_variable, class_variables, context_variable, slot_variables
 
 _FIXED = 1 << 8  # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
 _MANY, _MANY_VALUES = (
@@ -73,7 +73,7 @@ class Recorder:
         if id(holder) not in self.holders or name in KEPT_BY_TORCH or name.startswith("__"):
             return
         if name in slots_of(type(holder)):
-            self.see(slots(holder), name)
+            self.see(slot_variables(holder), name)
             return
         table = _attributes(holder)
         if table is None or name not in table:
@@ -91,7 +91,7 @@ class Recorder:
     def see(self, table: Any, name: str) -> None:
         if (id(table), name) not in self.seen:
             value = table.get(name, ABSENT)
-            self.seen[id(table), name] = table, name, value, frozen(value)
+            self.seen[id(table), name] = table, name, value, snapshot(value)
 
     def see_class(self, cls: type, name: str) -> None:
         """What instances find in the class, or one that it inherits from; of methods and
@@ -103,7 +103,7 @@ class Recorder:
             and owner.__flags__ & OF_PYTHON
             and not hasattr(type(owner.__dict__[name]), "__get__")
         ):
-            self.see(of_class(owner), name)
+            self.see(class_variables(owner), name)
 
     def see_whole(self, holder: Any, names: Container[str]) -> None:
         """The attributes of these names of an object of which it is not seen what is read."""
@@ -115,13 +115,13 @@ class Recorder:
     def see_variables(self, functions: Iterable[FunctionType]) -> None:
         """Those that functions find by name; of lists and tables see Tables.reads."""
         for function in functions:
-            for table, name in reached(function):
+            for table, name in global_names(function):
                 value = table[name]
                 if isinstance(value, ContextVar):
-                    self.see(of_context(name, value), name)
+                    self.see(context_variable(name, value), name)
                 elif not isinstance(value, (type, ModuleType)) and not is_table(value):
                     self.see(table, name)
-            for cls, attribute in reached_classes(function):
+            for cls, attribute in class_names(function):
                 self.see_class(cls, attribute)
             cells = () if is_installed(function.__module__) else function.__closure__ or ()
             for name, cell in zip(function.__code__.co_freevars, cells):
@@ -130,15 +130,15 @@ class Recorder:
                     and is_watched(cell.cell_contents)
                     and not is_table(cell.cell_contents)
                 ):
-                    self.see(around(name, cell), name)
+                    self.see(cell_variable(name, cell), name)
 
-    def settled(self, watch: Callable[[dict, str, Any, Any], Any]) -> Guards:
+    def to_guards(self, watch: Callable[[dict, str, Any, Any], Any]) -> Guards:
         """watch: what is compared of an entry that was read with this value, which was this then;
         ANY if nothing.
         """
         reads = Guards()
-        for table, name, value, then in self.seen.values():
-            compared = watch(table, name, value, then)
+        for table, name, value, at_read in self.seen.values():
+            compared = watch(table, name, value, at_read)
             if compared is not ANY:
                 reads.add(table, name, compared)
         return reads
@@ -155,7 +155,7 @@ class _Present:
 
 
 @contextmanager
-def recorded_reads(
+def record_reads(
     modules: Iterable[nn.Module], objects: Sequence[Any], functions: Iterable[FunctionType]
 ) -> Iterator[Recorder]:
     """Meanwhile it is written down which attributes of these are read. functions: that may read
@@ -190,7 +190,7 @@ def recorded_reads(
                 and not isinstance(holder, nn.Module)
                 and _attributes(holder) is not None
             ):
-                recorder.see_whole(holder, mentioned(functions))  # a SimpleNamespace
+                recorder.see_whole(holder, names_in_code(functions))  # a SimpleNamespace
         yield recorder
     finally:
         for cls, original in originals.items():
@@ -215,7 +215,7 @@ class Reach:
             for name, value in m.__dict__.items()
             if name not in KEPT_BY_TORCH
         )
-        self.add(value for cls in dict.fromkeys(map(type, modules)) for value in _in_class(cls))
+        self.add(value for cls in dict.fromkeys(map(type, modules)) for value in _class_values(cls))
 
     def add(self, values: Iterable[Any], are_named: bool = False) -> None:
         """are_named: by functions; what an installed package has made counts as its own then, which
@@ -270,13 +270,13 @@ def _attributes(holder: Any) -> dict | None:
     return table if isinstance(table, dict) else None
 
 
-def _in_class(cls: type) -> Iterator[Any]:
+def _class_values(cls: type) -> Iterator[Any]:
     """Attributes of a class other than methods."""
     return (value for _, value in class_values(cls) if not isinstance(value, FunctionType))
 
 
 def _values(holder: Any) -> Iterator[Any]:
     if not isinstance(holder, nn.Module):
-        yield from _in_class(type(holder))
+        yield from _class_values(type(holder))
     yield from (_attributes(holder) or {}).values()
-    yield from slots(holder).values()
+    yield from slot_variables(holder).values()

@@ -63,7 +63,7 @@ class Tally:
     tensor: Tensor
     conditions: list[tuple[Function, Any]] = field(default_factory=list)
 
-    def demand(self, function: Function) -> Any:
+    def guard_on(self, function: Function) -> Any:
         """What comes out; the program holds for numbers for which it is this."""
         result = function(self.value)
         if function is _itself:
@@ -72,28 +72,28 @@ class Tally:
             self.conditions.append((function, result))
         return result
 
-    def needed(self) -> Conditions:
+    def to_conditions(self) -> Conditions:
         return Conditions(
             type(self.value), *(zip(*self.conditions) if self.conditions else ((), ()))
         )
 
 
 @dataclass(eq=False)
-class Later:
+class BackwardNumber:
     """The same of a number that forward has changed: in the backward it is the one that is in its
     place then.
     """
 
     place: Place
     value: int | float
-    count: SymbolicNumber
+    symbol: SymbolicNumber
 
     @property
     def tensor(self) -> Tensor:
-        return _tensor(self.count)
+        return _to_tensor(self.symbol)
 
-    def demand(self, function: Function) -> Any:
-        return _demanded(self.count, function)
+    def guard_on(self, function: Function) -> Any:
+        return _guard_on(self.symbol, function)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Conditions:
             return False
         try:
             return all(
-                _equal(function(value), results)
+                _is_same_number(function(value), results)
                 for function, results in zip(self.functions, self.results)
             )
         except (ArithmeticError, ValueError):  # of what forward would do with it
@@ -128,19 +128,19 @@ class SymbolicNumber:
     several numbers there are only these.
     """
 
-    __slots__ = ("__tally", "__function", "__value", "__of", "__size")
+    __slots__ = ("__tally", "__function", "__value", "__expression", "__size")
 
     def __init__(
         self,
-        tally: Tally | Later | None,
+        tally: Tally | BackwardNumber | None,
         function: Function = _itself,
-        of: tuple = (),
+        expression: tuple = (),
         value: int | float | None = None,
     ):
-        self.__tally, self.__function, self.__of = tally, function, of
+        self.__tally, self.__function, self.__expression = tally, function, expression
         self.__value = value if tally is None else function(tally.value)
         self.__size = sum(
-            1 + o.__size for o in of if type(o) is SymbolicNumber
+            1 + o.__size for o in expression if type(o) is SymbolicNumber
         )  # operations, each as often as it is computed
 
     @property
@@ -148,12 +148,12 @@ class SymbolicNumber:
         return type(self.__value)
 
     def __reduce__(self) -> Any:
-        return type(self.__value), (number(self),)
+        return type(self.__value), (specialize(self),)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # looked for by those who ask what kind of object this is
             raise AttributeError(name)
-        return getattr(number(self), name)
+        return getattr(specialize(self), name)
 
     @classmethod
     def __torch_function__(
@@ -161,89 +161,90 @@ class SymbolicNumber:
     ) -> Any:
         if func in _BESIDE_TENSORS and len(args) == 2:
             args = tuple(
-                _beside(a, b) if type(a) is SymbolicNumber and isinstance(b, Tensor) else a
+                _tensor_operand(a, b) if type(a) is SymbolicNumber and isinstance(b, Tensor) else a
                 for a, b in zip(args, args[::-1])
             )
-        return func(*numbers(args), **numbers(kwargs or {}))
+        return func(*specialize_tree(args), **specialize_tree(kwargs or {}))
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _is_same_number(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _demanded(count: SymbolicNumber, function: Function) -> Any:
-    if count._SymbolicNumber__tally is None:
-        return function(number(count))
-    before = count._SymbolicNumber__function
-    return count._SymbolicNumber__tally.demand(lambda value: function(before(value)))
+def _guard_on(symbol: SymbolicNumber, function: Function) -> Any:
+    if symbol._SymbolicNumber__tally is None:
+        return function(specialize(symbol))
+    before = symbol._SymbolicNumber__function
+    return symbol._SymbolicNumber__tally.guard_on(lambda value: function(before(value)))
 
 
-def number(count: SymbolicNumber) -> int | float:
+def specialize(symbol: SymbolicNumber) -> int | float:
     """What it is; from now on the program depends on it."""
-    if count._SymbolicNumber__tally is None:
-        operation, *operands = count._SymbolicNumber__of
-        return operation(*numbers(operands))
-    return count._SymbolicNumber__tally.demand(count._SymbolicNumber__function)
+    if symbol._SymbolicNumber__tally is None:
+        operation, *operands = symbol._SymbolicNumber__expression
+        return operation(*specialize_tree(operands))
+    return symbol._SymbolicNumber__tally.guard_on(symbol._SymbolicNumber__function)
 
 
-def numbers(value: Any) -> Any:
+def specialize_tree(value: Any) -> Any:
     """The same with the number in the place of every Count in it."""
     return pytree.tree_map(
-        lambda leaf: number(leaf) if type(leaf) is SymbolicNumber else leaf, value
+        lambda leaf: specialize(leaf) if type(leaf) is SymbolicNumber else leaf, value
     )
 
 
-def settled(value: Any) -> Any:
+def to_computed(value: Any) -> Any:
     """The same with Computed in the place of every Count in it."""
     return pytree.tree_map(
-        lambda leaf: Computed(_when_run(leaf)) if type(leaf) is SymbolicNumber else leaf, value
+        lambda leaf: Computed(_evaluator(leaf)) if type(leaf) is SymbolicNumber else leaf, value
     )
 
 
-def settled_there(value: Any, root: Any, path: tuple) -> Any:
+def to_computed_at(value: Any, root: Any, path: tuple) -> Any:
     """The same of an entry, where it is computed of the number there only; else with the numbers
     that they are.
     """
     tally = value._SymbolicNumber__tally if type(value) is SymbolicNumber else None
     return (
-        settled(value)
+        to_computed(value)
         if tally is not None and tally.place.root is root and tally.place.path == path
-        else numbers(value)
+        else specialize_tree(value)
     )
 
 
-def _when_run(count: SymbolicNumber) -> Callable[[], Any]:
-    tally, function = count._SymbolicNumber__tally, count._SymbolicNumber__function
+def _evaluator(symbol: SymbolicNumber) -> Callable[[], Any]:
+    tally, function = symbol._SymbolicNumber__tally, symbol._SymbolicNumber__function
     if tally is not None:
         place = tally.place
         return lambda: function(place.value())
     operation, *operands = (
-        _when_run(o) if type(o) is SymbolicNumber else o for o in count._SymbolicNumber__of
+        _evaluator(o) if type(o) is SymbolicNumber else o
+        for o in symbol._SymbolicNumber__expression
     )
     return lambda: operation(*(o() if callable(o) else o for o in operands))
 
 
-def later(count: SymbolicNumber, place: Place) -> SymbolicNumber:
+def at_backward(symbol: SymbolicNumber, place: Place) -> SymbolicNumber:
     """What stands in a place from the end of forward on."""
     return (
-        count
-        if tally_of(count) is not None and count._SymbolicNumber__function is _itself
-        else SymbolicNumber(Later(place, count._SymbolicNumber__value, count))
+        symbol
+        if tally_of(symbol) is not None and symbol._SymbolicNumber__function is _itself
+        else SymbolicNumber(BackwardNumber(place, symbol._SymbolicNumber__value, symbol))
     )
 
 
-def tally_of(count: SymbolicNumber) -> Tally | Later | None:
-    return count._SymbolicNumber__tally
+def tally_of(symbol: SymbolicNumber) -> Tally | BackwardNumber | None:
+    return symbol._SymbolicNumber__tally
 
 
-def _computed(operation: Callable, *operands: Any) -> Any:
+def _compute(operation: Callable, *operands: Any) -> Any:
     """Of one Count, or several; where they are of several numbers and cannot be tensors, on the
     condition that these are what they are.
     """
     if any(isinstance(o, Tensor) for o in operands):
         return NotImplemented  # it is the tensor's turn
     if any(type(o) not in (SymbolicNumber, *COUNTED) for o in operands):
-        return operation(*numbers(operands))
+        return operation(*specialize_tree(operands))
     tallies = {tally_of(o) for o in operands if type(o) is SymbolicNumber}
     tally = tallies.pop()
     if tallies or tally is None:
@@ -252,9 +253,9 @@ def _computed(operation: Callable, *operands: Any) -> Any:
             *(o._SymbolicNumber__value if type(o) is SymbolicNumber else o for o in operands)
         )
         if size >= _MANY or operation not in (_TENSORS if type(value) is float else _SUMS):
-            return operation(*numbers(operands))
-        return SymbolicNumber(None, of=(operation, *operands), value=value)
-    if (shorter := _as_one(operation, *operands)) is not None:
+            return operation(*specialize_tree(operands))
+        return SymbolicNumber(None, expression=(operation, *operands), value=value)
+    if (shorter := _merge_additions(operation, *operands)) is not None:
         return shorter
     functions = [
         o._SymbolicNumber__function if type(o) is SymbolicNumber else lambda value, o=o: o
@@ -268,23 +269,23 @@ def _computed(operation: Callable, *operands: Any) -> Any:
     return (
         result
         if type(result._SymbolicNumber__value) in COUNTED and result._SymbolicNumber__size < _MANY
-        else number(result)
+        else specialize(result)
     )
 
 
-def _as_one(operation: Callable, one: Any, other: Any = None) -> Any:
+def _merge_additions(operation: Callable, one: Any, other: Any = None) -> Any:
     """For an integer that is added to a sum with another one (as in a loop that counts): with the
     sum of the two; else None.
     """
-    count, added = (other, one) if operation is operator.add and type(one) is int else (one, other)
+    symbol, added = (other, one) if operation is operator.add and type(one) is int else (one, other)
     if (
         operation not in (operator.add, operator.sub)
-        or type(count) is not SymbolicNumber
+        or type(symbol) is not SymbolicNumber
         or type(added) is not int
-        or not count._SymbolicNumber__of
+        or not symbol._SymbolicNumber__expression
     ):
         return None
-    before, first, *rest = count._SymbolicNumber__of
+    before, first, *rest = symbol._SymbolicNumber__expression
     if (
         before is not operator.add
         or type(first) is not SymbolicNumber
@@ -292,26 +293,26 @@ def _as_one(operation: Callable, one: Any, other: Any = None) -> Any:
         or type(first._SymbolicNumber__value) is not int
     ):
         return None
-    return _computed(operator.add, first, operation(rest[0], added))
+    return _compute(operator.add, first, operation(rest[0], added))
 
 
-def _tensor(count: SymbolicNumber) -> Tensor | None:
+def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
     """It as a value of the program; None if it cannot be computed of tensors."""
-    tally, value, of = (
-        count._SymbolicNumber__tally,
-        count._SymbolicNumber__value,
-        count._SymbolicNumber__of,
+    tally, value, expression = (
+        symbol._SymbolicNumber__tally,
+        symbol._SymbolicNumber__value,
+        symbol._SymbolicNumber__expression,
     )
     if (
-        type(value) is int and tally is not None and not _demanded(count, _is_exact)
+        type(value) is int and tally is not None and not _guard_on(symbol, _is_exact)
     ):  # else it might not fit into a tensor
         return None
-    if not of:
+    if not expression:
         return tally.tensor
-    operation, *operands = of
+    operation, *operands = expression
     if operation not in _TENSORS or type(value) is int and operation is operator.pow:
         return None
-    tensors = [_tensor(o) if type(o) is SymbolicNumber else o for o in operands]
+    tensors = [_to_tensor(o) if type(o) is SymbolicNumber else o for o in operands]
     if any(t is None for t in tensors):
         return None
     if type(value) is float:
@@ -323,39 +324,39 @@ def _is_exact(value: int) -> bool:
     return abs(value) < _EXACT
 
 
-def _beside(count: SymbolicNumber, other: Tensor) -> Any:
+def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> Any:
     """The operand of an operation with a tensor, whose type the result is to have; the number where
     it would have another one.
     """
     is_float = other.is_floating_point() or other.is_complex()
     if (
         not is_float
-        and (type(count._SymbolicNumber__value) is float or not other.dim())
-        or (tensor := _tensor(count)) is None
+        and (type(symbol._SymbolicNumber__value) is float or not other.dim())
+        or (tensor := _to_tensor(symbol)) is None
     ):
-        return number(count)
+        return specialize(symbol)
     return tensor if other.dim() else tensor.to(other.dtype)
 
 
-def _of_one(function: Function) -> Any:
-    return lambda self, *args: _demanded(self, lambda value: function(value, *args))
+def _guarding_method(function: Function) -> Any:
+    return lambda self, *args: _guard_on(self, lambda value: function(value, *args))
 
 
-def _of_two(operation: Callable, is_reflected: bool) -> Any:
+def _arithmetic_method(operation: Callable, is_reflected: bool) -> Any:
     return lambda self, other: (
-        _computed(operation, other, self) if is_reflected else _computed(operation, self, other)
+        _compute(operation, other, self) if is_reflected else _compute(operation, self, other)
     )
 
 
-def _compared(operation: Callable) -> Any:
+def _comparison_method(operation: Callable) -> Any:
     def method(self: SymbolicNumber, other: Any) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
-        other = numbers(other)
+        other = specialize_tree(other)
         return (
-            _demanded(self, lambda value: operation(value, other))
+            _guard_on(self, lambda value: operation(value, other))
             if type(other) in COUNTED
-            else operation(number(self), other)
+            else operation(specialize(self), other)
         )
 
     return method
@@ -376,17 +377,25 @@ for _name, _function in dict(
     ceil=math.ceil,
     divmod=divmod,
 ).items():
-    setattr(SymbolicNumber, f"__{_name}__", _of_one(_function))
+    setattr(SymbolicNumber, f"__{_name}__", _guarding_method(_function))
 for _name in "eq ne lt le gt ge".split():
-    setattr(SymbolicNumber, f"__{_name}__", _compared(getattr(operator, _name)))
+    setattr(SymbolicNumber, f"__{_name}__", _comparison_method(getattr(operator, _name)))
 for _name in "neg pos abs invert".split():
     setattr(
         SymbolicNumber,
         f"__{_name}__",
-        lambda self, operation=getattr(operator, _name): _computed(operation, self),
+        lambda self, operation=getattr(operator, _name): _compute(operation, self),
     )
 for _name in "add sub mul truediv floordiv mod pow and_ or_ xor lshift rshift".split():
-    setattr(SymbolicNumber, f"__{_name.strip('_')}__", _of_two(getattr(operator, _name), False))
-    setattr(SymbolicNumber, f"__r{_name.strip('_')}__", _of_two(getattr(operator, _name), True))
-SymbolicNumber.__hash__ = lambda self: hash(number(self))
-SymbolicNumber.__rdivmod__ = lambda self, other: _demanded(self, lambda value: divmod(other, value))
+    setattr(
+        SymbolicNumber,
+        f"__{_name.strip('_')}__",
+        _arithmetic_method(getattr(operator, _name), False),
+    )
+    setattr(
+        SymbolicNumber,
+        f"__r{_name.strip('_')}__",
+        _arithmetic_method(getattr(operator, _name), True),
+    )
+SymbolicNumber.__hash__ = lambda self: hash(specialize(self))
+SymbolicNumber.__rdivmod__ = lambda self, other: _guard_on(self, lambda value: divmod(other, value))

@@ -46,7 +46,7 @@ class ValueGuard:
         if not all(place.holds() for place in self.places):
             return False
         with torch.no_grad():
-            now = [_plain(place.tensor()) for place in self.places]
+            now = [_local_values(place.tensor()) for place in self.places]
             if any(tensor is None for tensor in now):
                 return False
             if len(self.last) != len(now) or not all(map(torch.equal, now, self.last)):
@@ -79,14 +79,14 @@ class ValueGuards:
         self.looks: dict[Any, ValueGuard] = {}  # by node, or by entry of a table
         self.could_look = False  # whether it would have said more, had it looked
 
-    def see(self, root: Table, path: tuple, where: str | None) -> bool:
+    def record(self, root: Table, path: tuple, where: str | None) -> bool:
         """Something is asked of a tensor that is no input, in this entry; whether it will be
         noticed that its values are others.
         """
         place = Place(root, path)
         if is_compared := place.holds() and place.tensor().numel() <= _LARGE:
             self.looks[id(root), path] = ValueGuard(
-                _itself, (place,), _asked(_itself, [place.tensor()]), where
+                _itself, (place,), _evaluate(_itself, [place.tensor()]), where
             )
         return is_compared
 
@@ -94,14 +94,14 @@ class ValueGuards:
         self, node: fx.Node, owner: nn.Module, where: str | None, is_shape: bool = False
     ) -> Tensor | None:
         """What a node computes, if it is known. is_shape: it decides on the shape of something."""
-        inputs = _inputs(node)
+        inputs = _placeholders_of(node)
         if inputs is None:
             return None
         order = {
             placeholder: i for i, placeholder in enumerate(node.graph.find_nodes(op="placeholder"))
         }
         entries = [self.places.get(order[placeholder]) for placeholder in inputs]
-        if any(entry is None or _plain(entry[1]) is None for entry in entries):
+        if any(entry is None or _local_values(entry[1]) is None for entry in entries):
             return None
         if inputs and not (self.is_looking or is_shape):
             self.could_look = True
@@ -111,11 +111,11 @@ class ValueGuards:
                 raise needs_values("a truth value", where)
             return None
         if node not in self.looks:
-            function = _function(node, inputs, owner)
+            function = _extract_function(node, inputs, owner)
             for tensor in function.buffers():
                 if (entry := self.entry_of(tensor)) is not None:
-                    self.see(*entry, where)
-            values = _asked(function, [tensor for _, tensor in entries])
+                    self.record(*entry, where)
+            values = _evaluate(function, [tensor for _, tensor in entries])
             if not inputs:
                 return values
             look = ValueGuard(function, tuple(place for place, _ in entries), values, where)
@@ -131,7 +131,7 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _inputs(node: fx.Node) -> list[fx.Node] | None:
+def _placeholders_of(node: fx.Node) -> list[fx.Node] | None:
     """The placeholders that a node comes from; None if it draws random numbers on the way, or comes
     from them by many operations.
     """
@@ -150,7 +150,7 @@ def _inputs(node: fx.Node) -> list[fx.Node] | None:
     return None if placeholders and len(seen) > _MANY else placeholders
 
 
-def _function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) -> fx.GraphModule:
+def _extract_function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) -> fx.GraphModule:
     """What computes a node from these placeholders."""
     needed, stack = {node}, [node]
     while stack:
@@ -169,12 +169,12 @@ def _function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) -> fx.Grap
     )
 
 
-def _asked(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def _evaluate(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
     with torch.no_grad():
-        return function(*map(_plain, tensors)).clone()
+        return function(*map(_local_values, tensors)).clone()
 
 
-def _plain(tensor: Tensor) -> Tensor | None:
+def _local_values(tensor: Tensor) -> Tensor | None:
     """Its values; None if this process does not have all of them."""
     if tensor.is_meta:
         return None

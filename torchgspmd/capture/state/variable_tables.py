@@ -60,7 +60,7 @@ class Slots(Variables):
         object.__delattr__(self.holder, name)
 
 
-class OfClass(Variables):
+class ClassVariables(Variables):
     """Attributes of a class itself, not of those that it inherits from."""
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -76,7 +76,7 @@ class OfClass(Variables):
         type.__delattr__(self.holder, name)
 
 
-class Around(Variables):
+class CellVariable(Variables):
     """The variable in a cell."""
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -89,7 +89,7 @@ class Around(Variables):
         del self.holder.cell_contents
 
 
-class OfContext(Variables):
+class ContextVariable(Variables):
     """The value of a context variable."""
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -105,20 +105,20 @@ class OfContext(Variables):
 _tables: WeakValueDictionary[int, Variables] = WeakValueDictionary()
 
 
-def slots(holder: Any) -> Variables:
+def slot_variables(holder: Any) -> Variables:
     return _table(Slots, holder, slots_of(type(holder)))
 
 
-def of_class(cls: type) -> Variables:
-    return _table(OfClass, cls, ())
+def class_variables(cls: type) -> Variables:
+    return _table(ClassVariables, cls, ())
 
 
-def around(name: str, cell: CellType) -> Variables:
-    return _table(Around, cell, (name,))
+def cell_variable(name: str, cell: CellType) -> Variables:
+    return _table(CellVariable, cell, (name,))
 
 
-def of_context(name: str, variable: ContextVar) -> Variables:
-    return _table(OfContext, variable, (name,))
+def context_variable(name: str, variable: ContextVar) -> Variables:
+    return _table(ContextVariable, variable, (name,))
 
 
 def _table(kind: type[Variables], holder: Any, names: tuple[str, ...]) -> Variables:
