@@ -18,7 +18,8 @@ from .captured import (
 from .state.object_trees import opened
 from .state.places import State, Varying
 from .trace import capture
-from .trace_context import check_module, is_capturing, is_transforming, not_compiled
+from .trace_context import is_capturing, is_transforming, not_compiled
+from .unsupported import check_module
 
 __all__ = [
     "ARGUMENT",

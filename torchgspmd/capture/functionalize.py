@@ -25,7 +25,8 @@ from ..compat.private_apis import (
 from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
 from .rewrites.masked_indexing import SELECTING
-from .state.mutations import Tables, check_alike
+from .state.mutations import Tables
+from .state.rebound_state import check_alike
 from .state.value_guards import ValueGuards
 from .state.variable_tables import Table
 from .trace_context import at_once

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
 from ...compat.private_apis import is_missing
-from ..trace_context import at_once, check_dense, is_capturing
+from ..trace_context import at_once, is_capturing
+from ..unsupported import check_dense
 
 
 @dataclass(frozen=True)

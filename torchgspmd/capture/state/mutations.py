@@ -5,11 +5,10 @@ of the program, the rest is of the trace alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import is_
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,14 +19,7 @@ from ...errors import ShardingError, user_line
 from ..normalize import NUMBERS
 from .argument_mutations import StateMutation, replace_tensors
 from .bytecode_names import (
-    assigned_attributes,
-    assigned_cells,
-    assigned_globals,
     called_functions,
-    class_names,
-    global_names,
-    is_own,
-    may_name_its_class,
     reachable_values,
 )
 from .guards import (
@@ -43,104 +35,16 @@ from .guards import (
     matches,
     snapshot,
 )
-from .object_trees import opened, slots_of
-from .places import LISTS, LONG, NumberPlace, Place, State, is_table
+from .mutable_tables import MutableTable, find_tables
+from .object_trees import opened
+from .places import LISTS, NumberPlace, Place, State, is_table
 from .recorder import Reach, Recorder
 from .symbolic_numbers import SymbolicNumber, Tally, at_backward, tally_of
 from .variable_tables import (
     ClassVariables,
     Table,
     Variables,
-    cell_variable,
-    class_variables,
-    slot_variables,
 )
-
-_MANY = (
-    2000  # tables in the attributes of one module or object, or in a table, that are looked into
-)
-
-
-def rebound_parameters(
-    module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
-) -> dict[int, Tensor]:
-    """The parameters that forward put another one in the place of (self.weight = nn.Parameter(0.9 *
-    self.weight + ...)), by place among the inputs, the first of which they are. ShardingError where
-    there are others than before.
-    """
-    now = dict(module.named_parameters())
-    for name in now.keys() ^ names:
-        owner, _, last = name.rpartition(".")
-        module.get_submodule(owner)._parameters.pop(last, None)  # a new one is of the trace
-        raise ShardingError(
-            f"forward {'makes' if name in now else 'takes away'} parameter '{name}'",
-            where=user_line(),
-            why="a program has those that the module has before",
-            fix="make it in __init__, and keep it",
-        )
-    rebound = {
-        i: now[name]
-        for i, (name, tensor) in enumerate(zip(names, inputs))
-        if now[name] is not tensor
-    }
-    for i, tensor in rebound.items():
-        check_alike(f"parameter '{names[i]}'", inputs[i], tensor)
-    return rebound
-
-
-def rebound_buffers(
-    module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
-) -> dict[int, Tensor]:
-    """The buffers that forward gave another tensor (self.mean = 0.9 * self.mean + ...) of their
-    shape and type, by place among the inputs. Others are new ones in their place.
-    """
-    now = dict(module.named_buffers())
-    return {
-        i: now[name]
-        for i, (name, tensor) in enumerate(zip(names, inputs))
-        if name in now
-        and now[name] is not tensor
-        and now[name].shape == tensor.shape
-        and now[name].dtype == tensor.dtype
-    }
-
-
-def check_alike(what: str, old: Tensor, new: Tensor) -> None:
-    """ShardingError where a tensor cannot be given the data of the other."""
-    if new.shape != old.shape or new.dtype != old.dtype:
-        raise ShardingError(
-            f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} and shape {list(new.shape)}",
-            where=user_line(),
-            why="a tensor of a program keeps its type and shape",
-            fix="register a buffer, and assign a new tensor to it",
-        )
-
-
-@dataclass
-class _Table:
-    """A dict or list, and what was in it before."""
-
-    container: Table
-    before: dict
-    last_entries: dict  # and when it was looked at last
-    # where it is: in the attributes of a module or object, in global variables or in a table
-    root: Table
-    path: tuple = ()  # around a function, under these keys; () for the root itself
-    # whether it is such attributes: what is no tensor and no plain value is left alone there
-    attributes: bool = False
-    is_named: bool = False  # whether a function names it, or the object whose attributes it is
-    names: tuple[str, ...] | None = (
-        None  # of variables and classes: those that functions assign, and tensors
-    )
-
-    def entries(self) -> dict:
-        if self.names is None:
-            return _entries(self.container)
-        return {
-            name: value
-            for name in self.names
-            if (value := self.container.get(name, ABSENT)) is not ABSENT
-        }
 
 
 class Tables:
@@ -169,7 +73,7 @@ class Tables:
             )
             self.functions += [m.forward, *(hook for table in hooks for hook in table.values())]
         self._reach()
-        self.tables = [*self._find_tables()]
+        self.tables = [*find_tables(self.modules, self.objects, self.functions, self.called)]
         self.globals = {id(t.container): t.names for t in self.tables if t.names is not None}
         self.changed: set[tuple[int, Any]] = set()  # entries of roots
         self.places: dict[
@@ -237,7 +141,7 @@ class Tables:
                 if place.is_there() and place.value() is tensor:
                     place.put(value)
 
-    def _restore(self, table: _Table) -> None:
+    def _restore(self, table: MutableTable) -> None:
         container, before = table.container, table.before
         if isinstance(container, LISTS):
             if len(container) != len(before) or not all(map(is_, container, before.values())):
@@ -445,114 +349,12 @@ class Tables:
                     return table.root, (*table.path, name)
         return None
 
-    def _find_tables(self) -> Iterator[_Table]:
-        seen: set[int] = set()
-        for holder in (*self.modules, *self.objects):
-            if is_table(attributes := getattr(holder, "__dict__", None)):
-                yield from _tables(attributes, seen, attributes, (), True)
-            if slots_of(type(holder)):
-                yield from _tables(slot_variables(holder), seen, slot_variables(holder), (), True)
-        for module in self.modules:
-            yield from _tables(module._buffers, seen, module._buffers)
-        variables = {
-            id(table[name]): (table, (name,))
-            for function in self.called
-            for table, name in global_names(function)
-            if is_table(table[name])
-        }
-        for function in (*self.functions, *self.called):
-            for value in reachable_values(function):
-                attributes = (
-                    value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
-                )
-                if is_table(attributes) and not isinstance(value, (Tensor, ModuleType)):
-                    root, path = variables.get(id(value), (attributes, ()))
-                    yield from _tables(attributes, seen, root, path, attributes is not value, True)
-        written: dict[int, tuple[Table, dict[str, None]]] = {}
-        for function in self.called:
-            tensors = (
-                (table, name)
-                for table, name in global_names(function)
-                if isinstance(table[name], Tensor)
-            )
-            cells = ((cell_variable(name, cell), name) for name, cell in assigned_cells(function))
-            for table, name in (*assigned_globals(function), *tensors, *cells):
-                written.setdefault(id(table), (table, {}))[1][name] = None
-        for table, name in self._class_attributes():
-            written.setdefault(id(table), (table, {}))[1][name] = None
-        for table, names in written.values():
-            entries = {name: table[name] for name in names if name in table}
-            yield _Table(table, entries, entries, table, (), True, names=tuple(names))
-
-    def _class_attributes(self) -> Iterator[tuple[Table, str]]:
-        """Attributes of classes that functions may assign, and those that hold tensors."""
-        kinds, assigned_anywhere = _bases(map(type, (*self.modules, *self.objects))), set()
-        for function in self.called:
-            names = assigned_attributes(function)
-            assigned_anywhere.update(names)
-            classes = [
-                *_bases(cls for cls, _ in class_names(function)),
-                *(kinds if may_name_its_class(function) else ()),
-            ]
-            yield from (
-                (class_variables(cls), name)
-                for cls in classes
-                for name in names
-                if not _is_descriptor(cls.__dict__.get(name))
-            )
-        for cls in kinds:
-            yield from (
-                (class_variables(cls), name)
-                for name, value in cls.__dict__.items()
-                if isinstance(value, Tensor)
-                or name in assigned_anywhere
-                and not _is_descriptor(value)
-            )
-
-
-def _bases(classes: Iterable[type]) -> list[type]:
-    """The classes and those that they inherit from, but for Python's and torch's own."""
-    return [
-        *dict.fromkeys(base for cls in classes for base in cls.__mro__ if is_own(base.__module__))
-    ]
-
-
-def _is_descriptor(value: Any) -> bool:
-    """Whether it is a method, a property or the like."""
-    return hasattr(type(value), "__get__")
-
-
-def _tables(
-    container: Table,
-    seen: set[int],
-    root: Table,
-    path: tuple = (),
-    attributes: bool = False,
-    is_named: bool = False,
-    inside: set[int] | None = None,
-) -> Iterator[_Table]:
-    """A table, and the tables and lists in it, unless it is a long one or they are very many."""
-    if id(container) in seen:
-        return
-    seen.add(id(container))
-    entries = _entries(container)
-    yield _Table(container, entries, entries, root, path, attributes, is_named)
-    inside = set() if inside is None else inside
-    for name, value in entries.items() if len(entries) <= LONG else ():
-        if is_table(value) and name not in KEPT_BY_TORCH and len(inside) < _MANY:
-            inside.add(id(value))
-            yield from _tables(value, seen, root, (*path, name), inside=inside)
-
 
 def _put(container: Table, name: Any, value: Any) -> None:
     if value is ABSENT:
         del container[name]
     else:
         container[name] = value
-
-
-def _entries(container: Table) -> dict:
-    return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container)
 
 
 def _contains_tensor(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat.private_apis import OpOverload
-from ..trace_context import needs_values
+from ..unsupported import needs_values
 from .places import Place
 from .variable_tables import Table
 

@@ -1,0 +1,285 @@
+"""The user's program as a function of flat tensors: forward, backward and mutations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError, user_line
+from .autograd_reach import connected_components, reachable_inputs
+from .cached_constants import CachedConstants
+from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
+from .captured import (
+    GRADIENT,
+    MUTATION,
+    OBSERVED,
+    OUTPUT,
+    Output,
+)
+from .functionalize import (
+    Functional,
+    FunctionalTensor,
+    unwrap,
+    was_mutated,
+)
+from .normalize import NUMBERS
+from .state.argument_mutations import ArgumentMutation, StateMutation, WatchedArguments
+from .state.mutations import Tables
+from .state.object_trees import closed, is_opened, opened
+from .state.places import NumberPlace, Place, Varying
+from .state.rebound_state import rebound_buffers, rebound_parameters
+from .state.symbolic_numbers import to_computed
+from .state.value_guards import ValueGuards
+from .trace_context import capturing
+
+
+class TracedProgram:
+    """The user's program as a function of flat tensors that returns flat tensors."""
+
+    def __init__(self, fn, call, names, leaves, slots, tree, grad, tables, places, value_guards):
+        self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = (
+            fn,
+            call,
+            names,
+            leaves,
+            slots,
+            tree,
+            grad,
+        )
+        self.parameters = (
+            [name for name, _ in fn.named_parameters()] if isinstance(fn, nn.Module) else []
+        )
+        self.tables: Tables = tables
+        self.places: list[Place] = places
+        self.value_guards: ValueGuards = value_guards
+        self.constants = CachedConstants(FunctionalTensor)
+        self.outputs: list[Output] = []
+        self.tangents: list[tuple[int, Any]] = []
+        self.sources: dict[int, frozenset[int]] = {}  # of the gradient of an input: outputs
+        self.rebound: dict[int, Tensor] = {}
+        self.effects: list[ArgumentMutation] = []
+        self.left: list[StateMutation] = []
+        self.observed: list[StateMutation] = []
+        self.seen: list[Tensor] = []  # by hooks of gradients
+
+    def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
+        with (mode := Functional(self.tables, self.value_guards)):
+            inputs = [FunctionalTensor.to_functional(t) for t in flat]
+            self.shapes = [t.shape for t in flat]
+            before = [unwrap(t) for t in inputs]
+            for tensor, needed in zip(inputs, requires):
+                if needed:
+                    tensor.requires_grad_()
+            tracker = SourceTracker()
+            with CallInterceptor(tracker, self.constants, mode), capturing():
+                outs, grads = self._with_state(inputs, tracker)
+            tracker.clear()
+            mutated = [
+                i
+                for i, (t, old) in enumerate(zip(inputs, before))
+                if i in self.rebound or was_mutated(t, old)
+            ]
+            components = connected_components(outs)
+            self.outputs = [
+                *(
+                    Output(OUTPUT, self._input_in_place(i, t), i >= self.asked, part=components[i])
+                    for i, t in enumerate(outs)
+                ),
+                *(Output(MUTATION, i) for i in mutated),
+                *(Output(GRADIENT, i, of=self.sources[i]) for i in grads),
+                *(Output(OBSERVED, open=True) for _ in self.seen),
+            ]
+            constants = self.constants.tensors()
+            self.constant_ids = [*map(id, constants)]
+            return [
+                unwrap(t) if isinstance(t, FunctionalTensor) else t
+                for t in (
+                    *outs,
+                    *(self.rebound.get(i, inputs[i]) for i in mutated),
+                    *grads.values(),
+                    *self.seen,
+                    *constants,
+                )
+            ]
+
+    def _input_in_place(self, output: int, tensor: Tensor) -> int:
+        """Which input is in the place that a run puts an output of the same shape into; -1: there
+        is none.
+        """
+        entries = {
+            (id(left.root), path)
+            for left in self.left
+            for path, index in left.output_paths()
+            if index == output
+        }
+        first = len(self.names) + len(self.slots)
+        return next(
+            (
+                first + i
+                for i, place in enumerate(self.places)
+                if (id(place.root), place.path) in entries
+                and self.shapes[first + i] == tensor.shape
+                and not isinstance(place, NumberPlace)
+            ),
+            -1,
+        )
+
+    def take_constants(self, graph: fx.Graph) -> dict[int, fx.Node]:
+        """What computes the constants of the trace, by their ids; they are outputs no more."""
+        output = graph.output_node()
+        values = list(output.args[0])
+        count = len(values) - len(self.constant_ids)
+        output.args = (values[:count],)
+        return dict(zip(self.constant_ids, values[count:]))
+
+    def drop_unused(self, graph: fx.Graph) -> set[int]:
+        """Takes the placeholders of places away whose tensors are not used; which are."""
+        first = len(self.names) + len(self.slots)
+        changed = {out.input for out in self.outputs if out.kind == MUTATION}
+        new_positions, erased = {}, 0
+        for i, node in enumerate([*graph.find_nodes(op="placeholder")]):
+            if i < first or node.users or i in changed:
+                new_positions[i] = i - erased
+            else:
+                erased += 1
+                graph.erase_node(node)
+        self.outputs = [
+            replace(out, input=new_positions.get(out.input, -1)) for out in self.outputs
+        ]
+        return {i - first for i in new_positions if i >= first}
+
+    def _with_state(
+        self, inputs: list[Tensor], tracker: SourceTracker
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Forward and backward, for a module with the traced tensors in place of its own for the
+        whole time.
+        """
+        stand_ins = inputs[len(inputs) - len(self.places) :]
+        if not isinstance(self.fn, nn.Module):
+            with self.tables.substitute(self.places, stand_ins):
+                return self._forward_backward(inputs, tracker)
+
+        def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
+            results = self._forward_backward(inputs, tracker)
+            self.rebound = self._rebound(inputs)
+            return results
+
+        state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
+        with self.tables.substitute(self.places, stand_ins):
+            return torch.func.functional_call(
+                _FunctionalWrapper(self.fn, forward_backward), state, (), tie_weights=True
+            )
+
+    def _rebound(self, inputs: list[Tensor]) -> dict[int, Tensor]:
+        """What forward put in the place of parameters and buffers."""
+        return rebound_parameters(self.fn, self.parameters, inputs) | rebound_buffers(
+            self.fn, self.names, inputs
+        )
+
+    def _forward_backward(
+        self, inputs: list[Tensor], tracker: SourceTracker
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        leaves = list(self.leaves)
+        for slot, tensor in zip(self.slots, inputs[len(self.names) :]):
+            leaves[slot] = tensor
+        for i, leaf in enumerate(leaves):
+            leaves[i] = self.tables.varying.get(Varying.named(i), leaf)
+        args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
+        watched = WatchedArguments((args, kwargs))
+        try:
+            result = opened(to_computed(self.call(*args, **kwargs)), watched.origins)
+            self.result_leaves, self.results = pytree.tree_flatten(result)
+            self.result_slots = [
+                i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)
+            ]
+            outs = [self.result_leaves[i] for i in self.result_slots]
+            self.effects = watched.effects(outs)
+            self.asked = len(outs)
+            self.rebound = self._rebound(inputs) if isinstance(self.fn, nn.Module) else {}
+            self.left = self.tables.left(outs, [*inputs[: len(self.names)], *self.rebound.values()])
+        finally:
+            watched.restore()
+        if any(isinstance(leaf, Iterator) for leaf in self.result_leaves):
+            raise ShardingError(
+                "the program returns an iterator, of whose values none is computed yet",
+                where=user_line(),
+                fix="return a list",
+            )
+        if any(
+            isinstance(leaf, NUMBERS)
+            for leaf in (
+                *self.result_leaves,
+                *pytree.tree_leaves([e.changed for e in self.effects]),
+            )
+        ):
+            raise ShardingError(
+                "the program returns a number that is known only when it runs",
+                where=user_line(),
+                fix="return the tensor, and call item() on the result",
+            )
+        self.opened = any(map(is_opened, pytree.tree_leaves(result, is_leaf=is_opened)))
+        self.tables.start_backward()
+        grads = self._backward(outs, inputs, tracker) if self.grad else {}
+        self.observed = self.tables.left(self.seen, inputs[: len(self.names)])
+        return outs, grads
+
+    def _backward(
+        self, outs: list[Tensor], inputs: list[Tensor], tracker: SourceTracker
+    ) -> dict[int, Tensor | None]:
+        differentiable = [
+            i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad
+        ]
+        differentiated = [i for i, t in enumerate(inputs) if t.requires_grad]
+        reachable = reachable_inputs(
+            [outs[i] for i in differentiable], [inputs[i] for i in differentiated]
+        )
+        if self.rebound:
+            self._check_rebound([outs[i] for i in differentiable], inputs)
+        self.sources = {
+            i: frozenset(out for out, to in zip(differentiable, reachable) if to >> k & 1)
+            for k, i in enumerate(differentiated)
+        }
+        if not differentiable or not differentiated:
+            return {}
+        tracker.start_backward([outs[i] for i in differentiable])
+        seeds = []
+        for i in differentiable:  # placeholders take their place in clean.py
+            seeds.append(torch.ones_like(outs[i]))
+            self.tangents.append((i, unwrap(seeds[-1])))
+        grads = autograd_grad(
+            [outs[i] for i in differentiable],
+            [inputs[i] for i in differentiated],
+            seeds,
+            allow_unused=True,
+        )
+        return {i: g for i, g in zip(differentiated, grads) if g is not None}
+
+    def _check_rebound(self, outs: list[Tensor], inputs: list[Tensor]) -> None:
+        """ShardingError if results depend on a parameter that forward replaced, or on the one that
+        it put there.
+        """
+        for i, now in self.rebound.items():
+            if i < len(self.parameters) and any(reachable_inputs(outs, [inputs[i], now])):
+                raise ShardingError(
+                    f"forward puts another parameter in the place of '{self.parameters[i]}', on which its result depends",
+                    where=user_line(),
+                    why="an optimizer has the one that was there: the gradient would be lost silently",
+                    fix="change its values in the optimizer's step, or make it a buffer",
+                )
+
+
+class _FunctionalWrapper(nn.Module):
+    """Calls `run` while functional_call has put other tensors in the module's place."""
+
+    def __init__(self, module: nn.Module, run: Callable):
+        super().__init__()
+        self.module, self.run = module, run
+        self.training = module.training
+
+    def forward(self) -> Any:
+        return self.run()
