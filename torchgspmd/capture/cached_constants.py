@@ -23,7 +23,7 @@ from ..compat.private_apis import OpOverload
 class CachedConstants:
     """The tensors of a trace that are computed from none of its inputs, as long as they live."""
 
-    def __init__(self, traced: type[Tensor]):
+    def __init__(self, traced: type[Tensor]) -> None:
         self.traced = traced
         self.alive: dict[int, weakref.ref] = {}
         self.operands: set[int] = (

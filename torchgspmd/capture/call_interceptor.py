@@ -36,11 +36,15 @@ class CallInterceptor(TorchFunctionMode):
     replacements of products and values.
     """
 
-    def __init__(self, tracker: SourceTracker, constants: CachedConstants, mode: Functional):
+    def __init__(
+        self, tracker: SourceTracker, constants: CachedConstants, mode: Functional
+    ) -> None:
         super().__init__()
         self.tracker, self.constants, self.mode = tracker, constants, mode
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         self.tracker.before()
         self.constants.record_operands(args, kwargs)
@@ -134,16 +138,16 @@ def _accepts(function: Callable | None, args: tuple, kwargs: dict) -> bool:
 
 
 def autograd_grad(
-    outputs,
-    inputs,
-    grad_outputs=None,
-    retain_graph=None,
-    create_graph=False,
-    only_inputs=True,
-    allow_unused=None,
-    is_grads_batched=False,
-    materialize_grads=False,
-):
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
     """torch.autograd.grad, which would switch the interceptor off for the whole backward."""
     outputs, inputs = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, inputs))
     if is_grads_batched:
@@ -172,7 +176,13 @@ def autograd_grad(
     )
 
 
-def _tensor_backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+def _tensor_backward(
+    self: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
     torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
@@ -187,7 +197,7 @@ class SourceTracker:
     they are made.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.backward = False
 
     def before(self) -> None:

@@ -40,7 +40,7 @@ class Functional(FunctionalTensorMode):
     when it runs.
     """
 
-    def __init__(self, tables: Tables, value_guards: ValueGuards):
+    def __init__(self, tables: Tables, value_guards: ValueGuards) -> None:
         super().__init__()
         self.tables, self.value_guards = tables, value_guards
         value_guards.entry_of = self._entry_of
@@ -48,7 +48,9 @@ class Functional(FunctionalTensorMode):
             int, tuple[Tensor, tuple | None]
         ] = {}  # of tensors that are no inputs: and the entry that holds those
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func in _CHECKS:
             return None
         if func is _ITEM:
@@ -145,7 +147,7 @@ class UnlistedMutation(Exception):
     its inputs.
     """
 
-    def __init__(self, entry: tuple[Table, tuple]):
+    def __init__(self, entry: tuple[Table, tuple]) -> None:
         super().__init__()
         self.entry = entry
 

@@ -41,7 +41,19 @@ from .trace_context import capturing
 class TracedProgram:
     """The user's program as a function of flat tensors that returns flat tensors."""
 
-    def __init__(self, fn, call, names, leaves, slots, tree, grad, tables, places, value_guards):
+    def __init__(
+        self,
+        fn: Callable | nn.Module,
+        call: Callable,
+        names: list[str],
+        leaves: tuple[Any, ...],
+        slots: list[int],
+        tree: pytree.TreeSpec,
+        grad: bool,
+        tables: Tables,
+        places: list[Place],
+        value_guards: ValueGuards,
+    ) -> None:
         self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = (
             fn,
             call,
@@ -276,7 +288,7 @@ class TracedProgram:
 class _FunctionalWrapper(nn.Module):
     """Calls `run` while functional_call has put other tensors in the module's place."""
 
-    def __init__(self, module: nn.Module, run: Callable):
+    def __init__(self, module: nn.Module, run: Callable) -> None:
         super().__init__()
         self.module, self.run = module, run
         self.training = module.training

@@ -21,7 +21,7 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
-):
+) -> Any:
     """input [b, l] with bags of equal length, or [n] with the offsets [b] of bags; weight [v, d] ->
     [b, d]. Gradients are dense.
     """

@@ -98,7 +98,7 @@ def _adam(decoupled: bool) -> Callable:
         maximize: bool,
         grad_scale: Any = None,
         found_inf: Any = None,
-    ):
+    ) -> Any:
         if grad_scale is not None or found_inf is not None:
             return NotImplemented
         for i, (p, g, m, v, step) in enumerate(
@@ -134,7 +134,7 @@ def _sgd(
     is_first_step: bool,
     grad_scale: Any = None,
     found_inf: Any = None,
-):
+) -> Any:
     if grad_scale is not None or found_inf is not None:
         return NotImplemented
     for i, (p, g) in enumerate(zip(params, grads)):

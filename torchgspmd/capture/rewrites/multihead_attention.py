@@ -45,7 +45,7 @@ def multi_head_attention(
     static_v: Any = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
-):
+) -> Any:
     """F.multi_head_attention_forward of query [l, n, i], key and value [s, n, i], or without n."""
     inputs, width = (query, key, value), embed_dim_to_check
     if (

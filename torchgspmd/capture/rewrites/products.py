@@ -39,14 +39,14 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     ]
 
 
-def _einsum(equation: str, a: Tensor, b: Tensor):
+def _einsum(equation: str, a: Tensor, b: Tensor) -> Any:
     a, b = _autocast(a, b)
     if a.dtype != b.dtype or a.is_sparse or b.is_sparse:
         return NotImplemented
     return einsum(equation, a, b)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None):
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if weight.dim() != 2 or input.dim() < 1:
         return NotImplemented
     lead = ascii_letters[2 : input.dim() + 1]
@@ -54,7 +54,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None):
     return y if bias is None or y is NotImplemented else y + bias.to(y.dtype)
 
 
-def _matmul(input: Tensor, other: Tensor):
+def _matmul(input: Tensor, other: Tensor) -> Any:
     if (
         not isinstance(input, Tensor)
         or not isinstance(other, Tensor)
@@ -73,12 +73,12 @@ def _matmul(input: Tensor, other: Tensor):
     return _einsum(f"{a},{b}->{batch}{rows}{columns}", input, other)
 
 
-def _reflected_matmul(input: Tensor, other: Tensor):
+def _reflected_matmul(input: Tensor, other: Tensor) -> Any:
     return _matmul(other, input)
 
 
-def _matrix_product(dims: int):
-    def product(input: Tensor, mat2: Tensor, **options: Any):
+def _matrix_product(dims: int) -> Callable:
+    def product(input: Tensor, mat2: Tensor, **options: Any) -> Any:
         return (
             NotImplemented
             if options or input.dim() != dims or mat2.dim() != dims
@@ -88,7 +88,7 @@ def _matrix_product(dims: int):
     return product
 
 
-def _torch_einsum(*args: Any):
+def _torch_einsum(*args: Any) -> Any:
     """torch.einsum as a chain of two-operand contractions, from left to right."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
@@ -149,7 +149,7 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-):
+) -> Any:
     """F.scaled_dot_product_attention: one node where nothing is between the two products, else
     einsums and a softmax.
     """
@@ -181,7 +181,7 @@ def _attention(
     return einsum(f"{lead}st,{lead}tx->{lead}sx", weights, value)
 
 
-def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None):
+def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
     """Around the end, as a concatenation: PyTorch writes into slices of a new tensor."""
     if (
         mode != "circular"
@@ -209,7 +209,7 @@ def _cross_entropy(
     reduce: Any = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-):
+) -> Any:
     if input.dim() < 5 or target.is_floating_point() or label_smoothing:
         return NotImplemented
     return _nll_loss(
@@ -225,7 +225,7 @@ def _nll_loss(
     ignore_index: int = -100,
     reduce: Any = None,
     reduction: str = "mean",
-):
+) -> Any:
     """Of volumes [n, c, x, y, z] and more dimensions, which PyTorch flattens to [n, c, 1, x y z]."""
     if input.dim() < 5 or size_average is not None or reduce is not None:
         return NotImplemented
@@ -254,7 +254,7 @@ def _istft(
     onesided: bool | None = None,
     length: int | None = None,
     return_complex: bool = False,
-):
+) -> Any:
     """Without a look at whether the windows cover everything, which needs values: what they leave
     out is NaN.
     """

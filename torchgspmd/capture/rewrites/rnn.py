@@ -40,7 +40,7 @@ def _simple(
 def _recurrent(cell: Callable, gates: int) -> Callable:
     """torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu."""
 
-    def body(input: Tensor, hx: Any, params: Any, *options: Any):
+    def body(input: Tensor, hx: Any, params: Any, *options: Any) -> Any:
         if isinstance(params, Tensor):
             return NotImplemented  # a packed sequence
         has_biases, layers, dropout, train, bidirectional, batch_first = options

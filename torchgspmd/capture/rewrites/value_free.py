@@ -19,13 +19,13 @@ from ...custom_ops.nd import ctc_losses
 from ...errors import ShardingError, user_line
 
 
-def _equal(input: Tensor, other: Tensor):
+def _equal(input: Tensor, other: Tensor) -> Any:
     return False if input.shape != other.shape else (input == other).all().item()
 
 
 def _allclose(
     input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
-):
+) -> Any:
     return torch.isclose(input, other, rtol, atol, equal_nan).all().item()
 
 
@@ -93,8 +93,8 @@ def _gaussian_nll(
 def _ctc(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths,
-    target_lengths,
+    input_lengths: Any,
+    target_lengths: Any,
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
@@ -112,7 +112,7 @@ def _ctc(
     return losses.sum() if reduction == "sum" else losses.squeeze(0) if single else losses
 
 
-def _tensor_split(input: Tensor, *sections: Any, **named: Any):
+def _tensor_split(input: Tensor, *sections: Any, **named: Any) -> Any:
     if not any(isinstance(argument, Tensor) for argument in (*sections, *named.values())):
         return NotImplemented
     raise ShardingError(
@@ -128,7 +128,7 @@ def _embedding(
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-):
+) -> Any:
     """With a dense gradient: a layout is one of dense tensors."""
     return (
         torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
@@ -137,7 +137,7 @@ def _embedding(
     )
 
 
-def _retain_grad(input: Tensor):
+def _retain_grad(input: Tensor) -> Any:
     if not input.is_leaf:
         warnings.warn(
             "forward calls retain_grad() of a value, whose 'grad' stays None: on a mesh autograd does not see values inside of a "
@@ -147,7 +147,7 @@ def _retain_grad(input: Tensor):
     return NotImplemented
 
 
-def _tolist(input: Tensor):
+def _tolist(input: Tensor) -> Any:
     return [_tolist(row) for row in input.unbind()] if input.dim() else input.item()
 
 

@@ -113,7 +113,7 @@ class StateMutation:
 class WatchedArguments:
     """The containers in a structure, and what they consist of at first."""
 
-    def __init__(self, tree: Any):
+    def __init__(self, tree: Any) -> None:
         self.before = [
             (path, container, components(container))
             for path, container in _containers(tree, (), set())

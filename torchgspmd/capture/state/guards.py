@@ -45,7 +45,7 @@ KEPT_BY_TORCH = frozenset(nn.Module().__dict__)  # hooks, tables, `training`: ot
 class _Nothing:
     """In the place of a value."""
 
-    def __init__(self, why: str):
+    def __init__(self, why: str) -> None:
         self.why = why
 
     def __repr__(self) -> str:

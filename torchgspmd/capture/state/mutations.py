@@ -60,7 +60,7 @@ class Tables:
         traced: type[Tensor],
         state: State,
         varying: dict[str, float],
-    ):
+    ) -> None:
         self.traced, self.state, self.varying = traced, state, varying
         self.modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self.functions, self.objects = [fn], []

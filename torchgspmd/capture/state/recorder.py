@@ -61,7 +61,7 @@ _NO_OBJECTS = (
 class Recorder:
     """What is read, as it is when it is read first."""
 
-    def __init__(self, holders: Iterable[Any]):
+    def __init__(self, holders: Iterable[Any]) -> None:
         """holders: whose attributes count."""
         self.holders = {id(holder): holder for holder in holders}
         self.passed: set[tuple[int, str]] = set()  # what has been read
@@ -147,7 +147,7 @@ class Recorder:
 class _Present:
     """Which attributes of these names an object has, as an entry of a table."""
 
-    def __init__(self, table: dict, names: Container[str]):
+    def __init__(self, table: dict, names: Container[str]) -> None:
         self.table, self.names = table, names
 
     def get(self, name: str, default: Any) -> tuple[str, ...]:
@@ -205,7 +205,7 @@ class Reach:
     name, and functions in Python.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]):
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.objects: dict[int, Any] = {}
         self.functions: dict[int, Any] = {}
         self.passed = {id(m) for m in modules}

@@ -136,7 +136,7 @@ class SymbolicNumber:
         function: Function = _itself,
         expression: tuple = (),
         value: int | float | None = None,
-    ):
+    ) -> None:
         self.__tally, self.__function, self.__expression = tally, function, expression
         self.__value = value if tally is None else function(tally.value)
         self.__size = sum(

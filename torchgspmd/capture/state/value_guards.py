@@ -69,7 +69,9 @@ class ValueGuards:
 
     entry_of: Callable[[Tensor], tuple | None]  # the entry of a table that holds a tensor
 
-    def __init__(self, places: dict[int, tuple[Place, Tensor]], is_looking: bool, shapes: set[Any]):
+    def __init__(
+        self, places: dict[int, tuple[Place, Tensor]], is_looking: bool, shapes: set[Any]
+    ) -> None:
         """places: of inputs that may be looked at, by their place among the inputs, and what is
         there before the trace. is_looking: whether buffers are looked at for numbers, or only
         constants, as numbers that come of buffers may be computed with as they are. shapes: what

@@ -27,7 +27,7 @@ Table = MutableMapping[str, Any] | list[Any]  # a dict, list or deque, or Variab
 class Variables(MutableMapping[str, Any]):
     """Those of one holder."""
 
-    def __init__(self, holder: Any, names: tuple[str, ...]):
+    def __init__(self, holder: Any, names: tuple[str, ...]) -> None:
         self.holder, self.names = holder, names
 
     def __getitem__(self, name: str) -> Any:
