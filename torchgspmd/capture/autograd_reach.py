@@ -60,10 +60,13 @@ def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
         leaf = node.variable if node.name() == _ACCUMULATE else None
         if leaf is not None and not isinstance(leaf, FunctionalTensor):
             raise ShardingError(
-                f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is no parameter or argument",
+                f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is "
+                "no parameter or argument",
                 where=user_line(),
-                why="a gradient is computed for what the program is given: it would be lost silently",
-                fix="make it a parameter of the module or an argument, or detach() it; if the module keeps what an "
+                why="a gradient is computed for what the program is given: it would be lost "
+                "silently",
+                fix="make it a parameter of the module or an argument, or detach() it; if "
+                "the module keeps what an "
                 "earlier call computed, empty that, or call under torch.no_grad()",
             )
         reachable[node] = reduce(or_, (reachable[n] for n in before), bits.get(id(leaf), 0))

@@ -67,8 +67,10 @@ class CallInterceptor(TorchFunctionMode):
             raise ShardingError(
                 "the program draws from a torch.Generator of its own",
                 where=user_line(),
-                why="numbers are drawn by the place of an element, from a seed of the default generator",
-                fix="leave the generator out and call torch.manual_seed, or draw outside and pass the numbers",
+                why="numbers are drawn by the place of an element, from a seed of the "
+                "default generator",
+                fix="leave the generator out and call torch.manual_seed, or draw outside "
+                "and pass the numbers",
             )
         if func == _SET_DATA:
             return set_data(*args)

@@ -95,7 +95,8 @@ def capture(
         except UnlistedMutation as error:
             if error.entry in state:
                 raise ShardingError(
-                    f"the program changes a tensor in place that shares its memory with '{error.entry[1][-1]}'",
+                    "the program changes a tensor in place that shares its memory with "
+                    f"'{error.entry[1][-1]}'",
                     where=user_line_of(error),
                     why="each tensor that a module keeps is an input of its own",
                     fix="keep one of them, and take views of it in forward",
@@ -250,7 +251,8 @@ def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:
         marked_mesh, mark, source = recorded_mark(tensor)
         if marked_mesh != mesh:
             raise ShardingError(
-                f"{kind} '{name}' is marked on mesh {marked_mesh}, but the program runs on mesh {mesh}",
+                f"{kind} '{name}' is marked on mesh {marked_mesh}, but the program runs on "
+                f"mesh {mesh}",
                 where=source,
                 fix="use one Mesh for all marks of a program",
             )

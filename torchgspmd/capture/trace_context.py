@@ -171,7 +171,8 @@ def no_other_random_numbers() -> Iterator[None]:
     for name, was, now in zip(("Python", "NumPy"), before, (random.getstate(), _numpy_state())):
         if was != now:
             warnings.warn(
-                f"forward draws random numbers from {name}: every run of the program gets those that were drawn when it was "
+                f"forward draws random numbers from {name}: every run of the program gets "
+                "those that were drawn when it was "
                 "made; draw them with torch, or outside and pass them as an argument",
                 stacklevel=2,
             )

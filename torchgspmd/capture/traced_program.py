@@ -278,9 +278,11 @@ class TracedProgram:
         for i, now in self.rebound.items():
             if i < len(self.parameters) and any(reachable_inputs(outs, [inputs[i], now])):
                 raise ShardingError(
-                    f"forward puts another parameter in the place of '{self.parameters[i]}', on which its result depends",
+                    "forward puts another parameter in the place of "
+                    f"'{self.parameters[i]}', on which its result depends",
                     where=user_line(),
-                    why="an optimizer has the one that was there: the gradient would be lost silently",
+                    why="an optimizer has the one that was there: the gradient would be "
+                    "lost silently",
                     fix="change its values in the optimizer's step, or make it a buffer",
                 )
 

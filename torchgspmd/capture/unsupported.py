@@ -31,11 +31,13 @@ def check_dense(what: str, tensor: Tensor) -> None:
         raise ShardingError(
             f"{what} is a nested tensor, and a layout is one of dense tensors",
             where=user_line(),
-            fix="pad it to the longest (torch.nested.to_padded_tensor), with a mask, before the program",
+            fix="pad it to the longest (torch.nested.to_padded_tensor), with a mask, before "
+            "the program",
         )
     if tensor.layout is not torch.strided:
         raise ShardingError(
-            f"{what} is {str(tensor.layout).removeprefix('torch.')}, and a layout is one of dense tensors",
+            f"{what} is {str(tensor.layout).removeprefix('torch.')}, and a layout is one of "
+            "dense tensors",
             where=user_line(),
             fix="call to_dense() on it",
         )
@@ -57,7 +59,8 @@ def check_module(module: nn.Module) -> None:
     )
     if scripted is not None:
         raise ShardingError(
-            f"module '{scripted or type(module).__name__}' is compiled by TorchScript, which cannot be captured",
+            f"module '{scripted or type(module).__name__}' is compiled by TorchScript, "
+            "which cannot be captured",
             where=user_line(),
             fix="give the module that torch.jit.script was called on",
         )
@@ -70,8 +73,8 @@ def needs_values(what: str, where: str | None) -> ShardingError:
         f"the program depends on values: {what} needs numbers that are known only when it runs",
         where=where,
         why="one program is made for all values, before any device computes",
-        fix="use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument"
-        + slices,
+        fix="use torch.where or a mask instead of a branch, or compute it outside and pass "
+        "it as an argument" + slices,
     )
 
 
@@ -119,7 +122,8 @@ class translate_errors:
             raise needs_values(what, user_line_of(error)) from error
         if _OLD and isinstance(error, TypeError) and "SymBool" in str(error):
             raise ShardingError(
-                "torch 2.9 cannot compute with a truth value that is known only when the program runs",
+                "torch 2.9 cannot compute with a truth value that is known only when the "
+                "program runs",
                 where=user_line_of(error),
                 fix="keep it a tensor: (x == y).all() instead of torch.equal(x, y)",
             ) from error
@@ -129,8 +133,10 @@ class translate_errors:
             raise ShardingError(
                 "the program communicates by itself, through torch.distributed",
                 where=user_line_of(error),
-                why="its tensors are whole ones: what is sent between devices is found by sharding them",
-                fix="leave the communication out: a sum, mean or cat of the batch is that of all devices",
+                why="its tensors are whole ones: what is sent between devices is found by "
+                "sharding them",
+                fix="leave the communication out: a sum, mean or cat of the batch is that "
+                "of all devices",
             ) from error
         if isinstance(error, UnsupportedOperatorException):
             raise ShardingError(
@@ -157,7 +163,8 @@ class translate_errors:
             raise _no_values_error(user_line_of(error)) from error
         if isinstance(error, RuntimeError) and "mutating a non-functional tensor" in str(error):
             raise ShardingError(
-                "the program changes a tensor in place that is no argument and found under no name, such as a default",
+                "the program changes a tensor in place that is no argument and found under "
+                "no name, such as a default",
                 where=user_line_of(error),
                 why="it is none of the program's inputs, and would stay as it is",
                 fix="make it a buffer or attribute of the module, or pass it as an argument",
@@ -171,14 +178,16 @@ class translate_errors:
                 "the program makes a tensor of a size that has no number",
                 where=user_line_of(error),
                 why="it is that of a nested tensor, or of one that comes of values",
-                fix="pad nested tensors to the longest (torch.nested.to_padded_tensor), with a mask",
+                fix="pad nested tensors to the longest (torch.nested.to_padded_tensor), "
+                "with a mask",
             ) from error
         if (
             isinstance(error, NotImplementedError)
             and (name := re.search(r"HigherOrderOperator (\w+)", str(error))) is not None
         ):
             raise ShardingError(
-                f"this cannot be captured: {name[1]}, whose branches or body are programs of their own",
+                f"this cannot be captured: {name[1]}, whose branches or body are programs "
+                "of their own",
                 where=user_line_of(error),
                 fix="instead of torch.cond use torch.where, instead of a scan or while_loop "
                 "a loop of Python",

@@ -140,7 +140,8 @@ def _embedding(
 def _retain_grad(input: Tensor) -> Any:
     if not input.is_leaf:
         warnings.warn(
-            "forward calls retain_grad() of a value, whose 'grad' stays None: on a mesh autograd does not see values inside of a "
+            "forward calls retain_grad() of a value, whose 'grad' stays None: on a mesh "
+            "autograd does not see values inside of a "
             "model; a hook does (value.register_hook(keep))",
             stacklevel=2,
         )

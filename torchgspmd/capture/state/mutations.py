@@ -276,7 +276,8 @@ class Tables:
             and not matches(table.get(name, ABSENT), then)
         ):
             warnings.warn(
-                f"forward assigns '{name}' in a way that is not seen: runs of the program do not; keep it in an attribute of the "
+                f"forward assigns '{name}' in a way that is not seen: runs of the program "
+                "do not; keep it in an attribute of the "
                 "module",
                 stacklevel=2,
             )

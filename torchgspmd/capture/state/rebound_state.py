@@ -57,7 +57,8 @@ def check_alike(what: str, old: Tensor, new: Tensor) -> None:
     """ShardingError where a tensor cannot be given the data of the other."""
     if new.shape != old.shape or new.dtype != old.dtype:
         raise ShardingError(
-            f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} and shape {list(new.shape)}",
+            f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} "
+            f"and shape {list(new.shape)}",
             where=user_line(),
             why="a tensor of a program keeps its type and shape",
             fix="register a buffer, and assign a new tensor to it",
