@@ -1,5 +1,6 @@
-"""A module or function as one graph: `capture` runs it on fake tensors, the other files say what is
-called in place of what.
+"""Capture of a module or function as one graph.
+
+`capture` runs it on fake tensors. The other files say what the trace calls in place of what.
 """
 
 from .captured import (

@@ -1,6 +1,4 @@
-"""What autograd's graph says of the results of a trace: which inputs gradients flow to, and which
-results have nothing in common.
-"""
+"""Reachability in the autograd graph of a trace: connected outputs, inputs that get a gradient."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
 def connected_components(outs: list[Tensor]) -> list[int]:
-    """For each of these results the first one that it is connected with: by an operation that comes
-    before both, and so on.
+    """Return for each output the first output that its autograd graph is connected to.
+
+    Two outputs are connected if one operation comes before both, or before both and a third one.
     """
     root: list[int] = [*range(len(outs))]
     owners: dict[Any, int] = {}
@@ -43,8 +42,9 @@ def connected_components(outs: list[Tensor]) -> list[int]:
 
 
 def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
-    """For each of these results the inputs that gradients flow to from there: bit k is that of
-    input k. ShardingError if one would flow to another tensor: it would be lost without a word.
+    """Return for each output a bit set of the inputs that gradients flow to: bit k is input k.
+
+    Raises ShardingError if a gradient would flow to another leaf tensor, where it would be lost.
     """
     bits = {id(tensor): 1 << k for k, tensor in enumerate(inputs)}
     reachable: dict[Any, int] = {}

@@ -1,4 +1,4 @@
-"""A mode that sees every call of PyTorch's Python interface during a trace, and its source line."""
+"""Interception of calls of PyTorch's Python interface during a trace."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ from .unsupported import check_dense
 
 
 class CallInterceptor(TorchFunctionMode):
-    """Sees every call of PyTorch's Python interface: notes its source line and makes the
-    replacements of products and values.
-    """
+    """Records the source line of every call, and makes the replacements of products and values."""
 
     def __init__(
         self, tracker: SourceTracker, constants: CachedConstants, mode: Functional
@@ -48,13 +46,10 @@ class CallInterceptor(TorchFunctionMode):
         kwargs = kwargs or {}
         self.tracker.before()
         self.constants.record_operands(args, kwargs)
-        if func in (
-            torch.tensor,
-            torch.as_tensor,
-        ):  # which have their own way to look at what they are given
+        if func in (torch.tensor, torch.as_tensor):  # these read numbers without asking the object
             args, kwargs = specialize_tree(args), specialize_tree(kwargs)
         if func in _BACKWARDS:
-            with self:  # what a backward recomputes is seen as well
+            with self:  # recomputation in a backward is seen as well
                 return _BACKWARDS[func](*args, **kwargs)
         if func is mark_sharding and not isinstance(args[0], FunctionalTensor):
             raise ShardingError(
@@ -93,7 +88,7 @@ class CallInterceptor(TorchFunctionMode):
             or kwargs
             and not _accepts(replacement, args, kwargs)
         ):
-            replacement = None  # torch.func does not take operations of ours
+            replacement = None  # torch.func does not take custom operations
         result = replacement(*args, **kwargs) if replacement is not None else NotImplemented
         if result is NotImplemented:
             result = self._run(func, args, kwargs)
@@ -102,6 +97,7 @@ class CallInterceptor(TorchFunctionMode):
         return result
 
     def _run_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a function with sparse operands on their indices and values."""
         if func is torch.sparse_coo_tensor:
             result = sparse_coo.sparse_coo_tensor(*args, **kwargs)
             return func(*args, **kwargs) if result is NotImplemented else result
@@ -119,6 +115,7 @@ class CallInterceptor(TorchFunctionMode):
         return result
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a function, or a body that computes the same by calls that this mode sees."""
         for body in bodies(func):
             with self:
                 result = body(*args, **kwargs)
@@ -128,8 +125,9 @@ class CallInterceptor(TorchFunctionMode):
 
 
 def _accepts(function: Callable | None, args: tuple, kwargs: dict) -> bool:
-    """Whether it has arguments of these names; some of PyTorch's functions have several names for
-    one.
+    """Return whether the function takes these arguments.
+
+    Some functions of PyTorch have several names for one argument.
     """
     try:
         return (
@@ -150,7 +148,7 @@ def autograd_grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """torch.autograd.grad, which would switch the interceptor off for the whole backward."""
+    """Run torch.autograd.grad with the interceptor active; the original switches it off."""
     outputs, inputs = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, inputs))
     if is_grads_batched:
         raise ShardingError(
@@ -195,9 +193,7 @@ _SET_DATA = Tensor.data.__set__
 
 
 class SourceTracker:
-    """Writes the user's line, and whether the backward has begun, into the metadata of nodes as
-    they are made.
-    """
+    """Writes the user's line into the metadata of new nodes, and whether the backward has begun."""
 
     def __init__(self) -> None:
         self.backward = False
@@ -218,7 +214,7 @@ class SourceTracker:
         fx_traceback.get_current_meta().pop("custom", None)
 
     def start_backward(self, outputs: list[Tensor]) -> None:
-        """From here on a node has the line of the forward operation that it differentiates."""
+        """Give each later node the line of the forward operation that it differentiates."""
         fx_traceback.get_current_meta()["custom"] = {"source": None, "backward": True}
         self.backward = True
         stack = [(t.grad_fn, None) for t in outputs if t.grad_fn is not None]

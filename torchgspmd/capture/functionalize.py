@@ -1,4 +1,4 @@
-"""Tensors of a trace: values in which in-place updates have been turned into new ones."""
+"""Functional tensors of a trace: in-place updates become new values."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _ITEM = aten._local_scalar_dense.default
 
 
 class Functional(FunctionalTensorMode):
-    """Turns in-place updates into values; leaves out the checks of values, which a program has only
-    when it runs.
+    """The functionalization mode of a trace.
+
+    It drops checks of values, which a trace does not have.
     """
 
     def __init__(self, tables: Tables, value_guards: ValueGuards) -> None:
         super().__init__()
         self.tables, self.value_guards = tables, value_guards
         value_guards.entry_of = self._entry_of
-        self.views: dict[
-            int, tuple[Tensor, tuple | None]
-        ] = {}  # of tensors that are no inputs: and the entry that holds those
+        # views of tensors that are no inputs, each with the table entry of its base, by id
+        self.views: dict[int, tuple[Tensor, tuple | None]] = {}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -82,8 +82,9 @@ class Functional(FunctionalTensorMode):
         )
 
     def _as_functional(self, tensor: Tensor) -> Tensor:
-        """What has been computed, as a tensor of the program; torch leaves those alone that are
-        computed of none of its tensors.
+        """Return a result as a functional tensor.
+
+        torch does not wrap results of operations without functional operands.
         """
         return (
             tensor
@@ -92,8 +93,9 @@ class Functional(FunctionalTensorMode):
         )
 
     def ask(self, tensor: Tensor, is_shape: bool = False) -> Tensor | None:
-        """Its values, if they are known while it is traced; else None. is_shape: they decide on the
-        shape of something.
+        """Return the values of a tensor if they are known during the trace, else None.
+
+        is_shape: the values decide on a shape.
         """
         tracer = get_proxy_mode().tracer
         slot = get_proxy_slot(
@@ -108,8 +110,9 @@ class Functional(FunctionalTensorMode):
             return tensor if self.value_guards.record(*entry, user_line()) else None
 
     def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
-        """The indices of what a mask selects, a constant for each of its dimensions; None if its
-        values are not known.
+        """Return the indices that a mask selects, a constant for each dimension.
+
+        Return None if the values of the mask are not known.
         """
         if (values := self.ask(mask, True)) is None:
             return None
@@ -122,7 +125,7 @@ class Functional(FunctionalTensorMode):
             return pytree.tree_map_only(Tensor, aten.lift_fresh.default, values)
 
     def _evaluate_selection(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
-        """The results of an operation on values that are known, as constants; None if they are not."""
+        """Return the results of an operation on known values as constants, else None."""
         constants = {
             id(t): self.ask(t, True)
             for t in pytree.tree_leaves((args, kwargs))
@@ -136,16 +139,14 @@ class Functional(FunctionalTensorMode):
         return self._constants(results)
 
     def _entry_of(self, value: Any) -> tuple | None:
-        """The entry of a table that holds it, if it is no tensor of the program."""
+        """Return the table entry of a tensor that is no functional tensor, else None."""
         if not isinstance(value, Tensor) or isinstance(value, FunctionalTensor):
             return None
         return self.views[id(value)][1] if id(value) in self.views else self.tables.owner_of(value)
 
 
 class UnlistedMutation(Exception):
-    """The program changes a tensor in place that is in this entry, a root and a path, and none of
-    its inputs.
-    """
+    """Raised when the program mutates a tensor in a table entry that is none of its inputs."""
 
     def __init__(self, entry: tuple[Table, tuple]) -> None:
         super().__init__()
@@ -154,9 +155,7 @@ class UnlistedMutation(Exception):
 
 @contextmanager
 def _interpolation_in_one_piece(func: OpOverload) -> Iterator[None]:
-    """Keeps an interpolation in one piece, which torch 2.9 would replace by its body in Python, a
-    gather of rows.
-    """
+    """Keep an interpolation one operation; torch 2.9 would decompose it into a gather of rows."""
     key = DispatchKey.CompositeImplicitAutograd
     body = func.py_kernels.pop(key, None) if "upsample_nearest" in func.name() else None
     try:
@@ -167,8 +166,8 @@ def _interpolation_in_one_piece(func: OpOverload) -> Iterator[None]:
 
 
 def set_data(input: Tensor, data: Tensor) -> None:
-    """`input.data = data` in a trace: from here on the one is in the memory of the other."""
-    if not isinstance(input, FunctionalTensor):  # it becomes one when its change in place is found
+    """Run `input.data = data` in a trace: both share memory from here on."""
+    if not isinstance(input, FunctionalTensor):  # the mutation makes it an input in the next trace
         input.copy_(data)
         return
     check_alike("a tensor", input, data)

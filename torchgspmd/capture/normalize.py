@@ -1,5 +1,6 @@
-"""The traced graph as the passes want it: names that read well, cotangents as inputs, no
-identities, no dead code.
+"""Normal form of a traced graph.
+
+Names are readable, cotangents are inputs, and identities and dead code are removed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.def
 def normalize(
     traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]
 ) -> tuple[fx.Graph, list[Input]]:
-    """A copy, and its inputs: those given, then the tangents (number of an output, what stood for
-    its cotangent).
+    """Return a normalized copy of the graph, and its inputs.
+
+    The inputs are the given ones, then the tangents. tangents: (output index, the seed that stood
+    for its cotangent).
     """
     old_nodes = list(traced.nodes)
     placeholders = [n for n in old_nodes if n.op == "placeholder"]
@@ -68,13 +71,13 @@ def normalize(
 
 
 def _identifier(name: str) -> str:
-    """A qualified name as a Python identifier: `0.weight` as `_0_weight`."""
+    """Return a qualified name as a Python identifier: `0.weight` as `_0_weight`."""
     word = re.sub(r"\W", "_", name)
     return word if word.isidentifier() and not keyword.iskeyword(word) else f"_{word}"
 
 
 def _identifiers(names: list[str]) -> list[str]:
-    """Of names, another one for each: the second `h` is `h_1`."""
+    """Return distinct identifiers for the names: the second `h` is `h_1`."""
     identifiers: dict[str, None] = {}
     for name in map(_identifier, names):
         identifiers[
@@ -88,8 +91,9 @@ def _identifiers(names: list[str]) -> list[str]:
 
 
 def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
-    """The ones_like nodes that start the backward: as many as there are tangents, the first of the
-    backward's nodes.
+    """Return the ones_like nodes that start the backward, one for each tangent.
+
+    They are the first nodes of the backward.
     """
     backward_nodes = itertools.dropwhile(
         lambda n: not n.meta.get("custom", {}).get("backward"), nodes
@@ -99,8 +103,9 @@ def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
 
 
 def _copy_meta(source: fx.Node, target: fx.Node) -> None:
-    """Sizes that depend on values are 1 from here on: what has size 1 is never sharded. Such
-    operations are marked as dynamic.
+    """Copy the metadata of a node, and mark operations of dynamic size.
+
+    Sizes that depend on values are 1 from here on, since a dimension of size 1 is never sharded.
     """
     custom = source.meta.get("custom") or {}
     target.meta = {
@@ -127,7 +132,7 @@ def _has_symbolic_shape(tensor: Tensor) -> bool:
 
 
 def _without_symbols(value: Any) -> Any:
-    """A fake tensor or number with 1 for every number that depends on values."""
+    """Return a fake tensor or number with 1 for every number that depends on values."""
     if isinstance(value, NUMBERS):
         expression = value.node.expr
         number = expression.subs(dict.fromkeys(expression.free_symbols, 1))
@@ -143,10 +148,9 @@ def _without_symbols(value: Any) -> Any:
 
 
 def _reuse_random_values(graph: fx.Graph) -> None:
-    """A random operation that checkpointing repeats in the backward takes the value that the
-    forward drew.
+    """Replace random operations that checkpointing repeats by the value that forward drew.
 
-    Two nodes compute the same if their targets and canonical arguments agree; the n-th random node
+    Two nodes compute the same if their targets and canonical arguments agree. The n-th random node
     of the backward with given arguments repeats the n-th of the forward.
     """
     canonical: dict[fx.Node, Any] = {}
@@ -177,8 +181,9 @@ def _reuse_random_values(graph: fx.Graph) -> None:
 
 
 def _merge_equal_views(graph: fx.Graph) -> None:
-    """Equal views of one value become one, and equal results of one operation, so that what a loop
-    takes of a weight every time is brought to where it is used once.
+    """Merge equal views of one value, and equal results of one operation.
+
+    A view of a weight that a loop takes in every step is then resharded once.
     """
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -193,12 +198,15 @@ def _merge_equal_views(graph: fx.Graph) -> None:
 
 
 def _is_view(target: Any) -> bool:
-    """Whether the result has the elements of the operand, and no memory of its own."""
+    """Return whether the result of an operator shares the memory of its operand."""
     return isinstance(target, OpOverload) and target.is_view
 
 
 def _is_profiling(target: Any) -> bool:
-    """What torch.profiler.record_function leaves behind; every optimizer's step is inside of one."""
+    """Return whether the target comes from torch.profiler.record_function.
+
+    The step of every optimizer is inside of one.
+    """
     return isinstance(target, OpOverload) and target.namespace == "profiler"
 
 

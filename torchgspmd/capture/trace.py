@@ -1,10 +1,9 @@
-"""A module or function as one flat ATen graph at global shapes: forward and backward together,
-marks kept as nodes.
+"""Capture of a module or function as one flat ATen graph at global shapes.
 
-The program runs once on fake tensors (nothing is allocated, whatever its size) inside make_fx;
-FunctionalTensorMode turns in-place updates into values. The backward is traced by calling
-torch.autograd.grad inside of the trace, so that activation checkpointing shows as it is: as a
-second computation in the backward.
+Forward and backward are traced together, and marks stay in the graph as nodes. The program runs
+once on fake tensors inside of make_fx, so nothing is allocated. FunctionalTensorMode turns in-place
+updates into values. The backward is traced by calling torch.autograd.grad inside of the trace.
+Activation checkpointing is then visible as a second computation in the backward.
 """
 
 from __future__ import annotations
@@ -59,10 +58,11 @@ def capture(
     state: State | None = None,
     varying: Varying | None = None,
 ) -> Captured:
-    """Traces fn; with grad also its backward, whose cotangents become inputs (kind tangent). hooks:
-    those of a module too. state: what programs of it are known to leave in attributes and tables;
-    more of it, found in a trace, makes another one necessary. varying: the floats among the
-    arguments that are to be inputs.
+    """Trace fn; with grad also its backward, whose cotangents become inputs of kind tangent.
+
+    hooks: whether hooks of a module are part of the program. state: what programs of the module are
+    known to store in attributes and tables. A trace that finds more of it is repeated. varying: the
+    floats among the arguments that are to be inputs.
     """
     if isinstance(fn, nn.Module):
         check_module(fn)
@@ -104,10 +104,10 @@ def capture(
             state.add(*error.entry)
             continue
         except Exception:
-            if value_guards.could_look:  # not when it has looked
+            if value_guards.could_look:  # a trace that may read values of buffers may succeed
                 state.is_looking = True
             elif numbered:
-                state.is_counting = False  # of what is not written in Python some take numbers only
+                state.is_counting = False  # some functions in C++ take plain numbers only
             elif len(state.places(besides)) == len(places):
                 raise
             continue
@@ -130,7 +130,7 @@ def _capture(
     varying: Varying,
     value_guards: ValueGuards,
 ) -> tuple[Captured, Callable[[], None]]:
-    """A program, and what then gives values to constants of the trace that are still there."""
+    """Return the program of one trace, and a function that fills in cached constants."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     names = _leaf_names(fn, args, kwargs)
@@ -215,17 +215,17 @@ def _capture(
 
 
 def _mask_leaves(leaves: list, slots: list[int]) -> tuple[Any, ...]:
-    """The leaves with None in these slots."""
+    """Return the leaves with None in the slots."""
     return tuple(None if i in set(slots) else leaf for i, leaf in enumerate(leaves))
 
 
 def _module_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; of tied ones only the first name."""
+    """Return parameters and buffers by name; of tied ones only the first name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _buffers(module: Any, own: dict[str, Tensor]) -> dict[int, tuple[Place, Tensor]]:
-    """Where a module's buffers are, and what is there, by their place among the inputs."""
+    """Return place and tensor of a module's buffers, by input index."""
     buffers = {}
     for i, (name, tensor) in enumerate(own.items()):
         if not isinstance(tensor, nn.Parameter):
@@ -237,8 +237,9 @@ def _buffers(module: Any, own: dict[str, Tensor]) -> dict[int, tuple[Place, Tens
 def _places_after(
     own: dict[str, Tensor], arguments: Any, places: list[Place]
 ) -> dict[int, tuple[Place, Tensor]]:
-    """The same of tensors that are kept in these places: they are inputs behind the module's own
-    and those that are given.
+    """Return place and tensor of state in attributes and tables, by input index.
+
+    These inputs follow those of the module and the arguments.
     """
     first = len(own) + sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(arguments))
     return {first + i: (place, place.tensor()) for i, place in enumerate(places)}
@@ -260,15 +261,16 @@ def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    """A tensor without content; one on meta or XLA becomes one on the CPU, so that all of them are
-    on one device.
+    """Return an empty tensor of the same shape; for meta and XLA tensors one on the CPU.
+
+    All inputs of a trace are on one device.
     """
     device = "cpu" if tensor.device.type in ("meta", "xla") else tensor.device
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def _leaf_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
-    """A readable name for every leaf of (args, kwargs)."""
+    """Return a readable name for every leaf of (args, kwargs)."""
     try:
         parameters = list(
             inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()

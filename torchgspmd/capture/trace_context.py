@@ -1,6 +1,4 @@
-"""What surrounds a capture: what library code is told meanwhile, and which of its errors become
-ShardingErrors.
-"""
+"""The environment of a capture: patches of library code, and modes."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from ..compat.private_apis import (
 
 
 class _Checkpoint:
-    """In the place of torch.utils.checkpoint.CheckpointFunction."""
+    """Replacement of torch.utils.checkpoint.CheckpointFunction."""
 
     @staticmethod
     def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
@@ -49,8 +47,9 @@ _equal_truths, _other_truths = torch.SymBool.__eq__, torch.SymBool.__ne__
 
 
 def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
-    """With momentum=None running statistics are means over all batches: their number stays a tensor
-    here.
+    """Run BatchNorm with momentum=None without turning the batch count into a number.
+
+    The running statistics are means over all batches then.
     """
     if (
         self.momentum is not None
@@ -113,19 +112,21 @@ _PATCHES = (
 
 
 class capturing:
-    """Library code that asks whether it is being compiled (transformers' masks do) is told that it
-    is; checkpointing is of the kind that can be captured: use_reentrant=True runs a backward of its
-    own; and nn.Transformer takes a mask for what it is, without looking whether its values are
-    those of a causal one, which only chooses the kernel. Distributions do not look whether their
-    parameters are in range. BatchNorm does not turn its count of batches into a number, and
-    SyncBatchNorm is the same, since batches are whole. Recurrent layers take their weights as they
-    are now, without a list of them. Nobody looks for nan. What torch.compile made of functions and
-    modules is not used: they run as they were written, and flex_attention as what it is, a softmax
-    of scores. Hooks for saved tensors, such as those of a checkpoint around the call, are for what
-    runs.
+    """Patches library code for the time of a capture.
+
+    * Code that asks whether it is being compiled, such as masks of transformers, is told so.
+    * Checkpointing is use_reentrant=False: use_reentrant=True runs a backward of its own.
+    * nn.Transformer does not read a mask to see whether it is causal, which only chooses a kernel.
+    * Distributions do not check the range of their parameters.
+    * BatchNorm does not turn its batch count into a number. SyncBatchNorm is the same, since
+      batches are whole.
+    * Recurrent layers take their current weights, without a list of them.
+    * Anomaly detection is off.
+    * What torch.compile compiled runs as it was written. flex_attention is a softmax of scores.
+    * Hooks for saved tensors, such as those of a checkpoint around the call, apply to runs only.
     """
 
-    active = 0  # how many are under way
+    active = 0  # number of captures under way
 
     def __enter__(self) -> None:
         capturing.active += 1
@@ -154,17 +155,16 @@ class capturing:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """What is computed of tensors with values inside of it has values, and is no part of the
-    program.
-    """
+    """Compute eagerly: what is computed of tensors with values is no part of the program."""
     with _disable_current_modes(), DisableTorchFunction():
         yield
 
 
 @contextmanager
 def no_other_random_numbers() -> Iterator[None]:
-    """Warns of numbers that the program draws from generators which are not PyTorch's: they are the
-    same in every run.
+    """Warn of random numbers from other generators than PyTorch's.
+
+    They are constants of the program: the same in every run.
     """
     before = random.getstate(), _numpy_state()
     yield
@@ -184,15 +184,15 @@ def _numpy_state() -> tuple[bytes, int]:
 
 
 def not_compiled(method: Callable) -> Callable:
-    """What torch.compile does not look into; it calls it."""
+    """Return the method so that torch.compile calls it without tracing it."""
     return method if is_missing(_disable_dynamo) else _disable_dynamo(method)
 
 
 def is_transforming() -> bool:
-    """Whether torch.func differentiates or vectorizes what is called."""
+    """Return whether torch.func differentiates or vectorizes the current call."""
     return peek_interpreter_stack() is not None
 
 
 def is_capturing() -> bool:
-    """Whether a program is being traced."""
+    """Return whether a program is being traced."""
     return capturing.active > 0

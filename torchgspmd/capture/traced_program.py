@@ -72,14 +72,15 @@ class TracedProgram:
         self.constants = CachedConstants(FunctionalTensor)
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
-        self.sources: dict[int, frozenset[int]] = {}  # of the gradient of an input: outputs
+        self.sources: dict[int, frozenset[int]] = {}  # outputs that reach each input
         self.rebound: dict[int, Tensor] = {}
         self.effects: list[ArgumentMutation] = []
         self.left: list[StateMutation] = []
         self.observed: list[StateMutation] = []
-        self.seen: list[Tensor] = []  # by hooks of gradients
+        self.seen: list[Tensor] = []  # values that gradient hooks store
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
+        """Run forward and backward on traced tensors, and return the outputs of the graph."""
         with (mode := Functional(self.tables, self.value_guards)):
             inputs = [FunctionalTensor.to_functional(t) for t in flat]
             self.shapes = [t.shape for t in flat]
@@ -120,9 +121,7 @@ class TracedProgram:
             ]
 
     def _input_in_place(self, output: int, tensor: Tensor) -> int:
-        """Which input is in the place that a run puts an output of the same shape into; -1: there
-        is none.
-        """
+        """Return the input whose place receives an output of the same shape, or -1."""
         entries = {
             (id(left.root), path)
             for left in self.left
@@ -142,7 +141,7 @@ class TracedProgram:
         )
 
     def take_constants(self, graph: fx.Graph) -> dict[int, fx.Node]:
-        """What computes the constants of the trace, by their ids; they are outputs no more."""
+        """Remove the constants of the trace from the outputs; return their nodes by id."""
         output = graph.output_node()
         values = list(output.args[0])
         count = len(values) - len(self.constant_ids)
@@ -150,7 +149,7 @@ class TracedProgram:
         return dict(zip(self.constant_ids, values[count:]))
 
     def drop_unused(self, graph: fx.Graph) -> set[int]:
-        """Takes the placeholders of places away whose tensors are not used; which are."""
+        """Erase placeholders of places whose tensors are not used; return the used places."""
         first = len(self.names) + len(self.slots)
         changed = {out.input for out in self.outputs if out.kind == MUTATION}
         new_positions, erased = {}, 0
@@ -168,9 +167,7 @@ class TracedProgram:
     def _with_state(
         self, inputs: list[Tensor], tracker: SourceTracker
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """Forward and backward, for a module with the traced tensors in place of its own for the
-        whole time.
-        """
+        """Run forward and backward with the traced tensors in place of the module's own."""
         stand_ins = inputs[len(inputs) - len(self.places) :]
         if not isinstance(self.fn, nn.Module):
             with self.tables.substitute(self.places, stand_ins):
@@ -188,7 +185,7 @@ class TracedProgram:
             )
 
     def _rebound(self, inputs: list[Tensor]) -> dict[int, Tensor]:
-        """What forward put in the place of parameters and buffers."""
+        """Return the tensors that forward assigned to parameters and buffers, by input index."""
         return rebound_parameters(self.fn, self.parameters, inputs) | rebound_buffers(
             self.fn, self.names, inputs
         )
@@ -196,6 +193,7 @@ class TracedProgram:
     def _forward_backward(
         self, inputs: list[Tensor], tracker: SourceTracker
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Run forward on the traced tensors, record its mutations, then run the backward."""
         leaves = list(self.leaves)
         for slot, tensor in zip(self.slots, inputs[len(self.names) :]):
             leaves[slot] = tensor
@@ -243,6 +241,7 @@ class TracedProgram:
     def _backward(
         self, outs: list[Tensor], inputs: list[Tensor], tracker: SourceTracker
     ) -> dict[int, Tensor | None]:
+        """Return the gradients of the inputs, by input index."""
         differentiable = [
             i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad
         ]
@@ -260,7 +259,7 @@ class TracedProgram:
             return {}
         tracker.start_backward([outs[i] for i in differentiable])
         seeds = []
-        for i in differentiable:  # placeholders take their place in clean.py
+        for i in differentiable:  # normalize.py replaces the seeds by placeholders
             seeds.append(torch.ones_like(outs[i]))
             self.tangents.append((i, unwrap(seeds[-1])))
         grads = autograd_grad(
@@ -272,8 +271,9 @@ class TracedProgram:
         return {i: g for i, g in zip(differentiated, grads) if g is not None}
 
     def _check_rebound(self, outs: list[Tensor], inputs: list[Tensor]) -> None:
-        """ShardingError if results depend on a parameter that forward replaced, or on the one that
-        it put there.
+        """Raise ShardingError if a result depends on a replaced parameter, or on its successor.
+
+        An optimizer holds the replaced one: its gradient would be lost.
         """
         for i, now in self.rebound.items():
             if i < len(self.parameters) and any(reachable_inputs(outs, [inputs[i], now])):

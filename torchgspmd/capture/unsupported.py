@@ -1,4 +1,4 @@
-"""What cannot be captured: checks before a trace, and errors of a trace as ShardingErrors."""
+"""Programs that cannot be captured: checks before a trace, errors of a trace as ShardingErrors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from ..compat.private_apis import (
 )
 from ..errors import ShardingError, user_line, user_line_of
 
-_OLD = (
-    torch.__version__ < "2.10"
-)  # which cannot trace slices by numbers that depend on values, nor compute with truth values
+# Before 2.10, torch cannot trace slices by numbers that depend on values, nor compute with
+# truth values.
+_OLD = torch.__version__ < "2.10"
 
 
 _COMMUNICATES = ("from the function c10d.", "torch.distributed.nn.functional")
 
 
 def check_dense(what: str, tensor: Tensor) -> None:
+    """Raise ShardingError for a nested or sparse tensor."""
     if tensor.is_nested:
         raise ShardingError(
             f"{what} is a nested tensor, and a layout is one of dense tensors",
@@ -44,7 +45,7 @@ def check_dense(what: str, tensor: Tensor) -> None:
 
 
 def check_module(module: nn.Module) -> None:
-    """ShardingError for modules that cannot be traced."""
+    """Raise ShardingError for a module that cannot be traced."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         check_dense(f"'{name}'", tensor)
         if is_lazy(tensor):
@@ -67,7 +68,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def needs_values(what: str, where: str | None) -> ShardingError:
-    """That a program asks for values which it does not have."""
+    """Return the error of a program that asks for values which a trace does not have."""
     slices = "; on torch 2.9, for x[:n]: x.index_select(0, torch.arange(n))" if _OLD else ""
     return ShardingError(
         f"the program depends on values: {what} needs numbers that are known only when it runs",
@@ -79,7 +80,7 @@ def needs_values(what: str, where: str | None) -> ShardingError:
 
 
 def check_constants(graph: fx.Graph, owner: nn.Module) -> None:
-    """ShardingError where a constant has no values."""
+    """Raise ShardingError if a constant of the graph has no values."""
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(owner, node.target, None), FakeTensor):
             raise _no_values_error(node.meta.get("source"))
@@ -95,8 +96,9 @@ def _no_values_error(where: str | None) -> ShardingError:
 
 
 class translate_errors:
-    """What cannot be captured becomes a ShardingError; other errors of the program stay what they
-    are.
+    """Turns errors of a trace that mean "cannot be captured" into ShardingErrors.
+
+    Other errors of the program stay what they are.
     """
 
     def __enter__(self) -> None:
