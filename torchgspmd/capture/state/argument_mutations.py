@@ -1,13 +1,12 @@
-"""What a program changes besides tensors: entries of lists and tables, attributes of objects among
-its arguments, of its modules.
+"""Mutations besides those of tensors: lists, tables and attributes of arguments and modules.
 
     def forward(self, x, cache):
-        cache.keys = torch.cat([cache.keys, self.key(x)], 1)                # an effect: attribute keys of argument 1
-        self.loss = cache.keys.square().mean()                              # another: attribute loss of the module
+        cache.keys = torch.cat([cache.keys, self.key(x)], 1)    # attribute `keys` of argument 1
+        self.loss = cache.keys.square().mean()                  # attribute `loss` of the module
 
-It is traced on containers that stand for the caller's (objects.py). What it does to them is written
-down, and every run does it to those that are passed then. Of attributes and whatever else is no
-argument it is tensors and plain values (rebinding.py).
+The program is traced on copies of the caller's containers (object_trees.py). Mutations of these are
+recorded, and every run repeats them on its own arguments. Of attributes, and of everything else
+that is no argument, tensors and plain values are written (mutations.py).
 """
 
 from __future__ import annotations
@@ -29,44 +28,46 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 @dataclass(frozen=True)
 class Unchanged:
-    """A part that the container had before."""
+    """A component that the container had before."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class FromOutput:
-    """A tensor that the program computes: which of its outputs."""
+    """A tensor that the program computes: the index of its output."""
 
     output: int
 
 
 @dataclass(frozen=True)
 class ArgumentMutation:
-    """What becomes of a container: its new parts, each Kept or a pytree with Made in the place of
-    tensors; and those it has no more.
+    """The mutation of one container among the arguments.
+
+    Each new component is Unchanged, or a pytree with FromOutput in place of tensors.
     """
 
     path: Path  # in (args, kwargs)
-    changed: dict[Key, Any]  # of a list all, if one of them changes
+    changed: dict[Key, Any]  # all items of a list if one of them changes
     gone: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True)
 class StateMutation:
-    """What a program leaves in a table or list that is no argument of it: pytrees with Made in the
-    place of tensors.
+    """The mutation of one table or list that is no argument.
+
+    Entries are pytrees with FromOutput in place of tensors.
     """
 
     root: Table  # attributes of a module, or a table that a function names
     path: tuple  # from there to the table or list: keys
     entries: dict
-    gone: tuple  # entries that are there no more
-    added: list  # to a list
-    whole: bool = False  # whether the list consists of these then
+    gone: tuple  # keys of removed entries
+    added: list  # appended to a list
+    whole: bool = False  # whether `added` is the whole list
 
     def fill(self, outputs: Sequence[Any]) -> StateMutation:
-        """With what this run has computed."""
+        """Return the mutation with the values of this run."""
         return replace(
             self,
             entries={name: _fill(value, outputs, None) for name, value in self.entries.items()},
@@ -74,14 +75,13 @@ class StateMutation:
         )
 
     def write(self) -> None:
+        """Write the entries into the table."""
         container: Any = self.root
         for key in self.path:
             container = container[key]
         for name, value in self.entries.items():
-            if isinstance(container, LISTS) and name >= len(
-                container
-            ):  # it has been emptied meanwhile
-                continue
+            if isinstance(container, LISTS) and name >= len(container):
+                continue  # the list has been emptied since the trace
             container[name] = value
         for name in self.gone:
             container.pop(name, None)
@@ -91,8 +91,9 @@ class StateMutation:
             container.extend(self.added)
 
     def resolve_numbers(self, is_late: bool) -> StateMutation:
-        """With Computed or numbers in the place of each Count. is_late: it is written by the
-        backward, after what forward writes.
+        """Return the mutation without symbolic numbers: with Computed, or with numbers.
+
+        is_late: the backward writes it, after what forward writes.
         """
         if is_late:
             entries = {
@@ -103,15 +104,13 @@ class StateMutation:
         return replace(self, entries=to_computed(self.entries), added=to_computed(self.added))
 
     def output_paths(self) -> Iterator[tuple[tuple, int]]:
-        """Where below the root entries hold tensors that the program computes, and which of its
-        outputs.
-        """
+        """Yield (path from the root, output index) for each tensor that the program computes."""
         for name, value in self.entries.items():
             yield from _output_paths(value, (*self.path, name))
 
 
 class WatchedArguments:
-    """The containers in a structure, and what they consist of at first."""
+    """The containers in the arguments of a trace, and their components before it."""
 
     def __init__(self, tree: Any) -> None:
         self.before = [
@@ -125,8 +124,9 @@ class WatchedArguments:
         }
 
     def effects(self, outputs: list[Tensor]) -> list[ArgumentMutation]:
-        """What has changed; the tensors in it are added to the outputs of the program, if they are
-        none yet.
+        """Return the mutations of the containers.
+
+        Tensors in them are appended to the outputs of the program if they are none yet.
         """
         mutations = []
         for path, container, old in self.before:
@@ -150,7 +150,7 @@ class WatchedArguments:
         return mutations
 
     def restore(self) -> None:
-        """All containers as they were."""
+        """Restore all containers."""
         for _, container, old in self.before:
             changed, gone = _difference(container, components(container), old)
             if changed or gone:
@@ -160,9 +160,7 @@ class WatchedArguments:
 def apply_mutations(
     effects: Sequence[ArgumentMutation], outputs: Sequence[Any], arguments: tuple[tuple, dict]
 ) -> None:
-    """Does to the containers in what is given, (args, kwargs), what the program did to those that
-    it was traced with.
-    """
+    """Repeat the mutations on the containers of this call's (args, kwargs)."""
     writes = []
     for effect in effects:
         container = follow(effect.path, arguments)
@@ -190,7 +188,7 @@ def apply_mutations(
 def replace_tensors(
     value: Any, outputs: list[Tensor], origins: Mapping[int, Path] | None = None
 ) -> Any:
-    """The value with Made in the place of tensors, which are added to the outputs."""
+    """Return the value with FromOutput in place of tensors, which are appended to the outputs."""
     return pytree.tree_map_only(
         Tensor, lambda tensor: FromOutput(_output_index(tensor, outputs)), opened(value, origins)
     )
@@ -233,8 +231,9 @@ def _is_same(now: Any, old: Any) -> bool:
 def _difference(
     container: Any, old: dict[Key, Any], new: dict[Key, Any]
 ) -> tuple[dict[Key, Any], tuple[Key, ...]]:
-    """The parts that are to be written to make new of old, and those to be taken away. A list is
-    written as a whole.
+    """Return the components to write and those to remove to turn old into new.
+
+    A list is written as a whole.
     """
     changed = {
         key: value for key, value in new.items() if key not in old or not _is_same(value, old[key])
@@ -246,7 +245,7 @@ def _difference(
 
 
 def _output_index(tensor: Tensor, outputs: list[Tensor]) -> int:
-    """Where it is among the outputs, as the last one if it was not there."""
+    """Return the index of a tensor among the outputs; append it if it is none."""
     place = next((i for i, output in enumerate(outputs) if output is tensor), len(outputs))
     if place == len(outputs):
         outputs.append(tensor)

@@ -1,4 +1,4 @@
-"""What functions can reach by name: those that they call, and the variables that these read."""
+"""Names in the bytecode of functions: functions that they call, variables that they read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 _EMPTY = CellType()
 _METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
 _COMMON = {*dir(Tensor), *dir(dict), *dir(list), *dir(str)}
+# methods that are called without their name
 _UNNAMED = (
     "__init__",
     "__post_init__",
@@ -21,17 +22,18 @@ _UNNAMED = (
     "forward",
     "backward",
     "setup_context",
-)  # called by other names
+)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
-_MANY = 500  # functions that are looked at, those of few calls first
-_AGAIN = ("COPY", "DUP_TOP")  # of an augmented assignment
-_FAR = 3  # calls from a forward, of functions in installed packages
+_MANY = 500  # limit of functions; those that few calls lead to come first
+_AGAIN = ("COPY", "DUP_TOP")  # opcodes of an augmented assignment
+_FAR = 3  # limit of calls from a forward into installed packages
 
 
 def called_functions(functions: Iterable[Any], classes: Iterable[type]) -> list[FunctionType]:
-    """The functions in Python among these and those that they name, and so on: global ones, those
-    of modules of Python and of classes, those around them, and methods and properties of these
-    classes. Not those of torch.
+    """Return the Python functions among these, and all that they name, and so on.
+
+    This includes global functions, those of modules and classes, closures, and methods and
+    properties of the classes; not those of torch.
     """
     methods = _methods(classes)
     functions_by_id: dict[int, FunctionType] = {}
@@ -54,29 +56,34 @@ def is_function(value: Any) -> bool:
 
 
 def is_own(module: str | None) -> bool:
-    """Whether what is in a module of Python may be changed by a user: not torch, and not Python's
-    own library.
+    """Return whether a user may change what the module contains.
+
+    False for torch and for the standard library.
     """
     return str(module).partition(".")[0] not in _LIBRARIES
 
 
 @functools.lru_cache(maxsize=4096)
 def is_installed(module: str | None) -> bool:
-    """Whether it is one of an installed package."""
+    """Return whether the module belongs to an installed package."""
     file = str(getattr(sys.modules.get(str(module).partition(".")[0]), "__file__", None))
     return "site-packages" in file or "dist-packages" in file
 
 
 def global_names(function: FunctionType) -> Iterator[tuple[dict, str]]:
-    """Where what a function finds by name is: global variables, and attributes of modules of Python
-    (`settings.SCALE`).
+    """Yield (namespace, name) of the globals that a function reads.
+
+    This includes attributes of Python modules, as in `settings.SCALE`.
     """
     for names in _dotted_names(function.__code__):
         yield from ((table, name) for table, name, _ in _resolve_dotted_name(function, names))
 
 
 def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
-    """The same of classes: and the name of an attribute, or that by which they are called."""
+    """Yield (class, attribute name) for the classes that a function names.
+
+    A class that is called gives `__init__`.
+    """
     for names in _dotted_names(function.__code__):
         for table, name, rest in _resolve_dotted_name(function, names):
             if isinstance(table[name], type) and is_own(table[name].__module__):
@@ -96,7 +103,7 @@ def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
 
 
 def assigned_globals(function: FunctionType) -> Iterator[tuple[dict, str]]:
-    """Where it assigns global variables, and may assign attributes of modules of Python."""
+    """Yield (namespace, name) of the globals and module attributes that a function may assign."""
     yield from (
         (function.__globals__, name) for name in _stored_names(function.__code__, "STORE_GLOBAL")
     )
@@ -108,7 +115,10 @@ def assigned_globals(function: FunctionType) -> Iterator[tuple[dict, str]]:
 
 
 def assigned_cells(function: FunctionType) -> Iterator[tuple[str, CellType]]:
-    """The variables around it that it assigns (`nonlocal`), and those that hold tensors."""
+    """Yield the closure variables that a function assigns, and those that hold tensors.
+
+    A function assigns one that it declares `nonlocal`.
+    """
     stored = _stored_names(function.__code__, "STORE_DEREF")
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         if name in stored or cell != _EMPTY and isinstance(cell.cell_contents, Tensor):
@@ -116,13 +126,14 @@ def assigned_cells(function: FunctionType) -> Iterator[tuple[str, CellType]]:
 
 
 def assigned_attributes(function: FunctionType) -> tuple[str, ...]:
-    """Names of attributes that it assigns, of whatever."""
+    """Return the names of attributes that a function assigns, of any object."""
     return _stored_names(function.__code__, "STORE_ATTR")
 
 
 def may_name_its_class(function: FunctionType) -> bool:
-    """Whether it may reach the class of an object: as type(self), self.__class__ or the first
-    argument of a class method.
+    """Return whether a function may reach the class of an object.
+
+    It does by type(self), by self.__class__, or by the first argument of a class method.
     """
     return function.__code__.co_varnames[:1] == ("cls",) or not {"type", "__class__"}.isdisjoint(
         function.__code__.co_names
@@ -132,8 +143,9 @@ def may_name_its_class(function: FunctionType) -> bool:
 def _resolve_dotted_name(
     function: FunctionType, names: tuple[str, ...]
 ) -> Iterator[tuple[dict, str, tuple[str, ...]]]:
-    """The tables of modules in which these are looked for, each in the one before, and what is left
-    behind each.
+    """Resolve a dotted global name.
+
+    Yields (namespace, name, remaining names) for every module namespace on the way.
     """
     table: dict = function.__globals__
     for i, name in enumerate(names):
@@ -147,9 +159,7 @@ def _resolve_dotted_name(
 
 @functools.lru_cache(maxsize=4096)
 def _dotted_names(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, ...], ...]:
-    """Global variables that it reads, with the attributes that it takes of each; in one order in
-    all processes.
-    """
+    """Return the dotted names that the code reads, in one order in all processes."""
     dotted_names: dict[tuple[str, ...], None] = {}
     for nested in _nested_code(code):
         names: tuple[str, ...] = ()
@@ -165,6 +175,7 @@ def _dotted_names(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple
 
 @functools.lru_cache(maxsize=4096)
 def _stored_names(code: CodeType, operation: str) -> tuple[str, ...]:
+    """Return the names that the code stores by this bytecode operation."""
     return tuple(
         dict.fromkeys(
             i.argval
@@ -176,13 +187,14 @@ def _stored_names(code: CodeType, operation: str) -> tuple[str, ...]:
 
 
 def class_values(cls: type) -> Iterator[tuple[str, Any]]:
-    """What instances find in a class and those that it inherits from."""
+    """Yield name and value of the attributes of a class and its bases, but for library classes."""
     for base in cls.__mro__:
         if is_own(base.__module__):
             yield from base.__dict__.items()
 
 
 def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
+    """Return the functions of all methods and properties of the classes, by name."""
     methods: dict[str, list[Any]] = {}
     for cls in dict.fromkeys(classes):
         for name, value in class_values(cls):
@@ -192,7 +204,7 @@ def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
 
 
 def _function_in(value: Any) -> Any:
-    """That of a method or property."""
+    """Return the function of a method or property."""
     return (
         getattr(value, "fget", None)
         or getattr(value, "func", None)
@@ -201,6 +213,7 @@ def _function_in(value: Any) -> Any:
 
 
 def _plain_functions(function: Any) -> Iterator[FunctionType]:
+    """Yield the plain Python functions inside of partials, methods and wrappers."""
     while function is not None:
         if isinstance(function, functools.partial):
             function = function.func
@@ -213,6 +226,7 @@ def _plain_functions(function: Any) -> Iterator[FunctionType]:
 
 
 def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[Any]:
+    """Yield what a function may call: globals, methods of classes, closure variables."""
     for table, name in global_names(function):
         yield table[name]
     for cls, attribute in class_names(function):
@@ -231,8 +245,9 @@ def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[
 
 @functools.lru_cache(maxsize=4096)
 def _method_names(code: CodeType) -> tuple[str, ...]:
-    """Names of attributes in it that may be methods of a module or object: of its first argument,
-    and others that tensors do not have.
+    """Return attribute names in the code that may be methods.
+
+    They are attributes of the first argument, and others that tensors do not have.
     """
     own: dict[str, None] = {}
     for nested in _nested_code(code):
@@ -247,7 +262,7 @@ def _method_names(code: CodeType) -> tuple[str, ...]:
 
 
 def names_in_code(functions: Iterable[FunctionType]) -> set[str]:
-    """All names and texts that are written in these."""
+    """Return all names and strings in the code of the functions."""
     codes = (code for function in functions for code in _nested_code(function.__code__))
     return {
         name
@@ -258,7 +273,7 @@ def names_in_code(functions: Iterable[FunctionType]) -> set[str]:
 
 
 def _nested_code(code: CodeType) -> Iterator[CodeType]:
-    """It, and the comprehensions and functions that are written in it."""
+    """Yield the code and that of the comprehensions and functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -266,8 +281,10 @@ def _nested_code(code: CodeType) -> Iterator[CodeType]:
 
 
 def reachable_values(function: Any) -> Iterator[Any]:
-    """What a function can reach by name: variables around it and global ones, the object it is a
-    method of, arguments it was given.
+    """Yield the values that a function can reach by name.
+
+    They are closure variables, globals, the object of a bound method, defaults and arguments of a
+    partial.
     """
     if hasattr(function, "__wrapped__"):
         yield from reachable_values(function.__wrapped__)

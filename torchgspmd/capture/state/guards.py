@@ -1,12 +1,11 @@
-"""What a traced program has read of attributes and variables, which became part of it
-(recorder.py).
+"""Guards: attributes and variables that a traced program has read (recorder.py).
 
-    def forward(self, x):
-        return self.act(self.head(x)) / self.temperature * self.config.scale + OFFSET       # read: act, temperature, scale, OFFSET
+    def forward(self, x):       # reads act, temperature, scale, OFFSET
+        return self.act(self.head(x)) / self.temperature * self.config.scale + OFFSET
 
-A program whose reads do not hold any more (`model.temperature = 1.0`, `model.act = F.gelu`) is made
-anew: plain values, and those in tuples, lists, tables, sets and arrays of NumPy, are compared by
-value, a tensor, function or object, if it is the same one.
+What was read is part of the program. A program whose guards fail (`model.temperature = 1.0`,
+`model.act = F.gelu`) is traced again. Plain values are compared by value, also inside of tuples,
+lists, tables, sets and NumPy arrays. Tensors, functions and objects are compared by identity.
 """
 
 from __future__ import annotations
@@ -38,12 +37,13 @@ _PLAIN = (
     torch.memory_format,
 )
 _CONTAINERS = (tuple, dict, *LISTS)
-_VERY_LONG = 100 * LONG  # plain values of a list that are compared
-KEPT_BY_TORCH = frozenset(nn.Module().__dict__)  # hooks, tables, `training`: others look after them
+_VERY_LONG = 100 * LONG  # limit of plain values that are compared in one list
+# hooks, tables and `training`, which other guards cover
+KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 
 
 class _Nothing:
-    """In the place of a value."""
+    """A marker in the place of a value."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -53,12 +53,12 @@ class _Nothing:
 
 
 ABSENT, ANY = _Nothing("absent"), _Nothing("anything")
-A_TABLE = "a table"  # in the place of a name: one that is around a function, or given to it
+A_TABLE = "a table"  # name of a table in a closure, or of an argument of a partial
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a program depends on of a tensor that it takes from its place at every run."""
+    """The guard on a tensor that the program takes from its place in every run."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -77,8 +77,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Contents:
-    """A list, tuple or table as it was: plain values, tensors, Kind or ANY in the place of tensors,
-    and more of these.
+    """A snapshot of a list, tuple or table.
+
+    Items are plain values, tensors, further Contents, or Kind or ANY in place of tensors.
     """
 
     cls: type
@@ -86,17 +87,19 @@ class Contents:
     items: tuple
 
     def leaves(self) -> Iterator[Any]:
+        """Yield the items, and those of nested Contents."""
         for item in self.items:
             yield from item.leaves() if isinstance(item, Contents) else (item,)
 
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """A set, an array of NumPy or a long list of plain values, as it was."""
+    """A copy of a set, a NumPy array or a long list of plain values."""
 
     value: Any
 
     def hold(self, now: Any) -> bool:
+        """Return whether the value equals the copy."""
         if type(now) is not type(self.value):
             return False
         if isinstance(now, np.ndarray):
@@ -109,19 +112,19 @@ class Copied:
 
 
 class Guards:
-    """What tables of attributes held under names; `absent`: nothing, a class did."""
+    """Guards on entries of tables; ABSENT where the instance had no entry."""
 
     def __init__(self) -> None:
         self.tables: list[dict[str, Any]] = []
         self.names: list[str] = []
-        self.values: list[
-            Any
-        ] = []  # plain ones, tensors and objects; behind them Kind and Contents
-        self.simple = 0  # how many are not such
-        self.others: list[tuple[Any, str, Any]] = []  # of what is no dict: table, name and value
+        # plain values, tensors and objects first, then Kind, Contents, Conditions and Copied
+        self.values: list[Any] = []
+        self.simple = 0  # how many of the values come first
+        # (table, name, value) of tables that are no dicts
+        self.others: list[tuple[Any, str, Any]] = []
 
     def add(self, table: Any, name: str, value: Any) -> None:
-        """table: a dict, Variables or whatever else has `get`."""
+        """Add a guard. table: a dict, Variables, or another object with `get`."""
         if not isinstance(table, dict):
             self.others.append((table, name, value))
             return
@@ -132,12 +135,13 @@ class Guards:
         self.simple += is_simple
 
     def now(self) -> list[Any]:
-        """What they hold at present."""
+        """Return the current entries of the dicts."""
         return [*map(dict.get, self.tables, self.names, repeat(ABSENT))]
 
     def changed(self) -> Iterator[tuple[Any, tuple, Any]]:
-        """Where attributes and variables, and lists and tables in them, hold other numbers and
-        tensors now, by keys from there on: and which.
+        """Yield (root, path, value) of numbers and tensors that differ from their guards.
+
+        This includes those in lists and tables that attributes and variables hold.
         """
         others = (
             (table, name, table.get(name, ABSENT), value)
@@ -152,7 +156,7 @@ class Guards:
             yield from ((root, *leaf) for leaf in _changed_leaves(now, value, path))
 
     def differing(self) -> list[str]:
-        """Names of those that are not as they were."""
+        """Return the names of the entries whose guards fail."""
         return [
             *(
                 name
@@ -167,8 +171,9 @@ class Guards:
         ]
 
     def described(self, owners: Mapping[int, str]) -> list[tuple[str, str]]:
-        """What is under the names now, as every process writes it. owners: what the names of a
-        module begin with, by its table's id.
+        """Return names and descriptions of the current entries, the same text in every process.
+
+        owners: the prefix of the names of a module, by the id of its table.
         """
         now = [
             *zip(self._qualified(owners), self.now()),
@@ -177,7 +182,7 @@ class Guards:
         return [(f"'{name}'", _describe(value)) for name, value in now]
 
     def tensors(self, owners: Mapping[int, str]) -> dict[int, str]:
-        """The names under which tensors were found, by the ids of these."""
+        """Return the names of the tensors in the guards, by their ids."""
         entries = [
             *zip(self._qualified(owners), self.values),
             *((name, value) for _, name, value in self.others),
@@ -193,7 +198,7 @@ class Guards:
         return [owners.get(id(table), "") + name for table, name in zip(self.tables, self.names)]
 
     def hold(self) -> bool:
-        """Whether all is as it was."""
+        """Return whether all guards hold."""
         now = self.now()
         if not all(map(is_, now[: self.simple], self.values)) and not all(
             map(matches, now[: self.simple], self.values)
@@ -205,6 +210,7 @@ class Guards:
 
 
 def is_plain(value: Any) -> bool:
+    """Return whether the value is plain, or a short container of plain values."""
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(
             isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value)
@@ -213,7 +219,7 @@ def is_plain(value: Any) -> bool:
 
 
 def is_watched(value: Any) -> bool:
-    """Whether it is a tensor or plain, or a table of such."""
+    """Return whether the value is a tensor or plain, or a short container of these."""
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(
             isinstance(leaf, (Tensor, *_PLAIN)) for leaf in pytree.tree_leaves(value)
@@ -222,8 +228,9 @@ def is_watched(value: Any) -> bool:
 
 
 def snapshot(value: Any, depth: int = 0) -> Any:
-    """The value as it is now; of an object, a table that is deep in others, and what is very long
-    only that it is this one.
+    """Return a snapshot of the value that `matches` compares with.
+
+    Objects, deeply nested tables and very long values are compared by identity.
     """
     if (copied := _copy_values(value)) is not None:
         return copied
@@ -239,6 +246,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
 
 
 def _copy_values(value: Any) -> Copied | None:
+    """Return a copy of a set, an array or a long list of plain values, else None."""
     if isinstance(value, np.ndarray):
         return Copied(value.copy()) if value.size <= LONG and not value.dtype.hasobject else None
     is_long = type(value) is list and len(value) > LONG
@@ -252,13 +260,14 @@ def _copy_values(value: Any) -> Copied | None:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether it is a tuple of plain values, which stays what it is."""
+    """Return whether the value is a tuple of plain values, which is immutable."""
     return type(value) is tuple and all(
         type(item) is not SymbolicNumber and isinstance(item, _PLAIN) for item in value
     )
 
 
 def _changed_leaves(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
+    """Yield path and value of the numbers and tensors that differ from the guard."""
     if type(value) is tuple:
         value = Contents(tuple, (), value)
     if isinstance(value, Contents) and type(now) is value.cls and len(now) == len(value.items):
@@ -280,6 +289,7 @@ def _changed_leaves(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, 
 
 
 def matches(now: Any, value: Any) -> bool:
+    """Return whether the current value satisfies the guard."""
     if now is value or value is ANY:
         return True
     if isinstance(value, Kind):
@@ -302,8 +312,9 @@ def matches(now: Any, value: Any) -> bool:
 
 
 def _describe(value: Any) -> str:
-    """As all processes write it that have the same: names in the order of a set, which is another
-    in each, count in any order.
+    """Describe a value, the same in all processes that have it.
+
+    The order of strings in a set differs between processes, so they are sorted.
     """
     value = snapshot(value)
     if isinstance(value, (Tensor, Kind)):
@@ -327,5 +338,7 @@ def _describe(value: Any) -> str:
         is_unordered = all(isinstance(item, str) for item in value.items)
         return f"{value.cls.__name__}[{', '.join(sorted(items) if is_unordered else items)}]"
     if all(isinstance(key, str) for key in value.keys):
-        return f"{value.cls.__name__}({', '.join(sorted(f'{key}={item}' for key, item in zip(value.keys, items)))})"
-    return f"{value.cls.__name__}({', '.join(f'{type(key).__name__}: {item}' for key, item in zip(value.keys, items))})"
+        entries = sorted(f"{key}={item}" for key, item in zip(value.keys, items))
+    else:
+        entries = [f"{type(key).__name__}: {item}" for key, item in zip(value.keys, items)]
+    return f"{value.cls.__name__}({', '.join(entries)})"

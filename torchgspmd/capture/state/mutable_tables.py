@@ -1,4 +1,4 @@
-"""The dicts, lists and class attributes in which a program may leave tensors and plain values."""
+"""Dicts, lists and class attributes in which a program may leave tensors and plain values."""
 
 from __future__ import annotations
 
@@ -32,29 +32,27 @@ from .variable_tables import (
     slot_variables,
 )
 
-_MANY = (
-    2000  # tables in the attributes of one module or object, or in a table, that are looked into
-)
+_MANY = 2000  # limit of tables below one module, object or table
 
 
 @dataclass
 class MutableTable:
-    """A dict or list, and what was in it before."""
+    """A dict or list, and its entries before the trace."""
 
     container: Table
     before: dict
-    last_entries: dict  # and when it was looked at last
-    # where it is: in the attributes of a module or object, in global variables or in a table
+    last_entries: dict  # entries at the last look for mutations
+    # attributes of a module or object, global variables, or a table in a closure
     root: Table
-    path: tuple = ()  # around a function, under these keys; () for the root itself
-    # whether it is such attributes: what is no tensor and no plain value is left alone there
+    path: tuple = ()  # keys from the root to this table
+    # whether these are attributes, of which only tensors and plain values are tracked
     attributes: bool = False
-    is_named: bool = False  # whether a function names it, or the object whose attributes it is
-    names: tuple[str, ...] | None = (
-        None  # of variables and classes: those that functions assign, and tensors
-    )
+    is_named: bool = False  # whether a function names the table, or the object of the attributes
+    # of variables and classes: names that functions assign, and names of tensors
+    names: tuple[str, ...] | None = None
 
     def entries(self) -> dict:
+        """Return the current entries; of a list by position."""
         if self.names is None:
             return _entries(self.container)
         return {
@@ -70,6 +68,11 @@ def find_tables(
     functions: Sequence[Any],
     called: Sequence[FunctionType],
 ) -> Iterator[MutableTable]:
+    """Yield the tables that a program may mutate.
+
+    They are attributes and buffers of modules and objects, tables that functions name, and
+    variables and class attributes that functions assign.
+    """
     seen: set[int] = set()
     for holder in (*modules, *objects):
         if is_table(attributes := getattr(holder, "__dict__", None)):
@@ -116,7 +119,7 @@ def find_tables(
 def _class_attributes(
     holders: Sequence[Any], called: Sequence[FunctionType]
 ) -> Iterator[tuple[Table, str]]:
-    """Attributes of classes that functions may assign, and those that hold tensors."""
+    """Yield the class attributes that functions may assign, and those that hold tensors."""
     kinds, assigned_anywhere = _bases(map(type, holders)), set()
     for function in called:
         names = assigned_attributes(function)
@@ -140,14 +143,14 @@ def _class_attributes(
 
 
 def _bases(classes: Iterable[type]) -> list[type]:
-    """The classes and those that they inherit from, but for Python's and torch's own."""
+    """Return the classes and their bases, but for library classes."""
     return [
         *dict.fromkeys(base for cls in classes for base in cls.__mro__ if is_own(base.__module__))
     ]
 
 
 def _is_descriptor(value: Any) -> bool:
-    """Whether it is a method, a property or the like."""
+    """Return whether the value is a method, a property or another descriptor."""
     return hasattr(type(value), "__get__")
 
 
@@ -160,7 +163,10 @@ def _nested_tables(
     is_named: bool = False,
     inside: set[int] | None = None,
 ) -> Iterator[MutableTable]:
-    """A table, and the tables and lists in it, unless it is a long one or they are very many."""
+    """Yield a table and the tables and lists in it.
+
+    Long tables are not searched, nor more than _MANY tables.
+    """
     if id(container) in seen:
         return
     seen.add(id(container))

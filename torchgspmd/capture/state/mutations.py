@@ -1,5 +1,7 @@
-"""What a module's forward assigns: parameters, buffers, other tensors and plain values are effects
-of the program, the rest is of the trace alone.
+"""Mutations of state by a forward: attributes and tables of a module, and variables.
+
+Tensors and plain values that forward assigns are effects of the program. Other assignments are
+undone after the trace.
 """
 
 from __future__ import annotations
@@ -48,10 +50,12 @@ from .variable_tables import (
 
 
 class Tables:
-    """The attributes of a module, of those inside of it and of the objects that they name, and all
-    tables and lists in which its forward and its hooks, or a function, may leave tensors and plain
-    values: those in attributes, and those that they name, as in `register_forward_hook(lambda m, x,
-    y: found.append(y))`.
+    """The tables in which a forward, its hooks or a function may leave tensors and plain values.
+
+        net.register_forward_hook(lambda m, x, y: outputs.append(y))      # the list `outputs`
+
+    They are attributes of the modules and of the objects that these name, and tables that functions
+    name.
     """
 
     def __init__(
@@ -76,14 +80,13 @@ class Tables:
         self.tables = [*find_tables(self.modules, self.objects, self.functions, self.called)]
         self.globals = {id(t.container): t.names for t in self.tables if t.names is not None}
         self.changed: set[tuple[int, Any]] = set()  # entries of roots
-        self.places: dict[
-            int, tuple[Tensor, int, Kind]
-        ] = {}  # what stands in a place, which, and what was there
+        # (stand-in, index of the place, guard on its tensor) by the id of the stand-in
+        self.places: dict[int, tuple[Tensor, int, Kind]] = {}
         self.numbers: list[Tally] = []
-        self.recorder: Recorder | None = None  # of a module, while it is traced
+        self.recorder: Recorder | None = None  # while a module is traced
 
     def _reach(self) -> None:
-        """Finds the functions in Python that a program may call, and the objects that may be read."""
+        """Find the Python functions that the program may call, and the objects that it may read."""
         roots, reach, before = self.functions, Reach(self.modules), -1
         while len(reach.objects) != before:
             before = len(reach.objects)
@@ -103,8 +106,9 @@ class Tables:
 
     @contextmanager
     def substitute(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
-        """Meanwhile these tensors are in the places; afterwards all is as it was but for objects
-        that were assigned to attributes.
+        """Put stand-ins into the places for the time of a trace, then restore all tables.
+
+        Objects that were assigned to attributes stay.
         """
         before = [place.value() for place in places]
         self.places = {
@@ -137,11 +141,13 @@ class Tables:
             for tally in self.numbers:
                 if tally.place.is_there() and type(tally.place.value()) is SymbolicNumber:
                     tally.place.put(tally.value)
-            for place, tensor, value in zip(places, stand_ins, before):  # global variables
+            # Stand-ins may remain in global variables.
+            for place, tensor, value in zip(places, stand_ins, before):
                 if place.is_there() and place.value() is tensor:
                     place.put(value)
 
     def _restore(self, table: MutableTable) -> None:
+        """Restore the entries of a table."""
         container, before = table.container, table.before
         if isinstance(container, LISTS):
             if len(container) != len(before) or not all(map(is_, container, before.values())):
@@ -151,14 +157,14 @@ class Tables:
         for name, value in table.entries().items():
             if value is not before.get(name, ABSENT) and self._is_mutation(name, value):
                 _put(container, name, before.get(name, ABSENT))
-        for name in [
-            name for name in before if name not in container
-        ]:  # nothing is written to a table that nobody may write to
+        # Only missing entries are written: the table may be read-only.
+        for name in [name for name in before if name not in container]:
             container[name] = before[name]
 
     def left(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[StateMutation]:
-        """What has been put into tables since the last look; tensors are added to the outputs of
-        the program. Parameters and buffers do not count: an LSTM has its weights in a list, too.
+        """Return the mutations since the last look; append their tensors to the outputs.
+
+        state: parameters and buffers, which do not count: an LSTM has its weights in a list, too.
         """
         mutations, state_ids = [], frozenset(map(id, state))
         for table in self.tables:
@@ -203,7 +209,7 @@ class Tables:
         return mutations
 
     def start_backward(self) -> None:
-        """At the end of forward: the backward is of the numbers that are in their places then."""
+        """Let numbers of the backward be those that forward left in the places."""
         for tally in self.numbers:
             if tally.place.is_there() and type(symbol := tally.place.value()) is SymbolicNumber:
                 tally.place.put(at_backward(symbol, tally.place))
@@ -211,15 +217,16 @@ class Tables:
             table.last_entries = table.entries()
 
     def _is_mutation(self, name: Any, value: Any, excluded: frozenset[int] = frozenset()) -> bool:
-        """Whether an entry is one that a run leaves too: a tensor of the trace, or plain."""
+        """Return whether runs write the entry: it is plain, or a tensor of the trace."""
         return name not in KEPT_BY_TORCH and (
             is_plain(value) or _contains_tensor(value, self.traced, excluded)
         )
 
     def reads(self, used: Container[int], operands: Container[int]) -> Guards:
-        """What the program depends on of what was read, of the tables that functions name, and of
-        the objects, if it uses their tensors. used: the places whose tensors it uses; given: ids of
-        the tensors elsewhere that functions were called with.
+        """Return the guards on what was read, and on tables and objects that functions name.
+
+        used: the places whose tensors the program uses. operands: ids of other tensors that
+        functions were called with.
         """
         self.operands = operands
         reads = (
@@ -239,7 +246,7 @@ class Tables:
             for table in self.tables
             if isinstance(table.container, ClassVariables)
         }
-        for holder, name in self.changed:  # it may have been read of type(self)
+        for holder, name in self.changed:  # a read through type(self) is not recorded
             if holder in classes and (
                 self.recorder is None or (holder, name) not in self.recorder.seen
             ):
@@ -265,7 +272,10 @@ class Tables:
     def _guard_of_read(
         self, used: Container[int], table: dict, name: str, value: Any, then: Any
     ) -> Any:
-        """What is compared of an entry that was read with this value, which was this then."""
+        """Return the guard on an entry that was read.
+
+        value: the entry when it was read. then: its snapshot.
+        """
         start = self.start.get(id(table))
         if start is not None and name not in self.globals.get(id(table), (name,)):
             start = None
@@ -285,27 +295,26 @@ class Tables:
         if start is not None and (
             type(before := start.get(name, ABSENT)) is SymbolicNumber or id(before) in self.places
         ):
-            value = then = before  # it may have been read before the stand-in was put there
-        if (
-            start is not None and start.get(name, ABSENT) is not value
-        ):  # the program had written it before
-            return ANY
+            value = then = before  # the read may have come before the stand-in
+        if start is not None and start.get(name, ABSENT) is not value:
+            return ANY  # the program had written the entry before the read
         if table.get(name, ABSENT) is not value and not is_watched(value) and not is_table(value):
-            return ANY  # an object, in whose place a trace puts another one
+            return ANY  # an object that the trace replaced
         return self._guard_value(then, used, self._is_changed(table, (name,)))
 
     def _has_stand_in(self, value: Any) -> bool:
-        """Whether what stands for something from a place is in it."""
+        """Return whether the value is or contains a stand-in for the content of a place."""
         leaves = value.leaves() if isinstance(value, Contents) else (value,)
         return any(type(leaf) is SymbolicNumber or id(leaf) in self.places for leaf in leaves)
 
     def _is_changed(self, root: Table, path: tuple) -> bool:
-        """Whether the program writes into the root, or into the entry of it."""
+        """Return whether the program writes into the root, or into this entry of it."""
         return any(entry[: 1 + len(path)] == (id(root), *path) for entry in self.changed)
 
     def _guard_value(self, value: Any, used: Container[int], is_changed: bool) -> Any:
-        """Of lists that are changed, and of whose tensors none is used, nothing: things are added
-        to them only, unless they were empty.
+        """Return the guard on a snapshot.
+
+        A list that the program appends to is not guarded if its tensors are not used.
         """
 
         def leaf(value: Any) -> Any:
@@ -332,10 +341,11 @@ class Tables:
         )
 
     def _is_used(self, value: Any, used: Container[int]) -> bool:
+        """Return whether the value stands in a place whose tensor the program uses."""
         return id(value) in self.places and self.places[id(value)][1] in used
 
     def owner_of(self, tensor: Tensor) -> tuple[Table, tuple] | None:
-        """The entry that holds a tensor, or the one that it is a view of."""
+        """Return the entry that holds a tensor, or the tensor that it is a view of."""
         memory = tensor.untyped_storage()._cdata
         for table in self.tables:
             for name, value in table.before.items():
@@ -361,7 +371,7 @@ def _put(container: Table, name: Any, value: Any) -> None:
 def _contains_tensor(
     value: Any, kind: type[Tensor], excluded: frozenset[int] = frozenset()
 ) -> bool:
-    """Whether a tensor of this kind is in it, by another id than these."""
+    """Return whether a tensor of this type is in the value, other than those excluded."""
     return any(
         isinstance(leaf, kind) and id(leaf) not in excluded
         for leaf in pytree.tree_leaves(opened(value))

@@ -1,5 +1,6 @@
-"""Tensors inside of objects that pytree does not know, such as the key-value caches that
-transformers' models take and return.
+"""Pytrees of objects that pytree does not know.
+
+model(x, past_key_values=cache)      # a cache of transformers holds tensors in attributes
 """
 
 from __future__ import annotations
@@ -18,24 +19,20 @@ from ...compat.private_apis import is_missing
 from ..rewrites.sparse_coo import Entries, is_sparse
 
 ITEM, ATTRIBUTE = "item", "attribute"
-Key = tuple[str, Any]  # of a part: its kind, and its position, key or name
+Key = tuple[str, Any]  # kind of a component, and its position, key or name
 Path = tuple[Key, ...]  # from a structure to one of its containers
 _NO_OBJECTS = (Tensor, type, Enum, ModuleType)
 _COLLECTIONS = (dict, list, tuple)
-OF_PYTHON = 1 << 9  # a class made by a class statement: Py_TPFLAGS_HEAPTYPE
+OF_PYTHON = 1 << 9  # flag of classes that a class statement defines: Py_TPFLAGS_HEAPTYPE
 
 
 @dataclass
 class Opened:
-    """Stands for an object while its tensors are replaced: its class, and its parts, with what is
-    inside of them opened too.
-    """
+    """An object taken apart: its class and its components, themselves opened."""
 
     cls: type
     components: dict[Key, Any]
-    origin: Path | None = (
-        None  # where in the arguments it is, if it is one of them or inside of one
-    )
+    origin: Path | None = None  # its path in the arguments, if it is there
 
 
 if not is_missing(pytree):
@@ -53,8 +50,10 @@ if not is_missing(pytree):
 def opened(
     tree: Any, origins: Mapping[int, Path] | None = None, around: tuple[int, ...] = ()
 ) -> Any:
-    """The tree with Opened for every object that holds tensors, and for those whose id has an
-    origin, and Entries for sparse tensors.
+    """Return the tree with Opened for every object that holds tensors, and Entries for sparse tensors.
+
+    Objects whose id has an origin are opened as well. around: ids of the objects that contain the
+    tree.
     """
     return pytree.tree_map(lambda leaf: _open_leaf(leaf, origins or {}, around), tree)
 
@@ -73,13 +72,15 @@ def _open_leaf(leaf: Any, origins: Mapping[int, Path], around: tuple[int, ...]) 
 
 
 def closed(tree: Any, arguments: Any = None) -> Any:
-    """The tree with objects again where `opened` took them apart: new ones, or, of those with an
-    origin, the one in `given`.
+    """Return the tree with objects in place of Opened, and sparse tensors in place of Entries.
+
+    Objects are new ones; those with an origin are the ones in `arguments`.
     """
     return pytree.tree_map(lambda leaf: _close_leaf(leaf, arguments), tree, is_leaf=is_opened)
 
 
 def is_opened(part: Any) -> bool:
+    """Return whether the value is Opened or Entries."""
     return isinstance(part, (Opened, Entries))
 
 
@@ -92,9 +93,8 @@ def _close_leaf(leaf: Any, arguments: Any) -> Any:
         return follow(leaf.origin, arguments)
     inside = {key: closed(value, arguments) for key, value in leaf.components.items()}
     items = {name: value for (kind, name), value in inside.items() if kind == ITEM}
-    base: Any = next(
-        c for c in leaf.cls.__mro__ if not c.__flags__ & OF_PYTHON
-    )  # object, most often
+    # most often `object`
+    base: Any = next(c for c in leaf.cls.__mro__ if not c.__flags__ & OF_PYTHON)
     result = (
         base.__new__(leaf.cls, items.values())
         if issubclass(base, tuple)
@@ -112,8 +112,9 @@ def _close_leaf(leaf: Any, arguments: Any) -> Any:
 
 
 def is_object(leaf: Any) -> bool:
-    """Whether a leaf of a pytree may hold tensors: no tensor itself, no class, no function and no
-    module.
+    """Return whether a leaf of a pytree may hold tensors.
+
+    It is no tensor, class, function or module.
     """
     return (
         not isinstance(leaf, _NO_OBJECTS)
@@ -127,7 +128,7 @@ def is_object(leaf: Any) -> bool:
 
 
 def components(container: Any) -> dict[Key, Any]:
-    """What a collection or an object consists of."""
+    """Return the items and attributes of a collection or an object."""
     items = (
         container.items()
         if isinstance(container, dict)
@@ -148,7 +149,7 @@ def components(container: Any) -> dict[Key, Any]:
 
 
 def follow(path: Path, tree: Any) -> Any:
-    """What is at the end of a path."""
+    """Return what is at the end of the path."""
     for kind, name in path:
         tree = tree[name] if kind == ITEM else getattr(tree, name)
     return tree
@@ -156,7 +157,7 @@ def follow(path: Path, tree: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def slots_of(cls: type) -> tuple[str, ...]:
-    """Names of the attributes that a class in Python keeps in slots."""
+    """Return the names of the attributes that a Python class keeps in slots."""
     declared = [c.__dict__.get("__slots__", ()) for c in cls.__mro__ if c.__module__ != "builtins"]
     return tuple(
         name

@@ -1,4 +1,4 @@
-"""Parameters and buffers that forward replaces by another tensor."""
+"""Parameters and buffers that forward rebinds to another tensor."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from ...errors import ShardingError, user_line
 def rebound_parameters(
     module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
 ) -> dict[int, Tensor]:
-    """The parameters that forward put another one in the place of (self.weight = nn.Parameter(0.9 *
-    self.weight + ...)), by place among the inputs, the first of which they are. ShardingError where
-    there are others than before.
+    """Return the parameters that forward rebinds, by input index.
+
+        self.weight = nn.Parameter(0.9 * self.weight + ...)
+
+    Raises ShardingError if forward adds or removes a parameter.
     """
     now = dict(module.named_parameters())
     for name in now.keys() ^ names:
         owner, _, last = name.rpartition(".")
-        module.get_submodule(owner)._parameters.pop(last, None)  # a new one is of the trace
+        module.get_submodule(owner)._parameters.pop(last, None)  # no fake tensor stays
         raise ShardingError(
             f"forward {'makes' if name in now else 'takes away'} parameter '{name}'",
             where=user_line(),
@@ -39,8 +41,11 @@ def rebound_parameters(
 def rebound_buffers(
     module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
 ) -> dict[int, Tensor]:
-    """The buffers that forward gave another tensor (self.mean = 0.9 * self.mean + ...) of their
-    shape and type, by place among the inputs. Others are new ones in their place.
+    """Return the buffers that forward rebinds to a tensor of the same shape and type.
+
+        self.mean = 0.9 * self.mean + ...
+
+    The keys are input indices. A tensor of another shape or type counts as a new attribute.
     """
     now = dict(module.named_buffers())
     return {
@@ -54,7 +59,7 @@ def rebound_buffers(
 
 
 def check_alike(what: str, old: Tensor, new: Tensor) -> None:
-    """ShardingError where a tensor cannot be given the data of the other."""
+    """Raise ShardingError if a tensor cannot take the data of the other."""
     if new.shape != old.shape or new.dtype != old.dtype:
         raise ShardingError(
             f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} "

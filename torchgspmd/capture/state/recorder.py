@@ -1,6 +1,4 @@
-"""What forwards read while they are traced: attributes of modules and of the objects that these
-name, and variables.
-"""
+"""Recording of the attributes and variables that a forward reads while it is traced."""
 
 from __future__ import annotations
 
@@ -38,12 +36,9 @@ from .object_trees import OF_PYTHON, slots_of
 from .places import LONG, is_table
 from .variable_tables import cell_variable, class_variables, context_variable, slot_variables
 
-_FIXED = 1 << 8  # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
-_MANY, _MANY_VALUES = (
-    1000,
-    100_000,
-    # objects that attributes are watched of, and values that are looked at for these, the nearest first
-)
+_FIXED = 1 << 8  # flag of classes without settable attributes: Py_TPFLAGS_IMMUTABLETYPE
+_MANY = 1000  # limit of objects whose attributes are watched, the nearest first
+_MANY_VALUES = 100_000  # limit of values that are searched for such objects
 _SCALARS = {bool, int, float, complex, str, bytes, type(None)}
 _NAMESPACES = (SimpleNamespace, Namespace, threading.local)
 _NO_OBJECTS = (
@@ -59,16 +54,16 @@ _NO_OBJECTS = (
 
 
 class Recorder:
-    """What is read, as it is when it is read first."""
+    """The entries that were read, each with its value and a snapshot at the first read."""
 
     def __init__(self, holders: Iterable[Any]) -> None:
-        """holders: whose attributes count."""
+        """Record reads of the attributes of these holders."""
         self.holders = {id(holder): holder for holder in holders}
-        self.passed: set[tuple[int, str]] = set()  # what has been read
+        self.passed: set[tuple[int, str]] = set()  # (id of holder, name) of past reads
         self.seen: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 
     def read(self, holder: Any, name: str) -> None:
-        """Before an attribute is read for the first time."""
+        """Record an attribute before its first read."""
         self.passed.add((id(holder), name))
         if id(holder) not in self.holders or name in KEPT_BY_TORCH or name.startswith("__"):
             return
@@ -89,14 +84,13 @@ class Recorder:
                 self.see(table, name)
 
     def see(self, table: Any, name: str) -> None:
+        """Record an entry of a table."""
         if (id(table), name) not in self.seen:
             value = table.get(name, ABSENT)
             self.seen[id(table), name] = table, name, value, snapshot(value)
 
     def see_class(self, cls: type, name: str) -> None:
-        """What instances find in the class, or one that it inherits from; of methods and
-        properties, nothing.
-        """
+        """Record what instances find in the class or a base; methods and properties are left out."""
         owner = next((c for c in cls.__mro__ if name in c.__dict__), None)
         if (
             owner is not None
@@ -106,14 +100,14 @@ class Recorder:
             self.see(class_variables(owner), name)
 
     def see_whole(self, holder: Any, names: Container[str]) -> None:
-        """The attributes of these names of an object of which it is not seen what is read."""
+        """Record all attributes of these names, for an object whose reads cannot be seen."""
         table: Any = _attributes(holder)
         for name in filter(names.__contains__, table):
             self.see(table, name)
         self.see(_Present(table, names), "attributes")
 
     def see_variables(self, functions: Iterable[FunctionType]) -> None:
-        """Those that functions find by name; of lists and tables see Tables.reads."""
+        """Record the variables that functions find by name; for lists and tables see Tables.reads."""
         for function in functions:
             for table, name in global_names(function):
                 value = table[name]
@@ -133,8 +127,9 @@ class Recorder:
                     self.see(cell_variable(name, cell), name)
 
     def to_guards(self, watch: Callable[[dict, str, Any, Any], Any]) -> Guards:
-        """watch: what is compared of an entry that was read with this value, which was this then;
-        ANY if nothing.
+        """Return the guards on what was read.
+
+        watch: a function of (table, name, value, snapshot) that returns the guard, or ANY for none.
         """
         reads = Guards()
         for table, name, value, at_read in self.seen.values():
@@ -145,7 +140,7 @@ class Recorder:
 
 
 class _Present:
-    """Which attributes of these names an object has, as an entry of a table."""
+    """The names that an object has as attributes, as an entry of a table."""
 
     def __init__(self, table: dict, names: Container[str]) -> None:
         self.table, self.names = table, names
@@ -158,8 +153,9 @@ class _Present:
 def record_reads(
     modules: Iterable[nn.Module], objects: Sequence[Any], functions: Iterable[FunctionType]
 ) -> Iterator[Recorder]:
-    """Meanwhile it is written down which attributes of these are read. functions: that may read
-    them.
+    """Record which attributes of the modules and objects are read.
+
+    functions: those that may read them.
     """
     recorder = Recorder([*modules, *objects])
     passed = recorder.passed
@@ -180,7 +176,7 @@ def record_reads(
     try:
         for cls in classes:
             if cls.__flags__ & (OF_PYTHON | _FIXED) == OF_PYTHON:
-                with suppress(TypeError, AttributeError):  # of a metaclass that forbids it
+                with suppress(TypeError, AttributeError):  # a metaclass may forbid it
                     original = cls.__dict__.get("__getattribute__")
                     cls.__getattribute__ = recording(cls.__getattribute__)
                     originals[cls] = original
@@ -190,20 +186,18 @@ def record_reads(
                 and not isinstance(holder, nn.Module)
                 and _attributes(holder) is not None
             ):
-                recorder.see_whole(holder, names_in_code(functions))  # a SimpleNamespace
+                recorder.see_whole(holder, names_in_code(functions))  # such as SimpleNamespace
         yield recorder
     finally:
         for cls, original in originals.items():
             if original is None:
-                del cls.__getattribute__  # found without a look at it again
+                del cls.__getattribute__  # inherited again
             else:
                 cls.__getattribute__ = original
 
 
 class Reach:
-    """What can be found from attributes and variables: objects, such as a configuration, what these
-    name, and functions in Python.
-    """
+    """What attributes and variables lead to: objects such as a configuration, and Python functions."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.objects: dict[int, Any] = {}
@@ -218,8 +212,10 @@ class Reach:
         self.add(value for cls in dict.fromkeys(map(type, modules)) for value in _class_values(cls))
 
     def add(self, values: Iterable[Any], are_named: bool = False) -> None:
-        """are_named: by functions; what an installed package has made counts as its own then, which
-        a user does not change.
+        """Add what the values lead to.
+
+        are_named: functions name the values. Objects of installed packages are left out then, since
+        a user does not change them.
         """
         rest, seen = deque(values), 0
         while rest and seen < _MANY_VALUES and len(self.objects) < _MANY:
@@ -245,8 +241,9 @@ class Reach:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether it may have attributes that a user sets; of Python's own library only a namespace is
-    one.
+    """Return whether a user may set attributes of the value.
+
+    Of the standard library's classes this holds for namespaces only.
     """
     cls = type(value)
     is_known = (
@@ -262,6 +259,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _attributes(holder: Any) -> dict | None:
+    """Return the __dict__ of an object, or None."""
     try:
         of_thread = isinstance(holder, threading.local)
         table = holder.__dict__ if of_thread else object.__getattribute__(holder, "__dict__")
@@ -271,11 +269,12 @@ def _attributes(holder: Any) -> dict | None:
 
 
 def _class_values(cls: type) -> Iterator[Any]:
-    """Attributes of a class other than methods."""
+    """Yield the attributes of a class other than methods."""
     return (value for _, value in class_values(cls) if not isinstance(value, FunctionType))
 
 
 def _values(holder: Any) -> Iterator[Any]:
+    """Yield the attributes of an object, and those of its class."""
     if not isinstance(holder, nn.Module):
         yield from _class_values(type(holder))
     yield from (_attributes(holder) or {}).values()

@@ -1,13 +1,12 @@
-"""Numbers that change from call to call (`self.calls += 1`, a temperature that is annealed): one
-program for all of them.
-
-While it is traced a Count is in the place of such a number. What is computed of a Count is one;
-beside a tensor it is a tensor of no dimension, which the program takes as an input:
+"""Symbolic numbers: one program for a number that changes from call to call.
 
     self.calls += 1                     every run adds 1 to the attribute
-    if self.calls % 10 == 0:            a condition: the program holds for numbers for which this comes out alike
+    if self.calls % 10 == 0:            a condition: a guard on the outcome
         y = y * self.tau                an input
-    z = F.dropout(y, self.rate)         whatever else needs a number has it, on the condition that it is this one
+    z = F.dropout(y, self.rate)         specialized: a guard on the number itself
+
+During a trace a SymbolicNumber is in the place of such a number. Arithmetic on it gives another
+one. Beside a tensor it is a tensor without dimensions, which is an input of the program.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from ...compat.private_apis import _pytree as pytree
 from .places import COUNTED, Place
 
 Function = Callable[[Any], Any]
-_EXACT = 2.0**53  # integers below it are doubles
-_MANY = 64  # operations; of more it is a condition what comes out
+_EXACT = 2.0**53  # doubles represent smaller integers exactly
+_MANY = 64  # limit of operations; a longer expression is specialized
+# operations with the same result on tensors
 _TENSORS = (
     operator.add,
     operator.sub,
@@ -34,8 +34,9 @@ _TENSORS = (
     operator.neg,
     operator.truediv,
     operator.pow,
-)  # computed alike of tensors
-_SUMS = (operator.add, operator.sub)  # of which 64 integers below 2 ** 53 fit into 64 bits
+)
+# A sum of 64 integers below 2 ** 53 fits into 64 bits.
+_SUMS = (operator.add, operator.sub)
 _BESIDE_TENSORS = {
     getattr(of, f"{name}{end}")
     for of, ends in ((torch, ("",)), (Tensor, ("", "_")))
@@ -44,19 +45,19 @@ _BESIDE_TENSORS = {
     if hasattr(of, f"{name}{end}")
 } | {
     getattr(Tensor, f"__{name}__")
-    for name in "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv gt ge lt le".split()
+    for name in "add radd iadd sub rsub isub mul rmul imul gt ge lt le".split()
+    + "truediv rtruediv itruediv".split()
 }
 
 
 def _itself(value: Any) -> Any:
+    """Return the value."""
     return value
 
 
 @dataclass(eq=False)
 class Tally:
-    """A number in its place, the input that it is, and what the program depends on: what comes out
-    of functions of it.
-    """
+    """A number in its place, its input tensor, and the conditions that the program depends on."""
 
     place: Place
     value: int | float
@@ -64,7 +65,7 @@ class Tally:
     conditions: list[tuple[Function, Any]] = field(default_factory=list)
 
     def guard_on(self, function: Function) -> Any:
-        """What comes out; the program holds for numbers for which it is this."""
+        """Return the result of the function; the program holds for numbers with this result."""
         result = function(self.value)
         if function is _itself:
             self.conditions = [(function, result)]
@@ -73,6 +74,7 @@ class Tally:
         return result
 
     def to_conditions(self) -> Conditions:
+        """Return the conditions as a guard."""
         return Conditions(
             type(self.value), *(zip(*self.conditions) if self.conditions else ((), ()))
         )
@@ -80,9 +82,7 @@ class Tally:
 
 @dataclass(eq=False)
 class BackwardNumber:
-    """The same of a number that forward has changed: in the backward it is the one that is in its
-    place then.
-    """
+    """The Tally of a number in the backward, if forward has changed it."""
 
     place: Place
     value: int | float
@@ -90,21 +90,24 @@ class BackwardNumber:
 
     @property
     def tensor(self) -> Tensor:
+        """Return the number as a value of the program."""
         return _to_tensor(self.symbol)
 
     def guard_on(self, function: Function) -> Any:
+        """Return the result of the function, and guard on it."""
         return _guard_on(self.symbol, function)
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a program depends on of a number that it takes from its place."""
+    """The guard on a number: results of functions of it."""
 
     cls: type
     functions: tuple[Function, ...]
     results: tuple
 
     def hold(self, value: Any) -> bool:
+        """Return whether all functions of the number have the same results as in the trace."""
         if type(value) is not self.cls:
             return False
         try:
@@ -112,20 +115,22 @@ class Conditions:
                 _is_same_number(function(value), results)
                 for function, results in zip(self.functions, self.results)
             )
-        except (ArithmeticError, ValueError):  # of what forward would do with it
+        except (ArithmeticError, ValueError):  # as forward would raise
             return False
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What every run makes of the numbers that are in places then."""
+    """A number that every run computes of the numbers in places."""
 
     now: Callable[[], int | float]
 
 
 class SymbolicNumber:
-    """A function of a tallied number; of: the operation and operands that it was computed by. Of
-    several numbers there are only these.
+    """A function of a number in a place.
+
+    expression: the operation and operands that computed it. Functions of several numbers have no
+    tally, only this.
     """
 
     __slots__ = ("__tally", "__function", "__value", "__expression", "__size")
@@ -139,9 +144,8 @@ class SymbolicNumber:
     ) -> None:
         self.__tally, self.__function, self.__expression = tally, function, expression
         self.__value = value if tally is None else function(tally.value)
-        self.__size = sum(
-            1 + o.__size for o in expression if type(o) is SymbolicNumber
-        )  # operations, each as often as it is computed
+        # number of operations, each as often as it is computed
+        self.__size = sum(1 + o.__size for o in expression if type(o) is SymbolicNumber)
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
@@ -151,7 +155,7 @@ class SymbolicNumber:
         return type(self.__value), (specialize(self),)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # looked for by those who ask what kind of object this is
+        if name.startswith("__"):  # a probe for the protocols of the object
             raise AttributeError(name)
         return getattr(specialize(self), name)
 
@@ -168,10 +172,12 @@ class SymbolicNumber:
 
 
 def _is_same_number(a: Any, b: Any) -> bool:
+    """Return whether two numbers agree in type and value."""
     return type(a) is type(b) and a == b
 
 
 def _guard_on(symbol: SymbolicNumber, function: Function) -> Any:
+    """Return a function of the number, and guard on the result."""
     if symbol._SymbolicNumber__tally is None:
         return function(specialize(symbol))
     before = symbol._SymbolicNumber__function
@@ -179,7 +185,7 @@ def _guard_on(symbol: SymbolicNumber, function: Function) -> Any:
 
 
 def specialize(symbol: SymbolicNumber) -> int | float:
-    """What it is; from now on the program depends on it."""
+    """Return the value of a symbolic number, and guard on it."""
     if symbol._SymbolicNumber__tally is None:
         operation, *operands = symbol._SymbolicNumber__expression
         return operation(*specialize_tree(operands))
@@ -187,22 +193,23 @@ def specialize(symbol: SymbolicNumber) -> int | float:
 
 
 def specialize_tree(value: Any) -> Any:
-    """The same with the number in the place of every Count in it."""
+    """Return the tree with the value in place of every symbolic number."""
     return pytree.tree_map(
         lambda leaf: specialize(leaf) if type(leaf) is SymbolicNumber else leaf, value
     )
 
 
 def to_computed(value: Any) -> Any:
-    """The same with Computed in the place of every Count in it."""
+    """Return the tree with Computed in place of every symbolic number."""
     return pytree.tree_map(
         lambda leaf: Computed(_evaluator(leaf)) if type(leaf) is SymbolicNumber else leaf, value
     )
 
 
 def to_computed_at(value: Any, root: Any, path: tuple) -> Any:
-    """The same of an entry, where it is computed of the number there only; else with the numbers
-    that they are.
+    """Return the value of an entry with Computed if it depends only on the number of that entry.
+
+    Else symbolic numbers are specialized.
     """
     tally = value._SymbolicNumber__tally if type(value) is SymbolicNumber else None
     return (
@@ -213,6 +220,7 @@ def to_computed_at(value: Any, root: Any, path: tuple) -> Any:
 
 
 def _evaluator(symbol: SymbolicNumber) -> Callable[[], Any]:
+    """Return a function that computes the number from the current content of places."""
     tally, function = symbol._SymbolicNumber__tally, symbol._SymbolicNumber__function
     if tally is not None:
         place = tally.place
@@ -225,7 +233,7 @@ def _evaluator(symbol: SymbolicNumber) -> Callable[[], Any]:
 
 
 def at_backward(symbol: SymbolicNumber, place: Place) -> SymbolicNumber:
-    """What stands in a place from the end of forward on."""
+    """Return the symbolic number of a place from the end of forward on."""
     return (
         symbol
         if tally_of(symbol) is not None and symbol._SymbolicNumber__function is _itself
@@ -234,15 +242,17 @@ def at_backward(symbol: SymbolicNumber, place: Place) -> SymbolicNumber:
 
 
 def tally_of(symbol: SymbolicNumber) -> Tally | BackwardNumber | None:
+    """Return the tally of a symbolic number; None for a function of several numbers."""
     return symbol._SymbolicNumber__tally
 
 
 def _compute(operation: Callable, *operands: Any) -> Any:
-    """Of one Count, or several; where they are of several numbers and cannot be tensors, on the
-    condition that these are what they are.
+    """Apply an operation to symbolic numbers.
+
+    A result of several numbers that cannot be computed with tensors is specialized.
     """
     if any(isinstance(o, Tensor) for o in operands):
-        return NotImplemented  # it is the tensor's turn
+        return NotImplemented  # the method of the tensor runs
     if any(type(o) not in (SymbolicNumber, *COUNTED) for o in operands):
         return operation(*specialize_tree(operands))
     tallies = {tally_of(o) for o in operands if type(o) is SymbolicNumber}
@@ -274,8 +284,9 @@ def _compute(operation: Callable, *operands: Any) -> Any:
 
 
 def _merge_additions(operation: Callable, one: Any, other: Any = None) -> Any:
-    """For an integer that is added to a sum with another one (as in a loop that counts): with the
-    sum of the two; else None.
+    """Merge the addition of an integer to a sum with an integer, as in a loop that counts.
+
+    Return None for anything else.
     """
     symbol, added = (other, one) if operation is operator.add and type(one) is int else (one, other)
     if (
@@ -297,16 +308,14 @@ def _merge_additions(operation: Callable, one: Any, other: Any = None) -> Any:
 
 
 def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
-    """It as a value of the program; None if it cannot be computed of tensors."""
+    """Return the number as a value of the program; None if tensors cannot compute it."""
     tally, value, expression = (
         symbol._SymbolicNumber__tally,
         symbol._SymbolicNumber__value,
         symbol._SymbolicNumber__expression,
     )
-    if (
-        type(value) is int and tally is not None and not _guard_on(symbol, _is_exact)
-    ):  # else it might not fit into a tensor
-        return None
+    if type(value) is int and tally is not None and not _guard_on(symbol, _is_exact):
+        return None  # it may not fit into a tensor
     if not expression:
         return tally.tensor
     operation, *operands = expression
@@ -321,12 +330,15 @@ def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
 
 
 def _is_exact(value: int) -> bool:
+    """Return whether a double represents the integer exactly."""
     return abs(value) < _EXACT
 
 
 def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> Any:
-    """The operand of an operation with a tensor, whose type the result is to have; the number where
-    it would have another one.
+    """Return the operand of an operation with a tensor.
+
+    The result has the type of the tensor. Where PyTorch promotes the type, the number is
+    specialized.
     """
     is_float = other.is_floating_point() or other.is_complex()
     if (
@@ -339,16 +351,20 @@ def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> Any:
 
 
 def _guarding_method(function: Function) -> Any:
+    """Return a method that guards on the result of a function."""
     return lambda self, *args: _guard_on(self, lambda value: function(value, *args))
 
 
 def _arithmetic_method(operation: Callable, is_reflected: bool) -> Any:
+    """Return a method that applies a binary operation."""
     return lambda self, other: (
         _compute(operation, other, self) if is_reflected else _compute(operation, self, other)
     )
 
 
 def _comparison_method(operation: Callable) -> Any:
+    """Return a method that guards on the outcome of a comparison."""
+
     def method(self: SymbolicNumber, other: Any) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented

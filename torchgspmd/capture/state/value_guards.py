@@ -1,13 +1,12 @@
-"""What a program asks of values while it is traced, and is told: constants, and buffers and tensors
-that a module keeps.
+"""Guards on values that a program asks for while it is traced.
 
-    for h, w in torch.tensor([[32, 32], [16, 16]]).tolist():        a constant
-    if self.ready:                          a buffer: the program holds as long as this comes out alike, and is made anew otherwise
-    if self.table[0] > 0:                   a tensor in an attribute, all of it
-    x[:, self.mask]                         a shape (selection.py)
-    if x.sum() > 0:                         an argument: an error, as one program is made for all batches
+    for h, w in torch.tensor([[32, 32], [16, 16]]).tolist():    a constant
+    if self.ready:              a buffer: the program is traced again if the outcome changes
+    if self.table[0] > 0:       a tensor in an attribute, which is compared as a whole
+    x[:, self.mask]             a mask that decides on a shape (masked_indexing.py)
+    if x.sum() > 0:             an argument: an error, as one program serves all batches
 
-What is asked for is computed by the operations that have been traced so far.
+The values are computed by the operations that have been traced so far.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from ..unsupported import needs_values
 from .places import Place
 from .variable_tables import Table
 
-_MANY = 100  # operations from a buffer to what is asked
-_LARGE = 1 << 20  # elements of a tensor in an attribute that is not compared
-# values of buffers that shapes are made for; of those that have more they are found when the
-# program runs
+_MANY = 100  # limit of operations between a buffer and the value
+_LARGE = 1 << 20  # a tensor in an attribute with more elements is not compared
+# Limit of static shapes by values of one buffer; with more values the shape is dynamic.
 _SHAPES = 4
 
 
 @dataclass(eq=False)
 class ValueGuard:
-    """Something that a program has asked of tensors in places, and what came out."""
+    """A function of tensors in places, and its result in the trace."""
 
     function: Callable[..., Tensor]
     places: tuple[Place, ...]
     expected: Tensor
     where: str | None
-    last: list[Tensor] = field(default_factory=list)  # values in the places for which it held
+    last: list[Tensor] = field(default_factory=list)  # values in the places at the last success
 
     def holds(self) -> bool:
+        """Return whether the function has the same result now."""
         if not all(place.holds() for place in self.places):
             return False
         with torch.no_grad():
@@ -56,7 +55,7 @@ class ValueGuard:
         return True
 
     def described(self) -> str:
-        """What was found: numbers, or of many a number that stands for them."""
+        """Return the result as text: its numbers, or a checksum of many numbers."""
         return str(
             self.expected.tolist()
             if self.expected.numel() < 10
@@ -65,26 +64,25 @@ class ValueGuard:
 
 
 class ValueGuards:
-    """The values that one trace may ask for."""
+    """The values that one trace may ask for, and the guards on them."""
 
     entry_of: Callable[[Tensor], tuple | None]  # the entry of a table that holds a tensor
 
     def __init__(
         self, places: dict[int, tuple[Place, Tensor]], is_looking: bool, shapes: set[Any]
     ) -> None:
-        """places: of inputs that may be looked at, by their place among the inputs, and what is
-        there before the trace. is_looking: whether buffers are looked at for numbers, or only
-        constants, as numbers that come of buffers may be computed with as they are. shapes: what
-        decided on a shape in earlier traces.
+        """Set the inputs whose values a trace may read.
+
+        places: place and tensor of these inputs, by input index. is_looking: whether a trace may
+        read numbers from buffers. If not, it reads constants only: numbers of buffers may stay
+        symbolic. shapes: the values that decided on a shape in earlier traces.
         """
         self.places, self.is_looking, self.shapes = places, is_looking, shapes
         self.looks: dict[Any, ValueGuard] = {}  # by node, or by entry of a table
-        self.could_look = False  # whether it would have said more, had it looked
+        self.could_look = False  # whether a trace with is_looking would know more
 
     def record(self, root: Table, path: tuple, where: str | None) -> bool:
-        """Something is asked of a tensor that is no input, in this entry; whether it will be
-        noticed that its values are others.
-        """
+        """Guard on a tensor that is no input, in this entry; return whether it can be compared."""
         place = Place(root, path)
         if is_compared := place.holds() and place.tensor().numel() <= _LARGE:
             self.looks[id(root), path] = ValueGuard(
@@ -95,7 +93,10 @@ class ValueGuards:
     def ask(
         self, node: fx.Node, owner: nn.Module, where: str | None, is_shape: bool = False
     ) -> Tensor | None:
-        """What a node computes, if it is known. is_shape: it decides on the shape of something."""
+        """Return the value of a node if it is known, else None.
+
+        is_shape: the value decides on a shape.
+        """
         inputs = _placeholders_of(node)
         if inputs is None:
             return None
@@ -107,9 +108,8 @@ class ValueGuards:
             return None
         if inputs and not (self.is_looking or is_shape):
             self.could_look = True
-            if (
-                node.meta["val"].dtype is torch.bool
-            ):  # for a branch: nothing is computed with truth values
+            # A truth value is for a branch: no operation takes it.
+            if node.meta["val"].dtype is torch.bool:
                 raise needs_values("a truth value", where)
             return None
         if node not in self.looks:
@@ -130,12 +130,14 @@ class ValueGuards:
 
 
 def _itself(tensor: Tensor) -> Tensor:
+    """Return the tensor."""
     return tensor
 
 
 def _placeholders_of(node: fx.Node) -> list[fx.Node] | None:
-    """The placeholders that a node comes from; None if it draws random numbers on the way, or comes
-    from them by many operations.
+    """Return the placeholders that a node depends on.
+
+    Return None if random numbers or very many operations come between.
     """
     seen, stack = {node: None}, [node]
     while stack:
@@ -153,7 +155,7 @@ def _placeholders_of(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _extract_function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) -> fx.GraphModule:
-    """What computes a node from these placeholders."""
+    """Return the function that computes a node from these placeholders."""
     needed, stack = {node}, [node]
     while stack:
         new = set(stack.pop().all_input_nodes) - needed
@@ -172,12 +174,13 @@ def _extract_function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) ->
 
 
 def _evaluate(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy of the result of the function."""
     with torch.no_grad():
         return function(*map(_local_values, tensors)).clone()
 
 
 def _local_values(tensor: Tensor) -> Tensor | None:
-    """Its values; None if this process does not have all of them."""
+    """Return the values of a tensor; None if this process does not have all of them."""
     if tensor.is_meta:
         return None
     if hasattr(tensor, "placements"):
