@@ -1,5 +1,6 @@
-"""PyTorch's functions over lists of tensors, tensor by tensor: what torch.optim calls with
-foreach=True and fused=True.
+"""PyTorch's functions over lists of tensors, tensor by tensor.
+
+torch.optim calls them with foreach=True and fused=True.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from torch import Tensor
 
 
 def tensor_by_tensor(function: Callable) -> Callable | None:
-    """What computes the same as torch._foreach_x by calls of torch.x, or of Tensor.x_; None for
-    other functions.
+    """Return a body of torch._foreach_x that calls torch.x or Tensor.x_ for each tensor.
+
+    Return None for other functions.
     """
     name = getattr(function, "__name__", "").removeprefix("_foreach_")
     if name in _FUSED:
@@ -34,6 +36,7 @@ def tensor_by_tensor(function: Callable) -> Callable | None:
 
 
 def _entry(argument: Any, i: int) -> Any:
+    """Return the i-th entry of a list or vector, or the argument itself."""
     packed = isinstance(argument, (list, tuple)) or isinstance(argument, Tensor) and argument.dim()
     return argument[i] if packed else argument
 
@@ -45,7 +48,7 @@ def _addc(x: Tensor, term: Tensor, value: Any, in_place: bool) -> Tensor:
 
 
 def _in_place_bound(bound: Callable, name: str) -> Callable:
-    """maximum_ and minimum_, which Tensor does not have; the other operand may be a number."""
+    """Return maximum_ or minimum_, which Tensor lacks; the other operand may be a number."""
     return lambda x, other: (
         x.copy_(bound(x, other)) if isinstance(other, Tensor) else getattr(x, name)(other)
     )
@@ -77,7 +80,7 @@ _SINGLE: dict[str, Callable] = {
 }
 
 
-# ------------------------------------------------------------------------------------------ optimizers as one kernel
+# ------------------------------------------------------------ optimizers as one kernel
 
 
 def _adam(decoupled: bool) -> Callable:

@@ -1,7 +1,7 @@
-"""The bodies of PyTorch's Python functions, run so that the calls in them are seen one by one.
+"""Inlining of PyTorch's Python functions, so that a mode sees the calls in them.
 
-A function such as F.gumbel_softmax gives itself to an active TorchFunctionMode as one call, and the
-mode is off while it handles it: products and attention inside would be missed.
+F.gumbel_softmax, for example, passes itself to an active TorchFunctionMode as one call. The mode is
+off while it handles the call, and would miss products and attention inside.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ REWRITTEN_BODIES: dict[Callable, Callable] = {
 
 @cache
 def bodies(function: Callable) -> tuple[Callable, ...]:
-    """What computes the same by calls that a mode sees, the better first; NotImplemented from one:
-    take the next.
+    """Return functions that compute the same by calls that a mode sees, the better first.
+
+    One that returns NotImplemented is followed by the next.
     """
     return tuple(
         body
@@ -42,23 +43,23 @@ def bodies(function: Callable) -> tuple[Callable, ...]:
 
 
 def _copy_without_dispatch(function: Callable) -> Callable | None:
-    """A copy of a function of torch that does not give itself away but runs; None for what is not
-    written so in Python.
+    """Return a copy of a Python function of torch that runs instead of dispatching to a mode.
+
+    Return None for other functions.
     """
     if not isinstance(function, FunctionType) or not str(function.__module__).startswith("torch."):
         return None
-    asks = {
+    overrides = {
         name: _no_torch_function
         for name in function.__code__.co_names
         if name.startswith("has_torch_function") and name in function.__globals__
     }
-    if (
-        not asks or "__class__" in function.__code__.co_freevars
-    ):  # super() gives the method that is called as this one
+    # A copy of a method with super() would not be the method that super() looks up.
+    if not overrides or "__class__" in function.__code__.co_freevars:
         return None
     copy = FunctionType(
         function.__code__,
-        {**function.__globals__, **asks},
+        {**function.__globals__, **overrides},
         function.__name__,
         function.__defaults__,
         function.__closure__,
@@ -68,5 +69,5 @@ def _copy_without_dispatch(function: Callable) -> Callable | None:
 
 
 def _no_torch_function(*tensors: Any) -> bool:
-    """In the place of torch.overrides.has_torch_function."""
+    """Return False; stands for torch.overrides.has_torch_function."""
     return False

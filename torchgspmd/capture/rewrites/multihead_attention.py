@@ -1,8 +1,6 @@
-"""nn.MultiheadAttention with its dimensions kept: batch, position and head stay apart from the
-first product to the last.
+"""nn.MultiheadAttention with batch, position and head as dimensions of their own.
 
-PyTorch flattens [position, batch] and [batch, head] on the way, which would lose a layout of the
-batch.
+PyTorch flattens [position, batch] and [batch, head], which would lose a layout of the batch.
 """
 
 from __future__ import annotations
@@ -46,7 +44,10 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:
-    """F.multi_head_attention_forward of query [l, n, i], key and value [s, n, i], or without n."""
+    """Run F.multi_head_attention_forward on query [l, n, i], key and value [s, n, i].
+
+    The inputs may lack n.
+    """
     inputs, width = (query, key, value), embed_dim_to_check
     if (
         add_zero_attn
@@ -86,6 +87,7 @@ def multi_head_attention(
 
 
 def _is_supported(inputs: tuple[Tensor, ...], width: int, heads: int) -> bool:
+    """Return whether the shapes are regular; PyTorch reports mistakes."""
     query, key, value = inputs
     return (
         query.dim() in (2, 3)
@@ -99,13 +101,13 @@ def _is_supported(inputs: tuple[Tensor, ...], width: int, heads: int) -> bool:
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
-    """[n, h, l, d]"""
+    """Project x [l, n, i] to heads [n, h, l, d]."""
     y = torch.einsum("lni,hdi->nhld", x, weight.view(heads, -1, weight.shape[-1]))
     return y if bias is None else y + bias.to(y.dtype)
 
 
 def _mask(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-    """What is added to the scores [n, h, l, s]: -inf where a boolean mask is True."""
+    """Return the mask to add to the scores [n, h, l, s]: -inf where a boolean mask is True."""
     n, h = q.shape[:2]
     masks = [] if mask is None else [mask if mask.dim() == 2 else mask.view(n, h, *mask.shape[1:])]
     if padding is not None:

@@ -1,9 +1,11 @@
-"""While a model is captured, its linear, matmul, einsum and attention calls, and losses of volumes,
-become operations that keep their dimensions; and istft one that does not look at values.
+"""Products, attention and losses of volumes as operations that keep their dimensions.
 
-REPLACEMENTS: functions of PyTorch's Python interface, and what the trace calls in their place. What
-cannot be expressed (repeated letters, broadcast batch dimensions of size 1, ...) returns
-NotImplemented and is left to PyTorch: correct all the same.
+    F.linear(x, w)      # x [a, c, b], w [d, b]: einsum("acb,db->acd"), without a flattened batch
+
+REPLACEMENTS maps functions of PyTorch's Python interface to what a trace calls in their place. A
+replacement returns NotImplemented for what it cannot express, such as repeated letters or broadcast
+batch dimensions of size 1. PyTorch's own function runs then, and is correct all the same. istft is
+here because PyTorch's reads values.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def _mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """The operands as autocast would give them to a matmul."""
+    """Return the operands as autocast would pass them to a matmul."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -89,7 +91,7 @@ def _matrix_product(dims: int) -> Callable:
 
 
 def _torch_einsum(*args: Any) -> Any:
-    """torch.einsum as a chain of two-operand contractions, from left to right."""
+    """Run torch.einsum as a chain of contractions of two operands, from left to right."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = operands[0]
@@ -117,7 +119,10 @@ def _torch_einsum(*args: Any) -> Any:
 
 
 def _explicit(equation: str, operands: Any) -> list[str] | None:
-    """The letters of every operand and of the result; None for what einsum() does not take."""
+    """Return the letters of every operand and of the result.
+
+    Return None for what einsum() does not take.
+    """
     left, arrow, out = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if "..." in equation:
@@ -150,8 +155,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """F.scaled_dot_product_attention: one node where nothing is between the two products, else
-    einsums and a softmax.
+    """Run F.scaled_dot_product_attention as one node, or as einsums and a softmax.
+
+    It is one node if nothing comes between the two products.
     """
     if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
         return NotImplemented
@@ -170,7 +176,7 @@ def _attention(
         empty = None
         if attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, float("-inf"))
-            empty = ~attn_mask.any(-1, keepdim=True)  # rows without any key are 0, not NaN
+            empty = ~attn_mask.any(-1, keepdim=True)  # a row without keys is 0, not NaN
         else:
             scores = scores + attn_mask
         weights = scores.softmax(-1)
@@ -182,7 +188,7 @@ def _attention(
 
 
 def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
-    """Around the end, as a concatenation: PyTorch writes into slices of a new tensor."""
+    """Pad circularly by a concatenation; PyTorch writes into slices of a new tensor."""
     if (
         mode != "circular"
         or min(pad) < 0
@@ -226,7 +232,10 @@ def _nll_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    """Of volumes [n, c, x, y, z] and more dimensions, which PyTorch flattens to [n, c, 1, x y z]."""
+    """Compute the loss of volumes [n, c, x, y, z, ...].
+
+    PyTorch flattens them to [n, c, 1, x y z].
+    """
     if input.dim() < 5 or size_average is not None or reduce is not None:
         return NotImplemented
     counts = target != ignore_index
@@ -255,8 +264,9 @@ def _istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Any:
-    """Without a look at whether the windows cover everything, which needs values: what they leave
-    out is NaN.
+    """Run istft without checking that the windows cover everything, which reads values.
+
+    What they do not cover is NaN.
     """
     hop, width = hop_length or n_fft // 4, win_length or n_fft
     onesided = input.shape[-2] != n_fft if onesided is None else onesided

@@ -1,11 +1,11 @@
-"""Sparse matrices (torch.sparse_coo_tensor), of which a program computes with the indices and
-values: layouts are of dense tensors.
+"""Sparse matrices (torch.sparse_coo_tensor) as dense indices and values.
 
     near @ x            torch.zeros(n, k).index_add(0, rows, values[:, None] * x[columns])
 
-One that is an argument is taken apart into both (objects.py); one that the program makes, or finds
-in an attribute or variable, keeps them beside it. Entries of one index count as their sum, as in
-PyTorch, so that what is not linear in them has no way here.
+Layouts are of dense tensors. A sparse argument is taken apart into both (object_trees.py). A sparse
+tensor that the program creates, or reads from an attribute or variable, carries both beside it.
+Entries with one index count as their sum, as in PyTorch. Functions that are not linear in the
+entries are therefore not supported.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from ..unsupported import check_dense
 
 @dataclass(frozen=True)
 class Entries:
-    """Of a sparse tensor."""
+    """The indices and values of a sparse tensor."""
 
     indices: Tensor  # [dimensions, entries]
     values: Tensor  # [entries]
     shape: tuple[int, ...]
-    coalesced: bool = False  # sorted, and none twice
+    coalesced: bool = False  # sorted by index, without duplicates
 
     @staticmethod
     def of(tensor: Tensor) -> Entries:
-        """ShardingError for one that the program made by what has no way here. One with values is
-        asked for them each time: they may change in place.
+        """Return the entries of a sparse tensor.
+
+        Raises ShardingError if an unsupported function computed the tensor. Entries with values are
+        read each time: they may change in place.
         """
         entries = getattr(tensor, "_entries", None)
         if entries is not None:
@@ -47,6 +49,7 @@ class Entries:
         )
 
     def tensor(self) -> Tensor:
+        """Return the sparse tensor; during a capture a stand-in."""
         if is_capturing():
             return stand_in(self)
         sparse = torch.sparse_coo_tensor(self.indices, self.values, self.shape)
@@ -54,6 +57,7 @@ class Entries:
         return sparse
 
     def scaled(self, values: Tensor) -> Tensor:
+        """Return a sparse tensor with these values at the same indices."""
         return Entries(self.indices, values, self.shape, self.coalesced).tensor()
 
 
@@ -74,15 +78,17 @@ def is_sparse(value: Any) -> bool:
 
 
 def with_entries(value: Any) -> Any:
-    """A sparse tensor as the bodies below take it; anything else as it is."""
+    """Return a sparse tensor with entries attached; anything else as it is."""
     return (
         Entries.of(value).tensor() if is_sparse(value) and not hasattr(value, "_entries") else value
     )
 
 
 def body(function: Callable) -> Callable | None:
-    """What computes a function of PyTorch with sparse operands, NotImplemented from it for what has
-    no way here; None: the function.
+    """Return a body that computes a function on sparse operands.
+
+    The body returns NotImplemented for what is not supported. Return None if the function itself
+    works.
     """
     name = getattr(function, "__name__", "")
     return (
@@ -93,9 +99,7 @@ def body(function: Callable) -> Callable | None:
 
 
 def stand_in(entries: Entries) -> Tensor:
-    """A sparse tensor without entries of its own, in the place of one that the program makes: it
-    has none that could be traced.
-    """
+    """Return a sparse tensor without entries of its own, which a trace cannot have."""
     with at_once():
         empty = torch.empty(0, dtype=entries.values.dtype, device=entries.values.device)
         sparse = torch.sparse_coo_tensor(
@@ -108,9 +112,7 @@ def stand_in(entries: Entries) -> Tensor:
 def sparse_coo_tensor(
     indices: Any, values: Any, size: Any = None, *, dtype: torch.dtype | None = None, **options: Any
 ) -> Any:
-    """In the place of torch.sparse_coo_tensor; NotImplemented where that is not of a vector of
-    values.
-    """
+    """Run torch.sparse_coo_tensor of a vector of values, else return NotImplemented."""
     if (
         not (isinstance(indices, Tensor) and isinstance(values, Tensor) and values.dim() == 1)
         or size is None
@@ -216,7 +218,7 @@ def _detach(a: Tensor) -> Tensor:
 
 
 def _cast(a: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Of Tensor.to."""
+    """Run Tensor.to."""
     return Entries.of(a).scaled(Entries.of(a).values.to(*args, **kwargs))
 
 

@@ -1,7 +1,6 @@
-"""Functions of PyTorch that look at values while they run, as programs that need not: what the
-trace calls in their place.
+"""Replacements of functions of PyTorch that read values while they run.
 
-Checks of values (is a variance negative?) are left out, for a program has none when it is captured.
+Checks of values, as for a negative variance, are left out: a trace has no values.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ def _cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Tensor:
-    """Of the rows of input [variables, observations]; weights [observations] count or weigh the
-    columns.
+    """Return the covariance of the rows of input [variables, observations].
+
+    The weights [observations] count or weigh the columns.
     """
     x = input if input.dim() == 2 else input.reshape(1, -1)
     weights = (
@@ -83,7 +83,7 @@ def _gaussian_nll(
     if var.shape != input.shape and input.shape[:-1] == var.shape:
         var = var.unsqueeze(-1)
     var = var.clone()
-    with torch.no_grad():  # the gradient passes where eps is taken as well
+    with torch.no_grad():  # the gradient passes through the clamp
         var.clamp_(min=eps)
     loss = 0.5 * (var.log() + (input - target).square() / var)
     loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
@@ -129,7 +129,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """With a dense gradient: a layout is one of dense tensors."""
+    """Look up rows, with a dense gradient: layouts are of dense tensors."""
     return (
         torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
         if sparse
@@ -152,11 +152,14 @@ def _tolist(input: Tensor) -> Any:
     return [_tolist(row) for row in input.unbind()] if input.dim() else input.item()
 
 
-# ---------------------------------------------------------------- indices that are numbers known only when the program runs
+# ------------------------------------------------------------ indices that only a run knows
 
 
 def _is_number(entry: Any) -> bool:
-    """Whether Python's x[entry] reads the value of a tensor (one of bool is a mask)."""
+    """Return whether x[entry] reads the value of a tensor.
+
+    A tensor of bool is a mask, whose values are not read.
+    """
     if isinstance(entry, slice):
         return any(isinstance(bound, Tensor) for bound in (entry.start, entry.stop, entry.step))
     whole = (
@@ -169,9 +172,9 @@ def _is_number(entry: Any) -> bool:
 
 
 def _split_index(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
-    """The view of x at the entries of the index that are such numbers, and the index of what is
-    left. Slices are taken first: torch 2.9 cannot assign to a slice of a row whose number it does
-    not know.
+    """Return the view of x at the entries that are numbers, and the rest of the index.
+
+    Slices are taken first: torch 2.9 cannot assign to a slice of a row whose number is symbolic.
     """
     numbers, rest = [], []
     for dim, entry in zip(positions(x, index), index):
@@ -187,7 +190,7 @@ def _split_index(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
 
 
 def positions(x: Tensor, index: tuple) -> list[int]:
-    """The dimension of x at which each entry of an index begins."""
+    """Return the dimension of x at which each entry of an index begins."""
     at, dims = 0, []
     for place, entry in enumerate(index):
         dims.append(at)
@@ -200,14 +203,14 @@ def positions(x: Tensor, index: tuple) -> list[int]:
 
 
 def _concrete_slice(entry: slice) -> slice:
-    """With numbers where it has tensors."""
+    """Return the slice with numbers in place of tensors."""
     return slice(
         *(b.item() if isinstance(b, Tensor) else b for b in (entry.start, entry.stop, entry.step))
     )
 
 
 def _dim_count(entry: Any) -> int:
-    """How many dimensions an entry of an index stands for."""
+    """Return how many dimensions an entry of an index takes."""
     if entry is None or isinstance(entry, bool):
         return 0
     return (
@@ -216,6 +219,7 @@ def _dim_count(entry: Any) -> int:
 
 
 def _getitem(input: Tensor, index: Any) -> Tensor:
+    """Return x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
         return NotImplemented
@@ -224,6 +228,7 @@ def _getitem(input: Tensor, index: Any) -> Tensor:
 
 
 def _setitem(input: Tensor, index: Any, value: Any) -> None:
+    """Assign to x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
         return NotImplemented

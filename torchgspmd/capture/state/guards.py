@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
+from .number_guards import Conditions
 from .places import COUNTED, DEEP, LISTS, LONG, is_table
-from .symbolic_numbers import Conditions, SymbolicNumber
+from .symbolic_numbers import SymbolicNumber
 from .variable_tables import Variables
 
 _PLAIN = (

@@ -38,10 +38,11 @@ from .guards import (
     snapshot,
 )
 from .mutable_tables import MutableTable, find_tables
+from .number_guards import Tally
 from .object_trees import opened
 from .places import LISTS, NumberPlace, Place, State, is_table
 from .recorder import Reach, Recorder
-from .symbolic_numbers import SymbolicNumber, Tally, at_backward, tally_of
+from .symbolic_numbers import SymbolicNumber, at_backward, tally_of
 from .variable_tables import (
     ClassVariables,
     Table,

@@ -50,7 +50,7 @@ if not is_missing(pytree):
 def opened(
     tree: Any, origins: Mapping[int, Path] | None = None, around: tuple[int, ...] = ()
 ) -> Any:
-    """Return the tree with Opened for every object that holds tensors, and Entries for sparse tensors.
+    """Return the tree with Opened for objects that hold tensors, and Entries for sparse tensors.
 
     Objects whose id has an origin are opened as well. around: ids of the objects that contain the
     tree.

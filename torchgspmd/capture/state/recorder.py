@@ -90,7 +90,10 @@ class Recorder:
             self.seen[id(table), name] = table, name, value, snapshot(value)
 
     def see_class(self, cls: type, name: str) -> None:
-        """Record what instances find in the class or a base; methods and properties are left out."""
+        """Record what instances find in the class or a base.
+
+        Methods and properties are left out.
+        """
         owner = next((c for c in cls.__mro__ if name in c.__dict__), None)
         if (
             owner is not None
@@ -107,7 +110,10 @@ class Recorder:
         self.see(_Present(table, names), "attributes")
 
     def see_variables(self, functions: Iterable[FunctionType]) -> None:
-        """Record the variables that functions find by name; for lists and tables see Tables.reads."""
+        """Record the variables that functions find by name.
+
+        For lists and tables see Tables.reads.
+        """
         for function in functions:
             for table, name in global_names(function):
                 value = table[name]
@@ -197,7 +203,7 @@ def record_reads(
 
 
 class Reach:
-    """What attributes and variables lead to: objects such as a configuration, and Python functions."""
+    """What attributes and variables lead to: objects, such as a configuration, and functions."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.objects: dict[int, Any] = {}

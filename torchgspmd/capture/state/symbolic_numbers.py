@@ -14,16 +14,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
+from .number_guards import Function, Tally, identity
 from .places import COUNTED, Place
 
-Function = Callable[[Any], Any]
 _EXACT = 2.0**53  # doubles represent smaller integers exactly
 _MANY = 64  # limit of operations; a longer expression is specialized
 # operations with the same result on tensors
@@ -50,36 +50,6 @@ _BESIDE_TENSORS = {
 }
 
 
-def _itself(value: Any) -> Any:
-    """Return the value."""
-    return value
-
-
-@dataclass(eq=False)
-class Tally:
-    """A number in its place, its input tensor, and the conditions that the program depends on."""
-
-    place: Place
-    value: int | float
-    tensor: Tensor
-    conditions: list[tuple[Function, Any]] = field(default_factory=list)
-
-    def guard_on(self, function: Function) -> Any:
-        """Return the result of the function; the program holds for numbers with this result."""
-        result = function(self.value)
-        if function is _itself:
-            self.conditions = [(function, result)]
-        elif not self.conditions or self.conditions[0][0] is not _itself:
-            self.conditions.append((function, result))
-        return result
-
-    def to_conditions(self) -> Conditions:
-        """Return the conditions as a guard."""
-        return Conditions(
-            type(self.value), *(zip(*self.conditions) if self.conditions else ((), ()))
-        )
-
-
 @dataclass(eq=False)
 class BackwardNumber:
     """The Tally of a number in the backward, if forward has changed it."""
@@ -96,27 +66,6 @@ class BackwardNumber:
     def guard_on(self, function: Function) -> Any:
         """Return the result of the function, and guard on it."""
         return _guard_on(self.symbol, function)
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """The guard on a number: results of functions of it."""
-
-    cls: type
-    functions: tuple[Function, ...]
-    results: tuple
-
-    def hold(self, value: Any) -> bool:
-        """Return whether all functions of the number have the same results as in the trace."""
-        if type(value) is not self.cls:
-            return False
-        try:
-            return all(
-                _is_same_number(function(value), results)
-                for function, results in zip(self.functions, self.results)
-            )
-        except (ArithmeticError, ValueError):  # as forward would raise
-            return False
 
 
 @dataclass(frozen=True)
@@ -138,7 +87,7 @@ class SymbolicNumber:
     def __init__(
         self,
         tally: Tally | BackwardNumber | None,
-        function: Function = _itself,
+        function: Function = identity,
         expression: tuple = (),
         value: int | float | None = None,
     ) -> None:
@@ -169,11 +118,6 @@ class SymbolicNumber:
                 for a, b in zip(args, args[::-1])
             )
         return func(*specialize_tree(args), **specialize_tree(kwargs or {}))
-
-
-def _is_same_number(a: Any, b: Any) -> bool:
-    """Return whether two numbers agree in type and value."""
-    return type(a) is type(b) and a == b
 
 
 def _guard_on(symbol: SymbolicNumber, function: Function) -> Any:
@@ -236,7 +180,7 @@ def at_backward(symbol: SymbolicNumber, place: Place) -> SymbolicNumber:
     """Return the symbolic number of a place from the end of forward on."""
     return (
         symbol
-        if tally_of(symbol) is not None and symbol._SymbolicNumber__function is _itself
+        if tally_of(symbol) is not None and symbol._SymbolicNumber__function is identity
         else SymbolicNumber(BackwardNumber(place, symbol._SymbolicNumber__value, symbol))
     )
 
