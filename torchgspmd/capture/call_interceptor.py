@@ -16,11 +16,7 @@ from ..compat.private_apis import _engine_run_backward
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .cached_constants import CachedConstants
-from .functionalize import (
-    Functional,
-    FunctionalTensor,
-    set_data,
-)
+from .functionalize import Functional, FunctionalTensor, set_data
 from .rewrites import sparse_coo
 from .rewrites.inline_python import bodies
 from .rewrites.masked_indexing import SELECTIONS
@@ -103,7 +99,7 @@ class CallInterceptor(TorchFunctionMode):
             return func(*args, **kwargs) if result is NotImplemented else result
         if (body := sparse_coo.body(func)) is None:
             return func(*args, **kwargs)
-        with at_once():  # of constants
+        with at_once():  # reads the entries of constants
             args, kwargs = pytree.tree_map(sparse_coo.with_entries, (args, kwargs))
         with self:
             result = body(*args, **kwargs) if _accepts(body, args, kwargs) else NotImplemented

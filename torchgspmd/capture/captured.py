@@ -31,7 +31,7 @@ class Input:
     shape: tuple[int, ...]
     dtype: torch.dtype
     mark: ShardSpec | None = None  # what mark_sharding recorded on it
-    source: str | None = None  # where
+    source: str | None = None  # file:line of the mark
     output: int = -1  # of a tangent: the output it belongs to
 
 
@@ -67,9 +67,9 @@ class Captured:
     number_slots: tuple[int, ...]  # which leaves are Computed
     has_backward: bool = False
     opened: bool = False  # whether the result has objects that hold tensors
-    effects: tuple[ArgumentMutation, ...] = ()  # on the containers among the arguments
-    left: tuple[StateMutation, ...] = ()  # in attributes of the module, and in tables that it names
-    observed: tuple[StateMutation, ...] = ()  # the same, by the backward
+    argument_mutations: tuple[ArgumentMutation, ...] = ()  # of containers among the arguments
+    state_mutations: tuple[StateMutation, ...] = ()  # of attributes, and of tables that are named
+    observed: tuple[StateMutation, ...] = ()  # state mutations by the backward
     # the parameters and buffers of the module, in input order
     tensors: list[Tensor] = field(default_factory=list)
     reads: Guards = field(default_factory=Guards)  # attributes and variables that were read
@@ -89,12 +89,13 @@ class Captured:
             leaves[slot] = value
         for slot in self.number_slots:
             leaves[slot] = leaves[slot].now()
-        left_here = [left.fill(outputs) for left in self.left]  # before any of them is written
+        # All values are computed before any of them is written.
+        mutations = [mutation.fill(outputs) for mutation in self.state_mutations]
         tree = pytree.tree_unflatten(leaves, self.results)
-        if self.effects:
-            apply_mutations(self.effects, outputs, arguments)
-        for left in left_here:
-            left.write()
+        if self.argument_mutations:
+            apply_mutations(self.argument_mutations, outputs, arguments)
+        for mutation in mutations:
+            mutation.write()
         return closed(tree, arguments) if self.opened else tree
 
     def holds(self) -> bool:
@@ -210,8 +211,8 @@ class Captured:
 
     def observe(self, values: Sequence[Any]) -> None:
         """Store the outputs of kind OBSERVED where the gradient hooks of the program put them."""
-        for left in self.observed:
-            left.fill(values).write()
+        for mutation in self.observed:
+            mutation.fill(values).write()
 
     def visible(self) -> set[int]:
         """Return the outputs that pytree finds in the result.

@@ -49,9 +49,8 @@ def normalize(
     for node in old_nodes:
         if node.target in _IDENTITIES:
             new[node] = new[node.args[0]]
-        elif node.target is aten._to_copy.default and not isinstance(
-            node.args[0], fx.Node
-        ):  # vmap makes tensors of numbers
+        elif node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):
+            # vmap turns numbers into tensors
             new[node] = graph.call_function(
                 aten.scalar_tensor.default, node.args, {"dtype": node.meta["val"].dtype}
             )

@@ -23,17 +23,8 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line_of
 from ..mesh import Mesh
 from ..without_gc import without_gc
-from .captured import (
-    ARGUMENT,
-    BUFFER,
-    PARAMETER,
-    Captured,
-    Input,
-)
-from .functionalize import (
-    FunctionalTensor,
-    UnlistedMutation,
-)
+from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
+from .functionalize import FunctionalTensor, UnlistedMutation
 from .normalize import normalize
 from .state.mutations import Tables
 from .state.object_trees import opened
@@ -182,8 +173,8 @@ def _capture(
     inputs = [each for i, each in enumerate(inputs) if i < first or i - first in used]
     graph, inputs = normalize(traced.graph, inputs, program.tangents)
     check_constants(graph, traced)
-    left, observed = (
-        tuple(each.resolve_numbers(False) for each in program.left),
+    state_mutations, observed = (
+        tuple(each.resolve_numbers(False) for each in program.state_mutations),
         tuple(each.resolve_numbers(True) for each in program.observed),
     )
     computed = tuple(
@@ -203,8 +194,8 @@ def _capture(
         computed,
         bool(program.tangents),
         program.opened,
-        tuple(program.effects),
-        left,
+        tuple(program.argument_mutations),
+        state_mutations,
         observed,
         real[: len(state)],
         reads,

@@ -42,7 +42,7 @@ class _Checkpoint:
         )
 
 
-_batch_norm = nn.BatchNorm1d.forward  # that of _BatchNorm
+_batch_norm = nn.BatchNorm1d.forward  # inherited from _BatchNorm
 _equal_truths, _other_truths = torch.SymBool.__eq__, torch.SymBool.__ne__
 
 

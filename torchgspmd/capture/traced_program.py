@@ -14,19 +14,8 @@ from ..errors import ShardingError, user_line
 from .autograd_reach import connected_components, reachable_inputs
 from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
-from .captured import (
-    GRADIENT,
-    MUTATION,
-    OBSERVED,
-    OUTPUT,
-    Output,
-)
-from .functionalize import (
-    Functional,
-    FunctionalTensor,
-    unwrap,
-    was_mutated,
-)
+from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
+from .functionalize import Functional, FunctionalTensor, unwrap, was_mutated
 from .normalize import NUMBERS
 from .state.argument_mutations import ArgumentMutation, StateMutation, WatchedArguments
 from .state.mutations import Tables
@@ -74,10 +63,10 @@ class TracedProgram:
         self.tangents: list[tuple[int, Any]] = []
         self.sources: dict[int, frozenset[int]] = {}  # outputs that reach each input
         self.rebound: dict[int, Tensor] = {}
-        self.effects: list[ArgumentMutation] = []
-        self.left: list[StateMutation] = []
+        self.argument_mutations: list[ArgumentMutation] = []
+        self.state_mutations: list[StateMutation] = []
         self.observed: list[StateMutation] = []
-        self.seen: list[Tensor] = []  # values that gradient hooks store
+        self.observed_values: list[Tensor] = []  # values that gradient hooks store
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
         """Run forward and backward on traced tensors, and return the outputs of the graph."""
@@ -90,32 +79,37 @@ class TracedProgram:
                     tensor.requires_grad_()
             tracker = SourceTracker()
             with CallInterceptor(tracker, self.constants, mode), capturing():
-                outs, grads = self._with_state(inputs, tracker)
+                outputs, grads = self._with_state(inputs, tracker)
             tracker.clear()
             mutated = [
                 i
                 for i, (t, old) in enumerate(zip(inputs, before))
                 if i in self.rebound or was_mutated(t, old)
             ]
-            components = connected_components(outs)
+            components = connected_components(outputs)
             self.outputs = [
                 *(
-                    Output(OUTPUT, self._input_in_place(i, t), i >= self.asked, part=components[i])
-                    for i, t in enumerate(outs)
+                    Output(
+                        OUTPUT,
+                        self._input_in_place(i, t),
+                        i >= self.result_count,
+                        part=components[i],
+                    )
+                    for i, t in enumerate(outputs)
                 ),
                 *(Output(MUTATION, i) for i in mutated),
                 *(Output(GRADIENT, i, of=self.sources[i]) for i in grads),
-                *(Output(OBSERVED, open=True) for _ in self.seen),
+                *(Output(OBSERVED, open=True) for _ in self.observed_values),
             ]
             constants = self.constants.tensors()
             self.constant_ids = [*map(id, constants)]
             return [
                 unwrap(t) if isinstance(t, FunctionalTensor) else t
                 for t in (
-                    *outs,
+                    *outputs,
                     *(self.rebound.get(i, inputs[i]) for i in mutated),
                     *grads.values(),
-                    *self.seen,
+                    *self.observed_values,
                     *constants,
                 )
             ]
@@ -123,9 +117,9 @@ class TracedProgram:
     def _input_in_place(self, output: int, tensor: Tensor) -> int:
         """Return the input whose place receives an output of the same shape, or -1."""
         entries = {
-            (id(left.root), path)
-            for left in self.left
-            for path, index in left.output_paths()
+            (id(mutation.root), path)
+            for mutation in self.state_mutations
+            for path, index in mutation.output_paths()
             if index == output
         }
         first = len(self.names) + len(self.slots)
@@ -207,11 +201,13 @@ class TracedProgram:
             self.result_slots = [
                 i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)
             ]
-            outs = [self.result_leaves[i] for i in self.result_slots]
-            self.effects = watched.effects(outs)
-            self.asked = len(outs)
+            outputs = [self.result_leaves[i] for i in self.result_slots]
+            self.argument_mutations = watched.mutations(outputs)
+            self.result_count = len(outputs)
             self.rebound = self._rebound(inputs) if isinstance(self.fn, nn.Module) else {}
-            self.left = self.tables.left(outs, [*inputs[: len(self.names)], *self.rebound.values()])
+            self.state_mutations = self.tables.mutations(
+                outputs, [*inputs[: len(self.names)], *self.rebound.values()]
+            )
         finally:
             watched.restore()
         if any(isinstance(leaf, Iterator) for leaf in self.result_leaves):
@@ -224,7 +220,7 @@ class TracedProgram:
             isinstance(leaf, NUMBERS)
             for leaf in (
                 *self.result_leaves,
-                *pytree.tree_leaves([e.changed for e in self.effects]),
+                *pytree.tree_leaves([e.changed for e in self.argument_mutations]),
             )
         ):
             raise ShardingError(
@@ -234,49 +230,49 @@ class TracedProgram:
             )
         self.opened = any(map(is_opened, pytree.tree_leaves(result, is_leaf=is_opened)))
         self.tables.start_backward()
-        grads = self._backward(outs, inputs, tracker) if self.grad else {}
-        self.observed = self.tables.left(self.seen, inputs[: len(self.names)])
-        return outs, grads
+        grads = self._backward(outputs, inputs, tracker) if self.grad else {}
+        self.observed = self.tables.mutations(self.observed_values, inputs[: len(self.names)])
+        return outputs, grads
 
     def _backward(
-        self, outs: list[Tensor], inputs: list[Tensor], tracker: SourceTracker
+        self, outputs: list[Tensor], inputs: list[Tensor], tracker: SourceTracker
     ) -> dict[int, Tensor | None]:
         """Return the gradients of the inputs, by input index."""
         differentiable = [
-            i for i, t in enumerate(outs) if isinstance(t, Tensor) and t.requires_grad
+            i for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad
         ]
         differentiated = [i for i, t in enumerate(inputs) if t.requires_grad]
         reachable = reachable_inputs(
-            [outs[i] for i in differentiable], [inputs[i] for i in differentiated]
+            [outputs[i] for i in differentiable], [inputs[i] for i in differentiated]
         )
         if self.rebound:
-            self._check_rebound([outs[i] for i in differentiable], inputs)
+            self._check_rebound([outputs[i] for i in differentiable], inputs)
         self.sources = {
             i: frozenset(out for out, to in zip(differentiable, reachable) if to >> k & 1)
             for k, i in enumerate(differentiated)
         }
         if not differentiable or not differentiated:
             return {}
-        tracker.start_backward([outs[i] for i in differentiable])
+        tracker.start_backward([outputs[i] for i in differentiable])
         seeds = []
         for i in differentiable:  # normalize.py replaces the seeds by placeholders
-            seeds.append(torch.ones_like(outs[i]))
+            seeds.append(torch.ones_like(outputs[i]))
             self.tangents.append((i, unwrap(seeds[-1])))
         grads = autograd_grad(
-            [outs[i] for i in differentiable],
+            [outputs[i] for i in differentiable],
             [inputs[i] for i in differentiated],
             seeds,
             allow_unused=True,
         )
         return {i: g for i, g in zip(differentiated, grads) if g is not None}
 
-    def _check_rebound(self, outs: list[Tensor], inputs: list[Tensor]) -> None:
+    def _check_rebound(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
         """Raise ShardingError if a result depends on a replaced parameter, or on its successor.
 
         An optimizer holds the replaced one: its gradient would be lost.
         """
         for i, now in self.rebound.items():
-            if i < len(self.parameters) and any(reachable_inputs(outs, [inputs[i], now])):
+            if i < len(self.parameters) and any(reachable_inputs(outputs, [inputs[i], now])):
                 raise ShardingError(
                     "forward puts another parameter in the place of "
                     f"'{self.parameters[i]}', on which its result depends",

@@ -47,9 +47,9 @@ class ArgumentMutation:
     Each new component is Unchanged, or a pytree with FromOutput in place of tensors.
     """
 
-    path: Path  # in (args, kwargs)
+    path: Path  # from (args, kwargs) to the container
     changed: dict[Key, Any]  # all items of a list if one of them changes
-    gone: tuple[Key, ...] = ()
+    removed: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class StateMutation:
     root: Table  # attributes of a module, or a table that a function names
     path: tuple  # from there to the table or list: keys
     entries: dict
-    gone: tuple  # keys of removed entries
-    added: list  # appended to a list
-    whole: bool = False  # whether `added` is the whole list
+    removed: tuple  # keys of removed entries
+    appended: list  # new items at the end of a list
+    is_whole_list: bool = False  # whether the list becomes `appended`
 
     def fill(self, outputs: Sequence[Any]) -> StateMutation:
         """Return the mutation with the values of this run."""
         return replace(
             self,
             entries={name: _fill(value, outputs, None) for name, value in self.entries.items()},
-            added=_fill(self.added, outputs, None),
+            appended=_fill(self.appended, outputs, None),
         )
 
     def write(self) -> None:
@@ -83,12 +83,12 @@ class StateMutation:
             if isinstance(container, LISTS) and name >= len(container):
                 continue  # the list has been emptied since the trace
             container[name] = value
-        for name in self.gone:
+        for name in self.removed:
             container.pop(name, None)
-        if self.whole:
+        if self.is_whole_list:
             container.clear()
-        if self.added:
-            container.extend(self.added)
+        if self.appended:
+            container.extend(self.appended)
 
     def resolve_numbers(self, is_late: bool) -> StateMutation:
         """Return the mutation without symbolic numbers: with Computed, or with numbers.
@@ -100,8 +100,8 @@ class StateMutation:
                 name: to_computed_at(value, self.root, (*self.path, name))
                 for name, value in self.entries.items()
             }
-            return replace(self, entries=entries, added=specialize_tree(self.added))
-        return replace(self, entries=to_computed(self.entries), added=to_computed(self.added))
+            return replace(self, entries=entries, appended=specialize_tree(self.appended))
+        return replace(self, entries=to_computed(self.entries), appended=to_computed(self.appended))
 
     def output_paths(self) -> Iterator[tuple[tuple, int]]:
         """Yield (path from the root, output index) for each tensor that the program computes."""
@@ -123,15 +123,15 @@ class WatchedArguments:
             if not isinstance(container, (list, tuple, dict))
         }
 
-    def effects(self, outputs: list[Tensor]) -> list[ArgumentMutation]:
+    def mutations(self, outputs: list[Tensor]) -> list[ArgumentMutation]:
         """Return the mutations of the containers.
 
         Tensors in them are appended to the outputs of the program if they are none yet.
         """
         mutations = []
         for path, container, old in self.before:
-            changed, gone = _difference(container, old, components(container))
-            if changed or gone:
+            changed, removed = _difference(container, old, components(container))
+            if changed or removed:
                 keys = {
                     id(value): key for key, value in old.items() if not isinstance(value, _PLAIN)
                 }
@@ -144,7 +144,7 @@ class WatchedArguments:
                             else replace_tensors(specialize_tree(value), outputs, self.origins)
                             for key, value in changed.items()
                         },
-                        gone,
+                        removed,
                     )
                 )
         return mutations
@@ -152,21 +152,21 @@ class WatchedArguments:
     def restore(self) -> None:
         """Restore all containers."""
         for _, container, old in self.before:
-            changed, gone = _difference(container, components(container), old)
-            if changed or gone:
-                _write(container, changed, gone)
+            changed, removed = _difference(container, components(container), old)
+            if changed or removed:
+                _write(container, changed, removed)
 
 
 def apply_mutations(
-    effects: Sequence[ArgumentMutation], outputs: Sequence[Any], arguments: tuple[tuple, dict]
+    mutations: Sequence[ArgumentMutation], outputs: Sequence[Any], arguments: tuple[tuple, dict]
 ) -> None:
     """Repeat the mutations on the containers of this call's (args, kwargs)."""
     writes = []
-    for effect in effects:
-        container = follow(effect.path, arguments)
+    for mutation in mutations:
+        container = follow(mutation.path, arguments)
         old = (
             components(container)
-            if any(isinstance(part, Unchanged) for part in effect.changed.values())
+            if any(isinstance(part, Unchanged) for part in mutation.changed.values())
             else {}
         )
         writes.append(
@@ -176,9 +176,9 @@ def apply_mutations(
                     key: old[part.key]
                     if isinstance(part, Unchanged)
                     else _fill(part, outputs, arguments)
-                    for key, part in effect.changed.items()
+                    for key, part in mutation.changed.items()
                 },
-                effect.gone,
+                mutation.removed,
             )
         )
     for write in writes:
@@ -238,10 +238,10 @@ def _difference(
     changed = {
         key: value for key, value in new.items() if key not in old or not _is_same(value, old[key])
     }
-    gone = tuple(key for key in old if key not in new)
-    if isinstance(container, list) and any(kind == ITEM for kind, _ in (*changed, *gone)):
+    removed = tuple(key for key in old if key not in new)
+    if isinstance(container, list) and any(kind == ITEM for kind, _ in (*changed, *removed)):
         changed = {key: value for key, value in new.items() if key in changed or key[0] == ITEM}
-    return changed, gone
+    return changed, removed
 
 
 def _output_index(tensor: Tensor, outputs: list[Tensor]) -> int:
@@ -252,10 +252,10 @@ def _output_index(tensor: Tensor, outputs: list[Tensor]) -> int:
     return place
 
 
-def _write(container: Any, changed: Mapping[Key, Any], gone: Sequence[Key]) -> None:
-    if isinstance(container, list) and any(kind == ITEM for kind, _ in (*changed, *gone)):
+def _write(container: Any, changed: Mapping[Key, Any], removed: Sequence[Key]) -> None:
+    if isinstance(container, list) and any(kind == ITEM for kind, _ in (*changed, *removed)):
         container[:] = [value for (kind, _), value in changed.items() if kind == ITEM]
-    for kind, name in gone:
+    for kind, name in removed:
         if kind == ATTRIBUTE:
             object.__delattr__(container, name)
         elif not isinstance(container, list):

@@ -43,7 +43,7 @@ _VERY_LONG = 100 * LONG  # limit of plain values that are compared in one list
 KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 
 
-class _Nothing:
+class _Marker:
     """A marker in the place of a value."""
 
     def __init__(self, why: str) -> None:
@@ -53,7 +53,7 @@ class _Nothing:
         return self.why
 
 
-ABSENT, ANY = _Nothing("absent"), _Nothing("anything")
+ABSENT, ANY = _Marker("absent"), _Marker("anything")
 A_TABLE = "a table"  # name of a table in a closure, or of an argument of a partial
 
 
@@ -64,7 +64,7 @@ class Kind:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    placements: Any  # of a DTensor
+    placements: Any  # those of a DTensor, else None
 
     @staticmethod
     def of(tensor: Tensor) -> Kind:

@@ -19,18 +19,10 @@ from .bytecode_names import (
     may_name_its_class,
     reachable_values,
 )
-from .guards import (
-    ABSENT,
-    KEPT_BY_TORCH,
-)
+from .guards import ABSENT, KEPT_BY_TORCH
 from .object_trees import slots_of
 from .places import LISTS, LONG, is_table
-from .variable_tables import (
-    Table,
-    cell_variable,
-    class_variables,
-    slot_variables,
-)
+from .variable_tables import Table, cell_variable, class_variables, slot_variables
 
 _MANY = 2000  # limit of tables below one module, object or table
 
@@ -70,8 +62,8 @@ def find_tables(
 ) -> Iterator[MutableTable]:
     """Yield the tables that a program may mutate.
 
-    They are attributes and buffers of modules and objects, tables that functions name, and
-    variables and class attributes that functions assign.
+    They are attributes and buffers of modules and objects, and tables that functions name.
+    Variables and class attributes that functions assign are tables of their own.
     """
     seen: set[int] = set()
     for holder in (*modules, *objects):
@@ -180,4 +172,5 @@ def _nested_tables(
 
 
 def _entries(container: Table) -> dict:
+    """Return the entries of a table; of a list by position."""
     return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container)

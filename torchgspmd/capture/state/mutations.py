@@ -1,7 +1,7 @@
 """Mutations of state by a forward: attributes and tables of a module, and variables.
 
-Tensors and plain values that forward assigns are effects of the program. Other assignments are
-undone after the trace.
+Tensors and plain values that forward assigns are effects of the program. Everything else is of
+the trace alone.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
 from ..normalize import NUMBERS
 from .argument_mutations import StateMutation, replace_tensors
-from .bytecode_names import (
-    called_functions,
-    reachable_values,
-)
+from .bytecode_names import called_functions, reachable_values
 from .guards import (
     A_TABLE,
     ABSENT,
@@ -43,11 +40,7 @@ from .object_trees import opened
 from .places import LISTS, NumberPlace, Place, State, is_table
 from .recorder import Reach, Recorder
 from .symbolic_numbers import SymbolicNumber, at_backward, tally_of
-from .variable_tables import (
-    ClassVariables,
-    Table,
-    Variables,
-)
+from .variable_tables import ClassVariables, Table, Variables
 
 
 class Tables:
@@ -129,7 +122,9 @@ class Tables:
                 tally.place.put(SymbolicNumber(tally))
             for table in self.tables:
                 table.last_entries = table.entries()
-            self.start = {id(table.container): table.last_entries for table in self.tables}
+            self.initial_entries = {
+                id(table.container): table.last_entries for table in self.tables
+            }
             self.named = [
                 (table, snapshot(table.container)) for table in self.tables if table.is_named
             ]
@@ -162,7 +157,7 @@ class Tables:
         for name in [name for name in before if name not in container]:
             container[name] = before[name]
 
-    def left(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[StateMutation]:
+    def mutations(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[StateMutation]:
         """Return the mutations since the last look; append their tensors to the outputs.
 
         state: parameters and buffers, which do not count: an LSTM has its weights in a list, too.
@@ -185,25 +180,35 @@ class Tables:
                 and self._is_mutation(name, value, state_ids)
                 and not matches(value, old.get(name, ABSENT))
             }
-            gone = tuple(
+            removed = tuple(
                 name
                 for name in old
                 if name not in now and (not table.attributes or self._is_mutation(name, old[name]))
             )
-            added: list = []
-            whole = isinstance(table.container, LISTS) and len(now) < len(old)
+            appended: list = []
+            is_whole_list = isinstance(table.container, LISTS) and len(now) < len(old)
             if isinstance(table.container, LISTS) and len(now) != len(old):
-                whole = whole or any(name < len(old) for name in changed)
-                added, changed, gone = [*table.container][0 if whole else len(old) :], {}, ()
-            if not (changed or gone or added or whole):
+                is_whole_list = is_whole_list or any(name < len(old) for name in changed)
+                appended = [*table.container][0 if is_whole_list else len(old) :]
+                changed, removed = {}, ()
+            if not (changed or removed or appended or is_whole_list):
                 continue
             entries = {name: replace_tensors(value, outputs) for name, value in changed.items()}
             mutations.append(
                 StateMutation(
-                    table.root, table.path, entries, gone, replace_tensors(added, outputs), whole
+                    table.root,
+                    table.path,
+                    entries,
+                    removed,
+                    replace_tensors(appended, outputs),
+                    is_whole_list,
                 )
             )
-            names = [*changed, *gone, *(range(0 if whole else len(old), len(now)) if added else ())]
+            names = [
+                *changed,
+                *removed,
+                *(range(0 if is_whole_list else len(old), len(now)) if appended else ()),
+            ]
             for name in names or [0]:
                 self.changed.add((id(table.root), (*table.path, name)[0]))
                 self.state.add(table.root, (*table.path, name), changed.get(name))
@@ -249,9 +254,11 @@ class Tables:
         }
         for holder, name in self.changed:  # a read through type(self) is not recorded
             if holder in classes and (
-                self.recorder is None or (holder, name) not in self.recorder.seen
+                self.recorder is None or (holder, name) not in self.recorder.entries
             ):
-                compared = self._guard_value(self.start[holder].get(name, ABSENT), used, True)
+                compared = self._guard_value(
+                    self.initial_entries[holder].get(name, ABSENT), used, True
+                )
                 if compared is not ANY:
                     reads.add(classes[holder], name, compared)
         for table, contents in self.named:
@@ -277,11 +284,11 @@ class Tables:
 
         value: the entry when it was read. then: its snapshot.
         """
-        start = self.start.get(id(table))
-        if start is not None and name not in self.globals.get(id(table), (name,)):
-            start = None
+        initial = self.initial_entries.get(id(table))
+        if initial is not None and name not in self.globals.get(id(table), (name,)):
+            initial = None
         if (
-            start is None
+            initial is None
             and isinstance(table, Variables)
             and not self._has_stand_in(then)
             and not matches(table.get(name, ABSENT), then)
@@ -293,11 +300,11 @@ class Tables:
                 stacklevel=2,
             )
             return ANY
-        if start is not None and (
-            type(before := start.get(name, ABSENT)) is SymbolicNumber or id(before) in self.places
+        if initial is not None and (
+            type(before := initial.get(name, ABSENT)) is SymbolicNumber or id(before) in self.places
         ):
             value = then = before  # the read may have come before the stand-in
-        if start is not None and start.get(name, ABSENT) is not value:
+        if initial is not None and initial.get(name, ABSENT) is not value:
             return ANY  # the program had written the entry before the read
         if table.get(name, ABSENT) is not value and not is_watched(value) and not is_table(value):
             return ANY  # an object that the trace replaced
@@ -363,6 +370,7 @@ class Tables:
 
 
 def _put(container: Table, name: Any, value: Any) -> None:
+    """Write an entry, or delete it if the value is ABSENT."""
     if value is ABSENT:
         del container[name]
     else:

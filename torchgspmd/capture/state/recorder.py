@@ -59,12 +59,12 @@ class Recorder:
     def __init__(self, holders: Iterable[Any]) -> None:
         """Record reads of the attributes of these holders."""
         self.holders = {id(holder): holder for holder in holders}
-        self.passed: set[tuple[int, str]] = set()  # (id of holder, name) of past reads
-        self.seen: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
+        self.visited: set[tuple[int, str]] = set()  # (id of holder, name) of past reads
+        self.entries: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 
     def read(self, holder: Any, name: str) -> None:
         """Record an attribute before its first read."""
-        self.passed.add((id(holder), name))
+        self.visited.add((id(holder), name))
         if id(holder) not in self.holders or name in KEPT_BY_TORCH or name.startswith("__"):
             return
         if name in slots_of(type(holder)):
@@ -85,9 +85,9 @@ class Recorder:
 
     def see(self, table: Any, name: str) -> None:
         """Record an entry of a table."""
-        if (id(table), name) not in self.seen:
+        if (id(table), name) not in self.entries:
             value = table.get(name, ABSENT)
-            self.seen[id(table), name] = table, name, value, snapshot(value)
+            self.entries[id(table), name] = table, name, value, snapshot(value)
 
     def see_class(self, cls: type, name: str) -> None:
         """Record what instances find in the class or a base.
@@ -138,7 +138,7 @@ class Recorder:
         watch: a function of (table, name, value, snapshot) that returns the guard, or ANY for none.
         """
         reads = Guards()
-        for table, name, value, at_read in self.seen.values():
+        for table, name, value, at_read in self.entries.values():
             compared = watch(table, name, value, at_read)
             if compared is not ANY:
                 reads.add(table, name, compared)
@@ -164,11 +164,11 @@ def record_reads(
     functions: those that may read them.
     """
     recorder = Recorder([*modules, *objects])
-    passed = recorder.passed
+    visited = recorder.visited
 
     def recording(before: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def record(self: Any, name: str) -> Any:
-            if (id(self), name) not in passed:
+            if (id(self), name) not in visited:
                 recorder.read(self, name)
             return before(self, name)
 
@@ -208,7 +208,7 @@ class Reach:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.objects: dict[int, Any] = {}
         self.functions: dict[int, Any] = {}
-        self.passed = {id(m) for m in modules}
+        self.visited = {id(m) for m in modules}
         self.add(
             value
             for m in modules
@@ -226,10 +226,10 @@ class Reach:
         rest, seen = deque(values), 0
         while rest and seen < _MANY_VALUES and len(self.objects) < _MANY:
             value = rest.popleft()
-            if type(value) in _SCALARS or id(value) in self.passed:
+            if type(value) in _SCALARS or id(value) in self.visited:
                 continue
             seen += 1
-            self.passed.add(id(value))
+            self.visited.add(id(value))
             if isinstance(value, tuple) or is_table(value):
                 if len(value) <= LONG:
                     rest.extend(value.values() if isinstance(value, dict) else value)
