@@ -58,27 +58,27 @@ def capture(
     if isinstance(fn, nn.Module):
         check_module(fn)
     state, varying = state or State(), varying or Varying()
-    own = _module_state(fn) if isinstance(fn, nn.Module) else {}
+    module_state = _module_state(fn) if isinstance(fn, nn.Module) else {}
     args, kwargs = opened((args, kwargs))
-    besides = frozenset(map(id, own.values()))
+    module_tensor_ids = frozenset(map(id, module_state.values()))
     while True:
-        places, numbered = state.places(besides), state.numbers(varying.now)
+        places, number_places = state.places(module_tensor_ids), state.numbers(varying.now)
         value_guards = ValueGuards(
-            _buffers(fn, own) | _places_after(own, (args, kwargs), places),
+            _buffers(fn, module_state) | _places_after(module_state, (args, kwargs), places),
             state.is_looking,
             state.shapes,
         )
         try:
-            captured, fill_constants = _capture(
+            captured, fill_constants = _trace_once(
                 fn,
-                own,
+                module_state,
                 args,
                 kwargs,
                 mesh,
                 grad,
                 hooks,
                 state,
-                [*places, *numbered],
+                [*places, *number_places],
                 varying,
                 value_guards,
             )
@@ -97,18 +97,18 @@ def capture(
         except Exception:
             if value_guards.could_look:  # a trace that may read values of buffers may succeed
                 state.is_looking = True
-            elif numbered:
+            elif number_places:
                 state.is_counting = False  # some functions in C++ take plain numbers only
-            elif len(state.places(besides)) == len(places):
+            elif len(state.places(module_tensor_ids)) == len(places):
                 raise
             continue
-        if len(state.places(besides)) == len(places) and len(state.numbers(varying.now)) == len(
-            numbered
-        ):
+        if len(state.places(module_tensor_ids)) == len(places) and len(
+            state.numbers(varying.now)
+        ) == len(number_places):
             return captured
 
 
-def _capture(
+def _trace_once(
     fn: Callable | nn.Module,
     state: dict[str, Tensor],
     args: tuple,
@@ -116,20 +116,20 @@ def _capture(
     mesh: Mesh,
     grad: bool,
     hooks: bool,
-    keeps: State,
+    stored_state: State,
     places: list[Place],
     varying: Varying,
     value_guards: ValueGuards,
 ) -> tuple[Captured, Callable[[], None]]:
     """Return the program of one trace, and a function that fills in cached constants."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensor_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     names = _leaf_names(fn, args, kwargs)
     inputs = [
         _input(PARAMETER if isinstance(t, nn.Parameter) else BUFFER, name, t, mesh)
         for name, t in state.items()
     ]
-    inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in slots]
+    inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in tensor_slots]
     state_tensors = [place.tensor() for place in places]
     owners = (
         {id(m.__dict__): f"{name}." for name, m in fn.named_modules() if name}
@@ -140,36 +140,36 @@ def _capture(
         _input(ARGUMENT, owners.get(id(place.root), "") + place.name, tensor, mesh)
         for place, tensor in zip(places, state_tensors)
     ]
-    real = [*state.values(), *(leaves[i] for i in slots), *state_tensors]
-    tables = Tables(fn, FunctionalTensor, keeps, varying.now)
+    tensors = [*state.values(), *(leaves[i] for i in tensor_slots), *state_tensors]
+    tables = Tables(fn, FunctionalTensor, stored_state, varying.now)
     program = TracedProgram(
         fn,
         fn if hooks else fn.forward,
         list(state),
-        _mask_leaves(leaves, slots),
-        slots,
+        _mask_leaves(leaves, tensor_slots),
+        tensor_slots,
         tree,
         grad,
         tables,
         places,
         value_guards,
     )
-    watched = (
+    read_recorder = (
         record_reads(tables.modules, tables.objects, tables.called)
         if isinstance(fn, nn.Module)
         else nullcontext()
     )
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    with translate_errors(), watched as tables.recorder, mode:
-        fakes = [_empty_like(t) for t in real]
-        requires = [t.requires_grad for t in real]
+    with translate_errors(), read_recorder as tables.recorder, mode:
+        fakes = [_empty_like(t) for t in tensors]
+        requires = [t.requires_grad for t in tensors]
         grad_mode = torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled())
         with no_other_random_numbers(), fx_traceback.preserve_node_meta(), grad_mode:
             traced = make_fx(lambda *flat: program.run(flat, requires))(*fakes)
     del mode
     constants = program.take_constants(traced.graph)
     used = program.drop_unused(traced.graph)
-    first = len(real) - len(places)
+    first = len(tensors) - len(places)
     inputs = [each for i, each in enumerate(inputs) if i < first or i - first in used]
     graph, inputs = normalize(traced.graph, inputs, program.tangents)
     check_constants(graph, traced)
@@ -187,7 +187,7 @@ def _capture(
         tuple(inputs),
         tuple(program.outputs),
         tree,
-        _mask_leaves(leaves, slots),
+        _mask_leaves(leaves, tensor_slots),
         program.results,
         _mask_leaves(program.result_leaves, program.result_slots),
         tuple(program.result_slots),
@@ -197,17 +197,17 @@ def _capture(
         tuple(program.argument_mutations),
         state_mutations,
         observed,
-        real[: len(state)],
+        tensors[: len(state)],
         reads,
         tuple(place for i, place in enumerate(places) if i in used),
         tuple(value_guards.looks.values()),
     )
-    return captured, lambda escaped=program.constants: escaped.fill_values(constants, traced)
+    return captured, lambda cached=program.constants: cached.fill_values(constants, traced)
 
 
-def _mask_leaves(leaves: list, slots: list[int]) -> tuple[Any, ...]:
+def _mask_leaves(leaves: list, tensor_slots: list[int]) -> tuple[Any, ...]:
     """Return the leaves with None in the slots."""
-    return tuple(None if i in set(slots) else leaf for i, leaf in enumerate(leaves))
+    return tuple(None if i in set(tensor_slots) else leaf for i, leaf in enumerate(leaves))
 
 
 def _module_state(module: nn.Module) -> dict[str, Tensor]:
@@ -215,10 +215,10 @@ def _module_state(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _buffers(module: Any, own: dict[str, Tensor]) -> dict[int, tuple[Place, Tensor]]:
+def _buffers(module: Any, module_state: dict[str, Tensor]) -> dict[int, tuple[Place, Tensor]]:
     """Return place and tensor of a module's buffers, by input index."""
     buffers = {}
-    for i, (name, tensor) in enumerate(own.items()):
+    for i, (name, tensor) in enumerate(module_state.items()):
         if not isinstance(tensor, nn.Parameter):
             owner, _, last = name.rpartition(".")
             buffers[i] = Place(module.get_submodule(owner)._buffers, (last,)), tensor
@@ -226,13 +226,15 @@ def _buffers(module: Any, own: dict[str, Tensor]) -> dict[int, tuple[Place, Tens
 
 
 def _places_after(
-    own: dict[str, Tensor], arguments: Any, places: list[Place]
+    module_state: dict[str, Tensor], arguments: Any, places: list[Place]
 ) -> dict[int, tuple[Place, Tensor]]:
     """Return place and tensor of state in attributes and tables, by input index.
 
     These inputs follow those of the module and the arguments.
     """
-    first = len(own) + sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(arguments))
+    first = len(module_state) + sum(
+        isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(arguments)
+    )
     return {first + i: (place, place.tensor()) for i, place in enumerate(places)}
 
 

@@ -107,7 +107,7 @@ def _adam(decoupled: bool) -> Callable:
         for i, (p, g, m, v, step) in enumerate(
             zip(params, grads, exp_avgs, exp_avg_sqs, state_steps)
         ):
-            g, done = -g if maximize else g, step.double()
+            g, step_count = -g if maximize else g, step.double()
             if decoupled:
                 p.mul_(1 - lr * weight_decay)
             elif weight_decay:
@@ -116,8 +116,10 @@ def _adam(decoupled: bool) -> Callable:
             v.mul_(beta2).add_(g * g * (1 - beta2))
             if amsgrad:
                 max_exp_avg_sqs[i].copy_(torch.maximum(max_exp_avg_sqs[i], v))
-            root = (max_exp_avg_sqs[i] if amsgrad else v).sqrt() / (1 - beta2**done).sqrt() + eps
-            p.sub_(m / root * (lr / (1 - beta1**done)))
+            root = (max_exp_avg_sqs[i] if amsgrad else v).sqrt() / (
+                1 - beta2**step_count
+            ).sqrt() + eps
+            p.sub_(m / root * (lr / (1 - beta1**step_count)))
         return params
 
     return body

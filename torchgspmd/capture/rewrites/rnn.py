@@ -90,11 +90,11 @@ def _direction(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run x [l, n, i] through the cell; return the states [l, n, unit], and the last one."""
     of_input, of_hidden, bias, hidden_bias, projection = weights
-    added = _gates("lni,kui->lnku", x, of_input, bias, gates)
+    input_gates = _gates("lni,kui->lnku", x, of_input, bias, gates)
     outs: list[Tensor] = [x] * len(x)
     for t in reversed(range(len(x))) if backwards else range(len(x)):
         state = cell(
-            added[t], _gates("ni,kui->nku", state[0], of_hidden, hidden_bias, gates), state
+            input_gates[t], _gates("ni,kui->nku", state[0], of_hidden, hidden_bias, gates), state
         )
         if projection is not None:
             state = (F.linear(state[0], projection), *state[1:])

@@ -139,9 +139,9 @@ def _product(a: Tensor, b: Tensor) -> Any:
     )
 
 
-def _addmm(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def _addmm(addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     product = _product(a, b)
-    return NotImplemented if product is NotImplemented else beta * added + alpha * product
+    return NotImplemented if product is NotImplemented else beta * addend + alpha * product
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

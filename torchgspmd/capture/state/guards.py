@@ -99,7 +99,7 @@ class Copied:
 
     value: Any
 
-    def hold(self, now: Any) -> bool:
+    def holds(self, now: Any) -> bool:
         """Return whether the value equals the copy."""
         if type(now) is not type(self.value):
             return False
@@ -177,7 +177,7 @@ class Guards:
         owners: the prefix of the names of a module, by the id of its table.
         """
         now = [
-            *zip(self._qualified(owners), self.now()),
+            *zip(self._qualified_names(owners), self.now()),
             *((name, table.get(name, ABSENT)) for table, name, _ in self.others),
         ]
         return [(f"'{name}'", _describe(value)) for name, value in now]
@@ -185,7 +185,7 @@ class Guards:
     def tensors(self, owners: Mapping[int, str]) -> dict[int, str]:
         """Return the names of the tensors in the guards, by their ids."""
         entries = [
-            *zip(self._qualified(owners), self.values),
+            *zip(self._qualified_names(owners), self.values),
             *((name, value) for _, name, value in self.others),
         ]
         return {
@@ -195,10 +195,10 @@ class Guards:
             if isinstance(leaf, Tensor)
         }
 
-    def _qualified(self, owners: Mapping[int, str]) -> list[str]:
+    def _qualified_names(self, owners: Mapping[int, str]) -> list[str]:
         return [owners.get(id(table), "") + name for table, name in zip(self.tables, self.names)]
 
-    def hold(self) -> bool:
+    def holds(self) -> bool:
         """Return whether all guards hold."""
         now = self.now()
         if not all(map(is_, now[: self.simple], self.values)) and not all(
@@ -296,7 +296,7 @@ def matches(now: Any, value: Any) -> bool:
     if isinstance(value, Kind):
         return isinstance(now, Tensor) and Kind.of(now) == value
     if isinstance(value, (Conditions, Copied)):
-        return value.hold(now)
+        return value.holds(now)
     if isinstance(value, Contents):
         return (
             type(now) is value.cls

@@ -129,7 +129,7 @@ class Tables:
                 (table, snapshot(table.container)) for table in self.tables if table.is_named
             ]
             if self.recorder is not None:
-                self.recorder.see_variables(self.called)
+                self.recorder.record_variables(self.called)
             yield
         finally:
             for table in self.tables:

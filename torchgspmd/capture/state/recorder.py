@@ -68,11 +68,11 @@ class Recorder:
         if id(holder) not in self.holders or name in KEPT_BY_TORCH or name.startswith("__"):
             return
         if name in slots_of(type(holder)):
-            self.see(slot_variables(holder), name)
+            self.record(slot_variables(holder), name)
             return
         table = _attributes(holder)
         if table is None or name not in table:
-            self.see_class(type(holder), name)
+            self.record_class(type(holder), name)
         if table is not None and not any(
             name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")
         ):
@@ -81,15 +81,15 @@ class Recorder:
                 or name == "forward"
                 or not (isinstance(holder, nn.Module) and callable(getattr(nn.Module, name, None)))
             ):
-                self.see(table, name)
+                self.record(table, name)
 
-    def see(self, table: Any, name: str) -> None:
+    def record(self, table: Any, name: str) -> None:
         """Record an entry of a table."""
         if (id(table), name) not in self.entries:
             value = table.get(name, ABSENT)
             self.entries[id(table), name] = table, name, value, snapshot(value)
 
-    def see_class(self, cls: type, name: str) -> None:
+    def record_class(self, cls: type, name: str) -> None:
         """Record what instances find in the class or a base.
 
         Methods and properties are left out.
@@ -100,16 +100,16 @@ class Recorder:
             and owner.__flags__ & OF_PYTHON
             and not hasattr(type(owner.__dict__[name]), "__get__")
         ):
-            self.see(class_variables(owner), name)
+            self.record(class_variables(owner), name)
 
-    def see_whole(self, holder: Any, names: Container[str]) -> None:
+    def record_all(self, holder: Any, names: Container[str]) -> None:
         """Record all attributes of these names, for an object whose reads cannot be seen."""
         table: Any = _attributes(holder)
         for name in filter(names.__contains__, table):
-            self.see(table, name)
-        self.see(_Present(table, names), "attributes")
+            self.record(table, name)
+        self.record(_Present(table, names), "attributes")
 
-    def see_variables(self, functions: Iterable[FunctionType]) -> None:
+    def record_variables(self, functions: Iterable[FunctionType]) -> None:
         """Record the variables that functions find by name.
 
         For lists and tables see Tables.reads.
@@ -118,11 +118,11 @@ class Recorder:
             for table, name in global_names(function):
                 value = table[name]
                 if isinstance(value, ContextVar):
-                    self.see(context_variable(name, value), name)
+                    self.record(context_variable(name, value), name)
                 elif not isinstance(value, (type, ModuleType)) and not is_table(value):
-                    self.see(table, name)
+                    self.record(table, name)
             for cls, attribute in class_names(function):
-                self.see_class(cls, attribute)
+                self.record_class(cls, attribute)
             cells = () if is_installed(function.__module__) else function.__closure__ or ()
             for name, cell in zip(function.__code__.co_freevars, cells):
                 if (
@@ -130,7 +130,7 @@ class Recorder:
                     and is_watched(cell.cell_contents)
                     and not is_table(cell.cell_contents)
                 ):
-                    self.see(cell_variable(name, cell), name)
+                    self.record(cell_variable(name, cell), name)
 
     def to_guards(self, watch: Callable[[dict, str, Any, Any], Any]) -> Guards:
         """Return the guards on what was read.
@@ -166,11 +166,11 @@ def record_reads(
     recorder = Recorder([*modules, *objects])
     visited = recorder.visited
 
-    def recording(before: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def recording(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def record(self: Any, name: str) -> Any:
             if (id(self), name) not in visited:
                 recorder.read(self, name)
-            return before(self, name)
+            return original(self, name)
 
         return record
 
@@ -192,7 +192,7 @@ def record_reads(
                 and not isinstance(holder, nn.Module)
                 and _attributes(holder) is not None
             ):
-                recorder.see_whole(holder, names_in_code(functions))  # such as SimpleNamespace
+                recorder.record_all(holder, names_in_code(functions))  # such as SimpleNamespace
         yield recorder
     finally:
         for cls, original in originals.items():

@@ -232,11 +232,13 @@ def _merge_additions(operation: Callable, one: Any, other: Any = None) -> Any:
 
     Return None for anything else.
     """
-    symbol, added = (other, one) if operation is operator.add and type(one) is int else (one, other)
+    symbol, addend = (
+        (other, one) if operation is operator.add and type(one) is int else (one, other)
+    )
     if (
         operation not in (operator.add, operator.sub)
         or type(symbol) is not SymbolicNumber
-        or type(added) is not int
+        or type(addend) is not int
         or not symbol._SymbolicNumber__expression
     ):
         return None
@@ -248,7 +250,7 @@ def _merge_additions(operation: Callable, one: Any, other: Any = None) -> Any:
         or type(first._SymbolicNumber__value) is not int
     ):
         return None
-    return _compute(operator.add, first, operation(rest[0], added))
+    return _compute(operator.add, first, operation(rest[0], addend))
 
 
 def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
