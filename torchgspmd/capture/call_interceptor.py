@@ -28,7 +28,7 @@ from .unsupported import check_dense
 
 
 class CallInterceptor(TorchFunctionMode):
-    """Records the source line of every call, and makes the replacements of products and values."""
+    """A mode that records the source line of every call and replaces products and values."""
 
     def __init__(
         self, tracker: SourceTracker, constants: CachedConstants, mode: Functional
@@ -189,16 +189,18 @@ _SET_DATA = Tensor.data.__set__
 
 
 class SourceTracker:
-    """Writes the user's line into the metadata of new nodes, and whether the backward has begun."""
+    """The source line of each node, and whether the node belongs to the backward."""
 
     def __init__(self) -> None:
         self.backward = False
 
     def before(self) -> None:
+        """Set the metadata of the nodes that the next call creates."""
         if not self.backward:
             fx_traceback.get_current_meta()["custom"] = {"source": user_line(), "backward": False}
 
     def after(self, result: Any) -> None:
+        """Store the source line in the autograd nodes of the results."""
         if self.backward:
             return
         source = fx_traceback.get_current_meta()["custom"]
@@ -207,6 +209,7 @@ class SourceTracker:
                 tensor.grad_fn.metadata.setdefault("torchgspmd", source["source"])
 
     def clear(self) -> None:
+        """Remove the metadata of the last call."""
         fx_traceback.get_current_meta().pop("custom", None)
 
     def start_backward(self, outputs: list[Tensor]) -> None:
@@ -228,6 +231,7 @@ class SourceTracker:
 
 
 def _set_source(source: str | None) -> Callable:
+    """Return a hook that sets the source line before an autograd node runs."""
     meta = {"source": source, "backward": True}
 
     def hook(grads: Any) -> None:

@@ -146,7 +146,7 @@ class Functional(FunctionalTensorMode):
 
 
 class UnlistedMutation(Exception):
-    """Raised when the program mutates a tensor in a table entry that is none of its inputs."""
+    """A mutation of a tensor in a table entry that is no input of the program."""
 
     def __init__(self, entry: tuple[Table, tuple]) -> None:
         super().__init__()
@@ -178,9 +178,11 @@ def set_data(input: Tensor, data: Tensor) -> None:
 
 
 def unwrap(tensor: Tensor) -> Tensor:
+    """Return the current value of a functional tensor."""
     _sync(tensor)
     return _from_functional_tensor(tensor.elem)
 
 
 def was_mutated(tensor: Tensor, before: Tensor) -> bool:
+    """Return whether a functional tensor has another value than before."""
     return unwrap(tensor) is not before

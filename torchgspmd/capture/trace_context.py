@@ -112,7 +112,7 @@ _PATCHES = (
 
 
 class capturing:
-    """Patches library code for the time of a capture.
+    """A context manager that patches library code for the time of a capture.
 
     * Code that asks whether it is being compiled, such as masks of transformers, is told so.
     * Checkpointing is use_reentrant=False: use_reentrant=True runs a backward of its own.

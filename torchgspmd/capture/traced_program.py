@@ -284,7 +284,7 @@ class TracedProgram:
 
 
 class _FunctionalWrapper(nn.Module):
-    """Calls `run` while functional_call has put other tensors in the module's place."""
+    """A module whose forward calls `run`, for torch.func.functional_call."""
 
     def __init__(self, module: nn.Module, run: Callable) -> None:
         super().__init__()

@@ -21,8 +21,7 @@ from ..errors import ShardingError, user_line, user_line_of
 # Before 2.10, torch cannot trace slices by numbers that depend on values, nor compute with
 # truth values.
 _OLD = torch.__version__ < "2.10"
-
-
+# words in the errors of collectives
 _COMMUNICATES = ("from the function c10d.", "torch.distributed.nn.functional")
 
 
@@ -96,7 +95,7 @@ def _no_values_error(where: str | None) -> ShardingError:
 
 
 class translate_errors:
-    """Turns errors of a trace that mean "cannot be captured" into ShardingErrors.
+    """A context manager that turns "cannot be captured" errors into ShardingErrors.
 
     Other errors of the program stay what they are.
     """

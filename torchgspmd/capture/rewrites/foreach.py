@@ -84,6 +84,8 @@ _SINGLE: dict[str, Callable] = {
 
 
 def _adam(decoupled: bool) -> Callable:
+    """Return the body of _fused_adam_, or of _fused_adamw_ (decoupled weight decay)."""
+
     def body(
         params: Any,
         grads: Any,
@@ -140,6 +142,7 @@ def _sgd(
     grad_scale: Any = None,
     found_inf: Any = None,
 ) -> Any:
+    """Run _fused_sgd_ tensor by tensor."""
     if grad_scale is not None or found_inf is not None:
         return NotImplemented
     for i, (p, g) in enumerate(zip(params, grads)):

@@ -27,6 +27,7 @@ from ...shard_spec import SpecLike
 
 
 def _mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
+    """Run mark_sharding as an operation of the graph."""
     return mark_sharding_op(tensor, str(mesh), str(check_mark(tensor, mesh, spec)))
 
 
@@ -42,6 +43,7 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 
 
 def _einsum(equation: str, a: Tensor, b: Tensor) -> Any:
+    """Contract two operands; autocast applies."""
     a, b = _autocast(a, b)
     if a.dtype != b.dtype or a.is_sparse or b.is_sparse:
         return NotImplemented
@@ -49,6 +51,7 @@ def _einsum(equation: str, a: Tensor, b: Tensor) -> Any:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Run F.linear without flattening the batch."""
     if weight.dim() != 2 or input.dim() < 1:
         return NotImplemented
     lead = ascii_letters[2 : input.dim() + 1]
@@ -57,6 +60,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 
 
 def _matmul(input: Tensor, other: Tensor) -> Any:
+    """Run torch.matmul as an einsum of the two operands."""
     if (
         not isinstance(input, Tensor)
         or not isinstance(other, Tensor)
@@ -80,6 +84,8 @@ def _reflected_matmul(input: Tensor, other: Tensor) -> Any:
 
 
 def _matrix_product(dims: int) -> Callable:
+    """Return the body of mm (2 dimensions) or bmm (3 dimensions)."""
+
     def product(input: Tensor, mat2: Tensor, **options: Any) -> Any:
         return (
             NotImplemented
@@ -216,6 +222,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
+    """Run F.cross_entropy of volumes, with class indices as targets."""
     if input.dim() < 5 or target.is_floating_point() or label_smoothing:
         return NotImplemented
     return _nll_loss(

@@ -103,6 +103,7 @@ def _direction(
 
 
 def _gates(equation: str, x: Tensor, weight: Tensor, bias: Tensor | None, gates: int) -> Tensor:
+    """Return the contribution [..., gate, unit] of an input to the gates."""
     y = torch.einsum(equation, x, weight.view(gates, -1, weight.shape[-1]))
     return y if bias is None else y + bias.view(gates, -1).to(y.dtype)
 

@@ -127,6 +127,7 @@ def _not_implemented(*_: Any, **__: Any) -> Any:
 
 
 def _product(a: Tensor, b: Tensor) -> Any:
+    """Multiply by a sparse matrix, as an index_add of scaled rows."""
     if is_sparse(a) and is_sparse(b) or a.dim() != 2 or b.dim() > 2:
         return NotImplemented
     if is_sparse(b):
@@ -165,6 +166,7 @@ def _to_dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
 
 
 def _scale(a: Any, b: Any) -> Any:
+    """Multiply by a number or a dense tensor."""
     a, b = (a, b) if is_sparse(a) else (b, a)
     entries = Entries.of(a)
     if is_sparse(b):
@@ -183,6 +185,7 @@ def _divide(a: Any, b: Any) -> Any:
 
 
 def _add(a: Any, b: Any) -> Any:
+    """Add two sparse tensors, or scatter a sparse one into a dense one."""
     first = Entries.of(a if is_sparse(a) else b)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
         return NotImplemented
@@ -198,6 +201,7 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def _sum(a: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
+    """Sum the entries over dimensions."""
     entries = Entries.of(a)
     values = entries.values.to(dtype or entries.values.dtype)
     if dim is None:

@@ -99,6 +99,7 @@ def _ctc(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
+    """Run F.ctc_loss with lengths that are tensors."""
     single = log_probs.dim() == 2
     log_probs = log_probs.unsqueeze(1) if single else log_probs
     lengths = [
@@ -113,6 +114,7 @@ def _ctc(
 
 
 def _tensor_split(input: Tensor, *sections: Any, **named: Any) -> Any:
+    """Raise ShardingError for sections that are a tensor."""
     if not any(isinstance(argument, Tensor) for argument in (*sections, *named.values())):
         return NotImplemented
     raise ShardingError(
@@ -138,6 +140,7 @@ def _embedding(
 
 
 def _retain_grad(input: Tensor) -> Any:
+    """Warn that the gradient of a value stays None."""
     if not input.is_leaf:
         warnings.warn(
             "forward calls retain_grad() of a value, whose 'grad' stays None: on a mesh "
@@ -149,6 +152,7 @@ def _retain_grad(input: Tensor) -> Any:
 
 
 def _tolist(input: Tensor) -> Any:
+    """Return a nested list of symbolic numbers."""
     return [_tolist(row) for row in input.unbind()] if input.dim() else input.item()
 
 

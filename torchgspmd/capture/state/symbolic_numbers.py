@@ -70,16 +70,16 @@ class BackwardNumber:
 
 @dataclass(frozen=True)
 class Computed:
-    """A number that every run computes of the numbers in places."""
+    """A number that every run computes from numbers in places."""
 
     now: Callable[[], int | float]
 
 
 class SymbolicNumber:
-    """A function of a number in a place.
+    """A function of a number in a place, such as `self.calls % 10`.
 
-    expression: the operation and operands that computed it. Functions of several numbers have no
-    tally, only this.
+    expression: the operation and operands that computed it. A function of several numbers has no
+    tally.
     """
 
     __slots__ = ("__tally", "__function", "__value", "__expression", "__size")
