@@ -100,7 +100,7 @@ class Captured:
 
     def holds(self) -> bool:
         """Return whether all guards of the program hold."""
-        return self.reads.holds() and all(look.holds() for look in self.looks)
+        return self.reads.hold() and all(look.holds() for look in self.looks)
 
     def differing(self) -> list[str]:
         """Return the names of the reads and buffers whose guards fail."""

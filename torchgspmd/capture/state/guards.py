@@ -99,7 +99,7 @@ class Copied:
 
     value: Any
 
-    def holds(self, now: Any) -> bool:
+    def hold(self, now: Any) -> bool:
         """Return whether the value equals the copy."""
         if type(now) is not type(self.value):
             return False
@@ -198,7 +198,7 @@ class Guards:
     def _qualified_names(self, owners: Mapping[int, str]) -> list[str]:
         return [owners.get(id(table), "") + name for table, name in zip(self.tables, self.names)]
 
-    def holds(self) -> bool:
+    def hold(self) -> bool:
         """Return whether all guards hold."""
         now = self.now()
         if not all(map(is_, now[: self.simple], self.values)) and not all(
@@ -296,7 +296,7 @@ def matches(now: Any, value: Any) -> bool:
     if isinstance(value, Kind):
         return isinstance(now, Tensor) and Kind.of(now) == value
     if isinstance(value, (Conditions, Copied)):
-        return value.holds(now)
+        return value.hold(now)
     if isinstance(value, Contents):
         return (
             type(now) is value.cls

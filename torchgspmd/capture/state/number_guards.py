@@ -51,7 +51,7 @@ class Conditions:
     functions: tuple[Function, ...]
     results: tuple
 
-    def holds(self, value: Any) -> bool:
+    def hold(self, value: Any) -> bool:
         """Return whether all functions of the number have the same results as in the trace."""
         if type(value) is not self.cls:
             return False
