@@ -1,5 +1,6 @@
-"""A module or function as one graph: `capture` runs it on fake tensors, the other files say what is
-called in place of what.
+"""Capture of a module or function as one graph.
+
+`capture` runs it on fake tensors. The other files say what the trace calls in place of what.
 """
 
 from .captured import (
@@ -18,7 +19,8 @@ from .captured import (
 from .state.object_trees import opened
 from .state.places import State, Varying
 from .trace import capture
-from .trace_context import check_module, is_capturing, is_transforming, not_compiled
+from .trace_context import is_capturing, is_transforming, not_compiled
+from .unsupported import check_module
 
 __all__ = [
     "ARGUMENT",

@@ -1,6 +1,4 @@
-"""What autograd's graph says of the results of a trace: which inputs gradients flow to, and which
-results have nothing in common.
-"""
+"""Reachability in the autograd graph of a trace: connected outputs, inputs that get a gradient."""
 
 from __future__ import annotations
 
@@ -16,16 +14,17 @@ from .functionalize import FunctionalTensor
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
-def parts_of(outs: list[Tensor]) -> list[int]:
-    """For each of these results the first one that it is connected with: by an operation that comes
-    before both, and so on.
+def connected_components(outs: list[Tensor]) -> list[int]:
+    """Return for each output the first output that its autograd graph is connected to.
+
+    Two outputs are connected if one operation comes before both, or before both and a third one.
     """
-    part: list[int] = [*range(len(outs))]
+    root: list[int] = [*range(len(outs))]
     owners: dict[Any, int] = {}
 
     def first(i: int) -> int:
-        while part[i] != i:
-            i = part[i]
+        while root[i] != i:
+            i = root[i]
         return i
 
     for i, out in enumerate(outs):
@@ -38,21 +37,22 @@ def parts_of(outs: list[Tensor]) -> list[int]:
                 owners[node] = i
                 stack += [n for n, _ in node.next_functions]
             elif (other := first(owners[node])) != (own := first(i)):
-                part[max(other, own)] = min(other, own)
+                root[max(other, own)] = min(other, own)
     return [first(i) for i in range(len(outs))]
 
 
-def reached(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
-    """For each of these results the inputs that gradients flow to from there: bit k is that of
-    input k. ShardingError if one would flow to another tensor: it would be lost without a word.
+def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
+    """Return for each output a bit set of the inputs that gradients flow to: bit k is input k.
+
+    Raises ShardingError if a gradient would flow to another leaf tensor, where it would be lost.
     """
     bits = {id(tensor): 1 << k for k, tensor in enumerate(inputs)}
-    found: dict[Any, int] = {}
+    reachable: dict[Any, int] = {}
     stack = [out.grad_fn for out in outs if out.grad_fn is not None]
     while stack:
         node = stack[-1]
         before = [n for n, _ in node.next_functions if n is not None]
-        rest = [n for n in before if n not in found] if node not in found else ()
+        rest = [n for n in before if n not in reachable] if node not in reachable else ()
         stack += rest
         if rest:
             continue
@@ -60,11 +60,14 @@ def reached(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
         leaf = node.variable if node.name() == _ACCUMULATE else None
         if leaf is not None and not isinstance(leaf, FunctionalTensor):
             raise ShardingError(
-                f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is no parameter or argument",
+                f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is "
+                "no parameter or argument",
                 where=user_line(),
-                why="a gradient is computed for what the program is given: it would be lost silently",
-                fix="make it a parameter of the module or an argument, or detach() it; if the module keeps what an "
+                why="a gradient is computed for what the program is given: it would be lost "
+                "silently",
+                fix="make it a parameter of the module or an argument, or detach() it; if "
+                "the module keeps what an "
                 "earlier call computed, empty that, or call under torch.no_grad()",
             )
-        found[node] = reduce(or_, (found[n] for n in before), bits.get(id(leaf), 0))
-    return [bits.get(id(out), 0) if out.grad_fn is None else found[out.grad_fn] for out in outs]
+        reachable[node] = reduce(or_, (reachable[n] for n in before), bits.get(id(leaf), 0))
+    return [bits.get(id(out), 0) if out.grad_fn is None else reachable[out.grad_fn] for out in outs]

@@ -1,11 +1,11 @@
-"""Constants of a trace that a function keeps for later, in a cache of its own: they get values.
+"""Values for constants of a trace that user code caches.
 
     @functools.lru_cache
     def causal(n):                                          # called by a forward
         return torch.ones(n, n).tril()
 
-What is computed while a program is traced has no values. A tensor that depends on no input, and
-that somebody still holds when the trace has ended, is given those that it would have had.
+What a trace computes has no values. A tensor gets the values that it would
+have had if it depends on no input and user code still references it after the trace.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from ..compat.private_apis import OpOverload
 
 
 class CachedConstants:
-    """The tensors of a trace that are computed from none of its inputs, as long as they live."""
+    """The tensors of a trace that depend on none of its inputs, by weak references."""
 
-    def __init__(self, traced: type[Tensor]):
+    def __init__(self, traced: type[Tensor]) -> None:
         self.traced = traced
         self.alive: dict[int, weakref.ref] = {}
-        self.given: set[int] = set()  # ids of tensors with values that functions were called with
+        # ids of tensors with values that functions were called with
+        self.operands: set[int] = set()
 
-    def see(self, args: tuple, kwargs: dict) -> None:
-        """Before a call of a function."""
-        self.given.update(
+    def record_operands(self, args: tuple, kwargs: dict) -> None:
+        """Record the operands of a call that are no tensors of the trace."""
+        self.operands.update(
             id(x) for x in _tensors((*args, *kwargs.values())) if not isinstance(x, self.traced)
         )
 
-    def note(self, args: tuple, kwargs: dict, result: Any) -> None:
-        """After a call of a function with this result."""
+    def record_result(self, args: tuple, kwargs: dict, result: Any) -> None:
+        """Record the results of a call if all of its traced operands are constants."""
         if any(
             id(x) not in self.alive
             for x in _tensors((*args, *kwargs.values()))
@@ -48,18 +49,22 @@ class CachedConstants:
                     tensor, lambda _, key=id(tensor): self.alive.pop(key, None)
                 )
 
-    def now(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """Return the constants that are still alive."""
         return [tensor for ref in [*self.alive.values()] if (tensor := ref()) is not None]
 
-    def settle(self, nodes: dict[int, fx.Node], owner: torch.nn.Module) -> None:
-        """Gives values to those that are still there. nodes: what computes each, by its id."""
-        found = [(ref(), nodes[key]) for key, ref in self.alive.items() if key in nodes]
+    def fill_values(self, nodes: dict[int, fx.Node], owner: torch.nn.Module) -> None:
+        """Give values to the constants that are still alive.
+
+        nodes: the node that computes each constant, by the id of the constant.
+        """
+        constants = [(ref(), nodes[key]) for key, ref in self.alive.items() if key in nodes]
         self.alive.clear()
         values: dict[fx.Node, Any] = {}
-        for tensor, node in found:
+        for tensor, node in constants:
             if tensor is not None and _is_computable(node) and tensor._use_count() == 1:
                 with torch.no_grad():
-                    torch.utils.swap_tensors(tensor, _value(node, owner, values).clone())
+                    torch.utils.swap_tensors(tensor, _evaluate(node, owner, values).clone())
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -71,7 +76,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _is_computable(node: fx.Node) -> bool:
-    """Whether it depends on no input and no random number."""
+    """Return whether the node depends on no input and no random number."""
     stack, seen = [node], {node}
     while stack:
         node = stack.pop()
@@ -87,11 +92,14 @@ def _is_computable(node: fx.Node) -> bool:
     return True
 
 
-def _value(node: fx.Node, owner: torch.nn.Module, values: dict[fx.Node, Any]) -> Any:
+def _evaluate(node: fx.Node, owner: torch.nn.Module, values: dict[fx.Node, Any]) -> Any:
+    """Compute the value of a node, and those of its operands, into the table."""
     if node not in values:
         if node.op == "get_attr":
             values[node] = getattr(owner, node.target)
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _value(n, owner, values))
+            args, kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda n: _evaluate(n, owner, values)
+            )
             values[node] = node.target(*args, **kwargs)
     return values[node]

@@ -1,4 +1,4 @@
-"""What a capture gives: a graph, and how values go in and out of it."""
+"""The result of a capture: a graph and its calling convention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec
-from .state.argument_mutations import ArgumentMutation, StateMutation, apply
+from .state.argument_mutations import ArgumentMutation, StateMutation, apply_mutations
 from .state.guards import Guards
 from .state.object_trees import Opened, closed
 from .state.places import Place
@@ -31,7 +31,7 @@ class Input:
     shape: tuple[int, ...]
     dtype: torch.dtype
     mark: ShardSpec | None = None  # what mark_sharding recorded on it
-    source: str | None = None  # where
+    source: str | None = None  # file:line of the mark
     output: int = -1  # of a tangent: the output it belongs to
 
 
@@ -39,24 +39,20 @@ class Input:
 class Output:
     """A result of the captured graph."""
 
-    # output, mutation (new value of an input), gradient (of an input), or observed: what hooks of
+    # output, mutation (new value of an input), gradient (of an input), or observed (a value that
+    # gradient hooks store)
     kind: str
-    # gradients keep of them
-    input: int = (
-        -1
-    )  # which input is mutated or differentiated; of an output: in whose place it is put
-    open: bool = (
-        False  # of an output: it leaves the program as it is laid out, if nobody asks for a layout
-    )
+    input: int = -1  # the input that is mutated or differentiated, or that an output replaces
+    open: bool = False  # whether an output keeps the layout it has, if no layout is requested
     of: frozenset[int] = frozenset()  # of a gradient: the outputs whose cotangents flow to it
-    # of an output: autograd's graph of it has no operation in common with those of other parts
-    part: int = 0
+    part: int = 0  # of an output: its connected component in the autograd graph
 
 
 @dataclass
 class Captured:
-    """The graph with its calling convention. Node metadata: val (fake tensor), source (file:line),
-    backward (bool).
+    """A captured graph with its calling convention.
+
+    Node metadata: val (fake tensor), source (file:line), backward (bool).
     """
 
     graph: fx.Graph
@@ -68,52 +64,53 @@ class Captured:
     results: pytree.TreeSpec  # of the function's result
     result_leaves: tuple[Any, ...]  # its flat leaves; None where a tensor goes
     result_slots: tuple[int, ...]  # which leaves are tensors
-    number_slots: tuple[int, ...]  # and which are Computed
+    number_slots: tuple[int, ...]  # which leaves are Computed
     has_backward: bool = False
     opened: bool = False  # whether the result has objects that hold tensors
-    effects: tuple[ArgumentMutation, ...] = ()  # on the containers among the arguments
-    left: tuple[StateMutation, ...] = ()  # in attributes of the module, and in tables that it names
-    observed: tuple[StateMutation, ...] = ()  # the same, by the backward
-    tensors: list[Tensor] = field(
-        default_factory=list
-    )  # the module's own parameters and buffers, in input order
-    reads: Guards = field(default_factory=Guards)  # of a module's attributes that became part of it
-    places: tuple[Place, ...] = ()  # whose tensors and numbers are the last arguments
-    looks: tuple[ValueGuard, ...] = ()  # at the values of buffers
+    argument_mutations: tuple[ArgumentMutation, ...] = ()  # of containers among the arguments
+    state_mutations: tuple[StateMutation, ...] = ()  # of attributes, and of tables that are named
+    observed: tuple[StateMutation, ...] = ()  # state mutations by the backward
+    # the parameters and buffers of the module, in input order
+    tensors: list[Tensor] = field(default_factory=list)
+    reads: Guards = field(default_factory=Guards)  # attributes and variables that were read
+    places: tuple[Place, ...] = ()  # places of the tensors and numbers that are the last arguments
+    looks: tuple[ValueGuard, ...] = ()  # guards on the values of buffers
 
-    def result(self, outputs: Sequence[Any], given: tuple[tuple, dict]) -> Any:
-        """The function's result, of what the graph computes; containers among the given (args,
-        kwargs), and others, are changed.
+    def result(self, outputs: Sequence[Any], arguments: tuple[tuple, dict]) -> Any:
+        """Return the result of the function, and apply its mutations.
 
-        outputs: a value for every output of kind OUTPUT. Those behind the result's own are for
-        these.
+        outputs: a value for every output of kind OUTPUT; those after the tensors of the result
+        belong to mutations.
+
+        arguments: the (args, kwargs) of this call, whose containers are changed.
         """
         leaves = list(self.result_leaves)
         for slot, value in zip(self.result_slots, outputs):
             leaves[slot] = value
         for slot in self.number_slots:
             leaves[slot] = leaves[slot].now()
-        left_here = [left.filled(outputs) for left in self.left]  # before any of them is written
+        # All values are computed before any of them is written.
+        mutations = [mutation.fill(outputs) for mutation in self.state_mutations]
         tree = pytree.tree_unflatten(leaves, self.results)
-        if self.effects:
-            apply(self.effects, outputs, given)
-        for left in left_here:
-            left.write()
-        return closed(tree, given) if self.opened else tree
+        if self.argument_mutations:
+            apply_mutations(self.argument_mutations, outputs, arguments)
+        for mutation in mutations:
+            mutation.write()
+        return closed(tree, arguments) if self.opened else tree
 
     def holds(self) -> bool:
-        """Whether all that it read is as it was."""
+        """Return whether all guards of the program hold."""
         return self.reads.hold() and all(look.holds() for look in self.looks)
 
     def differing(self) -> list[str]:
-        """What is not."""
+        """Return the names of the reads and buffers whose guards fail."""
         return [
             *self.reads.differing(),
             *(f"a buffer at {look.where}" for look in self.looks if not look.holds()),
         ]
 
     def check_looks(self) -> None:
-        """ShardingError where buffers have other values than it was made for."""
+        """Raise ShardingError if a buffer has other values than the program was specialized to."""
         for look in self.looks:
             if not look.holds():
                 raise ShardingError(
@@ -124,11 +121,14 @@ class Captured:
                 )
 
     def at_places(self) -> list[Tensor]:
-        """The arguments that no caller passes: what is now in attributes and tables."""
+        """Return the tensors and numbers that runs take from attributes and tables."""
         return [place.tensor() for place in self.places]
 
     def numbers(self, besides: dict | None = None) -> list[tuple[str, int | float]]:
-        """Those that it takes as tensors, by their names; other than those in this table."""
+        """Return name and value of the numbers that the program takes as tensors.
+
+        besides: a table whose numbers are left out.
+        """
         return [
             (place.name, place.value())
             for place in self.places
@@ -138,8 +138,9 @@ class Captured:
     def described(
         self, owners: Mapping[int, str], besides: dict | None = None
     ) -> list[tuple[str, str]]:
-        """What it has read, and the numbers that it takes: their names and values now. owners: see
-        Reads.described.
+        """Return name and current value of everything that the program read, and of its numbers.
+
+        owners: see Guards.described.
         """
         return [
             *self.reads.described(owners),
@@ -147,21 +148,21 @@ class Captured:
         ]
 
     def kept_tensors(self, owners: Mapping[int, str]) -> list[tuple[str, Tensor]]:
-        """Tensors with values that are part of it: those that it has read, by their names, and
-        others without one.
-        """
+        """Return the constant tensors of the graph, each with the name it was read under or ""."""
         names = self.reads.tensors(owners)
-        held = [
+        constants = [
             getattr(self.constants, node.target)
             for node in self.graph.nodes
             if node.op == "get_attr"
         ]
         return [
-            (names.get(id(tensor), ""), tensor) for tensor in held if isinstance(tensor, Tensor)
+            (names.get(id(tensor), ""), tensor)
+            for tensor in constants
+            if isinstance(tensor, Tensor)
         ]
 
     def check_aliases(self, tensors: Sequence[Tensor]) -> None:
-        """ShardingError if one tensor is given as two inputs, of which the program changes one."""
+        """Raise ShardingError if one tensor is passed as two inputs and one of them is mutated."""
         places: dict[int, list[int]] = {}
         for i, tensor in enumerate(tensors):
             places.setdefault(id(tensor), []).append(i)
@@ -177,42 +178,46 @@ class Captured:
                 )
 
     def without_gradient(self) -> list[int]:
-        """The parameters and arguments that it computes no gradients of: in eager PyTorch no
-        backward comes to these.
-        """
+        """Return the parameters and arguments that get no gradient, as in eager PyTorch."""
         through = {out.input for out in self.outputs if out.kind == GRADIENT}
         return [
             i
-            for i, given in enumerate(self.inputs)
-            if given.kind in (PARAMETER, ARGUMENT) and i not in through
+            for i, each in enumerate(self.inputs)
+            if each.kind in (PARAMETER, ARGUMENT) and i not in through
         ]
 
     def parts(self) -> dict[int, int]:
-        """Of outputs that have a cotangent; none if all are one part."""
-        found = {
-            given.output: self.outputs[given.output].part
-            for given in self.inputs
-            if given.kind == TANGENT
-        }
-        return found if len(set(found.values())) > 1 else {}
+        """Return the component of each output that has a cotangent.
 
-    def flowing(self, given: set[int], gradients: Sequence[Any]) -> Sequence[Any]:
-        """Outputs of kind GRADIENT: None where eager PyTorch computes none, as it comes from
-        outputs of which none has a cotangent.
+        Return {} if all of them are in one component.
         """
-        made = (out for out in self.outputs if out.kind == GRADIENT)
+        components = {
+            each.output: self.outputs[each.output].part
+            for each in self.inputs
+            if each.kind == TANGENT
+        }
+        return components if len(set(components.values())) > 1 else {}
+
+    def flowing(self, with_cotangent: set[int], gradients: Sequence[Any]) -> Sequence[Any]:
+        """Return the gradients, with None where no output that reaches the input has a cotangent.
+
+        Eager PyTorch computes no gradient there. with_cotangent: the outputs that have one.
+        """
+        gradient_outputs = (out for out in self.outputs if out.kind == GRADIENT)
         return [
-            value if out.of & given or not out.of else None for out, value in zip(made, gradients)
+            value if out.of & with_cotangent or not out.of else None
+            for out, value in zip(gradient_outputs, gradients)
         ]
 
     def observe(self, values: Sequence[Any]) -> None:
-        """Puts the outputs of kind OBSERVED where the program's hooks of gradients put them."""
-        for left in self.observed:
-            left.filled(values).write()
+        """Store the outputs of kind OBSERVED where the gradient hooks of the program put them."""
+        for mutation in self.observed:
+            mutation.fill(values).write()
 
     def visible(self) -> set[int]:
-        """The outputs that pytree finds in the result; if all of its tensors are in objects, those
-        in objects.
+        """Return the outputs that pytree finds in the result.
+
+        If all tensors of the result are inside of objects, return those.
         """
         tree = pytree.tree_unflatten([*range(len(self.result_leaves))], self.results)
         places = {slot: output for output, slot in enumerate(self.result_slots)}
@@ -221,5 +226,5 @@ class Captured:
             for leaf in pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Opened))
             if isinstance(leaf, int)
         ]
-        found = {places[leaf] for leaf in seen if leaf in places}
-        return found or set(places.values())
+        visible_outputs = {places[leaf] for leaf in seen if leaf in places}
+        return visible_outputs or set(places.values())

@@ -1,4 +1,4 @@
-"""Tensors of a trace: values in which in-place updates have been turned into new ones."""
+"""Functional tensors of a trace: in-place updates become new values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from ..compat.private_apis import (
 from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
 from .rewrites.masked_indexing import SELECTING
-from .state.mutations import Tables, check_alike
+from .state.mutations import Tables
+from .state.rebound_state import check_alike
 from .state.value_guards import ValueGuards
 from .state.variable_tables import Table
 from .trace_context import at_once
@@ -35,46 +36,55 @@ _ITEM = aten._local_scalar_dense.default
 
 
 class Functional(FunctionalTensorMode):
-    """Turns in-place updates into values; leaves out the checks of values, which a program has only
-    when it runs.
+    """The functionalization mode of a trace.
+
+    It drops checks of values, which a trace does not have.
     """
 
-    def __init__(self, tables: Tables, known: ValueGuards):
+    def __init__(self, tables: Tables, value_guards: ValueGuards) -> None:
         super().__init__()
-        self.tables, self.known = tables, known
-        known.entry_of = self._entry
-        self.views: dict[
-            int, tuple[Tensor, tuple | None]
-        ] = {}  # of tensors that are no inputs: and the entry that holds those
+        self.tables, self.value_guards = tables, value_guards
+        value_guards.entry_of = self._entry_of
+        # views of tensors that are no inputs, each with the table entry of its base, by id
+        self.views: dict[int, tuple[Tensor, tuple | None]] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func in _CHECKS:
             return None
         if func is _ITEM:
-            if (found := self.ask(args[0])) is not None:
-                return found.item()
-            if (entry := self._entry(args[0])) is not None:
+            if (constant := self.ask(args[0])) is not None:
+                return constant.item()
+            if (entry := self._entry_of(args[0])) is not None:
                 with at_once():
-                    self.known.see(*entry, user_line())
-        if func in SELECTING and (found := self._selected(func, args, kwargs or {})) is not None:
-            return found
+                    self.value_guards.record(*entry, user_line())
+        if (
+            func in SELECTING
+            and (constant := self._evaluate_selection(func, args, kwargs or {})) is not None
+        ):
+            return constant
         if func._schema.is_mutable:
             for parameter, value in zip(func._schema.arguments, args):
-                if parameter.alias_info is not None and (entry := self._entry(value)) is not None:
-                    raise Changes(entry)
-        with _whole(func):
+                if (
+                    parameter.alias_info is not None
+                    and (entry := self._entry_of(value)) is not None
+                ):
+                    raise UnlistedMutation(entry)
+        with _interpolation_in_one_piece(func):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
-            self.views[id(result)] = result, self._entry(args[0])
+            self.views[id(result)] = result, self._entry_of(args[0])
         return (
             result
             if func.is_view or func._schema.is_mutable
-            else pytree.tree_map_only(Tensor, self._of_program, result)
+            else pytree.tree_map_only(Tensor, self._as_functional, result)
         )
 
-    def _of_program(self, tensor: Tensor) -> Tensor:
-        """What has been computed, as a tensor of the program; torch leaves those alone that are
-        computed of none of its tensors.
+    def _as_functional(self, tensor: Tensor) -> Tensor:
+        """Return a result as a functional tensor.
+
+        torch does not wrap results of operations without functional operands.
         """
         return (
             tensor
@@ -83,8 +93,9 @@ class Functional(FunctionalTensorMode):
         )
 
     def ask(self, tensor: Tensor, is_shape: bool = False) -> Tensor | None:
-        """Its values, if they are known while it is traced; else None. is_shape: they decide on the
-        shape of something.
+        """Return the values of a tensor if they are known during the trace, else None.
+
+        is_shape: the values decide on a shape.
         """
         tracer = get_proxy_mode().tracer
         slot = get_proxy_slot(
@@ -92,62 +103,59 @@ class Functional(FunctionalTensorMode):
         )
         with at_once():
             if slot is not None:
-                return self.known.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
+                return self.value_guards.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
             if not is_shape or type(tensor) is not Tensor or is_functorch_wrapped_tensor(tensor):
                 return None
-            found = self._entry(tensor) or ({"a tensor": tensor}, ("a tensor",))
-            return tensor if self.known.see(*found, user_line()) else None
+            entry = self._entry_of(tensor) or ({"a tensor": tensor}, ("a tensor",))
+            return tensor if self.value_guards.record(*entry, user_line()) else None
 
     def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
-        """The indices of what a mask selects, a constant for each of its dimensions; None if its
-        values are not known.
+        """Return the indices that a mask selects, a constant for each dimension.
+
+        Return None if the values of the mask are not known.
         """
-        if (known := self.ask(mask, True)) is None:
+        if (values := self.ask(mask, True)) is None:
             return None
         with at_once():
-            rows = known.nonzero().unbind(1)
+            rows = values.nonzero().unbind(1)
         return self._constants(rows)
 
     def _constants(self, values: Any) -> Any:
         with self:
             return pytree.tree_map_only(Tensor, aten.lift_fresh.default, values)
 
-    def _selected(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
-        """The results of an operation on values that are known, as constants; None if they are not."""
-        known = {
+    def _evaluate_selection(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        """Return the results of an operation on known values as constants, else None."""
+        constants = {
             id(t): self.ask(t, True)
             for t in pytree.tree_leaves((args, kwargs))
             if isinstance(t, Tensor)
         }
-        if any(values is None for values in known.values()):
+        if any(values is None for values in constants.values()):
             return None
         with at_once():
-            args, kwargs = pytree.tree_map_only(Tensor, lambda t: known[id(t)], (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: constants[id(t)], (args, kwargs))
             results = func(*args, **kwargs)
         return self._constants(results)
 
-    def _entry(self, value: Any) -> tuple | None:
-        """The entry of a table that holds it, if it is no tensor of the program."""
+    def _entry_of(self, value: Any) -> tuple | None:
+        """Return the table entry of a tensor that is no functional tensor, else None."""
         if not isinstance(value, Tensor) or isinstance(value, FunctionalTensor):
             return None
         return self.views[id(value)][1] if id(value) in self.views else self.tables.owner_of(value)
 
 
-class Changes(Exception):
-    """The program changes a tensor in place that is in this entry, a root and a path, and none of
-    its inputs.
-    """
+class UnlistedMutation(Exception):
+    """A mutation of a tensor in a table entry that is no input of the program."""
 
-    def __init__(self, entry: tuple[Table, tuple]):
+    def __init__(self, entry: tuple[Table, tuple]) -> None:
         super().__init__()
         self.entry = entry
 
 
 @contextmanager
-def _whole(func: OpOverload) -> Iterator[None]:
-    """Keeps an interpolation in one piece, which torch 2.9 would replace by its body in Python, a
-    gather of rows.
-    """
+def _interpolation_in_one_piece(func: OpOverload) -> Iterator[None]:
+    """Keep an interpolation one operation; torch 2.9 would decompose it into a gather of rows."""
     key = DispatchKey.CompositeImplicitAutograd
     body = func.py_kernels.pop(key, None) if "upsample_nearest" in func.name() else None
     try:
@@ -158,8 +166,8 @@ def _whole(func: OpOverload) -> Iterator[None]:
 
 
 def set_data(input: Tensor, data: Tensor) -> None:
-    """`input.data = data` in a trace: from here on the one is in the memory of the other."""
-    if not isinstance(input, FunctionalTensor):  # it becomes one when its change in place is found
+    """Run `input.data = data` in a trace: both share memory from here on."""
+    if not isinstance(input, FunctionalTensor):  # the mutation makes it an input in the next trace
         input.copy_(data)
         return
     check_alike("a tensor", input, data)
@@ -170,9 +178,11 @@ def set_data(input: Tensor, data: Tensor) -> None:
 
 
 def unwrap(tensor: Tensor) -> Tensor:
+    """Return the current value of a functional tensor."""
     _sync(tensor)
     return _from_functional_tensor(tensor.elem)
 
 
 def was_mutated(tensor: Tensor, before: Tensor) -> bool:
+    """Return whether a functional tensor has another value than before."""
     return unwrap(tensor) is not before

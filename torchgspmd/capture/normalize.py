@@ -1,5 +1,6 @@
-"""The traced graph as the passes want it: names that read well, cotangents as inputs, no
-identities, no dead code.
+"""Normal form of a traced graph.
+
+Names are readable, cotangents are inputs, and identities and dead code are removed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.def
 def normalize(
     traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]
 ) -> tuple[fx.Graph, list[Input]]:
-    """A copy, and its inputs: those given, then the tangents (number of an output, what stood for
-    its cotangent).
+    """Return a normalized copy of the graph, and its inputs.
+
+    The inputs are the given ones, then the tangents. tangents: (output index, the seed that stood
+    for its cotangent).
     """
     old_nodes = list(traced.nodes)
     placeholders = [n for n in old_nodes if n.op == "placeholder"]
     results = list(pytree.tree_leaves(old_nodes[-1].args, is_leaf=lambda x: x is None))
     inputs, graph, new = list(inputs), fx.Graph(), {}
-    names = _identifiers([given.name for given in inputs])
+    names = _identifiers([each.name for each in inputs])
     for node, name in zip(placeholders, names):
         new[node] = graph.placeholder(name)
         _copy_meta(node, new[node])
@@ -46,9 +49,8 @@ def normalize(
     for node in old_nodes:
         if node.target in _IDENTITIES:
             new[node] = new[node.args[0]]
-        elif node.target is aten._to_copy.default and not isinstance(
-            node.args[0], fx.Node
-        ):  # vmap makes tensors of numbers
+        elif node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):
+            # vmap turns numbers into tensors
             new[node] = graph.call_function(
                 aten.scalar_tensor.default, node.args, {"dtype": node.meta["val"].dtype}
             )
@@ -61,48 +63,52 @@ def normalize(
             new[node] = graph.node_copy(node, new.__getitem__)
             _copy_meta(node, new[node])
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
-    _share_random(graph)
-    _share_views(graph)
+    _reuse_random_values(graph)
+    _merge_equal_views(graph)
     graph.eliminate_dead_code()
     return graph, inputs
 
 
 def _identifier(name: str) -> str:
-    """A qualified name as a Python identifier: `0.weight` as `_0_weight`."""
+    """Return a qualified name as a Python identifier: `0.weight` as `_0_weight`."""
     word = re.sub(r"\W", "_", name)
     return word if word.isidentifier() and not keyword.iskeyword(word) else f"_{word}"
 
 
 def _identifiers(names: list[str]) -> list[str]:
-    """Of names, another one for each: the second `h` is `h_1`."""
-    found: dict[str, None] = {}
+    """Return distinct identifiers for the names: the second `h` is `h_1`."""
+    identifiers: dict[str, None] = {}
     for name in map(_identifier, names):
-        found[
+        identifiers[
             next(
                 each
                 for each in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
-                if each not in found
+                if each not in identifiers
             )
         ] = None
-    return list(found)
+    return list(identifiers)
 
 
 def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
-    """The ones_like nodes that start the backward: as many as there are tangents, the first of the
-    backward's nodes.
+    """Return the ones_like nodes that start the backward, one for each tangent.
+
+    They are the first nodes of the backward.
     """
-    started = itertools.dropwhile(lambda n: not n.meta.get("custom", {}).get("backward"), nodes)
-    seeds = [n for n in started if n.target is aten.ones_like.default]
+    backward_nodes = itertools.dropwhile(
+        lambda n: not n.meta.get("custom", {}).get("backward"), nodes
+    )
+    seeds = [n for n in backward_nodes if n.target is aten.ones_like.default]
     return seeds[: len(tangents)]
 
 
 def _copy_meta(source: fx.Node, target: fx.Node) -> None:
-    """Sizes that depend on values are 1 from here on: what has size 1 is never sharded. Such
-    operations are marked as dynamic.
+    """Copy the metadata of a node, and mark operations of dynamic size.
+
+    Sizes that depend on values are 1 from here on, since a dimension of size 1 is never sharded.
     """
     custom = source.meta.get("custom") or {}
     target.meta = {
-        "val": pytree.tree_map(_settled, source.meta.get("val")),
+        "val": pytree.tree_map(_without_symbols, source.meta.get("val")),
         "source": custom.get("source"),
         "backward": custom.get("backward", False),
         "captured": target.name,
@@ -112,37 +118,38 @@ def _copy_meta(source: fx.Node, target: fx.Node) -> None:
     )
     pointwise = isinstance(source.target, OpOverload) and torch.Tag.pointwise in source.target.tags
     if any(
-        _is_open(v) if isinstance(v, Tensor) else isinstance(v, NUMBERS) and not pointwise
+        _has_symbolic_shape(v)
+        if isinstance(v, Tensor)
+        else isinstance(v, NUMBERS) and not pointwise
         for v in values
     ):
         target.meta["dynamic"] = True
 
 
-def _is_open(tensor: Tensor) -> bool:
+def _has_symbolic_shape(tensor: Tensor) -> bool:
     return any(isinstance(n, torch.SymInt) for n in tensor.shape)
 
 
-def _settled(value: Any) -> Any:
-    """A fake tensor or number with 1 for every number that depends on values."""
+def _without_symbols(value: Any) -> Any:
+    """Return a fake tensor or number with 1 for every number that depends on values."""
     if isinstance(value, NUMBERS):
         expression = value.node.expr
         number = expression.subs(dict.fromkeys(expression.free_symbols, 1))
         if isinstance(value, torch.SymInt):
             return max(int(number), 0)
         return bool(number) if isinstance(value, torch.SymBool) else float(number)
-    if isinstance(value, Tensor) and _is_open(value):
+    if isinstance(value, Tensor) and _has_symbolic_shape(value):
         with value.fake_mode:
             return torch.empty(
-                [_settled(n) for n in value.shape], dtype=value.dtype, device=value.device
+                [_without_symbols(n) for n in value.shape], dtype=value.dtype, device=value.device
             )
     return value
 
 
-def _share_random(graph: fx.Graph) -> None:
-    """A random operation that checkpointing repeats in the backward takes the value that the
-    forward drew.
+def _reuse_random_values(graph: fx.Graph) -> None:
+    """Replace random operations that checkpointing repeats by the value that forward drew.
 
-    Two nodes compute the same if their targets and canonical arguments agree; the n-th random node
+    Two nodes compute the same if their targets and canonical arguments agree. The n-th random node
     of the backward with given arguments repeats the n-th of the forward.
     """
     canonical: dict[fx.Node, Any] = {}
@@ -172,9 +179,10 @@ def _share_random(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def _share_views(graph: fx.Graph) -> None:
-    """Equal views of one value become one, and equal results of one operation, so that what a loop
-    takes of a weight every time is brought to where it is used once.
+def _merge_equal_views(graph: fx.Graph) -> None:
+    """Merge equal views of one value, and equal results of one operation.
+
+    A view of a weight that a loop takes in every step is then resharded once.
     """
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -189,12 +197,15 @@ def _share_views(graph: fx.Graph) -> None:
 
 
 def _is_view(target: Any) -> bool:
-    """Whether the result has the elements of the operand, and no memory of its own."""
+    """Return whether the result of an operator shares the memory of its operand."""
     return isinstance(target, OpOverload) and target.is_view
 
 
 def _is_profiling(target: Any) -> bool:
-    """What torch.profiler.record_function leaves behind; every optimizer's step is inside of one."""
+    """Return whether the target comes from torch.profiler.record_function.
+
+    The step of every optimizer is inside of one.
+    """
     return isinstance(target, OpOverload) and target.namespace == "profiler"
 
 

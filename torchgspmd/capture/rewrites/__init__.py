@@ -1,1 +1,1 @@
-"""What is traced in the place of functions of torch."""
+"""Functions that a trace calls in place of functions of torch."""

@@ -1,4 +1,4 @@
-"""F.embedding_bag as a lookup and a reduction, which have rules of their own, in the backward too."""
+"""F.embedding_bag as a lookup and a reduction, which have sharding rules, also in the backward."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
-):
-    """input [b, l] with bags of equal length, or [n] with the offsets [b] of bags; weight [v, d] ->
-    [b, d]. Gradients are dense.
+) -> Any:
+    """Reduce the rows of weight [v, d] in each bag; return [b, d].
+
+    input is [b, l] with bags of equal length, or [n] with the offsets [b] of bags. Gradients are
+    dense.
     """
     if max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean", "max"):
         return NotImplemented

@@ -1,5 +1,6 @@
-"""PyTorch's functions over lists of tensors, tensor by tensor: what torch.optim calls with
-foreach=True and fused=True.
+"""PyTorch's functions over lists of tensors, tensor by tensor.
+
+torch.optim calls them with foreach=True and fused=True.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from torch import Tensor
 
 
 def tensor_by_tensor(function: Callable) -> Callable | None:
-    """What computes the same as torch._foreach_x by calls of torch.x, or of Tensor.x_; None for
-    other functions.
+    """Return a body of torch._foreach_x that calls torch.x or Tensor.x_ for each tensor.
+
+    Return None for other functions.
     """
     name = getattr(function, "__name__", "").removeprefix("_foreach_")
     if name in _FUSED:
@@ -34,6 +36,7 @@ def tensor_by_tensor(function: Callable) -> Callable | None:
 
 
 def _entry(argument: Any, i: int) -> Any:
+    """Return the i-th entry of a list or vector, or the argument itself."""
     packed = isinstance(argument, (list, tuple)) or isinstance(argument, Tensor) and argument.dim()
     return argument[i] if packed else argument
 
@@ -44,8 +47,8 @@ def _addc(x: Tensor, term: Tensor, value: Any, in_place: bool) -> Tensor:
     )
 
 
-def _bound(bound: Callable, name: str) -> Callable:
-    """maximum_ and minimum_, which Tensor does not have; the other operand may be a number."""
+def _in_place_bound(bound: Callable, name: str) -> Callable:
+    """Return maximum_ or minimum_, which Tensor lacks; the other operand may be a number."""
     return lambda x, other: (
         x.copy_(bound(x, other)) if isinstance(other, Tensor) else getattr(x, name)(other)
     )
@@ -70,17 +73,19 @@ _SINGLE: dict[str, Callable] = {
     "minimum": lambda x, other: (
         torch.minimum(x, other) if isinstance(other, Tensor) else x.clamp_max(other)
     ),
-    "maximum_": _bound(torch.maximum, "clamp_min_"),
-    "minimum_": _bound(torch.minimum, "clamp_max_"),
+    "maximum_": _in_place_bound(torch.maximum, "clamp_min_"),
+    "minimum_": _in_place_bound(torch.minimum, "clamp_max_"),
     "norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
     "powsum": lambda x, ord=2, dtype=None: x.to(dtype or x.dtype).abs().pow(ord).sum(),
 }
 
 
-# ------------------------------------------------------------------------------------------ optimizers as one kernel
+# ------------------------------------------------------------ optimizers as one kernel
 
 
 def _adam(decoupled: bool) -> Callable:
+    """Return the body of _fused_adam_, or of _fused_adamw_ (decoupled weight decay)."""
+
     def body(
         params: Any,
         grads: Any,
@@ -98,13 +103,13 @@ def _adam(decoupled: bool) -> Callable:
         maximize: bool,
         grad_scale: Any = None,
         found_inf: Any = None,
-    ):
+    ) -> Any:
         if grad_scale is not None or found_inf is not None:
             return NotImplemented
         for i, (p, g, m, v, step) in enumerate(
             zip(params, grads, exp_avgs, exp_avg_sqs, state_steps)
         ):
-            g, done = -g if maximize else g, step.double()
+            g, step_count = -g if maximize else g, step.double()
             if decoupled:
                 p.mul_(1 - lr * weight_decay)
             elif weight_decay:
@@ -113,8 +118,10 @@ def _adam(decoupled: bool) -> Callable:
             v.mul_(beta2).add_(g * g * (1 - beta2))
             if amsgrad:
                 max_exp_avg_sqs[i].copy_(torch.maximum(max_exp_avg_sqs[i], v))
-            root = (max_exp_avg_sqs[i] if amsgrad else v).sqrt() / (1 - beta2**done).sqrt() + eps
-            p.sub_(m / root * (lr / (1 - beta1**done)))
+            root = (max_exp_avg_sqs[i] if amsgrad else v).sqrt() / (
+                1 - beta2**step_count
+            ).sqrt() + eps
+            p.sub_(m / root * (lr / (1 - beta1**step_count)))
         return params
 
     return body
@@ -134,7 +141,8 @@ def _sgd(
     is_first_step: bool,
     grad_scale: Any = None,
     found_inf: Any = None,
-):
+) -> Any:
+    """Run _fused_sgd_ tensor by tensor."""
     if grad_scale is not None or found_inf is not None:
         return NotImplemented
     for i, (p, g) in enumerate(zip(params, grads)):

@@ -1,7 +1,7 @@
-"""The bodies of PyTorch's Python functions, run so that the calls in them are seen one by one.
+"""Inlining of PyTorch's Python functions, so that a mode sees the calls in them.
 
-A function such as F.gumbel_softmax gives itself to an active TorchFunctionMode as one call, and the
-mode is off while it handles it: products and attention inside would be missed.
+F.gumbel_softmax, for example, passes itself to an active TorchFunctionMode as one call. The mode is
+off while it handles the call, and would miss products and attention inside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .foreach import tensor_by_tensor
 from .multihead_attention import multi_head_attention
 from .rnn import RECURRENT
 
-OURS: dict[Callable, Callable] = {
+REWRITTEN_BODIES: dict[Callable, Callable] = {
     **RECURRENT,
     F.embedding_bag: embedding_bag,
     F.multi_head_attention_forward: multi_head_attention,
@@ -27,34 +27,39 @@ OURS: dict[Callable, Callable] = {
 
 @cache
 def bodies(function: Callable) -> tuple[Callable, ...]:
-    """What computes the same by calls that a mode sees, the better first; NotImplemented from one:
-    take the next.
+    """Return functions that compute the same by calls that a mode sees, the better first.
+
+    One that returns NotImplemented is followed by the next.
     """
     return tuple(
         body
-        for body in (OURS.get(function), tensor_by_tensor(function), _body_of(function))
+        for body in (
+            REWRITTEN_BODIES.get(function),
+            tensor_by_tensor(function),
+            _copy_without_dispatch(function),
+        )
         if body is not None
     )
 
 
-def _body_of(function: Callable) -> Callable | None:
-    """A copy of a function of torch that does not give itself away but runs; None for what is not
-    written so in Python.
+def _copy_without_dispatch(function: Callable) -> Callable | None:
+    """Return a copy of a Python function of torch that runs instead of dispatching to a mode.
+
+    Return None for other functions.
     """
     if not isinstance(function, FunctionType) or not str(function.__module__).startswith("torch."):
         return None
-    asks = {
-        name: _nobody
+    overrides = {
+        name: _no_torch_function
         for name in function.__code__.co_names
         if name.startswith("has_torch_function") and name in function.__globals__
     }
-    if (
-        not asks or "__class__" in function.__code__.co_freevars
-    ):  # super() gives the method that is called as this one
+    # A copy of a method with super() would not be the method that super() looks up.
+    if not overrides or "__class__" in function.__code__.co_freevars:
         return None
     copy = FunctionType(
         function.__code__,
-        {**function.__globals__, **asks},
+        {**function.__globals__, **overrides},
         function.__name__,
         function.__defaults__,
         function.__closure__,
@@ -63,6 +68,6 @@ def _body_of(function: Callable) -> Callable | None:
     return copy
 
 
-def _nobody(*tensors: Any) -> bool:
-    """In the place of torch.overrides.has_torch_function."""
+def _no_torch_function(*tensors: Any) -> bool:
+    """Return False; stands for torch.overrides.has_torch_function."""
     return False

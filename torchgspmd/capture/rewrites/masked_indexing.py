@@ -1,9 +1,10 @@
-"""Elements that are selected by values: x[mask], nonzero, unique, repeat_interleave. Where the
-values are known while a program is traced (known.py), the result has a shape like any other.
+"""Selection by values: x[mask], nonzero, unique, repeat_interleave.
 
-    x[:, self.mask]                         becomes x[:, [0, 2, 3]], for the mask that is there
-    torch.unique(self.ids)                  a constant
-    x[x > 0]                                stays what it is: its size is found when the program runs
+    x[:, self.mask]             becomes x[:, [0, 2, 3]], for the current mask
+    torch.unique(self.ids)      a constant
+    x[x > 0]                    stays as it is: its size is dynamic
+
+The shape of the result is static if the values are known during the trace (value_guards.py).
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ SELECTING = {
 
 
 class Trace(Protocol):
-    """What is known while a program is traced."""
+    """The values that are known during a trace."""
 
     def ask(self, tensor: Tensor, is_shape: bool = False) -> Tensor | None:
-        """Its values; is_shape: they decide on the shape of something."""
+        """Return the values of a tensor, or None. is_shape: they decide on a shape."""
 
     def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
-        """The indices of what a mask selects, a constant for each of its dimensions."""
+        """Return the indices that a mask selects, a constant for each dimension, or None."""
 
 
 def _index(trace: Trace, x: Tensor, index: Any) -> tuple[Callable, tuple]:
-    """x[index] with indices in the place of masks."""
-    given = index if isinstance(index, tuple) else (index,)
-    given = tuple(
-        torch.tensor(e) if isinstance(e, numpy.ndarray) and e.dtype == bool else e for e in given
+    """Return the call of x[index] with indices in place of masks."""
+    indices = index if isinstance(index, tuple) else (index,)
+    indices = tuple(
+        torch.tensor(e) if isinstance(e, numpy.ndarray) and e.dtype == bool else e for e in indices
     )
     entries: list[Any] = []
-    for at, entry in zip(positions(x, given), given):
+    for at, entry in zip(positions(x, indices), indices):
         is_mask = (
             isinstance(entry, Tensor)
             and entry.dtype in _MASKS
@@ -63,6 +64,7 @@ def _index(trace: Trace, x: Tensor, index: Any) -> tuple[Callable, tuple]:
 
 
 def _select(trace: Trace, x: Tensor, mask: Tensor) -> tuple[Callable, tuple]:
+    """Return the call of masked_select, with indices in place of a known mask."""
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     rows = trace.rows(mask.expand(shape)) if shape else None
     return (
@@ -75,8 +77,9 @@ def _select(trace: Trace, x: Tensor, mask: Tensor) -> tuple[Callable, tuple]:
 def _split(
     trace: Trace, x: Tensor, borders: int | Sequence[int] | Tensor, *dim: int
 ) -> tuple[Callable, tuple]:
-    known = trace.ask(borders, True) if isinstance(borders, Tensor) else None
-    return Tensor.tensor_split, (x, borders if known is None else known.tolist(), *dim)
+    """Return the call of tensor_split, with numbers in place of known borders."""
+    constant = trace.ask(borders, True) if isinstance(borders, Tensor) else None
+    return Tensor.tensor_split, (x, borders if constant is None else constant.tolist(), *dim)
 
 
 SELECTIONS: dict[Callable, Callable[..., tuple[Callable, tuple]]] = {

@@ -1,8 +1,6 @@
-"""nn.MultiheadAttention with its dimensions kept: batch, position and head stay apart from the
-first product to the last.
+"""nn.MultiheadAttention with batch, position and head as dimensions of their own.
 
-PyTorch flattens [position, batch] and [batch, head] on the way, which would lose a layout of the
-batch.
+PyTorch flattens [position, batch] and [batch, head], which would lose a layout of the batch.
 """
 
 from __future__ import annotations
@@ -45,13 +43,16 @@ def multi_head_attention(
     static_v: Any = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
-):
-    """F.multi_head_attention_forward of query [l, n, i], key and value [s, n, i], or without n."""
+) -> Any:
+    """Run F.multi_head_attention_forward on query [l, n, i], key and value [s, n, i].
+
+    The inputs may lack n.
+    """
     inputs, width = (query, key, value), embed_dim_to_check
     if (
         add_zero_attn
         or any(t is not None for t in (bias_k, bias_v, static_k, static_v))
-        or not _regular(inputs, width, num_heads)
+        or not _is_supported(inputs, width, num_heads)
     ):
         return NotImplemented  # rare, or a mistake that PyTorch will explain
     if is_causal and attn_mask is None:
@@ -85,7 +86,8 @@ def multi_head_attention(
     return y, seen
 
 
-def _regular(inputs: tuple[Tensor, ...], width: int, heads: int) -> bool:
+def _is_supported(inputs: tuple[Tensor, ...], width: int, heads: int) -> bool:
+    """Return whether the shapes are regular; PyTorch reports mistakes."""
     query, key, value = inputs
     return (
         query.dim() in (2, 3)
@@ -99,22 +101,22 @@ def _regular(inputs: tuple[Tensor, ...], width: int, heads: int) -> bool:
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
-    """[n, h, l, d]"""
+    """Project x [l, n, i] to heads [n, h, l, d]."""
     y = torch.einsum("lni,hdi->nhld", x, weight.view(heads, -1, weight.shape[-1]))
     return y if bias is None else y + bias.to(y.dtype)
 
 
 def _mask(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-    """What is added to the scores [n, h, l, s]: -inf where a boolean mask is True."""
+    """Return the mask to add to the scores [n, h, l, s]: -inf where a boolean mask is True."""
     n, h = q.shape[:2]
-    parts = [] if mask is None else [mask if mask.dim() == 2 else mask.view(n, h, *mask.shape[1:])]
+    masks = [] if mask is None else [mask if mask.dim() == 2 else mask.view(n, h, *mask.shape[1:])]
     if padding is not None:
-        parts.append(padding[..., None, None, :])  # [n, 1, 1, s], or [1, 1, s]
-    parts = [
+        masks.append(padding[..., None, None, :])  # [n, 1, 1, s], or [1, 1, s]
+    masks = [
         torch.zeros_like(p, dtype=q.dtype).masked_fill(p, -math.inf) if p.dtype is torch.bool else p
-        for p in parts
+        for p in masks
     ]
-    return sum(parts[1:], parts[0]) if parts else None
+    return sum(masks[1:], masks[0]) if masks else None
 
 
 def _without_weights(

@@ -1,9 +1,11 @@
-"""While a model is captured, its linear, matmul, einsum and attention calls, and losses of volumes,
-become operations that keep their dimensions; and istft one that does not look at values.
+"""Products, attention and losses of volumes as operations that keep their dimensions.
 
-REPLACEMENTS: functions of PyTorch's Python interface, and what the trace calls in their place. What
-cannot be expressed (repeated letters, broadcast batch dimensions of size 1, ...) returns
-NotImplemented and is left to PyTorch: correct all the same.
+    F.linear(x, w)      # x [a, c, b], w [d, b]: einsum("acb,db->acd"), without a flattened batch
+
+REPLACEMENTS maps functions of PyTorch's Python interface to what a trace calls in their place. A
+replacement returns NotImplemented for what it cannot express, such as repeated letters or broadcast
+batch dimensions of size 1. PyTorch's own function runs then, and is correct all the same. istft is
+here because PyTorch's reads values.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from ...shard_spec import SpecLike
 
 
 def _mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
+    """Run mark_sharding as an operation of the graph."""
     return mark_sharding_op(tensor, str(mesh), str(check_mark(tensor, mesh, spec)))
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """The operands as autocast would give them to a matmul."""
+    """Return the operands as autocast would pass them to a matmul."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -39,14 +42,16 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     ]
 
 
-def _einsum(equation: str, a: Tensor, b: Tensor):
+def _einsum(equation: str, a: Tensor, b: Tensor) -> Any:
+    """Contract two operands; autocast applies."""
     a, b = _autocast(a, b)
     if a.dtype != b.dtype or a.is_sparse or b.is_sparse:
         return NotImplemented
     return einsum(equation, a, b)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None):
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Run F.linear without flattening the batch."""
     if weight.dim() != 2 or input.dim() < 1:
         return NotImplemented
     lead = ascii_letters[2 : input.dim() + 1]
@@ -54,7 +59,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None):
     return y if bias is None or y is NotImplemented else y + bias.to(y.dtype)
 
 
-def _matmul(input: Tensor, other: Tensor):
+def _matmul(input: Tensor, other: Tensor) -> Any:
+    """Run torch.matmul as an einsum of the two operands."""
     if (
         not isinstance(input, Tensor)
         or not isinstance(other, Tensor)
@@ -73,12 +79,14 @@ def _matmul(input: Tensor, other: Tensor):
     return _einsum(f"{a},{b}->{batch}{rows}{columns}", input, other)
 
 
-def _reflected_matmul(input: Tensor, other: Tensor):
+def _reflected_matmul(input: Tensor, other: Tensor) -> Any:
     return _matmul(other, input)
 
 
-def _matrix_product(dims: int):
-    def product(input: Tensor, mat2: Tensor, **options: Any):
+def _matrix_product(dims: int) -> Callable:
+    """Return the body of mm (2 dimensions) or bmm (3 dimensions)."""
+
+    def product(input: Tensor, mat2: Tensor, **options: Any) -> Any:
         return (
             NotImplemented
             if options or input.dim() != dims or mat2.dim() != dims
@@ -88,8 +96,8 @@ def _matrix_product(dims: int):
     return product
 
 
-def _torch_einsum(*args: Any):
-    """torch.einsum as a chain of two-operand contractions, from left to right."""
+def _torch_einsum(*args: Any) -> Any:
+    """Run torch.einsum as a chain of contractions of two operands, from left to right."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = operands[0]
@@ -117,7 +125,10 @@ def _torch_einsum(*args: Any):
 
 
 def _explicit(equation: str, operands: Any) -> list[str] | None:
-    """The letters of every operand and of the result; None for what einsum() does not take."""
+    """Return the letters of every operand and of the result.
+
+    Return None for what einsum() does not take.
+    """
     left, arrow, out = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if "..." in equation:
@@ -149,9 +160,10 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-):
-    """F.scaled_dot_product_attention: one node where nothing is between the two products, else
-    einsums and a softmax.
+) -> Any:
+    """Run F.scaled_dot_product_attention as one node, or as einsums and a softmax.
+
+    It is one node if nothing comes between the two products.
     """
     if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
         return NotImplemented
@@ -170,7 +182,7 @@ def _attention(
         empty = None
         if attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, float("-inf"))
-            empty = ~attn_mask.any(-1, keepdim=True)  # rows without any key are 0, not NaN
+            empty = ~attn_mask.any(-1, keepdim=True)  # a row without keys is 0, not NaN
         else:
             scores = scores + attn_mask
         weights = scores.softmax(-1)
@@ -181,8 +193,8 @@ def _attention(
     return einsum(f"{lead}st,{lead}tx->{lead}sx", weights, value)
 
 
-def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None):
-    """Around the end, as a concatenation: PyTorch writes into slices of a new tensor."""
+def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
+    """Pad circularly by a concatenation; PyTorch writes into slices of a new tensor."""
     if (
         mode != "circular"
         or min(pad) < 0
@@ -209,7 +221,8 @@ def _cross_entropy(
     reduce: Any = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-):
+) -> Any:
+    """Run F.cross_entropy of volumes, with class indices as targets."""
     if input.dim() < 5 or target.is_floating_point() or label_smoothing:
         return NotImplemented
     return _nll_loss(
@@ -225,8 +238,11 @@ def _nll_loss(
     ignore_index: int = -100,
     reduce: Any = None,
     reduction: str = "mean",
-):
-    """Of volumes [n, c, x, y, z] and more dimensions, which PyTorch flattens to [n, c, 1, x y z]."""
+) -> Any:
+    """Compute the loss of volumes [n, c, x, y, z, ...].
+
+    PyTorch flattens them to [n, c, 1, x y z].
+    """
     if input.dim() < 5 or size_average is not None or reduce is not None:
         return NotImplemented
     counts = target != ignore_index
@@ -254,9 +270,10 @@ def _istft(
     onesided: bool | None = None,
     length: int | None = None,
     return_complex: bool = False,
-):
-    """Without a look at whether the windows cover everything, which needs values: what they leave
-    out is NaN.
+) -> Any:
+    """Run istft without checking that the windows cover everything, which reads values.
+
+    What they do not cover is NaN.
     """
     hop, width = hop_length or n_fft // 4, win_length or n_fft
     onesided = input.shape[-2] != n_fft if onesided is None else onesided
@@ -267,11 +284,11 @@ def _istft(
         or input.shape[-2] != (n_fft // 2 + 1 if onesided else n_fft)
     ):
         return NotImplemented
-    of = input.mT * math.sqrt(n_fft) if normalized else input.mT  # [.., t, frequency]
+    spectrum = input.mT * math.sqrt(n_fft) if normalized else input.mT  # [.., t, frequency]
     frames = (
-        torch.fft.ifft(of, n_fft)
+        torch.fft.ifft(spectrum, n_fft)
         if return_complex
-        else torch.fft.irfft(of[..., : n_fft // 2 + 1], n_fft)
+        else torch.fft.irfft(spectrum[..., : n_fft // 2 + 1], n_fft)
     )
     if window is None:
         window = torch.ones(width, dtype=frames.real.dtype, device=input.device)
@@ -283,8 +300,8 @@ def _istft(
     )
     start = n_fft // 2 if center else 0
     end = total - start if length is None else min(start + length, total)
-    found = sums[..., start:end] / weights[start:end]
-    return found if length is None else F.pad(found, (0, length - (end - start)))
+    signal = sums[..., start:end] / weights[start:end]
+    return signal if length is None else F.pad(signal, (0, length - (end - start)))
 
 
 REPLACEMENTS: dict[Callable, Callable] = {

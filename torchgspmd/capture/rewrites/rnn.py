@@ -1,8 +1,9 @@
 """LSTM, GRU and RNN step by step, with batch, gate and hidden unit as dimensions of their own.
 
 PyTorch computes a layer as one kernel, or flattens [position, batch]. Each step becomes operations
-of the program, which grows with the length of the sequence. Formulas:
-https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html
+of the program, which grows with the length of the sequence.
+
+Formulas: https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html
 """
 
 from __future__ import annotations
@@ -38,15 +39,14 @@ def _simple(
 
 
 def _recurrent(cell: Callable, gates: int) -> Callable:
-    """torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu."""
+    """Return the body of torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu."""
 
-    def body(input: Tensor, hx: Any, params: Any, *options: Any):
+    def body(input: Tensor, hx: Any, params: Any, *options: Any) -> Any:
         if isinstance(params, Tensor):
             return NotImplemented  # a packed sequence
         has_biases, layers, dropout, train, bidirectional, batch_first = options
-        states = (
-            (hx,) if isinstance(hx, Tensor) else tuple(hx)
-        )  # [layers * directions, n, unit] each
+        # [layers * directions, n, unit] each
+        states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
         x, directions = (input.transpose(0, 1) if batch_first else input), 2 if bidirectional else 1
         each = len(params) // (layers * directions)
         last: list[tuple[Tensor, ...]] = []
@@ -74,7 +74,7 @@ def _recurrent(cell: Callable, gates: int) -> Callable:
 def _weights(
     params: Sequence[Tensor], has_biases: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(of the input, of the hidden state, their biases, of the projection)"""
+    """Return the weights of input and hidden state, their biases, and that of the projection."""
     biases = params[2:4] if has_biases else (None, None)
     projection = params[4 if has_biases else 2 :]
     return params[0], params[1], *biases, projection[0] if len(projection) else None
@@ -88,13 +88,13 @@ def _direction(
     weights: Sequence[Any],
     backwards: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x [l, n, i] -> [l, n, unit], and the last state"""
+    """Run x [l, n, i] through the cell; return the states [l, n, unit], and the last one."""
     of_input, of_hidden, bias, hidden_bias, projection = weights
-    added = _gates("lni,kui->lnku", x, of_input, bias, gates)
+    input_gates = _gates("lni,kui->lnku", x, of_input, bias, gates)
     outs: list[Tensor] = [x] * len(x)
     for t in reversed(range(len(x))) if backwards else range(len(x)):
         state = cell(
-            added[t], _gates("ni,kui->nku", state[0], of_hidden, hidden_bias, gates), state
+            input_gates[t], _gates("ni,kui->nku", state[0], of_hidden, hidden_bias, gates), state
         )
         if projection is not None:
             state = (F.linear(state[0], projection), *state[1:])
@@ -103,6 +103,7 @@ def _direction(
 
 
 def _gates(equation: str, x: Tensor, weight: Tensor, bias: Tensor | None, gates: int) -> Tensor:
+    """Return the contribution [..., gate, unit] of an input to the gates."""
     y = torch.einsum(equation, x, weight.view(gates, -1, weight.shape[-1]))
     return y if bias is None else y + bias.view(gates, -1).to(y.dtype)
 

@@ -1,11 +1,11 @@
-"""Sparse matrices (torch.sparse_coo_tensor), of which a program computes with the indices and
-values: layouts are of dense tensors.
+"""Sparse matrices (torch.sparse_coo_tensor) as dense indices and values.
 
     near @ x            torch.zeros(n, k).index_add(0, rows, values[:, None] * x[columns])
 
-One that is an argument is taken apart into both (objects.py); one that the program makes, or finds
-in an attribute or variable, keeps them beside it. Entries of one index count as their sum, as in
-PyTorch, so that what is not linear in them has no way here.
+Layouts are of dense tensors. A sparse argument is taken apart into both (object_trees.py). A sparse
+tensor that the program creates, or reads from an attribute or variable, carries both beside it.
+Entries with one index count as their sum, as in PyTorch. Functions that are not linear in the
+entries are therefore not supported.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
 from ...compat.private_apis import is_missing
-from ..trace_context import at_once, check_dense, is_capturing
+from ..trace_context import at_once, is_capturing
+from ..unsupported import check_dense
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Of a sparse tensor."""
+    """The indices and values of a sparse tensor."""
 
     indices: Tensor  # [dimensions, entries]
     values: Tensor  # [entries]
     shape: tuple[int, ...]
-    coalesced: bool = False  # sorted, and none twice
+    coalesced: bool = False  # sorted by index, without duplicates
 
     @staticmethod
     def of(tensor: Tensor) -> Entries:
-        """ShardingError for one that the program made by what has no way here. One with values is
-        asked for them each time: they may change in place.
+        """Return the entries of a sparse tensor.
+
+        Raises ShardingError if an unsupported function computed the tensor. Entries with values are
+        read each time: they may change in place.
         """
-        found = getattr(tensor, "_entries", None)
-        if found is not None:
-            return found
+        entries = getattr(tensor, "_entries", None)
+        if entries is not None:
+            return entries
         if type(tensor) is not Tensor or tensor.requires_grad or tensor.dense_dim():
             check_dense("a tensor", tensor)
         return Entries(
@@ -46,13 +49,15 @@ class Entries:
         )
 
     def tensor(self) -> Tensor:
+        """Return the sparse tensor; during a capture a stand-in."""
         if is_capturing():
             return stand_in(self)
-        made = torch.sparse_coo_tensor(self.indices, self.values, self.shape)
-        made._entries = self  # type: ignore[attr-defined]
-        return made
+        sparse = torch.sparse_coo_tensor(self.indices, self.values, self.shape)
+        sparse._entries = self  # type: ignore[attr-defined]
+        return sparse
 
     def scaled(self, values: Tensor) -> Tensor:
+        """Return a sparse tensor with these values at the same indices."""
         return Entries(self.indices, values, self.shape, self.coalesced).tensor()
 
 
@@ -73,41 +78,41 @@ def is_sparse(value: Any) -> bool:
 
 
 def with_entries(value: Any) -> Any:
-    """A sparse tensor as the bodies below take it; anything else as it is."""
+    """Return a sparse tensor with entries attached; anything else as it is."""
     return (
         Entries.of(value).tensor() if is_sparse(value) and not hasattr(value, "_entries") else value
     )
 
 
 def body(function: Callable) -> Callable | None:
-    """What computes a function of PyTorch with sparse operands, NotImplemented from it for what has
-    no way here; None: the function.
+    """Return a body that computes a function on sparse operands.
+
+    The body returns NotImplemented for what is not supported. Return None if the function itself
+    works.
     """
     name = getattr(function, "__name__", "")
     return (
-        _OF_PROPERTIES.get(function) or _BODIES.get(name) or (None if name in _AS_IT_IS else _none)
+        _PROPERTY_BODIES.get(function)
+        or _BODIES.get(name)
+        or (None if name in _METADATA_ONLY else _not_implemented)
     )
 
 
 def stand_in(entries: Entries) -> Tensor:
-    """A sparse tensor without entries of its own, in the place of one that the program makes: it
-    has none that could be traced.
-    """
+    """Return a sparse tensor without entries of its own, which a trace cannot have."""
     with at_once():
-        nothing = torch.empty(0, dtype=entries.values.dtype, device=entries.values.device)
-        made = torch.sparse_coo_tensor(
-            torch.empty([len(entries.shape), 0], dtype=torch.int64), nothing, entries.shape
+        empty = torch.empty(0, dtype=entries.values.dtype, device=entries.values.device)
+        sparse = torch.sparse_coo_tensor(
+            torch.empty([len(entries.shape), 0], dtype=torch.int64), empty, entries.shape
         )
-    made._entries = entries  # type: ignore[attr-defined]
-    return made
+    sparse._entries = entries  # type: ignore[attr-defined]
+    return sparse
 
 
-def made_of(
+def sparse_coo_tensor(
     indices: Any, values: Any, size: Any = None, *, dtype: torch.dtype | None = None, **options: Any
 ) -> Any:
-    """In the place of torch.sparse_coo_tensor; NotImplemented where that is not of a vector of
-    values.
-    """
+    """Run torch.sparse_coo_tensor of a vector of values, else return NotImplemented."""
     if (
         not (isinstance(indices, Tensor) and isinstance(values, Tensor) and values.dim() == 1)
         or size is None
@@ -117,15 +122,16 @@ def made_of(
     return stand_in(Entries(indices, values.to(dtype or values.dtype), tuple(size)))
 
 
-def _none(*_: Any, **__: Any) -> Any:
+def _not_implemented(*_: Any, **__: Any) -> Any:
     return NotImplemented
 
 
 def _product(a: Tensor, b: Tensor) -> Any:
+    """Multiply by a sparse matrix, as an index_add of scaled rows."""
     if is_sparse(a) and is_sparse(b) or a.dim() != 2 or b.dim() > 2:
         return NotImplemented
     if is_sparse(b):
-        return _product(_transposed(b), a.t()).t()
+        return _product(_transpose(b), a.t()).t()
     entries = Entries.of(a)
     rows, columns = entries.indices.unbind(0)
     values = entries.values if b.dim() == 1 else entries.values[:, None]
@@ -134,11 +140,9 @@ def _product(a: Tensor, b: Tensor) -> Any:
     )
 
 
-def _product_and_sum(
-    added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Any:
+def _addmm(addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     product = _product(a, b)
-    return NotImplemented if product is NotImplemented else beta * added + alpha * product
+    return NotImplemented if product is NotImplemented else beta * addend + alpha * product
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -146,14 +150,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return product if product is NotImplemented or bias is None else product + bias
 
 
-def _transposed(a: Tensor, dim0: int = 0, dim1: int = 1) -> Any:
+def _transpose(a: Tensor, dim0: int = 0, dim1: int = 1) -> Any:
     if a.dim() != 2 or dim0 % 2 == dim1 % 2:
         return NotImplemented
     entries = Entries.of(a)
     return Entries(entries.indices.flip(0), entries.values, entries.shape[::-1]).tensor()
 
 
-def _dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _to_dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     entries = Entries.of(a)
     values = entries.values.to(dtype or entries.values.dtype)
     return values.new_zeros(entries.shape).index_put(
@@ -161,7 +165,8 @@ def _dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     )
 
 
-def _times(a: Any, b: Any) -> Any:
+def _scale(a: Any, b: Any) -> Any:
+    """Multiply by a number or a dense tensor."""
     a, b = (a, b) if is_sparse(a) else (b, a)
     entries = Entries.of(a)
     if is_sparse(b):
@@ -171,7 +176,7 @@ def _times(a: Any, b: Any) -> Any:
     return entries.scaled(entries.values * b)
 
 
-def _divided(a: Any, b: Any) -> Any:
+def _divide(a: Any, b: Any) -> Any:
     return (
         NotImplemented
         if not is_sparse(a) or isinstance(b, Tensor) and b.dim()
@@ -179,7 +184,8 @@ def _divided(a: Any, b: Any) -> Any:
     )
 
 
-def _plus(a: Any, b: Any) -> Any:
+def _add(a: Any, b: Any) -> Any:
+    """Add two sparse tensors, or scatter a sparse one into a dense one."""
     first = Entries.of(a if is_sparse(a) else b)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
         return NotImplemented
@@ -195,33 +201,36 @@ def _plus(a: Any, b: Any) -> Any:
 
 
 def _sum(a: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
+    """Sum the entries over dimensions."""
     entries = Entries.of(a)
     values = entries.values.to(dtype or entries.values.dtype)
     if dim is None:
         return values.sum()
-    gone = {d % a.dim() for d in ((dim,) if isinstance(dim, int) else dim)}
-    kept = [d for d in range(a.dim()) if d not in gone]
+    summed = {d % a.dim() for d in ((dim,) if isinstance(dim, int) else dim)}
+    remaining = [d for d in range(a.dim()) if d not in summed]
     return (
-        Entries(entries.indices[kept], values, tuple(entries.shape[d] for d in kept)).tensor()
-        if kept
+        Entries(
+            entries.indices[remaining], values, tuple(entries.shape[d] for d in remaining)
+        ).tensor()
+        if remaining
         else values.sum()
     )
 
 
-def _detached(a: Tensor) -> Tensor:
+def _detach(a: Tensor) -> Tensor:
     return Entries.of(a).scaled(Entries.of(a).values.detach())
 
 
 def _cast(a: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Of Tensor.to."""
+    """Run Tensor.to."""
     return Entries.of(a).scaled(Entries.of(a).values.to(*args, **kwargs))
 
 
-def _to(dtype: torch.dtype) -> Callable:
+def _cast_to(dtype: torch.dtype) -> Callable:
     return lambda a: _cast(a, dtype)
 
 
-def _of_coalesced(part: str) -> Callable:
+def _coalesced_field(part: str) -> Callable:
     def body(a: Tensor) -> Any:
         entries = Entries.of(a)
         return getattr(entries, part) if entries.coalesced else NotImplemented
@@ -230,7 +239,7 @@ def _of_coalesced(part: str) -> Callable:
 
 
 _CHECKS = {"check_invariants", "is_coalesced", "device"}
-_AS_IT_IS = {
+_METADATA_ONLY = {
     "__get__",
     "size",
     "dim",
@@ -246,42 +255,42 @@ _AS_IT_IS = {
     "element_size",
     "is_same_size",
 }
-_OF_PROPERTIES: dict[Callable, Callable] = {
-    Tensor.T.__get__: _transposed,
-    Tensor.mT.__get__: _transposed,
-    Tensor.data.__get__: _detached,
+_PROPERTY_BODIES: dict[Callable, Callable] = {
+    Tensor.T.__get__: _transpose,
+    Tensor.mT.__get__: _transpose,
+    Tensor.data.__get__: _detach,
 }
 _BODIES: dict[str, Callable] = {  # by the names that functions and methods share
     "mm": _product,
     "matmul": _product,
     "mv": _product,
     "_sparse_mm": _product,
-    "addmm": _product_and_sum,
-    "_sparse_addmm": _product_and_sum,
+    "addmm": _addmm,
+    "_sparse_addmm": _addmm,
     "linear": _linear,
-    "t": _transposed,
-    "transpose": _transposed,
-    "to_dense": _dense,
+    "t": _transpose,
+    "transpose": _transpose,
+    "to_dense": _to_dense,
     "coalesce": lambda a: a,
-    "detach": _detached,
+    "detach": _detach,
     "_indices": lambda a: Entries.of(a).indices,
     "_values": lambda a: Entries.of(a).values.detach(),
     "_nnz": lambda a: len(Entries.of(a).values),
-    "indices": _of_coalesced("indices"),
-    "values": _of_coalesced("values"),
-    "mul": _times,
-    "multiply": _times,
-    "div": _divided,
-    "true_divide": _divided,
-    "neg": lambda a: _times(a, -1),
-    "add": _plus,
+    "indices": _coalesced_field("indices"),
+    "values": _coalesced_field("values"),
+    "mul": _scale,
+    "multiply": _scale,
+    "div": _divide,
+    "true_divide": _divide,
+    "neg": lambda a: _scale(a, -1),
+    "add": _add,
     "sum": _sum,
     "_sparse_sum": _sum,
     "to": _cast,
     "type_as": lambda a, b: _cast(a, b.dtype),
     "cpu": lambda a: a,
-    "float": _to(torch.float32),
-    "double": _to(torch.float64),
-    "half": _to(torch.float16),
-    "bfloat16": _to(torch.bfloat16),
+    "float": _cast_to(torch.float32),
+    "double": _cast_to(torch.float64),
+    "half": _cast_to(torch.float16),
+    "bfloat16": _cast_to(torch.bfloat16),
 }

@@ -1,7 +1,6 @@
-"""Functions of PyTorch that look at values while they run, as programs that need not: what the
-trace calls in their place.
+"""Replacements of functions of PyTorch that read values while they run.
 
-Checks of values (is a variance negative?) are left out, for a program has none when it is captured.
+Checks of values, as for a negative variance, are left out: a trace has no values.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from ...custom_ops.nd import ctc_losses
 from ...errors import ShardingError, user_line
 
 
-def _equal(input: Tensor, other: Tensor):
+def _equal(input: Tensor, other: Tensor) -> Any:
     return False if input.shape != other.shape else (input == other).all().item()
 
 
 def _allclose(
     input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
-):
+) -> Any:
     return torch.isclose(input, other, rtol, atol, equal_nan).all().item()
 
 
@@ -36,8 +35,9 @@ def _cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Tensor:
-    """Of the rows of input [variables, observations]; weights [observations] count or weigh the
-    columns.
+    """Return the covariance of the rows of input [variables, observations].
+
+    The weights [observations] count or weigh the columns.
     """
     x = input if input.dim() == 2 else input.reshape(1, -1)
     weights = (
@@ -83,7 +83,7 @@ def _gaussian_nll(
     if var.shape != input.shape and input.shape[:-1] == var.shape:
         var = var.unsqueeze(-1)
     var = var.clone()
-    with torch.no_grad():  # the gradient passes where eps is taken as well
+    with torch.no_grad():  # the gradient passes through the clamp
         var.clamp_(min=eps)
     loss = 0.5 * (var.log() + (input - target).square() / var)
     loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
@@ -93,12 +93,13 @@ def _gaussian_nll(
 def _ctc(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths,
-    target_lengths,
+    input_lengths: Any,
+    target_lengths: Any,
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
+    """Run F.ctc_loss with lengths that are tensors."""
     single = log_probs.dim() == 2
     log_probs = log_probs.unsqueeze(1) if single else log_probs
     lengths = [
@@ -112,8 +113,9 @@ def _ctc(
     return losses.sum() if reduction == "sum" else losses.squeeze(0) if single else losses
 
 
-def _tensor_split(input: Tensor, *sections: Any, **named: Any):
-    if not any(isinstance(given, Tensor) for given in (*sections, *named.values())):
+def _tensor_split(input: Tensor, *sections: Any, **named: Any) -> Any:
+    """Raise ShardingError for sections that are a tensor."""
+    if not any(isinstance(argument, Tensor) for argument in (*sections, *named.values())):
         return NotImplemented
     raise ShardingError(
         "tensor_split by a tensor needs its values before the program runs",
@@ -128,8 +130,8 @@ def _embedding(
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-):
-    """With a dense gradient: a layout is one of dense tensors."""
+) -> Any:
+    """Look up rows, with a dense gradient: layouts are of dense tensors."""
     return (
         torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
         if sparse
@@ -137,25 +139,31 @@ def _embedding(
     )
 
 
-def _retain_grad(input: Tensor):
+def _retain_grad(input: Tensor) -> Any:
+    """Warn that the gradient of a value stays None."""
     if not input.is_leaf:
         warnings.warn(
-            "forward calls retain_grad() of a value, whose 'grad' stays None: on a mesh autograd does not see values inside of a "
+            "forward calls retain_grad() of a value, whose 'grad' stays None: on a mesh "
+            "autograd does not see values inside of a "
             "model; a hook does (value.register_hook(keep))",
             stacklevel=2,
         )
     return NotImplemented
 
 
-def _tolist(input: Tensor):
+def _tolist(input: Tensor) -> Any:
+    """Return a nested list of symbolic numbers."""
     return [_tolist(row) for row in input.unbind()] if input.dim() else input.item()
 
 
-# ---------------------------------------------------------------- indices that are numbers known only when the program runs
+# ------------------------------------------------------------ indices that only a run knows
 
 
 def _is_number(entry: Any) -> bool:
-    """Whether Python's x[entry] reads the value of a tensor (one of bool is a mask)."""
+    """Return whether x[entry] reads the value of a tensor.
+
+    A tensor of bool is a mask, whose values are not read.
+    """
     if isinstance(entry, slice):
         return any(isinstance(bound, Tensor) for bound in (entry.start, entry.stop, entry.step))
     whole = (
@@ -167,46 +175,46 @@ def _is_number(entry: Any) -> bool:
     return whole or isinstance(entry, torch.SymInt)
 
 
-def _selected(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
-    """The view of x at the entries of the index that are such numbers, and the index of what is
-    left. Slices are taken first: torch 2.9 cannot assign to a slice of a row whose number it does
-    not know.
+def _split_index(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
+    """Return the view of x at the entries that are numbers, and the rest of the index.
+
+    Slices are taken first: torch 2.9 cannot assign to a slice of a row whose number is symbolic.
     """
-    numbers, left = [], []
-    for at, entry in zip(positions(x, index), index):
+    numbers, rest = [], []
+    for dim, entry in zip(positions(x, index), index):
         if isinstance(entry, slice):
-            x, entry = x[(slice(None),) * at + (_untensored(entry),)], slice(None)
+            x, entry = x[(slice(None),) * dim + (_concrete_slice(entry),)], slice(None)
         if not isinstance(entry, slice) and _is_number(entry):
-            numbers.append((at, entry))
+            numbers.append((dim, entry))
         else:
-            left.append(entry)
+            rest.append(entry)
     for dim, number in reversed(numbers):
         x = x.select(dim, number)
-    return x, tuple(left)
+    return x, tuple(rest)
 
 
 def positions(x: Tensor, index: tuple) -> list[int]:
-    """The dimension of x at which each entry of an index begins."""
-    at, found = 0, []
+    """Return the dimension of x at which each entry of an index begins."""
+    at, dims = 0, []
     for place, entry in enumerate(index):
-        found.append(at)
+        dims.append(at)
         at = (
-            x.dim() - sum(map(_dims, index[place + 1 :]))
+            x.dim() - sum(map(_dim_count, index[place + 1 :]))
             if entry is Ellipsis
-            else at + _dims(entry)
+            else at + _dim_count(entry)
         )
-    return found
+    return dims
 
 
-def _untensored(entry: slice) -> slice:
-    """With numbers where it has tensors."""
+def _concrete_slice(entry: slice) -> slice:
+    """Return the slice with numbers in place of tensors."""
     return slice(
         *(b.item() if isinstance(b, Tensor) else b for b in (entry.start, entry.stop, entry.step))
     )
 
 
-def _dims(entry: Any) -> int:
-    """How many dimensions an entry of an index stands for."""
+def _dim_count(entry: Any) -> int:
+    """Return how many dimensions an entry of an index takes."""
     if entry is None or isinstance(entry, bool):
         return 0
     return (
@@ -215,19 +223,21 @@ def _dims(entry: Any) -> int:
 
 
 def _getitem(input: Tensor, index: Any) -> Tensor:
+    """Return x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
         return NotImplemented
-    found, left = _selected(input, index)
-    return found[left] if left else found
+    view, rest = _split_index(input, index)
+    return view[rest] if rest else view
 
 
 def _setitem(input: Tensor, index: Any, value: Any) -> None:
+    """Assign to x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
         return NotImplemented
-    found, left = _selected(input, index)
-    found[left if left else ...] = value
+    view, rest = _split_index(input, index)
+    view[rest if rest else ...] = value
 
 
 VALUE_REPLACEMENTS: dict[Callable, Callable] = {

@@ -1,13 +1,12 @@
-"""What a program changes besides tensors: entries of lists and tables, attributes of objects among
-its arguments, of its modules.
+"""Mutations besides those of tensors: lists, tables and attributes of arguments and modules.
 
     def forward(self, x, cache):
-        cache.keys = torch.cat([cache.keys, self.key(x)], 1)                # an effect: attribute keys of argument 1
-        self.loss = cache.keys.square().mean()                              # another: attribute loss of the module
+        cache.keys = torch.cat([cache.keys, self.key(x)], 1)    # attribute `keys` of argument 1
+        self.loss = cache.keys.square().mean()                  # attribute `loss` of the module
 
-It is traced on containers that stand for the caller's (objects.py). What it does to them is written
-down, and every run does it to those that are passed then. Of attributes and whatever else is no
-argument it is tensors and plain values (rebinding.py).
+The program is traced on copies of the caller's containers (object_trees.py). Mutations of these are
+recorded, and every run repeats them on its own arguments. Of attributes, and of everything else
+that is no argument, tensors and plain values are written (mutations.py).
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
-from .object_trees import ATTRIBUTE, ITEM, Key, Path, closed, follow, is_object, opened, parts
+from .object_trees import ATTRIBUTE, ITEM, Key, Path, closed, components, follow, is_object, opened
 from .places import LISTS
-from .symbolic_numbers import Computed, numbers, settled, settled_there
+from .symbolic_numbers import Computed, specialize_tree, to_computed, to_computed_at
 from .variable_tables import Table
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -29,93 +28,94 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 @dataclass(frozen=True)
 class Unchanged:
-    """A part that the container had before."""
+    """A component that the container had before."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class FromOutput:
-    """A tensor that the program computes: which of its outputs."""
+    """A tensor that the program computes: the index of its output."""
 
     output: int
 
 
 @dataclass(frozen=True)
 class ArgumentMutation:
-    """What becomes of a container: its new parts, each Kept or a pytree with Made in the place of
-    tensors; and those it has no more.
+    """The mutation of one container among the arguments.
+
+    Each new component is Unchanged, or a pytree with FromOutput in place of tensors.
     """
 
-    path: Path  # in (args, kwargs)
-    changed: dict[Key, Any]  # of a list all, if one of them changes
-    gone: tuple[Key, ...] = ()
+    path: Path  # from (args, kwargs) to the container
+    changed: dict[Key, Any]  # all items of a list if one of them changes
+    removed: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True)
 class StateMutation:
-    """What a program leaves in a table or list that is no argument of it: pytrees with Made in the
-    place of tensors.
+    """The mutation of one table or list that is no argument.
+
+    Entries are pytrees with FromOutput in place of tensors.
     """
 
     root: Table  # attributes of a module, or a table that a function names
     path: tuple  # from there to the table or list: keys
     entries: dict
-    gone: tuple  # entries that are there no more
-    added: list  # to a list
-    whole: bool = False  # whether the list consists of these then
+    removed: tuple  # keys of removed entries
+    appended: list  # new items at the end of a list
+    is_whole_list: bool = False  # whether the list becomes `appended`
 
-    def filled(self, outputs: Sequence[Any]) -> StateMutation:
-        """With what this run has computed."""
+    def fill(self, outputs: Sequence[Any]) -> StateMutation:
+        """Return the mutation with the values of this run."""
         return replace(
             self,
-            entries={name: _filled(value, outputs, None) for name, value in self.entries.items()},
-            added=_filled(self.added, outputs, None),
+            entries={name: _fill(value, outputs, None) for name, value in self.entries.items()},
+            appended=_fill(self.appended, outputs, None),
         )
 
     def write(self) -> None:
+        """Write the entries into the table."""
         container: Any = self.root
         for key in self.path:
             container = container[key]
         for name, value in self.entries.items():
-            if isinstance(container, LISTS) and name >= len(
-                container
-            ):  # it has been emptied meanwhile
-                continue
+            if isinstance(container, LISTS) and name >= len(container):
+                continue  # the list has been emptied since the trace
             container[name] = value
-        for name in self.gone:
+        for name in self.removed:
             container.pop(name, None)
-        if self.whole:
+        if self.is_whole_list:
             container.clear()
-        if self.added:
-            container.extend(self.added)
+        if self.appended:
+            container.extend(self.appended)
 
-    def settled(self, is_late: bool) -> StateMutation:
-        """With Computed or numbers in the place of each Count. is_late: it is written by the
-        backward, after what forward writes.
+    def resolve_numbers(self, is_late: bool) -> StateMutation:
+        """Return the mutation without symbolic numbers: with Computed, or with numbers.
+
+        is_late: the backward writes it, after what forward writes.
         """
         if is_late:
             entries = {
-                name: settled_there(value, self.root, (*self.path, name))
+                name: to_computed_at(value, self.root, (*self.path, name))
                 for name, value in self.entries.items()
             }
-            return replace(self, entries=entries, added=numbers(self.added))
-        return replace(self, entries=settled(self.entries), added=settled(self.added))
+            return replace(self, entries=entries, appended=specialize_tree(self.appended))
+        return replace(self, entries=to_computed(self.entries), appended=to_computed(self.appended))
 
-    def made(self) -> Iterator[tuple[tuple, int]]:
-        """Where below the root entries hold tensors that the program computes, and which of its
-        outputs.
-        """
+    def output_paths(self) -> Iterator[tuple[tuple, int]]:
+        """Yield (path from the root, output index) for each tensor that the program computes."""
         for name, value in self.entries.items():
-            yield from _made(value, (*self.path, name))
+            yield from _output_paths(value, (*self.path, name))
 
 
 class WatchedArguments:
-    """The containers in a structure, and what they consist of at first."""
+    """The containers in the arguments of a trace, and their components before it."""
 
-    def __init__(self, tree: Any):
+    def __init__(self, tree: Any) -> None:
         self.before = [
-            (path, container, parts(container)) for path, container in _containers(tree, (), set())
+            (path, container, components(container))
+            for path, container in _containers(tree, (), set())
         ]
         self.origins = {
             id(container): path
@@ -123,51 +123,50 @@ class WatchedArguments:
             if not isinstance(container, (list, tuple, dict))
         }
 
-    def effects(self, outputs: list[Tensor]) -> list[ArgumentMutation]:
-        """What has changed; the tensors in it are added to the outputs of the program, if they are
-        none yet.
+    def mutations(self, outputs: list[Tensor]) -> list[ArgumentMutation]:
+        """Return the mutations of the containers.
+
+        Tensors in them are appended to the outputs of the program if they are none yet.
         """
-        found = []
+        mutations = []
         for path, container, old in self.before:
-            changed, gone = _difference(container, old, parts(container))
-            if changed or gone:
+            changed, removed = _difference(container, old, components(container))
+            if changed or removed:
                 keys = {
                     id(value): key for key, value in old.items() if not isinstance(value, _PLAIN)
                 }
-                found.append(
+                mutations.append(
                     ArgumentMutation(
                         path,
                         {
                             key: Unchanged(keys[id(value)])
                             if id(value) in keys
-                            else made(numbers(value), outputs, self.origins)
+                            else replace_tensors(specialize_tree(value), outputs, self.origins)
                             for key, value in changed.items()
                         },
-                        gone,
+                        removed,
                     )
                 )
-        return found
+        return mutations
 
     def restore(self) -> None:
-        """All containers as they were."""
+        """Restore all containers."""
         for _, container, old in self.before:
-            changed, gone = _difference(container, parts(container), old)
-            if changed or gone:
-                _write(container, changed, gone)
+            changed, removed = _difference(container, components(container), old)
+            if changed or removed:
+                _write(container, changed, removed)
 
 
-def apply(
-    effects: Sequence[ArgumentMutation], outputs: Sequence[Any], given: tuple[tuple, dict]
+def apply_mutations(
+    mutations: Sequence[ArgumentMutation], outputs: Sequence[Any], arguments: tuple[tuple, dict]
 ) -> None:
-    """Does to the containers in what is given, (args, kwargs), what the program did to those that
-    it was traced with.
-    """
+    """Repeat the mutations on the containers of this call's (args, kwargs)."""
     writes = []
-    for effect in effects:
-        container = follow(effect.path, given)
+    for mutation in mutations:
+        container = follow(mutation.path, arguments)
         old = (
-            parts(container)
-            if any(isinstance(part, Unchanged) for part in effect.changed.values())
+            components(container)
+            if any(isinstance(part, Unchanged) for part in mutation.changed.values())
             else {}
         )
         writes.append(
@@ -176,32 +175,34 @@ def apply(
                 {
                     key: old[part.key]
                     if isinstance(part, Unchanged)
-                    else _filled(part, outputs, given)
-                    for key, part in effect.changed.items()
+                    else _fill(part, outputs, arguments)
+                    for key, part in mutation.changed.items()
                 },
-                effect.gone,
+                mutation.removed,
             )
         )
     for write in writes:
         _write(*write)
 
 
-def made(value: Any, outputs: list[Tensor], origins: Mapping[int, Path] | None = None) -> Any:
-    """The value with Made in the place of tensors, which are added to the outputs."""
+def replace_tensors(
+    value: Any, outputs: list[Tensor], origins: Mapping[int, Path] | None = None
+) -> Any:
+    """Return the value with FromOutput in place of tensors, which are appended to the outputs."""
     return pytree.tree_map_only(
-        Tensor, lambda tensor: FromOutput(_place(tensor, outputs)), opened(value, origins)
+        Tensor, lambda tensor: FromOutput(_output_index(tensor, outputs)), opened(value, origins)
     )
 
 
-def _made(value: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
+def _output_paths(value: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
     if isinstance(value, FromOutput):
         yield path, value.output
     elif isinstance(value, (dict, tuple, *LISTS)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _made(item, (*path, key))
+            yield from _output_paths(item, (*path, key))
 
 
-def _filled(part: Any, outputs: Sequence[Any], given: Any) -> Any:
+def _fill(part: Any, outputs: Sequence[Any], arguments: Any) -> Any:
     def fill(leaf: Any) -> Any:
         return (
             outputs[leaf.output]
@@ -211,7 +212,7 @@ def _filled(part: Any, outputs: Sequence[Any], given: Any) -> Any:
             else leaf
         )
 
-    return closed(pytree.tree_map(fill, part), given)
+    return closed(pytree.tree_map(fill, part), arguments)
 
 
 def _containers(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
@@ -219,41 +220,42 @@ def _containers(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, 
         return
     seen.add(id(value))
     yield path, value
-    for key, part in parts(value).items():
+    for key, part in components(value).items():
         yield from _containers(part, (*path, key), seen)
 
 
-def _same(now: Any, old: Any) -> bool:
+def _is_same(now: Any, old: Any) -> bool:
     return now is old or type(now) is type(old) and isinstance(now, _PLAIN) and now == old
 
 
 def _difference(
     container: Any, old: dict[Key, Any], new: dict[Key, Any]
 ) -> tuple[dict[Key, Any], tuple[Key, ...]]:
-    """The parts that are to be written to make new of old, and those to be taken away. A list is
-    written as a whole.
+    """Return the components to write and those to remove to turn old into new.
+
+    A list is written as a whole.
     """
     changed = {
-        key: value for key, value in new.items() if key not in old or not _same(value, old[key])
+        key: value for key, value in new.items() if key not in old or not _is_same(value, old[key])
     }
-    gone = tuple(key for key in old if key not in new)
-    if isinstance(container, list) and any(kind == ITEM for kind, _ in (*changed, *gone)):
+    removed = tuple(key for key in old if key not in new)
+    if isinstance(container, list) and any(kind == ITEM for kind, _ in (*changed, *removed)):
         changed = {key: value for key, value in new.items() if key in changed or key[0] == ITEM}
-    return changed, gone
+    return changed, removed
 
 
-def _place(tensor: Tensor, outputs: list[Tensor]) -> int:
-    """Where it is among the outputs, as the last one if it was not there."""
+def _output_index(tensor: Tensor, outputs: list[Tensor]) -> int:
+    """Return the index of a tensor among the outputs; append it if it is none."""
     place = next((i for i, output in enumerate(outputs) if output is tensor), len(outputs))
     if place == len(outputs):
         outputs.append(tensor)
     return place
 
 
-def _write(container: Any, changed: Mapping[Key, Any], gone: Sequence[Key]) -> None:
-    if isinstance(container, list) and any(kind == ITEM for kind, _ in (*changed, *gone)):
+def _write(container: Any, changed: Mapping[Key, Any], removed: Sequence[Key]) -> None:
+    if isinstance(container, list) and any(kind == ITEM for kind, _ in (*changed, *removed)):
         container[:] = [value for (kind, _), value in changed.items() if kind == ITEM]
-    for kind, name in gone:
+    for kind, name in removed:
         if kind == ATTRIBUTE:
             object.__delattr__(container, name)
         elif not isinstance(container, list):

@@ -1,4 +1,4 @@
-"""What functions can reach by name: those that they call, and the variables that these read."""
+"""Names in the bytecode of functions: functions that they call, variables that they read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 _EMPTY = CellType()
 _METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
 _COMMON = {*dir(Tensor), *dir(dict), *dir(list), *dir(str)}
+# methods that are called without their name
 _UNNAMED = (
     "__init__",
     "__post_init__",
@@ -21,32 +22,33 @@ _UNNAMED = (
     "forward",
     "backward",
     "setup_context",
-)  # called by other names
+)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
-_MANY = 500  # functions that are looked at, those of few calls first
-_AGAIN = ("COPY", "DUP_TOP")  # of an augmented assignment
-_FAR = 3  # calls from a forward, of functions in installed packages
+_MANY = 500  # limit of functions; those that few calls lead to come first
+_AGAIN = ("COPY", "DUP_TOP")  # opcodes of an augmented assignment
+_FAR = 3  # limit of calls from a forward into installed packages
 
 
-def called(functions: Iterable[Any], classes: Iterable[type]) -> list[FunctionType]:
-    """The functions in Python among these and those that they name, and so on: global ones, those
-    of modules of Python and of classes, those around them, and methods and properties of these
-    classes. Not those of torch.
+def called_functions(functions: Iterable[Any], classes: Iterable[type]) -> list[FunctionType]:
+    """Return the Python functions among these, and all that they name, and so on.
+
+    This includes global functions, those of modules and classes, closures, and methods and
+    properties of the classes; not those of torch.
     """
     methods = _methods(classes)
-    found: dict[int, FunctionType] = {}
+    functions_by_id: dict[int, FunctionType] = {}
     calls = 0
-    while functions and len(found) < _MANY:
+    while functions and len(functions_by_id) < _MANY:
         new = {
             id(f): f
             for function in functions
             for f in _plain_functions(function)
-            if id(f) not in found and (calls < _FAR or not is_installed(f.__module__))
+            if id(f) not in functions_by_id and (calls < _FAR or not is_installed(f.__module__))
         }
-        found.update(new)
+        functions_by_id.update(new)
         functions = [callee for f in new.values() for callee in _callees(f, methods)]
         calls += 1
-    return list(found.values())
+    return list(functions_by_id.values())
 
 
 def is_function(value: Any) -> bool:
@@ -54,31 +56,36 @@ def is_function(value: Any) -> bool:
 
 
 def is_own(module: str | None) -> bool:
-    """Whether what is in a module of Python may be changed by a user: not torch, and not Python's
-    own library.
+    """Return whether a user may change what the module contains.
+
+    False for torch and for the standard library.
     """
     return str(module).partition(".")[0] not in _LIBRARIES
 
 
 @functools.lru_cache(maxsize=4096)
 def is_installed(module: str | None) -> bool:
-    """Whether it is one of an installed package."""
+    """Return whether the module belongs to an installed package."""
     file = str(getattr(sys.modules.get(str(module).partition(".")[0]), "__file__", None))
     return "site-packages" in file or "dist-packages" in file
 
 
-def reached(function: FunctionType) -> Iterator[tuple[dict, str]]:
-    """Where what a function finds by name is: global variables, and attributes of modules of Python
-    (`settings.SCALE`).
+def global_names(function: FunctionType) -> Iterator[tuple[dict, str]]:
+    """Yield (namespace, name) of the globals that a function reads.
+
+    This includes attributes of Python modules, as in `settings.SCALE`.
     """
-    for names in _dotted(function.__code__):
-        yield from ((table, name) for table, name, _ in _way(function, names))
+    for names in _dotted_names(function.__code__):
+        yield from ((table, name) for table, name, _ in _resolve_dotted_name(function, names))
 
 
-def reached_classes(function: FunctionType) -> Iterator[tuple[type, str]]:
-    """The same of classes: and the name of an attribute, or that by which they are called."""
-    for names in _dotted(function.__code__):
-        for table, name, rest in _way(function, names):
+def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
+    """Yield (class, attribute name) for the classes that a function names.
+
+    A class that is called gives `__init__`.
+    """
+    for names in _dotted_names(function.__code__):
+        for table, name, rest in _resolve_dotted_name(function, names):
             if isinstance(table[name], type) and is_own(table[name].__module__):
                 yield table[name], *(rest[:1] or ("__init__",))
     around = {
@@ -86,7 +93,7 @@ def reached_classes(function: FunctionType) -> Iterator[tuple[type, str]]:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
         if cell != _EMPTY
     }
-    for name, *rest in _dotted(function.__code__, "LOAD_DEREF") if around else ():
+    for name, *rest in _dotted_names(function.__code__, "LOAD_DEREF") if around else ():
         if (
             isinstance(cls := around.get(name), type)
             and name != "__class__"
@@ -95,43 +102,50 @@ def reached_classes(function: FunctionType) -> Iterator[tuple[type, str]]:
             yield cls, *(rest[:1] or ("__init__",))
 
 
-def assigned(function: FunctionType) -> Iterator[tuple[dict, str]]:
-    """Where it assigns global variables, and may assign attributes of modules of Python."""
-    yield from ((function.__globals__, name) for name in _stored(function.__code__, "STORE_GLOBAL"))
+def assigned_globals(function: FunctionType) -> Iterator[tuple[dict, str]]:
+    """Yield (namespace, name) of the globals and module attributes that a function may assign."""
+    yield from (
+        (function.__globals__, name) for name in _stored_names(function.__code__, "STORE_GLOBAL")
+    )
     for table, name in (
-        reached(function) if (stored := _stored(function.__code__, "STORE_ATTR")) else ()
+        global_names(function) if (stored := _stored_names(function.__code__, "STORE_ATTR")) else ()
     ):
         if isinstance(value := table[name], ModuleType) and is_own(value.__name__):
             yield from ((value.__dict__, attribute) for attribute in stored)
 
 
-def assigned_around(function: FunctionType) -> Iterator[tuple[str, CellType]]:
-    """The variables around it that it assigns (`nonlocal`), and those that hold tensors."""
-    stored = _stored(function.__code__, "STORE_DEREF")
+def assigned_cells(function: FunctionType) -> Iterator[tuple[str, CellType]]:
+    """Yield the closure variables that a function assigns, and those that hold tensors.
+
+    A function assigns one that it declares `nonlocal`.
+    """
+    stored = _stored_names(function.__code__, "STORE_DEREF")
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         if name in stored or cell != _EMPTY and isinstance(cell.cell_contents, Tensor):
             yield name, cell
 
 
 def assigned_attributes(function: FunctionType) -> tuple[str, ...]:
-    """Names of attributes that it assigns, of whatever."""
-    return _stored(function.__code__, "STORE_ATTR")
+    """Return the names of attributes that a function assigns, of any object."""
+    return _stored_names(function.__code__, "STORE_ATTR")
 
 
 def may_name_its_class(function: FunctionType) -> bool:
-    """Whether it may reach the class of an object: as type(self), self.__class__ or the first
-    argument of a class method.
+    """Return whether a function may reach the class of an object.
+
+    It does by type(self), by self.__class__, or by the first argument of a class method.
     """
     return function.__code__.co_varnames[:1] == ("cls",) or not {"type", "__class__"}.isdisjoint(
         function.__code__.co_names
     )
 
 
-def _way(
+def _resolve_dotted_name(
     function: FunctionType, names: tuple[str, ...]
 ) -> Iterator[tuple[dict, str, tuple[str, ...]]]:
-    """The tables of modules in which these are looked for, each in the one before, and what is left
-    behind each.
+    """Resolve a dotted global name.
+
+    Yields (namespace, name, remaining names) for every module namespace on the way.
     """
     table: dict = function.__globals__
     for i, name in enumerate(names):
@@ -144,53 +158,53 @@ def _way(
 
 
 @functools.lru_cache(maxsize=4096)
-def _dotted(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, ...], ...]:
-    """Global variables that it reads, with the attributes that it takes of each; in one order in
-    all processes.
-    """
-    found: dict[tuple[str, ...], None] = {}
-    for part in _parts(code):
+def _dotted_names(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, ...], ...]:
+    """Return the dotted names that the code reads, in one order in all processes."""
+    dotted_names: dict[tuple[str, ...], None] = {}
+    for nested in _nested_code(code):
         names: tuple[str, ...] = ()
-        for i in dis.get_instructions(part):
+        for i in dis.get_instructions(nested):
             if names and i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 names += (i.argval,)
             elif not names or i.opname not in _AGAIN:
-                found[names] = None
+                dotted_names[names] = None
                 names = (i.argval,) if i.opname == operation else ()
-    found.pop((), None)
-    return tuple(found)
+    dotted_names.pop((), None)
+    return tuple(dotted_names)
 
 
 @functools.lru_cache(maxsize=4096)
-def _stored(code: CodeType, operation: str) -> tuple[str, ...]:
+def _stored_names(code: CodeType, operation: str) -> tuple[str, ...]:
+    """Return the names that the code stores by this bytecode operation."""
     return tuple(
         dict.fromkeys(
             i.argval
-            for part in _parts(code)
-            for i in dis.get_instructions(part)
+            for nested in _nested_code(code)
+            for i in dis.get_instructions(nested)
             if i.opname == operation
         )
     )
 
 
 def class_values(cls: type) -> Iterator[tuple[str, Any]]:
-    """What instances find in a class and those that it inherits from."""
+    """Yield name and value of the attributes of a class and its bases, but for library classes."""
     for base in cls.__mro__:
         if is_own(base.__module__):
             yield from base.__dict__.items()
 
 
 def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    """Return the functions of all methods and properties of the classes, by name."""
+    methods: dict[str, list[Any]] = {}
     for cls in dict.fromkeys(classes):
         for name, value in class_values(cls):
             if isinstance(value, _METHODS):
-                found.setdefault(name, []).append(_function_in(value))
-    return found
+                methods.setdefault(name, []).append(_function_in(value))
+    return methods
 
 
 def _function_in(value: Any) -> Any:
-    """That of a method or property."""
+    """Return the function of a method or property."""
     return (
         getattr(value, "fget", None)
         or getattr(value, "func", None)
@@ -199,6 +213,7 @@ def _function_in(value: Any) -> Any:
 
 
 def _plain_functions(function: Any) -> Iterator[FunctionType]:
+    """Yield the plain Python functions inside of partials, methods and wrappers."""
     while function is not None:
         if isinstance(function, functools.partial):
             function = function.func
@@ -211,16 +226,17 @@ def _plain_functions(function: Any) -> Iterator[FunctionType]:
 
 
 def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[Any]:
-    for table, name in reached(function):
+    """Yield what a function may call: globals, methods of classes, closure variables."""
+    for table, name in global_names(function):
         yield table[name]
-    for cls, attribute in reached_classes(function):
+    for cls, attribute in class_names(function):
         unnamed = () if is_installed(cls.__module__) else _UNNAMED
         yield from (
             _function_in(value)
             for name, value in class_values(cls)
             if isinstance(value, _METHODS) and (name == attribute or name in unnamed)
         )
-    for name in _methods_in(function.__code__):
+    for name in _method_names(function.__code__):
         yield from methods.get(name, ())
     for cell in function.__closure__ or ():
         if cell != _EMPTY and is_function(cell.cell_contents):
@@ -228,14 +244,15 @@ def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[
 
 
 @functools.lru_cache(maxsize=4096)
-def _methods_in(code: CodeType) -> tuple[str, ...]:
-    """Names of attributes in it that may be methods of a module or object: of its first argument,
-    and others that tensors do not have.
+def _method_names(code: CodeType) -> tuple[str, ...]:
+    """Return attribute names in the code that may be methods.
+
+    They are attributes of the first argument, and others that tensors do not have.
     """
     own: dict[str, None] = {}
-    for part in _parts(code):
+    for nested in _nested_code(code):
         before = None
-        for i in dis.get_instructions(part):
+        for i in dis.get_instructions(nested):
             if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and (
                 before == code.co_varnames[:1] or i.argval not in _COMMON
             ):
@@ -244,48 +261,50 @@ def _methods_in(code: CodeType) -> tuple[str, ...]:
     return tuple(own)
 
 
-def mentioned(functions: Iterable[FunctionType]) -> set[str]:
-    """All names and texts that are written in these."""
-    parts = (part for function in functions for part in _parts(function.__code__))
+def names_in_code(functions: Iterable[FunctionType]) -> set[str]:
+    """Return all names and strings in the code of the functions."""
+    codes = (code for function in functions for code in _nested_code(function.__code__))
     return {
         name
-        for part in parts
-        for name in (*part.co_names, *part.co_consts)
+        for code in codes
+        for name in (*code.co_names, *code.co_consts)
         if isinstance(name, str)
     }
 
 
-def _parts(code: CodeType) -> Iterator[CodeType]:
-    """It, and the comprehensions and functions that are written in it."""
+def _nested_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code and that of the comprehensions and functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _parts(constant)
+            yield from _nested_code(constant)
 
 
-def named(function: Any) -> Iterator[Any]:
-    """What a function can reach by name: variables around it and global ones, the object it is a
-    method of, arguments it was given.
+def reachable_values(function: Any) -> Iterator[Any]:
+    """Yield the values that a function can reach by name.
+
+    They are closure variables, globals, the object of a bound method, defaults and arguments of a
+    partial.
     """
     if hasattr(function, "__wrapped__"):
-        yield from named(function.__wrapped__)
+        yield from reachable_values(function.__wrapped__)
     if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values(), *named(function.func))
+        yield from (*function.args, *function.keywords.values(), *reachable_values(function.func))
     elif isinstance(function, MethodType):
-        yield from (function.__self__, *named(function.__func__))
+        yield from (function.__self__, *reachable_values(function.__func__))
     elif isinstance(function, FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-        found = (
+        class_attributes = (
             value
-            for cls, attribute in reached_classes(function)
+            for cls, attribute in class_names(function)
             for name, value in class_values(cls)
             if name == attribute
         )
         yield from (
             *cells,
             *(function.__defaults__ or ()),
-            *(table[name] for table, name in reached(function)),
-            *found,
+            *(table[name] for table, name in global_names(function)),
+            *class_attributes,
         )
     else:
         yield function

@@ -1,12 +1,11 @@
-"""What a traced program has read of attributes and variables, which became part of it
-(recorder.py).
+"""Guards: attributes and variables that a traced program has read (recorder.py).
 
-    def forward(self, x):
-        return self.act(self.head(x)) / self.temperature * self.config.scale + OFFSET       # read: act, temperature, scale, OFFSET
+    def forward(self, x):       # reads act, temperature, scale, OFFSET
+        return self.act(self.head(x)) / self.temperature * self.config.scale + OFFSET
 
-A program whose reads do not hold any more (`model.temperature = 1.0`, `model.act = F.gelu`) is made
-anew: plain values, and those in tuples, lists, tables, sets and arrays of NumPy, are compared by
-value, a tensor, function or object, if it is the same one.
+What was read is part of the program. A program whose guards fail (`model.temperature = 1.0`,
+`model.act = F.gelu`) is traced again. Plain values are compared by value, also inside of tuples,
+lists, tables, sets and NumPy arrays. Tensors, functions and objects are compared by identity.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
+from .number_guards import Conditions
 from .places import COUNTED, DEEP, LISTS, LONG, is_table
-from .symbolic_numbers import Conditions, SymbolicNumber
+from .symbolic_numbers import SymbolicNumber
 from .variable_tables import Variables
 
 _PLAIN = (
@@ -38,32 +38,33 @@ _PLAIN = (
     torch.memory_format,
 )
 _CONTAINERS = (tuple, dict, *LISTS)
-_VERY_LONG = 100 * LONG  # plain values of a list that are compared
-KEPT_BY_TORCH = frozenset(nn.Module().__dict__)  # hooks, tables, `training`: others look after them
+_VERY_LONG = 100 * LONG  # limit of plain values that are compared in one list
+# hooks, tables and `training`, which other guards cover
+KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 
 
-class _Nothing:
-    """In the place of a value."""
+class _Marker:
+    """A marker in the place of a value."""
 
-    def __init__(self, why: str):
+    def __init__(self, why: str) -> None:
         self.why = why
 
     def __repr__(self) -> str:
         return self.why
 
 
-ABSENT, ANY = _Nothing("absent"), _Nothing("anything")
-A_TABLE = "a table"  # in the place of a name: one that is around a function, or given to it
+ABSENT, ANY = _Marker("absent"), _Marker("anything")
+A_TABLE = "a table"  # name of a table in a closure, or of an argument of a partial
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a program depends on of a tensor that it takes from its place at every run."""
+    """The guard on a tensor that the program takes from its place in every run."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    placements: Any  # of a DTensor
+    placements: Any  # those of a DTensor, else None
 
     @staticmethod
     def of(tensor: Tensor) -> Kind:
@@ -77,8 +78,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Contents:
-    """A list, tuple or table as it was: plain values, tensors, Kind or ANY in the place of tensors,
-    and more of these.
+    """A snapshot of a list, tuple or table.
+
+    Items are plain values, tensors, further Contents, or Kind or ANY in place of tensors.
     """
 
     cls: type
@@ -86,17 +88,19 @@ class Contents:
     items: tuple
 
     def leaves(self) -> Iterator[Any]:
+        """Yield the items, and those of nested Contents."""
         for item in self.items:
             yield from item.leaves() if isinstance(item, Contents) else (item,)
 
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """A set, an array of NumPy or a long list of plain values, as it was."""
+    """A copy of a set, a NumPy array or a long list of plain values."""
 
     value: Any
 
     def hold(self, now: Any) -> bool:
+        """Return whether the value equals the copy."""
         if type(now) is not type(self.value):
             return False
         if isinstance(now, np.ndarray):
@@ -109,19 +113,19 @@ class Copied:
 
 
 class Guards:
-    """What tables of attributes held under names; `absent`: nothing, a class did."""
+    """Guards on entries of tables; ABSENT where the instance had no entry."""
 
     def __init__(self) -> None:
         self.tables: list[dict[str, Any]] = []
         self.names: list[str] = []
-        self.values: list[
-            Any
-        ] = []  # plain ones, tensors and objects; behind them Kind and Contents
-        self.simple = 0  # how many are not such
-        self.others: list[tuple[Any, str, Any]] = []  # of what is no dict: table, name and value
+        # plain values, tensors and objects first, then Kind, Contents, Conditions and Copied
+        self.values: list[Any] = []
+        self.simple = 0  # how many of the values come first
+        # (table, name, value) of tables that are no dicts
+        self.others: list[tuple[Any, str, Any]] = []
 
     def add(self, table: Any, name: str, value: Any) -> None:
-        """table: a dict, Variables or whatever else has `get`."""
+        """Add a guard. table: a dict, Variables, or another object with `get`."""
         if not isinstance(table, dict):
             self.others.append((table, name, value))
             return
@@ -132,12 +136,13 @@ class Guards:
         self.simple += is_simple
 
     def now(self) -> list[Any]:
-        """What they hold at present."""
+        """Return the current entries of the dicts."""
         return [*map(dict.get, self.tables, self.names, repeat(ABSENT))]
 
     def changed(self) -> Iterator[tuple[Any, tuple, Any]]:
-        """Where attributes and variables, and lists and tables in them, hold other numbers and
-        tensors now, by keys from there on: and which.
+        """Yield (root, path, value) of numbers and tensors that differ from their guards.
+
+        This includes those in lists and tables that attributes and variables hold.
         """
         others = (
             (table, name, table.get(name, ABSENT), value)
@@ -149,62 +154,64 @@ class Guards:
             *others,
         ):
             root, path = (now, ()) if name == A_TABLE else (table, (name,))
-            yield from ((root, *found) for found in _changed(now, value, path))
+            yield from ((root, *leaf) for leaf in _changed_leaves(now, value, path))
 
     def differing(self) -> list[str]:
-        """Names of those that are not as they were."""
+        """Return the names of the entries whose guards fail."""
         return [
             *(
                 name
                 for name, now, value in zip(self.names, self.now(), self.values)
-                if not same(now, value)
+                if not matches(now, value)
             ),
             *(
                 name
                 for table, name, value in self.others
-                if not same(table.get(name, ABSENT), value)
+                if not matches(table.get(name, ABSENT), value)
             ),
         ]
 
     def described(self, owners: Mapping[int, str]) -> list[tuple[str, str]]:
-        """What is under the names now, as every process writes it. owners: what the names of a
-        module begin with, by its table's id.
+        """Return names and descriptions of the current entries, the same text in every process.
+
+        owners: the prefix of the names of a module, by the id of its table.
         """
         now = [
-            *zip(self._qualified(owners), self.now()),
+            *zip(self._qualified_names(owners), self.now()),
             *((name, table.get(name, ABSENT)) for table, name, _ in self.others),
         ]
-        return [(f"'{name}'", _described(value)) for name, value in now]
+        return [(f"'{name}'", _describe(value)) for name, value in now]
 
     def tensors(self, owners: Mapping[int, str]) -> dict[int, str]:
-        """The names under which tensors were found, by the ids of these."""
-        found = [
-            *zip(self._qualified(owners), self.values),
+        """Return the names of the tensors in the guards, by their ids."""
+        entries = [
+            *zip(self._qualified_names(owners), self.values),
             *((name, value) for _, name, value in self.others),
         ]
         return {
             id(leaf): name
-            for name, value in found
+            for name, value in entries
             for leaf in (value.leaves() if isinstance(value, Contents) else (value,))
             if isinstance(leaf, Tensor)
         }
 
-    def _qualified(self, owners: Mapping[int, str]) -> list[str]:
+    def _qualified_names(self, owners: Mapping[int, str]) -> list[str]:
         return [owners.get(id(table), "") + name for table, name in zip(self.tables, self.names)]
 
     def hold(self) -> bool:
-        """Whether all is as it was."""
+        """Return whether all guards hold."""
         now = self.now()
         if not all(map(is_, now[: self.simple], self.values)) and not all(
-            map(same, now[: self.simple], self.values)
+            map(matches, now[: self.simple], self.values)
         ):
             return False
-        return all(map(same, now[self.simple :], self.values[self.simple :])) and all(
-            same(table.get(name, ABSENT), value) for table, name, value in self.others
+        return all(map(matches, now[self.simple :], self.values[self.simple :])) and all(
+            matches(table.get(name, ABSENT), value) for table, name, value in self.others
         )
 
 
 def is_plain(value: Any) -> bool:
+    """Return whether the value is plain, or a short container of plain values."""
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(
             isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value)
@@ -213,7 +220,7 @@ def is_plain(value: Any) -> bool:
 
 
 def is_watched(value: Any) -> bool:
-    """Whether it is a tensor or plain, or a table of such."""
+    """Return whether the value is a tensor or plain, or a short container of these."""
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(
             isinstance(leaf, (Tensor, *_PLAIN)) for leaf in pytree.tree_leaves(value)
@@ -221,11 +228,12 @@ def is_watched(value: Any) -> bool:
     return isinstance(value, (Tensor, *_PLAIN))
 
 
-def frozen(value: Any, depth: int = 0) -> Any:
-    """The value as it is now; of an object, a table that is deep in others, and what is very long
-    only that it is this one.
+def snapshot(value: Any, depth: int = 0) -> Any:
+    """Return a snapshot of the value that `matches` compares with.
+
+    Objects, deeply nested tables and very long values are compared by identity.
     """
-    if (copied := _copied(value)) is not None:
+    if (copied := _copy_values(value)) is not None:
         return copied
     if (
         not (isinstance(value, tuple) or is_table(value))
@@ -235,10 +243,11 @@ def frozen(value: Any, depth: int = 0) -> Any:
     ):
         return value
     keys, items = (tuple(value), value.values()) if isinstance(value, dict) else ((), value)
-    return Contents(type(value), keys, tuple(frozen(item, depth + 1) for item in items))
+    return Contents(type(value), keys, tuple(snapshot(item, depth + 1) for item in items))
 
 
-def _copied(value: Any) -> Copied | None:
+def _copy_values(value: Any) -> Copied | None:
+    """Return a copy of a set, an array or a long list of plain values, else None."""
     if isinstance(value, np.ndarray):
         return Copied(value.copy()) if value.size <= LONG and not value.dtype.hasobject else None
     is_long = type(value) is list and len(value) > LONG
@@ -252,13 +261,14 @@ def _copied(value: Any) -> Copied | None:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether it is a tuple of plain values, which stays what it is."""
+    """Return whether the value is a tuple of plain values, which is immutable."""
     return type(value) is tuple and all(
         type(item) is not SymbolicNumber and isinstance(item, _PLAIN) for item in value
     )
 
 
-def _changed(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
+def _changed_leaves(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
+    """Yield path and value of the numbers and tensors that differ from the guard."""
     if type(value) is tuple:
         value = Contents(tuple, (), value)
     if isinstance(value, Contents) and type(now) is value.cls and len(now) == len(value.items):
@@ -267,7 +277,7 @@ def _changed(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
         )
         if keys == (value.keys or keys):
             for key, one, other in zip(keys, items, value.items):
-                yield from _changed(one, other, (*path, key))
+                yield from _changed_leaves(one, other, (*path, key))
     elif (
         type(now) is type(value)
         and type(now) in COUNTED
@@ -279,7 +289,8 @@ def _changed(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
             yield path, now
 
 
-def same(now: Any, value: Any) -> bool:
+def matches(now: Any, value: Any) -> bool:
+    """Return whether the current value satisfies the guard."""
     if now is value or value is ANY:
         return True
     if isinstance(value, Kind):
@@ -291,7 +302,7 @@ def same(now: Any, value: Any) -> bool:
             type(now) is value.cls
             and len(now) == len(value.items)
             and (not isinstance(now, dict) or tuple(now) == value.keys)
-            and all(map(same, now.values() if isinstance(now, dict) else now, value.items))
+            and all(map(matches, now.values() if isinstance(now, dict) else now, value.items))
         )
     return (
         type(now) is type(value)
@@ -301,15 +312,16 @@ def same(now: Any, value: Any) -> bool:
     )
 
 
-def _described(value: Any) -> str:
-    """As all processes write it that have the same: names in the order of a set, which is another
-    in each, count in any order.
+def _describe(value: Any) -> str:
+    """Describe a value, the same in all processes that have it.
+
+    The order of strings in a set differs between processes, so they are sorted.
     """
-    value = frozen(value)
+    value = snapshot(value)
     if isinstance(value, (Tensor, Kind)):
         return f"a tensor {list(value.shape)} of {value.dtype}"
     if isinstance(value, Conditions):
-        return f"{value.cls.__name__} {value.found}"
+        return f"{value.cls.__name__} {value.results}"
     if isinstance(value, Copied):
         return str(
             sorted(map(repr, value.value))
@@ -322,10 +334,12 @@ def _described(value: Any) -> str:
             if isinstance(value, (tuple, *_PLAIN))
             else getattr(value, "__qualname__", type(value).__name__)
         )
-    items = [_described(item) for item in value.items]
+    items = [_describe(item) for item in value.items]
     if not value.keys:
         is_unordered = all(isinstance(item, str) for item in value.items)
         return f"{value.cls.__name__}[{', '.join(sorted(items) if is_unordered else items)}]"
     if all(isinstance(key, str) for key in value.keys):
-        return f"{value.cls.__name__}({', '.join(sorted(f'{key}={item}' for key, item in zip(value.keys, items)))})"
-    return f"{value.cls.__name__}({', '.join(f'{type(key).__name__}: {item}' for key, item in zip(value.keys, items))})"
+        entries = sorted(f"{key}={item}" for key, item in zip(value.keys, items))
+    else:
+        entries = [f"{type(key).__name__}: {item}" for key, item in zip(value.keys, items)]
+    return f"{value.cls.__name__}({', '.join(entries)})"

@@ -1,15 +1,16 @@
-"""What a module's forward assigns: parameters, buffers, other tensors and plain values are effects
-of the program, the rest is of the trace alone.
+"""Mutations of state by a forward: attributes and tables of a module, and variables.
+
+Tensors and plain values that forward assigns are effects of the program. Everything else is of
+the trace alone.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import is_
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,18 +19,8 @@ from torch import Tensor, nn
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
 from ..normalize import NUMBERS
-from .argument_mutations import StateMutation, made
-from .bytecode_names import (
-    assigned,
-    assigned_around,
-    assigned_attributes,
-    called,
-    is_own,
-    may_name_its_class,
-    named,
-    reached,
-    reached_classes,
-)
+from .argument_mutations import StateMutation, replace_tensors
+from .bytecode_names import called_functions, reachable_values
 from .guards import (
     A_TABLE,
     ABSENT,
@@ -38,109 +29,27 @@ from .guards import (
     Contents,
     Guards,
     Kind,
-    frozen,
     is_plain,
     is_watched,
-    same,
+    matches,
+    snapshot,
 )
-from .object_trees import opened, slots_of
-from .places import LISTS, LONG, NumberPlace, Place, State, is_table
+from .mutable_tables import MutableTable, find_tables
+from .number_guards import Tally
+from .object_trees import opened
+from .places import LISTS, NumberPlace, Place, State, is_table
 from .recorder import Reach, Recorder
-from .symbolic_numbers import SymbolicNumber, Tally, later, tally_of
-from .variable_tables import OfClass, Table, Variables, around, of_class, slots
-
-_MANY = (
-    2000  # tables in the attributes of one module or object, or in a table, that are looked into
-)
-
-
-def rebound_parameters(
-    module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
-) -> dict[int, Tensor]:
-    """The parameters that forward put another one in the place of (self.weight = nn.Parameter(0.9 *
-    self.weight + ...)), by place among the inputs, the first of which they are. ShardingError where
-    there are others than before.
-    """
-    now = dict(module.named_parameters())
-    for name in now.keys() ^ names:
-        owner, _, last = name.rpartition(".")
-        module.get_submodule(owner)._parameters.pop(last, None)  # a new one is of the trace
-        raise ShardingError(
-            f"forward {'makes' if name in now else 'takes away'} parameter '{name}'",
-            where=user_line(),
-            why="a program has those that the module has before",
-            fix="make it in __init__, and keep it",
-        )
-    found = {
-        i: now[name]
-        for i, (name, tensor) in enumerate(zip(names, inputs))
-        if now[name] is not tensor
-    }
-    for i, tensor in found.items():
-        check_alike(f"parameter '{names[i]}'", inputs[i], tensor)
-    return found
-
-
-def rebound_buffers(
-    module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
-) -> dict[int, Tensor]:
-    """The buffers that forward gave another tensor (self.mean = 0.9 * self.mean + ...) of their
-    shape and type, by place among the inputs. Others are new ones in their place.
-    """
-    now = dict(module.named_buffers())
-    return {
-        i: now[name]
-        for i, (name, tensor) in enumerate(zip(names, inputs))
-        if name in now
-        and now[name] is not tensor
-        and now[name].shape == tensor.shape
-        and now[name].dtype == tensor.dtype
-    }
-
-
-def check_alike(what: str, old: Tensor, new: Tensor) -> None:
-    """ShardingError where a tensor cannot be given the data of the other."""
-    if new.shape != old.shape or new.dtype != old.dtype:
-        raise ShardingError(
-            f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} and shape {list(new.shape)}",
-            where=user_line(),
-            why="a tensor of a program keeps its type and shape",
-            fix="register a buffer, and assign a new tensor to it",
-        )
-
-
-@dataclass
-class _Table:
-    """A dict or list, and what was in it before."""
-
-    container: Table
-    before: dict
-    known: dict  # and when it was looked at last
-    # where it is: in the attributes of a module or object, in global variables or in a table
-    root: Table
-    path: tuple = ()  # around a function, under these keys; () for the root itself
-    # whether it is such attributes: what is no tensor and no plain value is left alone there
-    attributes: bool = False
-    is_named: bool = False  # whether a function names it, or the object whose attributes it is
-    names: tuple[str, ...] | None = (
-        None  # of variables and classes: those that functions assign, and tensors
-    )
-
-    def entries(self) -> dict:
-        if self.names is None:
-            return _entries(self.container)
-        return {
-            name: value
-            for name in self.names
-            if (value := self.container.get(name, ABSENT)) is not ABSENT
-        }
+from .symbolic_numbers import SymbolicNumber, at_backward, tally_of
+from .variable_tables import ClassVariables, Table, Variables
 
 
 class Tables:
-    """The attributes of a module, of those inside of it and of the objects that they name, and all
-    tables and lists in which its forward and its hooks, or a function, may leave tensors and plain
-    values: those in attributes, and those that they name, as in `register_forward_hook(lambda m, x,
-    y: found.append(y))`.
+    """The tables in which a forward, its hooks or a function may leave tensors and plain values.
+
+        net.register_forward_hook(lambda m, x, y: outputs.append(y))      # the list `outputs`
+
+    They are attributes of the modules and of the objects that these name, and tables that functions
+    name.
     """
 
     def __init__(
@@ -149,7 +58,7 @@ class Tables:
         traced: type[Tensor],
         state: State,
         varying: dict[str, float],
-    ):
+    ) -> None:
         self.traced, self.state, self.varying = traced, state, varying
         self.modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self.functions, self.objects = [fn], []
@@ -162,38 +71,38 @@ class Tables:
             )
             self.functions += [m.forward, *(hook for table in hooks for hook in table.values())]
         self._reach()
-        self.tables = [*self._all()]
+        self.tables = [*find_tables(self.modules, self.objects, self.functions, self.called)]
         self.globals = {id(t.container): t.names for t in self.tables if t.names is not None}
         self.changed: set[tuple[int, Any]] = set()  # entries of roots
-        self.places: dict[
-            int, tuple[Tensor, int, Kind]
-        ] = {}  # what stands in a place, which, and what was there
+        # (stand-in, index of the place, guard on its tensor) by the id of the stand-in
+        self.places: dict[int, tuple[Tensor, int, Kind]] = {}
         self.numbers: list[Tally] = []
-        self.recorder: Recorder | None = None  # of a module, while it is traced
+        self.recorder: Recorder | None = None  # while a module is traced
 
     def _reach(self) -> None:
-        """Finds the functions in Python that a program may call, and the objects that may be read."""
+        """Find the Python functions that the program may call, and the objects that it may read."""
         roots, reach, before = self.functions, Reach(self.modules), -1
         while len(reach.objects) != before:
             before = len(reach.objects)
             self.functions = [*roots, *reach.functions.values()]
-            self.called = called(
+            self.called = called_functions(
                 self.functions, map(type, (*self.modules, *reach.objects.values()))
             )
             reach.add(
                 (
                     value
                     for function in (*self.functions, *self.called)
-                    for value in named(function)
+                    for value in reachable_values(function)
                 ),
                 are_named=True,
             )
         self.objects = [*reach.objects.values()] if self.modules else []
 
     @contextmanager
-    def kept(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
-        """Meanwhile these tensors are in the places; afterwards all is as it was but for objects
-        that were assigned to attributes.
+    def substitute(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
+        """Put stand-ins into the places for the time of a trace, then restore all tables.
+
+        Objects that were assigned to attributes stay.
         """
         before = [place.value() for place in places]
         self.places = {
@@ -212,13 +121,15 @@ class Tables:
             for tally in self.numbers:
                 tally.place.put(SymbolicNumber(tally))
             for table in self.tables:
-                table.known = table.entries()
-            self.start = {id(table.container): table.known for table in self.tables}
+                table.last_entries = table.entries()
+            self.initial_entries = {
+                id(table.container): table.last_entries for table in self.tables
+            }
             self.named = [
-                (table, frozen(table.container)) for table in self.tables if table.is_named
+                (table, snapshot(table.container)) for table in self.tables if table.is_named
             ]
             if self.recorder is not None:
-                self.recorder.see_variables(self.called)
+                self.recorder.record_variables(self.called)
             yield
         finally:
             for table in self.tables:
@@ -226,11 +137,13 @@ class Tables:
             for tally in self.numbers:
                 if tally.place.is_there() and type(tally.place.value()) is SymbolicNumber:
                     tally.place.put(tally.value)
-            for place, tensor, value in zip(places, stand_ins, before):  # global variables
+            # Stand-ins may remain in global variables.
+            for place, tensor, value in zip(places, stand_ins, before):
                 if place.is_there() and place.value() is tensor:
                     place.put(value)
 
-    def _restore(self, table: _Table) -> None:
+    def _restore(self, table: MutableTable) -> None:
+        """Restore the entries of a table."""
         container, before = table.container, table.before
         if isinstance(container, LISTS):
             if len(container) != len(before) or not all(map(is_, container, before.values())):
@@ -238,21 +151,21 @@ class Tables:
                 container.extend(before.values())
             return
         for name, value in table.entries().items():
-            if value is not before.get(name, ABSENT) and self._is_left(name, value):
+            if value is not before.get(name, ABSENT) and self._is_mutation(name, value):
                 _put(container, name, before.get(name, ABSENT))
-        for name in [
-            name for name in before if name not in container
-        ]:  # nothing is written to a table that nobody may write to
+        # Only missing entries are written: the table may be read-only.
+        for name in [name for name in before if name not in container]:
             container[name] = before[name]
 
-    def left(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[StateMutation]:
-        """What has been put into tables since the last look; tensors are added to the outputs of
-        the program. Parameters and buffers do not count: an LSTM has its weights in a list, too.
+    def mutations(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[StateMutation]:
+        """Return the mutations since the last look; append their tensors to the outputs.
+
+        state: parameters and buffers, which do not count: an LSTM has its weights in a list, too.
         """
-        found, state_ids = [], frozenset(map(id, state))
+        mutations, state_ids = [], frozenset(map(id, state))
         for table in self.tables:
-            old, now = table.known, table.entries()
-            table.known = now
+            old, now = table.last_entries, table.entries()
+            table.last_entries = now
             for name, value in now.items():
                 if isinstance(value, NUMBERS) and value is not old.get(name):
                     raise ShardingError(
@@ -264,51 +177,66 @@ class Tables:
                 name: value
                 for name, value in now.items()
                 if value is not old.get(name, ABSENT)
-                and self._is_left(name, value, state_ids)
-                and not same(value, old.get(name, ABSENT))
+                and self._is_mutation(name, value, state_ids)
+                and not matches(value, old.get(name, ABSENT))
             }
-            gone = tuple(
+            removed = tuple(
                 name
                 for name in old
-                if name not in now and (not table.attributes or self._is_left(name, old[name]))
+                if name not in now and (not table.attributes or self._is_mutation(name, old[name]))
             )
-            added: list = []
-            whole = isinstance(table.container, LISTS) and len(now) < len(old)
+            appended: list = []
+            is_whole_list = isinstance(table.container, LISTS) and len(now) < len(old)
             if isinstance(table.container, LISTS) and len(now) != len(old):
-                whole = whole or any(name < len(old) for name in changed)
-                added, changed, gone = [*table.container][0 if whole else len(old) :], {}, ()
-            if not (changed or gone or added or whole):
+                is_whole_list = is_whole_list or any(name < len(old) for name in changed)
+                appended = [*table.container][0 if is_whole_list else len(old) :]
+                changed, removed = {}, ()
+            if not (changed or removed or appended or is_whole_list):
                 continue
-            entries = {name: made(value, outputs) for name, value in changed.items()}
-            found.append(
-                StateMutation(table.root, table.path, entries, gone, made(added, outputs), whole)
+            entries = {name: replace_tensors(value, outputs) for name, value in changed.items()}
+            mutations.append(
+                StateMutation(
+                    table.root,
+                    table.path,
+                    entries,
+                    removed,
+                    replace_tensors(appended, outputs),
+                    is_whole_list,
+                )
             )
-            names = [*changed, *gone, *(range(0 if whole else len(old), len(now)) if added else ())]
+            names = [
+                *changed,
+                *removed,
+                *(range(0 if is_whole_list else len(old), len(now)) if appended else ()),
+            ]
             for name in names or [0]:
                 self.changed.add((id(table.root), (*table.path, name)[0]))
                 self.state.add(table.root, (*table.path, name), changed.get(name))
-        return found
+        return mutations
 
-    def continue_counting(self) -> None:
-        """At the end of forward: the backward is of the numbers that are in their places then."""
+    def start_backward(self) -> None:
+        """Let numbers of the backward be those that forward left in the places."""
         for tally in self.numbers:
-            if tally.place.is_there() and type(count := tally.place.value()) is SymbolicNumber:
-                tally.place.put(later(count, tally.place))
+            if tally.place.is_there() and type(symbol := tally.place.value()) is SymbolicNumber:
+                tally.place.put(at_backward(symbol, tally.place))
         for table in self.tables:
-            table.known = table.entries()
+            table.last_entries = table.entries()
 
-    def _is_left(self, name: Any, value: Any, known: frozenset[int] = frozenset()) -> bool:
-        """Whether an entry is one that a run leaves too: a tensor of the trace, or plain."""
-        return name not in KEPT_BY_TORCH and (is_plain(value) or _holds(value, self.traced, known))
+    def _is_mutation(self, name: Any, value: Any, excluded: frozenset[int] = frozenset()) -> bool:
+        """Return whether runs write the entry: it is plain, or a tensor of the trace."""
+        return name not in KEPT_BY_TORCH and (
+            is_plain(value) or _contains_tensor(value, self.traced, excluded)
+        )
 
-    def reads(self, used: Container[int], given: Container[int]) -> Guards:
-        """What the program depends on of what was read, of the tables that functions name, and of
-        the objects, if it uses their tensors. used: the places whose tensors it uses; given: ids of
-        the tensors elsewhere that functions were called with.
+    def reads(self, used: Container[int], operands: Container[int]) -> Guards:
+        """Return the guards on what was read, and on tables and objects that functions name.
+
+        used: the places whose tensors the program uses. operands: ids of other tensors that
+        functions were called with.
         """
-        self.given = given
+        self.operands = operands
         reads = (
-            self.recorder.settled(lambda *entry: self._watched(used, *entry))
+            self.recorder.to_guards(lambda *entry: self._guard_of_read(used, *entry))
             if self.recorder is not None
             else Guards()
         )
@@ -316,22 +244,26 @@ class Tables:
             tally.place.name: tally for tally in self.numbers if tally.place.root is self.varying
         }
         for name, value in self.varying.items():
-            reads.add(self.varying, name, tallies[name].needed() if name in tallies else value)
+            reads.add(
+                self.varying, name, tallies[name].to_conditions() if name in tallies else value
+            )
         classes = {
             id(table.container): table.container
             for table in self.tables
-            if isinstance(table.container, OfClass)
+            if isinstance(table.container, ClassVariables)
         }
-        for holder, name in self.changed:  # it may have been read of type(self)
+        for holder, name in self.changed:  # a read through type(self) is not recorded
             if holder in classes and (
-                self.recorder is None or (holder, name) not in self.recorder.seen
+                self.recorder is None or (holder, name) not in self.recorder.entries
             ):
-                compared = self._compared(self.start[holder].get(name, ABSENT), used, True)
+                compared = self._guard_value(
+                    self.initial_entries[holder].get(name, ABSENT), used, True
+                )
                 if compared is not ANY:
                     reads.add(classes[holder], name, compared)
         for table, contents in self.named:
             if not table.attributes or any(self._is_used(leaf, used) for leaf in contents.leaves()):
-                compared = self._compared(
+                compared = self._guard_value(
                     contents, used, table.attributes or self._is_changed(table.root, table.path[:1])
                 )
                 if compared is not ANY:
@@ -345,54 +277,61 @@ class Tables:
                     )
         return reads
 
-    def _watched(self, used: Container[int], table: dict, name: str, value: Any, then: Any) -> Any:
-        """What is compared of an entry that was read with this value, which was this then."""
-        start = self.start.get(id(table))
-        if start is not None and name not in self.globals.get(id(table), (name,)):
-            start = None
+    def _guard_of_read(
+        self, used: Container[int], table: dict, name: str, value: Any, then: Any
+    ) -> Any:
+        """Return the guard on an entry that was read.
+
+        value: the entry when it was read. then: its snapshot.
+        """
+        initial = self.initial_entries.get(id(table))
+        if initial is not None and name not in self.globals.get(id(table), (name,)):
+            initial = None
         if (
-            start is None
+            initial is None
             and isinstance(table, Variables)
-            and not self._stood_in(then)
-            and not same(table.get(name, ABSENT), then)
+            and not self._has_stand_in(then)
+            and not matches(table.get(name, ABSENT), then)
         ):
             warnings.warn(
-                f"forward assigns '{name}' in a way that is not seen: runs of the program do not; keep it in an attribute of the "
+                f"forward assigns '{name}' in a way that is not seen: runs of the program "
+                "do not; keep it in an attribute of the "
                 "module",
                 stacklevel=2,
             )
             return ANY
-        if start is not None and (
-            type(before := start.get(name, ABSENT)) is SymbolicNumber or id(before) in self.places
+        if initial is not None and (
+            type(before := initial.get(name, ABSENT)) is SymbolicNumber or id(before) in self.places
         ):
-            value = then = before  # it may have been read before the stand-in was put there
-        if (
-            start is not None and start.get(name, ABSENT) is not value
-        ):  # the program had written it before
-            return ANY
+            value = then = before  # the read may have come before the stand-in
+        if initial is not None and initial.get(name, ABSENT) is not value:
+            return ANY  # the program had written the entry before the read
         if table.get(name, ABSENT) is not value and not is_watched(value) and not is_table(value):
-            return ANY  # an object, in whose place a trace puts another one
-        return self._compared(then, used, self._is_changed(table, (name,)))
+            return ANY  # an object that the trace replaced
+        return self._guard_value(then, used, self._is_changed(table, (name,)))
 
-    def _stood_in(self, value: Any) -> bool:
-        """Whether what stands for something from a place is in it."""
+    def _has_stand_in(self, value: Any) -> bool:
+        """Return whether the value is or contains a stand-in for the content of a place."""
         leaves = value.leaves() if isinstance(value, Contents) else (value,)
         return any(type(leaf) is SymbolicNumber or id(leaf) in self.places for leaf in leaves)
 
     def _is_changed(self, root: Table, path: tuple) -> bool:
-        """Whether the program writes into the root, or into the entry of it."""
+        """Return whether the program writes into the root, or into this entry of it."""
         return any(entry[: 1 + len(path)] == (id(root), *path) for entry in self.changed)
 
-    def _compared(self, value: Any, used: Container[int], is_changed: bool) -> Any:
-        """Of lists that are changed, and of whose tensors none is used, nothing: things are added
-        to them only, unless they were empty.
+    def _guard_value(self, value: Any, used: Container[int], is_changed: bool) -> Any:
+        """Return the guard on a snapshot.
+
+        A list that the program appends to is not guarded if its tensors are not used.
         """
 
         def leaf(value: Any) -> Any:
             if type(value) is SymbolicNumber:
-                return tally_of(value).needed()
+                return tally_of(value).to_conditions()
             if not isinstance(value, self.traced):
-                return ANY if isinstance(value, Tensor) and id(value) not in self.given else value
+                return (
+                    ANY if isinstance(value, Tensor) and id(value) not in self.operands else value
+                )
             return self.places[id(value)][2] if self._is_used(value, used) else ANY
 
         if not isinstance(value, Contents):
@@ -406,14 +345,15 @@ class Tables:
         ):
             return ANY
         return replace(
-            value, items=tuple(self._compared(item, used, is_changed) for item in value.items)
+            value, items=tuple(self._guard_value(item, used, is_changed) for item in value.items)
         )
 
     def _is_used(self, value: Any, used: Container[int]) -> bool:
+        """Return whether the value stands in a place whose tensor the program uses."""
         return id(value) in self.places and self.places[id(value)][1] in used
 
     def owner_of(self, tensor: Tensor) -> tuple[Table, tuple] | None:
-        """The entry that holds a tensor, or the one that it is a view of."""
+        """Return the entry that holds a tensor, or the tensor that it is a view of."""
         memory = tensor.untyped_storage()._cdata
         for table in self.tables:
             for name, value in table.before.items():
@@ -428,119 +368,20 @@ class Tables:
                     return table.root, (*table.path, name)
         return None
 
-    def _all(self) -> Iterator[_Table]:
-        seen: set[int] = set()
-        for holder in (*self.modules, *self.objects):
-            if is_table(attributes := getattr(holder, "__dict__", None)):
-                yield from _tables(attributes, seen, attributes, (), True)
-            if slots_of(type(holder)):
-                yield from _tables(slots(holder), seen, slots(holder), (), True)
-        for module in self.modules:
-            yield from _tables(module._buffers, seen, module._buffers)
-        variables = {
-            id(table[name]): (table, (name,))
-            for function in self.called
-            for table, name in reached(function)
-            if is_table(table[name])
-        }
-        for function in (*self.functions, *self.called):
-            for value in named(function):
-                attributes = (
-                    value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
-                )
-                if is_table(attributes) and not isinstance(value, (Tensor, ModuleType)):
-                    root, path = variables.get(id(value), (attributes, ()))
-                    yield from _tables(attributes, seen, root, path, attributes is not value, True)
-        written: dict[int, tuple[Table, dict[str, None]]] = {}
-        for function in self.called:
-            tensors = (
-                (table, name)
-                for table, name in reached(function)
-                if isinstance(table[name], Tensor)
-            )
-            cells = ((around(name, cell), name) for name, cell in assigned_around(function))
-            for table, name in (*assigned(function), *tensors, *cells):
-                written.setdefault(id(table), (table, {}))[1][name] = None
-        for table, name in self._of_classes():
-            written.setdefault(id(table), (table, {}))[1][name] = None
-        for table, names in written.values():
-            entries = {name: table[name] for name in names if name in table}
-            yield _Table(table, entries, entries, table, (), True, names=tuple(names))
-
-    def _of_classes(self) -> Iterator[tuple[Table, str]]:
-        """Attributes of classes that functions may assign, and those that hold tensors."""
-        kinds, assigned_anywhere = _bases(map(type, (*self.modules, *self.objects))), set()
-        for function in self.called:
-            names = assigned_attributes(function)
-            assigned_anywhere.update(names)
-            classes = [
-                *_bases(cls for cls, _ in reached_classes(function)),
-                *(kinds if may_name_its_class(function) else ()),
-            ]
-            yield from (
-                (of_class(cls), name)
-                for cls in classes
-                for name in names
-                if not _is_descriptor(cls.__dict__.get(name))
-            )
-        for cls in kinds:
-            yield from (
-                (of_class(cls), name)
-                for name, value in cls.__dict__.items()
-                if isinstance(value, Tensor)
-                or name in assigned_anywhere
-                and not _is_descriptor(value)
-            )
-
-
-def _bases(classes: Iterable[type]) -> list[type]:
-    """The classes and those that they inherit from, but for Python's and torch's own."""
-    return [
-        *dict.fromkeys(base for cls in classes for base in cls.__mro__ if is_own(base.__module__))
-    ]
-
-
-def _is_descriptor(value: Any) -> bool:
-    """Whether it is a method, a property or the like."""
-    return hasattr(type(value), "__get__")
-
-
-def _tables(
-    container: Table,
-    seen: set[int],
-    root: Table,
-    path: tuple = (),
-    attributes: bool = False,
-    is_named: bool = False,
-    inside: set[int] | None = None,
-) -> Iterator[_Table]:
-    """A table, and the tables and lists in it, unless it is a long one or they are very many."""
-    if id(container) in seen:
-        return
-    seen.add(id(container))
-    entries = _entries(container)
-    yield _Table(container, entries, entries, root, path, attributes, is_named)
-    inside = set() if inside is None else inside
-    for name, value in entries.items() if len(entries) <= LONG else ():
-        if is_table(value) and name not in KEPT_BY_TORCH and len(inside) < _MANY:
-            inside.add(id(value))
-            yield from _tables(value, seen, root, (*path, name), inside=inside)
-
 
 def _put(container: Table, name: Any, value: Any) -> None:
+    """Write an entry, or delete it if the value is ABSENT."""
     if value is ABSENT:
         del container[name]
     else:
         container[name] = value
 
 
-def _entries(container: Table) -> dict:
-    return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container)
-
-
-def _holds(value: Any, kind: type[Tensor], known: frozenset[int] = frozenset()) -> bool:
-    """Whether a tensor of this kind is in it, by another id than these."""
+def _contains_tensor(
+    value: Any, kind: type[Tensor], excluded: frozenset[int] = frozenset()
+) -> bool:
+    """Return whether a tensor of this type is in the value, other than those excluded."""
     return any(
-        isinstance(leaf, kind) and id(leaf) not in known
+        isinstance(leaf, kind) and id(leaf) not in excluded
         for leaf in pytree.tree_leaves(opened(value))
     )

@@ -1,5 +1,6 @@
-"""Tensors inside of objects that pytree does not know, such as the key-value caches that
-transformers' models take and return.
+"""Pytrees of objects that pytree does not know.
+
+model(x, past_key_values=cache)      # a cache of transformers holds tensors in attributes
 """
 
 from __future__ import annotations
@@ -18,34 +19,30 @@ from ...compat.private_apis import is_missing
 from ..rewrites.sparse_coo import Entries, is_sparse
 
 ITEM, ATTRIBUTE = "item", "attribute"
-Key = tuple[str, Any]  # of a part: its kind, and its position, key or name
+Key = tuple[str, Any]  # kind of a component, and its position, key or name
 Path = tuple[Key, ...]  # from a structure to one of its containers
 _NO_OBJECTS = (Tensor, type, Enum, ModuleType)
 _COLLECTIONS = (dict, list, tuple)
-OF_PYTHON = 1 << 9  # a class made by a class statement: Py_TPFLAGS_HEAPTYPE
+OF_PYTHON = 1 << 9  # flag of classes that a class statement defines: Py_TPFLAGS_HEAPTYPE
 
 
 @dataclass
 class Opened:
-    """Stands for an object while its tensors are replaced: its class, and its parts, with what is
-    inside of them opened too.
-    """
+    """An object taken apart: its class and its components, themselves opened."""
 
     cls: type
-    parts: dict[Key, Any]
-    origin: Path | None = (
-        None  # where in the arguments it is, if it is one of them or inside of one
-    )
+    components: dict[Key, Any]
+    origin: Path | None = None  # its path in the arguments, if it is there
 
 
 if not is_missing(pytree):
     pytree.register_pytree_node(
         Opened,
-        lambda o: (list(o.parts.values()), (o.cls, tuple(o.parts), o.origin)),
+        lambda o: (list(o.components.values()), (o.cls, tuple(o.components), o.origin)),
         lambda values, context: Opened(context[0], dict(zip(context[1], values)), context[2]),
         flatten_with_keys_fn=lambda o: (
-            [(pytree.MappingKey(name), v) for (_, name), v in o.parts.items()],
-            (o.cls, tuple(o.parts), o.origin),
+            [(pytree.MappingKey(name), v) for (_, name), v in o.components.items()],
+            (o.cls, tuple(o.components), o.origin),
         ),
     )
 
@@ -53,67 +50,71 @@ if not is_missing(pytree):
 def opened(
     tree: Any, origins: Mapping[int, Path] | None = None, around: tuple[int, ...] = ()
 ) -> Any:
-    """The tree with Opened for every object that holds tensors, and for those whose id has an
-    origin, and Entries for sparse tensors.
+    """Return the tree with Opened for objects that hold tensors, and Entries for sparse tensors.
+
+    Objects whose id has an origin are opened as well. around: ids of the objects that contain the
+    tree.
     """
-    return pytree.tree_map(lambda leaf: _opened(leaf, origins or {}, around), tree)
+    return pytree.tree_map(lambda leaf: _open_leaf(leaf, origins or {}, around), tree)
 
 
-def _opened(leaf: Any, origins: Mapping[int, Path], around: tuple[int, ...]) -> Any:
+def _open_leaf(leaf: Any, origins: Mapping[int, Path], around: tuple[int, ...]) -> Any:
     if is_sparse(leaf):
         return Entries.of(leaf)
     if not is_object(leaf) or id(leaf) in around:
         return leaf
     inside = {
-        key: opened(value, origins, (*around, id(leaf))) for key, value in parts(leaf).items()
+        key: opened(value, origins, (*around, id(leaf))) for key, value in components(leaf).items()
     }
     origin = origins.get(id(leaf))
     holds = origin is not None or any(isinstance(x, Tensor) for x in pytree.tree_leaves(inside))
     return Opened(type(leaf), inside, origin) if holds else leaf
 
 
-def closed(tree: Any, given: Any = None) -> Any:
-    """The tree with objects again where `opened` took them apart: new ones, or, of those with an
-    origin, the one in `given`.
+def closed(tree: Any, arguments: Any = None) -> Any:
+    """Return the tree with objects in place of Opened, and sparse tensors in place of Entries.
+
+    Objects are new ones; those with an origin are the ones in `arguments`.
     """
-    return pytree.tree_map(lambda leaf: _closed(leaf, given), tree, is_leaf=is_opened)
+    return pytree.tree_map(lambda leaf: _close_leaf(leaf, arguments), tree, is_leaf=is_opened)
 
 
 def is_opened(part: Any) -> bool:
+    """Return whether the value is Opened or Entries."""
     return isinstance(part, (Opened, Entries))
 
 
-def _closed(leaf: Any, given: Any) -> Any:
+def _close_leaf(leaf: Any, arguments: Any) -> Any:
     if isinstance(leaf, Entries):
         return leaf.tensor()
     if not isinstance(leaf, Opened):
         return leaf
     if leaf.origin is not None:
-        return follow(leaf.origin, given)
-    inside = {key: closed(value, given) for key, value in leaf.parts.items()}
+        return follow(leaf.origin, arguments)
+    inside = {key: closed(value, arguments) for key, value in leaf.components.items()}
     items = {name: value for (kind, name), value in inside.items() if kind == ITEM}
-    base: Any = next(
-        c for c in leaf.cls.__mro__ if not c.__flags__ & OF_PYTHON
-    )  # object, most often
-    made = (
+    # most often `object`
+    base: Any = next(c for c in leaf.cls.__mro__ if not c.__flags__ & OF_PYTHON)
+    result = (
         base.__new__(leaf.cls, items.values())
         if issubclass(base, tuple)
         else base.__new__(leaf.cls)
     )
-    if isinstance(made, list):
-        list.extend(made, items.values())
-    elif isinstance(made, dict):
+    if isinstance(result, list):
+        list.extend(result, items.values())
+    elif isinstance(result, dict):
         for name, value in items.items():
-            base.__setitem__(made, name, value)
+            base.__setitem__(result, name, value)
     for (kind, name), value in inside.items():
         if kind == ATTRIBUTE:
-            object.__setattr__(made, name, value)  # also of a frozen dataclass
-    return made
+            object.__setattr__(result, name, value)  # also of a frozen dataclass
+    return result
 
 
 def is_object(leaf: Any) -> bool:
-    """Whether a leaf of a pytree may hold tensors: no tensor itself, no class, no function and no
-    module.
+    """Return whether a leaf of a pytree may hold tensors.
+
+    It is no tensor, class, function or module.
     """
     return (
         not isinstance(leaf, _NO_OBJECTS)
@@ -126,8 +127,8 @@ def is_object(leaf: Any) -> bool:
     )
 
 
-def parts(container: Any) -> dict[Key, Any]:
-    """What a collection or an object consists of."""
+def components(container: Any) -> dict[Key, Any]:
+    """Return the items and attributes of a collection or an object."""
     items = (
         container.items()
         if isinstance(container, dict)
@@ -148,7 +149,7 @@ def parts(container: Any) -> dict[Key, Any]:
 
 
 def follow(path: Path, tree: Any) -> Any:
-    """What is at the end of a path."""
+    """Return what is at the end of the path."""
     for kind, name in path:
         tree = tree[name] if kind == ITEM else getattr(tree, name)
     return tree
@@ -156,11 +157,11 @@ def follow(path: Path, tree: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def slots_of(cls: type) -> tuple[str, ...]:
-    """Names of the attributes that a class in Python keeps in slots."""
-    found = [c.__dict__.get("__slots__", ()) for c in cls.__mro__ if c.__module__ != "builtins"]
+    """Return the names of the attributes that a Python class keeps in slots."""
+    declared = [c.__dict__.get("__slots__", ()) for c in cls.__mro__ if c.__module__ != "builtins"]
     return tuple(
         name
-        for names in found
+        for names in declared
         for name in ((names,) if isinstance(names, str) else names)
         if not name.startswith("__")
     )

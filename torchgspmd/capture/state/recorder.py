@@ -1,6 +1,4 @@
-"""What forwards read while they are traced: attributes of modules and of the objects that these
-name, and variables.
-"""
+"""Recording of the attributes and variables that a forward reads while it is traced."""
 
 from __future__ import annotations
 
@@ -25,25 +23,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from .bytecode_names import (
+    class_names,
     class_values,
+    global_names,
     is_function,
     is_installed,
     is_own,
-    mentioned,
-    reached,
-    reached_classes,
+    names_in_code,
 )
-from .guards import ABSENT, ANY, KEPT_BY_TORCH, Guards, frozen, is_watched
+from .guards import ABSENT, ANY, KEPT_BY_TORCH, Guards, is_watched, snapshot
 from .object_trees import OF_PYTHON, slots_of
 from .places import LONG, is_table
-from .variable_tables import around, of_class, of_context, slots
+from .variable_tables import cell_variable, class_variables, context_variable, slot_variables
 
-_FIXED = 1 << 8  # a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE
-_MANY, _MANY_VALUES = (
-    1000,
-    100_000,
-    # objects that attributes are watched of, and values that are looked at for these, the nearest first
-)
+_FIXED = 1 << 8  # flag of classes without settable attributes: Py_TPFLAGS_IMMUTABLETYPE
+_MANY = 1000  # limit of objects whose attributes are watched, the nearest first
+_MANY_VALUES = 100_000  # limit of values that are searched for such objects
 _SCALARS = {bool, int, float, complex, str, bytes, type(None)}
 _NAMESPACES = (SimpleNamespace, Namespace, threading.local)
 _NO_OBJECTS = (
@@ -59,25 +54,25 @@ _NO_OBJECTS = (
 
 
 class Recorder:
-    """What is read, as it is when it is read first."""
+    """The entries that were read, each with its value and a snapshot at the first read."""
 
-    def __init__(self, holders: Iterable[Any]):
-        """holders: whose attributes count."""
+    def __init__(self, holders: Iterable[Any]) -> None:
+        """Record reads of the attributes of these holders."""
         self.holders = {id(holder): holder for holder in holders}
-        self.passed: set[tuple[int, str]] = set()  # what has been read
-        self.seen: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
+        self.visited: set[tuple[int, str]] = set()  # (id of holder, name) of past reads
+        self.entries: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 
     def read(self, holder: Any, name: str) -> None:
-        """Before an attribute is read for the first time."""
-        self.passed.add((id(holder), name))
+        """Record an attribute before its first read."""
+        self.visited.add((id(holder), name))
         if id(holder) not in self.holders or name in KEPT_BY_TORCH or name.startswith("__"):
             return
         if name in slots_of(type(holder)):
-            self.see(slots(holder), name)
+            self.record(slot_variables(holder), name)
             return
         table = _attributes(holder)
         if table is None or name not in table:
-            self.see_class(type(holder), name)
+            self.record_class(type(holder), name)
         if table is not None and not any(
             name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")
         ):
@@ -86,16 +81,18 @@ class Recorder:
                 or name == "forward"
                 or not (isinstance(holder, nn.Module) and callable(getattr(nn.Module, name, None)))
             ):
-                self.see(table, name)
+                self.record(table, name)
 
-    def see(self, table: Any, name: str) -> None:
-        if (id(table), name) not in self.seen:
+    def record(self, table: Any, name: str) -> None:
+        """Record an entry of a table."""
+        if (id(table), name) not in self.entries:
             value = table.get(name, ABSENT)
-            self.seen[id(table), name] = table, name, value, frozen(value)
+            self.entries[id(table), name] = table, name, value, snapshot(value)
 
-    def see_class(self, cls: type, name: str) -> None:
-        """What instances find in the class, or one that it inherits from; of methods and
-        properties, nothing.
+    def record_class(self, cls: type, name: str) -> None:
+        """Record what instances find in the class or a base.
+
+        Methods and properties are left out.
         """
         owner = next((c for c in cls.__mro__ if name in c.__dict__), None)
         if (
@@ -103,26 +100,29 @@ class Recorder:
             and owner.__flags__ & OF_PYTHON
             and not hasattr(type(owner.__dict__[name]), "__get__")
         ):
-            self.see(of_class(owner), name)
+            self.record(class_variables(owner), name)
 
-    def see_whole(self, holder: Any, names: Container[str]) -> None:
-        """The attributes of these names of an object of which it is not seen what is read."""
+    def record_all(self, holder: Any, names: Container[str]) -> None:
+        """Record all attributes of these names, for an object whose reads cannot be seen."""
         table: Any = _attributes(holder)
         for name in filter(names.__contains__, table):
-            self.see(table, name)
-        self.see(_Present(table, names), "attributes")
+            self.record(table, name)
+        self.record(_Present(table, names), "attributes")
 
-    def see_variables(self, functions: Iterable[FunctionType]) -> None:
-        """Those that functions find by name; of lists and tables see Tables.reads."""
+    def record_variables(self, functions: Iterable[FunctionType]) -> None:
+        """Record the variables that functions find by name.
+
+        For lists and tables see Tables.reads.
+        """
         for function in functions:
-            for table, name in reached(function):
+            for table, name in global_names(function):
                 value = table[name]
                 if isinstance(value, ContextVar):
-                    self.see(of_context(name, value), name)
+                    self.record(context_variable(name, value), name)
                 elif not isinstance(value, (type, ModuleType)) and not is_table(value):
-                    self.see(table, name)
-            for cls, attribute in reached_classes(function):
-                self.see_class(cls, attribute)
+                    self.record(table, name)
+            for cls, attribute in class_names(function):
+                self.record_class(cls, attribute)
             cells = () if is_installed(function.__module__) else function.__closure__ or ()
             for name, cell in zip(function.__code__.co_freevars, cells):
                 if (
@@ -130,24 +130,25 @@ class Recorder:
                     and is_watched(cell.cell_contents)
                     and not is_table(cell.cell_contents)
                 ):
-                    self.see(around(name, cell), name)
+                    self.record(cell_variable(name, cell), name)
 
-    def settled(self, watch: Callable[[dict, str, Any, Any], Any]) -> Guards:
-        """watch: what is compared of an entry that was read with this value, which was this then;
-        ANY if nothing.
+    def to_guards(self, watch: Callable[[dict, str, Any, Any], Any]) -> Guards:
+        """Return the guards on what was read.
+
+        watch: a function of (table, name, value, snapshot) that returns the guard, or ANY for none.
         """
         reads = Guards()
-        for table, name, value, then in self.seen.values():
-            compared = watch(table, name, value, then)
+        for table, name, value, at_read in self.entries.values():
+            compared = watch(table, name, value, at_read)
             if compared is not ANY:
                 reads.add(table, name, compared)
         return reads
 
 
 class _Present:
-    """Which attributes of these names an object has, as an entry of a table."""
+    """The names that an object has as attributes, as an entry of a table."""
 
-    def __init__(self, table: dict, names: Container[str]):
+    def __init__(self, table: dict, names: Container[str]) -> None:
         self.table, self.names = table, names
 
     def get(self, name: str, default: Any) -> tuple[str, ...]:
@@ -155,20 +156,21 @@ class _Present:
 
 
 @contextmanager
-def recorded_reads(
+def record_reads(
     modules: Iterable[nn.Module], objects: Sequence[Any], functions: Iterable[FunctionType]
 ) -> Iterator[Recorder]:
-    """Meanwhile it is written down which attributes of these are read. functions: that may read
-    them.
+    """Record which attributes of the modules and objects are read.
+
+    functions: those that may read them.
     """
     recorder = Recorder([*modules, *objects])
-    passed = recorder.passed
+    visited = recorder.visited
 
-    def recording(before: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def recording(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def record(self: Any, name: str) -> Any:
-            if (id(self), name) not in passed:
+            if (id(self), name) not in visited:
                 recorder.read(self, name)
-            return before(self, name)
+            return original(self, name)
 
         return record
 
@@ -180,7 +182,7 @@ def recorded_reads(
     try:
         for cls in classes:
             if cls.__flags__ & (OF_PYTHON | _FIXED) == OF_PYTHON:
-                with suppress(TypeError, AttributeError):  # of a metaclass that forbids it
+                with suppress(TypeError, AttributeError):  # a metaclass may forbid it
                     original = cls.__dict__.get("__getattribute__")
                     cls.__getattribute__ = recording(cls.__getattribute__)
                     originals[cls] = original
@@ -190,44 +192,44 @@ def recorded_reads(
                 and not isinstance(holder, nn.Module)
                 and _attributes(holder) is not None
             ):
-                recorder.see_whole(holder, mentioned(functions))  # a SimpleNamespace
+                recorder.record_all(holder, names_in_code(functions))  # such as SimpleNamespace
         yield recorder
     finally:
         for cls, original in originals.items():
             if original is None:
-                del cls.__getattribute__  # found without a look at it again
+                del cls.__getattribute__  # inherited again
             else:
                 cls.__getattribute__ = original
 
 
 class Reach:
-    """What can be found from attributes and variables: objects, such as a configuration, what these
-    name, and functions in Python.
-    """
+    """What attributes and variables lead to: objects, such as a configuration, and functions."""
 
-    def __init__(self, modules: Sequence[nn.Module]):
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.objects: dict[int, Any] = {}
         self.functions: dict[int, Any] = {}
-        self.passed = {id(m) for m in modules}
+        self.visited = {id(m) for m in modules}
         self.add(
             value
             for m in modules
             for name, value in m.__dict__.items()
             if name not in KEPT_BY_TORCH
         )
-        self.add(value for cls in dict.fromkeys(map(type, modules)) for value in _in_class(cls))
+        self.add(value for cls in dict.fromkeys(map(type, modules)) for value in _class_values(cls))
 
     def add(self, values: Iterable[Any], are_named: bool = False) -> None:
-        """are_named: by functions; what an installed package has made counts as its own then, which
-        a user does not change.
+        """Add what the values lead to.
+
+        are_named: functions name the values. Objects of installed packages are left out then, since
+        a user does not change them.
         """
         rest, seen = deque(values), 0
         while rest and seen < _MANY_VALUES and len(self.objects) < _MANY:
             value = rest.popleft()
-            if type(value) in _SCALARS or id(value) in self.passed:
+            if type(value) in _SCALARS or id(value) in self.visited:
                 continue
             seen += 1
-            self.passed.add(id(value))
+            self.visited.add(id(value))
             if isinstance(value, tuple) or is_table(value):
                 if len(value) <= LONG:
                     rest.extend(value.values() if isinstance(value, dict) else value)
@@ -245,8 +247,9 @@ class Reach:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether it may have attributes that a user sets; of Python's own library only a namespace is
-    one.
+    """Return whether a user may set attributes of the value.
+
+    Of the standard library's classes this holds for namespaces only.
     """
     cls = type(value)
     is_known = (
@@ -262,6 +265,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _attributes(holder: Any) -> dict | None:
+    """Return the __dict__ of an object, or None."""
     try:
         of_thread = isinstance(holder, threading.local)
         table = holder.__dict__ if of_thread else object.__getattribute__(holder, "__dict__")
@@ -270,13 +274,14 @@ def _attributes(holder: Any) -> dict | None:
     return table if isinstance(table, dict) else None
 
 
-def _in_class(cls: type) -> Iterator[Any]:
-    """Attributes of a class other than methods."""
+def _class_values(cls: type) -> Iterator[Any]:
+    """Yield the attributes of a class other than methods."""
     return (value for _, value in class_values(cls) if not isinstance(value, FunctionType))
 
 
 def _values(holder: Any) -> Iterator[Any]:
+    """Yield the attributes of an object, and those of its class."""
     if not isinstance(holder, nn.Module):
-        yield from _in_class(type(holder))
+        yield from _class_values(type(holder))
     yield from (_attributes(holder) or {}).values()
-    yield from slots(holder).values()
+    yield from slot_variables(holder).values()

@@ -1,13 +1,12 @@
-"""Numbers that change from call to call (`self.calls += 1`, a temperature that is annealed): one
-program for all of them.
-
-While it is traced a Count is in the place of such a number. What is computed of a Count is one;
-beside a tensor it is a tensor of no dimension, which the program takes as an input:
+"""Symbolic numbers: one program for a number that changes from call to call.
 
     self.calls += 1                     every run adds 1 to the attribute
-    if self.calls % 10 == 0:            a condition: the program holds for numbers for which this comes out alike
+    if self.calls % 10 == 0:            a condition: a guard on the outcome
         y = y * self.tau                an input
-    z = F.dropout(y, self.rate)         whatever else needs a number has it, on the condition that it is this one
+    z = F.dropout(y, self.rate)         specialized: a guard on the number itself
+
+During a trace a SymbolicNumber is in the place of such a number. Arithmetic on it gives another
+one. Beside a tensor it is a tensor without dimensions, which is an input of the program.
 """
 
 from __future__ import annotations
@@ -15,18 +14,19 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
+from .number_guards import Function, Tally, identity
 from .places import COUNTED, Place
 
-Function = Callable[[Any], Any]
-_EXACT = 2.0**53  # integers below it are doubles
-_MANY = 64  # operations; of more it is a condition what comes out
+_EXACT = 2.0**53  # doubles represent smaller integers exactly
+_MANY = 64  # limit of operations; a longer expression is specialized
+# operations with the same result on tensors
 _TENSORS = (
     operator.add,
     operator.sub,
@@ -34,8 +34,9 @@ _TENSORS = (
     operator.neg,
     operator.truediv,
     operator.pow,
-)  # computed alike of tensors
-_SUMS = (operator.add, operator.sub)  # of which 64 integers below 2 ** 53 fit into 64 bits
+)
+# A sum of 64 integers below 2 ** 53 fits into 64 bits.
+_SUMS = (operator.add, operator.sub)
 _BESIDE_TENSORS = {
     getattr(of, f"{name}{end}")
     for of, ends in ((torch, ("",)), (Tensor, ("", "_")))
@@ -44,116 +45,68 @@ _BESIDE_TENSORS = {
     if hasattr(of, f"{name}{end}")
 } | {
     getattr(Tensor, f"__{name}__")
-    for name in "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv gt ge lt le".split()
+    for name in "add radd iadd sub rsub isub mul rmul imul gt ge lt le".split()
+    + "truediv rtruediv itruediv".split()
 }
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
 @dataclass(eq=False)
-class Tally:
-    """A number in its place, the input that it is, and what the program depends on: what comes out
-    of functions of it.
-    """
+class BackwardNumber:
+    """The Tally of a number in the backward, if forward has changed it."""
 
     place: Place
     value: int | float
-    tensor: Tensor
-    conditions: list[tuple[Function, Any]] = field(default_factory=list)
-
-    def demand(self, function: Function) -> Any:
-        """What comes out; the program holds for numbers for which it is this."""
-        found = function(self.value)
-        if function is _itself:
-            self.conditions = [(function, found)]
-        elif not self.conditions or self.conditions[0][0] is not _itself:
-            self.conditions.append((function, found))
-        return found
-
-    def needed(self) -> Conditions:
-        return Conditions(
-            type(self.value), *(zip(*self.conditions) if self.conditions else ((), ()))
-        )
-
-
-@dataclass(eq=False)
-class Later:
-    """The same of a number that forward has changed: in the backward it is the one that is in its
-    place then.
-    """
-
-    place: Place
-    value: int | float
-    count: SymbolicNumber
+    symbol: SymbolicNumber
 
     @property
     def tensor(self) -> Tensor:
-        return _tensor(self.count)
+        """Return the number as a value of the program."""
+        return _to_tensor(self.symbol)
 
-    def demand(self, function: Function) -> Any:
-        return _demanded(self.count, function)
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What a program depends on of a number that it takes from its place."""
-
-    cls: type
-    functions: tuple[Function, ...]
-    found: tuple
-
-    def hold(self, value: Any) -> bool:
-        if type(value) is not self.cls:
-            return False
-        try:
-            return all(
-                _equal(function(value), found)
-                for function, found in zip(self.functions, self.found)
-            )
-        except (ArithmeticError, ValueError):  # of what forward would do with it
-            return False
+    def guard_on(self, function: Function) -> Any:
+        """Return the result of the function, and guard on it."""
+        return _guard_on(self.symbol, function)
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What every run makes of the numbers that are in places then."""
+    """A number that every run computes from numbers in places."""
 
     now: Callable[[], int | float]
 
 
 class SymbolicNumber:
-    """A function of a tallied number; of: the operation and operands that it was computed by. Of
-    several numbers there are only these.
+    """A function of a number in a place, such as `self.calls % 10`.
+
+    expression: the operation and operands that computed it. A function of several numbers has no
+    tally.
     """
 
-    __slots__ = ("__tally", "__function", "__value", "__of", "__size")
+    __slots__ = ("__tally", "__function", "__value", "__expression", "__size")
 
     def __init__(
         self,
-        tally: Tally | Later | None,
-        function: Function = _itself,
-        of: tuple = (),
+        tally: Tally | BackwardNumber | None,
+        function: Function = identity,
+        expression: tuple = (),
         value: int | float | None = None,
-    ):
-        self.__tally, self.__function, self.__of = tally, function, of
+    ) -> None:
+        self.__tally, self.__function, self.__expression = tally, function, expression
         self.__value = value if tally is None else function(tally.value)
-        self.__size = sum(
-            1 + o.__size for o in of if type(o) is SymbolicNumber
-        )  # operations, each as often as it is computed
+        # number of operations, each as often as it is computed
+        self.__size = sum(1 + o.__size for o in expression if type(o) is SymbolicNumber)
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
         return type(self.__value)
 
     def __reduce__(self) -> Any:
-        return type(self.__value), (number(self),)
+        return type(self.__value), (specialize(self),)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # looked for by those who ask what kind of object this is
+        if name.startswith("__"):  # a probe for the protocols of the object
             raise AttributeError(name)
-        return getattr(number(self), name)
+        return getattr(specialize(self), name)
 
     @classmethod
     def __torch_function__(
@@ -161,89 +114,91 @@ class SymbolicNumber:
     ) -> Any:
         if func in _BESIDE_TENSORS and len(args) == 2:
             args = tuple(
-                _beside(a, b) if type(a) is SymbolicNumber and isinstance(b, Tensor) else a
+                _tensor_operand(a, b) if type(a) is SymbolicNumber and isinstance(b, Tensor) else a
                 for a, b in zip(args, args[::-1])
             )
-        return func(*numbers(args), **numbers(kwargs or {}))
+        return func(*specialize_tree(args), **specialize_tree(kwargs or {}))
 
 
-def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and a == b
+def _guard_on(symbol: SymbolicNumber, function: Function) -> Any:
+    """Return a function of the number, and guard on the result."""
+    if symbol._SymbolicNumber__tally is None:
+        return function(specialize(symbol))
+    before = symbol._SymbolicNumber__function
+    return symbol._SymbolicNumber__tally.guard_on(lambda value: function(before(value)))
 
 
-def _demanded(count: SymbolicNumber, function: Function) -> Any:
-    if count._SymbolicNumber__tally is None:
-        return function(number(count))
-    before = count._SymbolicNumber__function
-    return count._SymbolicNumber__tally.demand(lambda value: function(before(value)))
+def specialize(symbol: SymbolicNumber) -> int | float:
+    """Return the value of a symbolic number, and guard on it."""
+    if symbol._SymbolicNumber__tally is None:
+        operation, *operands = symbol._SymbolicNumber__expression
+        return operation(*specialize_tree(operands))
+    return symbol._SymbolicNumber__tally.guard_on(symbol._SymbolicNumber__function)
 
 
-def number(count: SymbolicNumber) -> int | float:
-    """What it is; from now on the program depends on it."""
-    if count._SymbolicNumber__tally is None:
-        operation, *operands = count._SymbolicNumber__of
-        return operation(*numbers(operands))
-    return count._SymbolicNumber__tally.demand(count._SymbolicNumber__function)
-
-
-def numbers(value: Any) -> Any:
-    """The same with the number in the place of every Count in it."""
+def specialize_tree(value: Any) -> Any:
+    """Return the tree with the value in place of every symbolic number."""
     return pytree.tree_map(
-        lambda leaf: number(leaf) if type(leaf) is SymbolicNumber else leaf, value
+        lambda leaf: specialize(leaf) if type(leaf) is SymbolicNumber else leaf, value
     )
 
 
-def settled(value: Any) -> Any:
-    """The same with Computed in the place of every Count in it."""
+def to_computed(value: Any) -> Any:
+    """Return the tree with Computed in place of every symbolic number."""
     return pytree.tree_map(
-        lambda leaf: Computed(_when_run(leaf)) if type(leaf) is SymbolicNumber else leaf, value
+        lambda leaf: Computed(_evaluator(leaf)) if type(leaf) is SymbolicNumber else leaf, value
     )
 
 
-def settled_there(value: Any, root: Any, path: tuple) -> Any:
-    """The same of an entry, where it is computed of the number there only; else with the numbers
-    that they are.
+def to_computed_at(value: Any, root: Any, path: tuple) -> Any:
+    """Return the value of an entry with Computed if it depends only on the number of that entry.
+
+    Else symbolic numbers are specialized.
     """
     tally = value._SymbolicNumber__tally if type(value) is SymbolicNumber else None
     return (
-        settled(value)
+        to_computed(value)
         if tally is not None and tally.place.root is root and tally.place.path == path
-        else numbers(value)
+        else specialize_tree(value)
     )
 
 
-def _when_run(count: SymbolicNumber) -> Callable[[], Any]:
-    tally, function = count._SymbolicNumber__tally, count._SymbolicNumber__function
+def _evaluator(symbol: SymbolicNumber) -> Callable[[], Any]:
+    """Return a function that computes the number from the current content of places."""
+    tally, function = symbol._SymbolicNumber__tally, symbol._SymbolicNumber__function
     if tally is not None:
         place = tally.place
         return lambda: function(place.value())
     operation, *operands = (
-        _when_run(o) if type(o) is SymbolicNumber else o for o in count._SymbolicNumber__of
+        _evaluator(o) if type(o) is SymbolicNumber else o
+        for o in symbol._SymbolicNumber__expression
     )
     return lambda: operation(*(o() if callable(o) else o for o in operands))
 
 
-def later(count: SymbolicNumber, place: Place) -> SymbolicNumber:
-    """What stands in a place from the end of forward on."""
+def at_backward(symbol: SymbolicNumber, place: Place) -> SymbolicNumber:
+    """Return the symbolic number of a place from the end of forward on."""
     return (
-        count
-        if tally_of(count) is not None and count._SymbolicNumber__function is _itself
-        else SymbolicNumber(Later(place, count._SymbolicNumber__value, count))
+        symbol
+        if tally_of(symbol) is not None and symbol._SymbolicNumber__function is identity
+        else SymbolicNumber(BackwardNumber(place, symbol._SymbolicNumber__value, symbol))
     )
 
 
-def tally_of(count: SymbolicNumber) -> Tally | Later | None:
-    return count._SymbolicNumber__tally
+def tally_of(symbol: SymbolicNumber) -> Tally | BackwardNumber | None:
+    """Return the tally of a symbolic number; None for a function of several numbers."""
+    return symbol._SymbolicNumber__tally
 
 
-def _computed(operation: Callable, *operands: Any) -> Any:
-    """Of one Count, or several; where they are of several numbers and cannot be tensors, on the
-    condition that these are what they are.
+def _compute(operation: Callable, *operands: Any) -> Any:
+    """Apply an operation to symbolic numbers.
+
+    A result of several numbers that cannot be computed with tensors is specialized.
     """
     if any(isinstance(o, Tensor) for o in operands):
-        return NotImplemented  # it is the tensor's turn
+        return NotImplemented  # the method of the tensor runs
     if any(type(o) not in (SymbolicNumber, *COUNTED) for o in operands):
-        return operation(*numbers(operands))
+        return operation(*specialize_tree(operands))
     tallies = {tally_of(o) for o in operands if type(o) is SymbolicNumber}
     tally = tallies.pop()
     if tallies or tally is None:
@@ -252,39 +207,42 @@ def _computed(operation: Callable, *operands: Any) -> Any:
             *(o._SymbolicNumber__value if type(o) is SymbolicNumber else o for o in operands)
         )
         if size >= _MANY or operation not in (_TENSORS if type(value) is float else _SUMS):
-            return operation(*numbers(operands))
-        return SymbolicNumber(None, of=(operation, *operands), value=value)
-    if (shorter := _as_one(operation, *operands)) is not None:
+            return operation(*specialize_tree(operands))
+        return SymbolicNumber(None, expression=(operation, *operands), value=value)
+    if (shorter := _merge_additions(operation, *operands)) is not None:
         return shorter
     functions = [
         o._SymbolicNumber__function if type(o) is SymbolicNumber else lambda value, o=o: o
         for o in operands
     ]
-    found = SymbolicNumber(
+    result = SymbolicNumber(
         tally,
         lambda value: operation(*(function(value) for function in functions)),
         (operation, *operands),
     )
     return (
-        found
-        if type(found._SymbolicNumber__value) in COUNTED and found._SymbolicNumber__size < _MANY
-        else number(found)
+        result
+        if type(result._SymbolicNumber__value) in COUNTED and result._SymbolicNumber__size < _MANY
+        else specialize(result)
     )
 
 
-def _as_one(operation: Callable, one: Any, other: Any = None) -> Any:
-    """For an integer that is added to a sum with another one (as in a loop that counts): with the
-    sum of the two; else None.
+def _merge_additions(operation: Callable, one: Any, other: Any = None) -> Any:
+    """Merge the addition of an integer to a sum with an integer, as in a loop that counts.
+
+    Return None for anything else.
     """
-    count, added = (other, one) if operation is operator.add and type(one) is int else (one, other)
+    symbol, addend = (
+        (other, one) if operation is operator.add and type(one) is int else (one, other)
+    )
     if (
         operation not in (operator.add, operator.sub)
-        or type(count) is not SymbolicNumber
-        or type(added) is not int
-        or not count._SymbolicNumber__of
+        or type(symbol) is not SymbolicNumber
+        or type(addend) is not int
+        or not symbol._SymbolicNumber__expression
     ):
         return None
-    before, first, *rest = count._SymbolicNumber__of
+    before, first, *rest = symbol._SymbolicNumber__expression
     if (
         before is not operator.add
         or type(first) is not SymbolicNumber
@@ -292,26 +250,24 @@ def _as_one(operation: Callable, one: Any, other: Any = None) -> Any:
         or type(first._SymbolicNumber__value) is not int
     ):
         return None
-    return _computed(operator.add, first, operation(rest[0], added))
+    return _compute(operator.add, first, operation(rest[0], addend))
 
 
-def _tensor(count: SymbolicNumber) -> Tensor | None:
-    """It as a value of the program; None if it cannot be computed of tensors."""
-    tally, value, of = (
-        count._SymbolicNumber__tally,
-        count._SymbolicNumber__value,
-        count._SymbolicNumber__of,
+def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
+    """Return the number as a value of the program; None if tensors cannot compute it."""
+    tally, value, expression = (
+        symbol._SymbolicNumber__tally,
+        symbol._SymbolicNumber__value,
+        symbol._SymbolicNumber__expression,
     )
-    if (
-        type(value) is int and tally is not None and not _demanded(count, _is_exact)
-    ):  # else it might not fit into a tensor
-        return None
-    if not of:
+    if type(value) is int and tally is not None and not _guard_on(symbol, _is_exact):
+        return None  # it may not fit into a tensor
+    if not expression:
         return tally.tensor
-    operation, *operands = of
+    operation, *operands = expression
     if operation not in _TENSORS or type(value) is int and operation is operator.pow:
         return None
-    tensors = [_tensor(o) if type(o) is SymbolicNumber else o for o in operands]
+    tensors = [_to_tensor(o) if type(o) is SymbolicNumber else o for o in operands]
     if any(t is None for t in tensors):
         return None
     if type(value) is float:
@@ -320,42 +276,49 @@ def _tensor(count: SymbolicNumber) -> Tensor | None:
 
 
 def _is_exact(value: int) -> bool:
+    """Return whether a double represents the integer exactly."""
     return abs(value) < _EXACT
 
 
-def _beside(count: SymbolicNumber, other: Tensor) -> Any:
-    """The operand of an operation with a tensor, whose type the result is to have; the number where
-    it would have another one.
+def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> Any:
+    """Return the operand of an operation with a tensor.
+
+    The result has the type of the tensor. Where PyTorch promotes the type, the number is
+    specialized.
     """
     is_float = other.is_floating_point() or other.is_complex()
     if (
         not is_float
-        and (type(count._SymbolicNumber__value) is float or not other.dim())
-        or (tensor := _tensor(count)) is None
+        and (type(symbol._SymbolicNumber__value) is float or not other.dim())
+        or (tensor := _to_tensor(symbol)) is None
     ):
-        return number(count)
+        return specialize(symbol)
     return tensor if other.dim() else tensor.to(other.dtype)
 
 
-def _of_one(function: Function) -> Any:
-    return lambda self, *args: _demanded(self, lambda value: function(value, *args))
+def _guarding_method(function: Function) -> Any:
+    """Return a method that guards on the result of a function."""
+    return lambda self, *args: _guard_on(self, lambda value: function(value, *args))
 
 
-def _of_two(operation: Callable, is_reflected: bool) -> Any:
+def _arithmetic_method(operation: Callable, is_reflected: bool) -> Any:
+    """Return a method that applies a binary operation."""
     return lambda self, other: (
-        _computed(operation, other, self) if is_reflected else _computed(operation, self, other)
+        _compute(operation, other, self) if is_reflected else _compute(operation, self, other)
     )
 
 
-def _compared(operation: Callable) -> Any:
+def _comparison_method(operation: Callable) -> Any:
+    """Return a method that guards on the outcome of a comparison."""
+
     def method(self: SymbolicNumber, other: Any) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
-        other = numbers(other)
+        other = specialize_tree(other)
         return (
-            _demanded(self, lambda value: operation(value, other))
+            _guard_on(self, lambda value: operation(value, other))
             if type(other) in COUNTED
-            else operation(number(self), other)
+            else operation(specialize(self), other)
         )
 
     return method
@@ -376,17 +339,25 @@ for _name, _function in dict(
     ceil=math.ceil,
     divmod=divmod,
 ).items():
-    setattr(SymbolicNumber, f"__{_name}__", _of_one(_function))
+    setattr(SymbolicNumber, f"__{_name}__", _guarding_method(_function))
 for _name in "eq ne lt le gt ge".split():
-    setattr(SymbolicNumber, f"__{_name}__", _compared(getattr(operator, _name)))
+    setattr(SymbolicNumber, f"__{_name}__", _comparison_method(getattr(operator, _name)))
 for _name in "neg pos abs invert".split():
     setattr(
         SymbolicNumber,
         f"__{_name}__",
-        lambda self, operation=getattr(operator, _name): _computed(operation, self),
+        lambda self, operation=getattr(operator, _name): _compute(operation, self),
     )
 for _name in "add sub mul truediv floordiv mod pow and_ or_ xor lshift rshift".split():
-    setattr(SymbolicNumber, f"__{_name.strip('_')}__", _of_two(getattr(operator, _name), False))
-    setattr(SymbolicNumber, f"__r{_name.strip('_')}__", _of_two(getattr(operator, _name), True))
-SymbolicNumber.__hash__ = lambda self: hash(number(self))
-SymbolicNumber.__rdivmod__ = lambda self, other: _demanded(self, lambda value: divmod(other, value))
+    setattr(
+        SymbolicNumber,
+        f"__{_name.strip('_')}__",
+        _arithmetic_method(getattr(operator, _name), False),
+    )
+    setattr(
+        SymbolicNumber,
+        f"__r{_name.strip('_')}__",
+        _arithmetic_method(getattr(operator, _name), True),
+    )
+SymbolicNumber.__hash__ = lambda self: hash(specialize(self))
+SymbolicNumber.__rdivmod__ = lambda self, other: _guard_on(self, lambda value: divmod(other, value))

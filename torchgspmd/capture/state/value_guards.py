@@ -1,13 +1,12 @@
-"""What a program asks of values while it is traced, and is told: constants, and buffers and tensors
-that a module keeps.
+"""Guards on values that a program asks for while it is traced.
 
-    for h, w in torch.tensor([[32, 32], [16, 16]]).tolist():        a constant
-    if self.ready:                          a buffer: the program holds as long as this comes out alike, and is made anew otherwise
-    if self.table[0] > 0:                   a tensor in an attribute, all of it
-    x[:, self.mask]                         a shape (selection.py)
-    if x.sum() > 0:                         an argument: an error, as one program is made for all batches
+    for h, w in torch.tensor([[32, 32], [16, 16]]).tolist():    a constant
+    if self.ready:              a buffer: the program is traced again if the outcome changes
+    if self.table[0] > 0:       a tensor in an attribute, which is compared as a whole
+    x[:, self.mask]             a mask that decides on a shape (masked_indexing.py)
+    if x.sum() > 0:             an argument: an error, as one program serves all batches
 
-What is asked for is computed by the operations that have been traced so far.
+The values are computed by the operations that have been traced so far.
 """
 
 from __future__ import annotations
@@ -21,119 +20,124 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat.private_apis import OpOverload
-from ..trace_context import needs_values
+from ..unsupported import needs_values
 from .places import Place
 from .variable_tables import Table
 
-_MANY = 100  # operations from a buffer to what is asked
-_LARGE = 1 << 20  # elements of a tensor in an attribute that is not compared
-# values of buffers that shapes are made for; of those that have more they are found when the
-# program runs
+_MANY = 100  # limit of operations between a buffer and the value
+_LARGE = 1 << 20  # a tensor in an attribute with more elements is not compared
+# Limit of static shapes by values of one buffer; with more values the shape is dynamic.
 _SHAPES = 4
 
 
 @dataclass(eq=False)
 class ValueGuard:
-    """Something that a program has asked of tensors in places, and what came out."""
+    """A function of tensors in places, and its result in the trace."""
 
     function: Callable[..., Tensor]
-    of: tuple[Place, ...]
-    found: Tensor
+    places: tuple[Place, ...]
+    expected: Tensor
     where: str | None
-    last: list[Tensor] = field(default_factory=list)  # values in the places for which it held
+    last: list[Tensor] = field(default_factory=list)  # values in the places at the last success
 
     def holds(self) -> bool:
-        if not all(place.holds() for place in self.of):
+        """Return whether the function has the same result now."""
+        if not all(place.holds() for place in self.places):
             return False
         with torch.no_grad():
-            now = [_plain(place.tensor()) for place in self.of]
+            now = [_local_values(place.tensor()) for place in self.places]
             if any(tensor is None for tensor in now):
                 return False
             if len(self.last) != len(now) or not all(map(torch.equal, now, self.last)):
-                if not torch.equal(self.function(*now), self.found):
+                if not torch.equal(self.function(*now), self.expected):
                     return False
                 self.last = [tensor.clone() for tensor in now]
         return True
 
     def described(self) -> str:
-        """What was found: numbers, or of many a number that stands for them."""
+        """Return the result as text: its numbers, or a checksum of many numbers."""
         return str(
-            self.found.tolist()
-            if self.found.numel() < 10
-            else zlib.crc32(self.found.contiguous().cpu().numpy().tobytes())
+            self.expected.tolist()
+            if self.expected.numel() < 10
+            else zlib.crc32(self.expected.contiguous().cpu().numpy().tobytes())
         )
 
 
 class ValueGuards:
-    """The values that one trace may ask for."""
+    """The values that one trace may ask for, and the guards on them."""
 
     entry_of: Callable[[Tensor], tuple | None]  # the entry of a table that holds a tensor
 
-    def __init__(self, places: dict[int, tuple[Place, Tensor]], is_looking: bool, shapes: set[Any]):
-        """places: of inputs that may be looked at, by their place among the inputs, and what is
-        there before the trace. is_looking: whether buffers are looked at for numbers, or only
-        constants, as numbers that come of buffers may be computed with as they are. shapes: what
-        decided on a shape in earlier traces.
+    def __init__(
+        self, places: dict[int, tuple[Place, Tensor]], is_looking: bool, shapes: set[Any]
+    ) -> None:
+        """Set the inputs whose values a trace may read.
+
+        places: place and tensor of these inputs, by input index. is_looking: whether a trace may
+        read numbers from buffers. If not, it reads constants only: numbers of buffers may stay
+        symbolic. shapes: the values that decided on a shape in earlier traces.
         """
         self.places, self.is_looking, self.shapes = places, is_looking, shapes
         self.looks: dict[Any, ValueGuard] = {}  # by node, or by entry of a table
-        self.could_look = False  # whether it would have said more, had it looked
+        self.could_look = False  # whether a trace with is_looking would know more
 
-    def see(self, root: Table, path: tuple, where: str | None) -> bool:
-        """Something is asked of a tensor that is no input, in this entry; whether it will be
-        noticed that its values are others.
-        """
+    def record(self, root: Table, path: tuple, where: str | None) -> bool:
+        """Guard on a tensor that is no input, in this entry; return whether it can be compared."""
         place = Place(root, path)
         if is_compared := place.holds() and place.tensor().numel() <= _LARGE:
             self.looks[id(root), path] = ValueGuard(
-                _itself, (place,), _asked(_itself, [place.tensor()]), where
+                _itself, (place,), _evaluate(_itself, [place.tensor()]), where
             )
         return is_compared
 
     def ask(
         self, node: fx.Node, owner: nn.Module, where: str | None, is_shape: bool = False
     ) -> Tensor | None:
-        """What a node computes, if it is known. is_shape: it decides on the shape of something."""
-        inputs = _inputs(node)
+        """Return the value of a node if it is known, else None.
+
+        is_shape: the value decides on a shape.
+        """
+        inputs = _placeholders_of(node)
         if inputs is None:
             return None
         order = {
             placeholder: i for i, placeholder in enumerate(node.graph.find_nodes(op="placeholder"))
         }
-        known = [self.places.get(order[placeholder]) for placeholder in inputs]
-        if any(entry is None or _plain(entry[1]) is None for entry in known):
+        entries = [self.places.get(order[placeholder]) for placeholder in inputs]
+        if any(entry is None or _local_values(entry[1]) is None for entry in entries):
             return None
         if inputs and not (self.is_looking or is_shape):
             self.could_look = True
-            if (
-                node.meta["val"].dtype is torch.bool
-            ):  # for a branch: nothing is computed with truth values
+            # A truth value is for a branch: no operation takes it.
+            if node.meta["val"].dtype is torch.bool:
                 raise needs_values("a truth value", where)
             return None
         if node not in self.looks:
-            function = _function(node, inputs, owner)
+            function = _extract_function(node, inputs, owner)
             for tensor in function.buffers():
                 if (entry := self.entry_of(tensor)) is not None:
-                    self.see(*entry, where)
-            found = _asked(function, [tensor for _, tensor in known])
+                    self.record(*entry, where)
+            values = _evaluate(function, [tensor for _, tensor in entries])
             if not inputs:
-                return found
-            look = ValueGuard(function, tuple(place for place, _ in known), found, where)
+                return values
+            look = ValueGuard(function, tuple(place for place, _ in entries), values, where)
             if is_shape and (shape := (where, look.described())) not in self.shapes:
                 if sum(place == where for place, _ in self.shapes) == _SHAPES:
                     return None
                 self.shapes.add(shape)
             self.looks[node] = look
-        return self.looks[node].found
+        return self.looks[node].expected
 
 
 def _itself(tensor: Tensor) -> Tensor:
+    """Return the tensor."""
     return tensor
 
 
-def _inputs(node: fx.Node) -> list[fx.Node] | None:
-    """The placeholders that a node comes from; None if it draws random numbers on the way, or comes
-    from them by many operations.
+def _placeholders_of(node: fx.Node) -> list[fx.Node] | None:
+    """Return the placeholders that a node depends on.
+
+    Return None if random numbers or very many operations come between.
     """
     seen, stack = {node: None}, [node]
     while stack:
@@ -146,36 +150,37 @@ def _inputs(node: fx.Node) -> list[fx.Node] | None:
         new = [n for n in node.all_input_nodes if n not in seen]
         seen.update(dict.fromkeys(new))
         stack += new
-    found = [n for n in seen if n.op == "placeholder"]
-    return None if found and len(seen) > _MANY else found
+    placeholders = [n for n in seen if n.op == "placeholder"]
+    return None if placeholders and len(seen) > _MANY else placeholders
 
 
-def _function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) -> fx.GraphModule:
-    """What computes a node from these placeholders."""
+def _extract_function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) -> fx.GraphModule:
+    """Return the function that computes a node from these placeholders."""
     needed, stack = {node}, [node]
     while stack:
         new = set(stack.pop().all_input_nodes) - needed
         needed |= new
         stack += new
-    graph, made = fx.Graph(), {}
+    graph, copies = fx.Graph(), {}
     for placeholder in inputs:
-        made[placeholder] = graph.placeholder(placeholder.name)
+        copies[placeholder] = graph.placeholder(placeholder.name)
     for each in node.graph.nodes:
-        if each in needed and each not in made:
-            made[each] = graph.node_copy(each, made.__getitem__)
-    graph.output(made[node])
+        if each in needed and each not in copies:
+            copies[each] = graph.node_copy(each, copies.__getitem__)
+    graph.output(copies[node])
     return fx.GraphModule(
         {n.target: getattr(owner, n.target) for n in needed if n.op == "get_attr"}, graph
     )
 
 
-def _asked(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def _evaluate(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy of the result of the function."""
     with torch.no_grad():
-        return function(*map(_plain, tensors)).clone()
+        return function(*map(_local_values, tensors)).clone()
 
 
-def _plain(tensor: Tensor) -> Tensor | None:
-    """Its values; None if this process does not have all of them."""
+def _local_values(tensor: Tensor) -> Tensor | None:
+    """Return the values of a tensor; None if this process does not have all of them."""
     if tensor.is_meta:
         return None
     if hasattr(tensor, "placements"):

@@ -1,14 +1,13 @@
-"""What is in no dict, as tables: slots of an object, attributes of a class, a variable around a
-function or of a context.
+"""Tables of what is in no dict: slots, class attributes, closure variables, context variables.
 
     class Model(nn.Module):
         calls = 0
 
-        def forward(self, x):
-            Model.calls += 1                                # "calls" in the table of class Model
+    def forward(self, x):
+        Model.calls += 1                                # "calls" in the table of class Model
 
-There is one table of each for as long as somebody holds it: its id stands for it as that of a dict
-does.
+Each holder has one table while it is referenced. The id of the table identifies it, like that of a
+dict.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ Table = MutableMapping[str, Any] | list[Any]  # a dict, list or deque, or Variab
 
 
 class Variables(MutableMapping[str, Any]):
-    """Those of one holder."""
+    """The variables of one holder."""
 
-    def __init__(self, holder: Any, names: tuple[str, ...]):
+    def __init__(self, holder: Any, names: tuple[str, ...]) -> None:
         self.holder, self.names = holder, names
 
     def __getitem__(self, name: str) -> Any:
-        if (found := self.get(name, self)) is self:
+        if (value := self.get(name, self)) is self:
             raise KeyError(name)
-        return found
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.names if self.get(name, self) is not self)
@@ -45,7 +44,7 @@ class Variables(MutableMapping[str, Any]):
 
 
 class Slots(Variables):
-    """Attributes of an object that its class keeps in slots."""
+    """The attributes that the class of an object keeps in slots."""
 
     def get(self, name: str, default: Any = None) -> Any:
         try:
@@ -60,8 +59,8 @@ class Slots(Variables):
         object.__delattr__(self.holder, name)
 
 
-class OfClass(Variables):
-    """Attributes of a class itself, not of those that it inherits from."""
+class ClassVariables(Variables):
+    """The attributes of a class itself, without its bases."""
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.holder.__dict__.get(name, default)
@@ -76,8 +75,8 @@ class OfClass(Variables):
         type.__delattr__(self.holder, name)
 
 
-class Around(Variables):
-    """The variable in a cell."""
+class CellVariable(Variables):
+    """The variable in a closure cell."""
 
     def get(self, name: str, default: Any = None) -> Any:
         return default if self.holder == CellType() else self.holder.cell_contents
@@ -89,7 +88,7 @@ class Around(Variables):
         del self.holder.cell_contents
 
 
-class OfContext(Variables):
+class ContextVariable(Variables):
     """The value of a context variable."""
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -105,24 +104,29 @@ class OfContext(Variables):
 _tables: WeakValueDictionary[int, Variables] = WeakValueDictionary()
 
 
-def slots(holder: Any) -> Variables:
+def slot_variables(holder: Any) -> Variables:
+    """Return the table of the slots of an object."""
     return _table(Slots, holder, slots_of(type(holder)))
 
 
-def of_class(cls: type) -> Variables:
-    return _table(OfClass, cls, ())
+def class_variables(cls: type) -> Variables:
+    """Return the table of the attributes of a class."""
+    return _table(ClassVariables, cls, ())
 
 
-def around(name: str, cell: CellType) -> Variables:
-    return _table(Around, cell, (name,))
+def cell_variable(name: str, cell: CellType) -> Variables:
+    """Return the table of a closure cell."""
+    return _table(CellVariable, cell, (name,))
 
 
-def of_context(name: str, variable: ContextVar) -> Variables:
-    return _table(OfContext, variable, (name,))
+def context_variable(name: str, variable: ContextVar) -> Variables:
+    """Return the table of a context variable."""
+    return _table(ContextVariable, variable, (name,))
 
 
 def _table(kind: type[Variables], holder: Any, names: tuple[str, ...]) -> Variables:
-    found = _tables.get(id(holder))
-    if type(found) is not kind or found.holder is not holder:
-        found = _tables[id(holder)] = kind(holder, names)
-    return found
+    """Return the table of the holder, the same one at every call."""
+    table = _tables.get(id(holder))
+    if type(table) is not kind or table.holder is not holder:
+        table = _tables[id(holder)] = kind(holder, names)
+    return table

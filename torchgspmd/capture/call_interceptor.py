@@ -1,0 +1,240 @@
+"""Interception of calls of PyTorch's Python interface during a trace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+
+from ..annotate import mark_sharding
+from ..compat.private_apis import _engine_run_backward
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError, user_line
+from .cached_constants import CachedConstants
+from .functionalize import Functional, FunctionalTensor, set_data
+from .rewrites import sparse_coo
+from .rewrites.inline_python import bodies
+from .rewrites.masked_indexing import SELECTIONS
+from .rewrites.products import REPLACEMENTS
+from .rewrites.value_free import VALUE_REPLACEMENTS
+from .state.symbolic_numbers import specialize_tree
+from .trace_context import at_once, is_transforming
+from .unsupported import check_dense
+
+
+class CallInterceptor(TorchFunctionMode):
+    """A mode that records the source line of every call and replaces products and values."""
+
+    def __init__(
+        self, tracker: SourceTracker, constants: CachedConstants, mode: Functional
+    ) -> None:
+        super().__init__()
+        self.tracker, self.constants, self.mode = tracker, constants, mode
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.tracker.before()
+        self.constants.record_operands(args, kwargs)
+        if func in (torch.tensor, torch.as_tensor):  # these read numbers without asking the object
+            args, kwargs = specialize_tree(args), specialize_tree(kwargs)
+        if func in _BACKWARDS:
+            with self:  # recomputation in a backward is seen as well
+                return _BACKWARDS[func](*args, **kwargs)
+        if func is mark_sharding and not isinstance(args[0], FunctionalTensor):
+            raise ShardingError(
+                "mark_sharding is called inside of the program on a tensor that is no part of it",
+                where=user_line(),
+                why="it is neither a parameter, buffer or argument nor computed from one",
+                fix="register it as a buffer, or pass it as an argument",
+            )
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise ShardingError(
+                "the program draws from a torch.Generator of its own",
+                where=user_line(),
+                why="numbers are drawn by the place of an element, from a seed of the "
+                "default generator",
+                fix="leave the generator out and call torch.manual_seed, or draw outside "
+                "and pass the numbers",
+            )
+        if func == _SET_DATA:
+            return set_data(*args)
+        if func is Tensor.tolist and (values := self.mode.ask(args[0])) is not None:
+            return values.tolist()
+        if func in SELECTIONS and len(args) > 1 and "out" not in kwargs:
+            func, args = SELECTIONS[func](self.mode, *args)
+        if (
+            any(map(sparse_coo.is_sparse, (*args, *kwargs.values())))
+            or func is torch.sparse_coo_tensor
+        ):
+            return self._run_sparse(func, args, kwargs)
+        for value in args if func in REPLACEMENTS else ():
+            if isinstance(value, Tensor):
+                check_dense(f"an operand of {func.__name__}", value)
+        replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
+        if (
+            kwargs.get("out") is not None
+            or is_transforming()
+            or kwargs
+            and not _accepts(replacement, args, kwargs)
+        ):
+            replacement = None  # torch.func does not take custom operations
+        result = replacement(*args, **kwargs) if replacement is not None else NotImplemented
+        if result is NotImplemented:
+            result = self._run(func, args, kwargs)
+        self.tracker.after(result)
+        self.constants.record_result(args, kwargs, result)
+        return result
+
+    def _run_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a function with sparse operands on their indices and values."""
+        if func is torch.sparse_coo_tensor:
+            result = sparse_coo.sparse_coo_tensor(*args, **kwargs)
+            return func(*args, **kwargs) if result is NotImplemented else result
+        if (body := sparse_coo.body(func)) is None:
+            return func(*args, **kwargs)
+        with at_once():  # reads the entries of constants
+            args, kwargs = pytree.tree_map(sparse_coo.with_entries, (args, kwargs))
+        with self:
+            result = body(*args, **kwargs) if _accepts(body, args, kwargs) else NotImplemented
+        if result is NotImplemented:
+            check_dense(
+                f"an operand of {func.__name__}",
+                next(filter(sparse_coo.is_sparse, (*args, *kwargs.values()))),
+            )
+        return result
+
+    def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a function, or a body that computes the same by calls that this mode sees."""
+        for body in bodies(func):
+            with self:
+                result = body(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
+
+
+def _accepts(function: Callable | None, args: tuple, kwargs: dict) -> bool:
+    """Return whether the function takes these arguments.
+
+    Some functions of PyTorch have several names for one argument.
+    """
+    try:
+        return (
+            function is not None and inspect.signature(function).bind(*args, **kwargs) is not None
+        )
+    except TypeError:
+        return False
+
+
+def autograd_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Run torch.autograd.grad with the interceptor active; the original switches it off."""
+    outputs, inputs = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, inputs))
+    if is_grads_batched:
+        raise ShardingError(
+            "torch.autograd.grad(is_grads_batched=True) cannot be captured",
+            where=user_line(),
+            fix="call it once for every gradient",
+        )
+    cotangents = (
+        [grad_outputs] * len(outputs)
+        if grad_outputs is None or isinstance(grad_outputs, Tensor)
+        else list(grad_outputs)
+    )
+    seeds = tuple(torch.ones_like(t) if g is None else g for t, g in zip(outputs, cotangents))
+    grads = _engine_run_backward(
+        tuple(outputs),
+        seeds,
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        tuple(inputs),
+        bool(allow_unused) or materialize_grads,
+        accumulate_grad=False,
+    )
+    return tuple(
+        torch.zeros_like(t) if g is None and materialize_grads else g for g, t in zip(grads, inputs)
+    )
+
+
+def _tensor_backward(
+    self: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_BACKWARDS = {torch.autograd.grad: autograd_grad, Tensor.backward: _tensor_backward}
+
+
+_SET_DATA = Tensor.data.__set__
+
+
+class SourceTracker:
+    """The source line of each node, and whether the node belongs to the backward."""
+
+    def __init__(self) -> None:
+        self.backward = False
+
+    def before(self) -> None:
+        """Set the metadata of the nodes that the next call creates."""
+        if not self.backward:
+            fx_traceback.get_current_meta()["custom"] = {"source": user_line(), "backward": False}
+
+    def after(self, result: Any) -> None:
+        """Store the source line in the autograd nodes of the results."""
+        if self.backward:
+            return
+        source = fx_traceback.get_current_meta()["custom"]
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.metadata.setdefault("torchgspmd", source["source"])
+
+    def clear(self) -> None:
+        """Remove the metadata of the last call."""
+        fx_traceback.get_current_meta().pop("custom", None)
+
+    def start_backward(self, outputs: list[Tensor]) -> None:
+        """Give each later node the line of the forward operation that it differentiates."""
+        fx_traceback.get_current_meta()["custom"] = {"source": None, "backward": True}
+        self.backward = True
+        stack = [(t.grad_fn, None) for t in outputs if t.grad_fn is not None]
+        seen = set()
+        while stack:
+            node, inherited = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            source = node.metadata.get("torchgspmd", inherited)
+            node.register_prehook(_set_source(source))
+            stack.extend(
+                (parent, source) for parent, _ in node.next_functions if parent is not None
+            )
+
+
+def _set_source(source: str | None) -> Callable:
+    """Return a hook that sets the source line before an autograd node runs."""
+    meta = {"source": source, "backward": True}
+
+    def hook(grads: Any) -> None:
+        fx_traceback.get_current_meta()["custom"] = meta
+
+    return hook

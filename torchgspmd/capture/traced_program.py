@@ -1,0 +1,295 @@
+"""The user's program as a function of flat tensors: forward, backward and mutations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError, user_line
+from .autograd_reach import connected_components, reachable_inputs
+from .cached_constants import CachedConstants
+from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
+from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
+from .functionalize import Functional, FunctionalTensor, unwrap, was_mutated
+from .normalize import NUMBERS
+from .state.argument_mutations import ArgumentMutation, StateMutation, WatchedArguments
+from .state.mutations import Tables
+from .state.object_trees import closed, is_opened, opened
+from .state.places import NumberPlace, Place, Varying
+from .state.rebound_state import rebound_buffers, rebound_parameters
+from .state.symbolic_numbers import to_computed
+from .state.value_guards import ValueGuards
+from .trace_context import capturing
+
+
+class TracedProgram:
+    """The user's program as a function of flat tensors that returns flat tensors."""
+
+    def __init__(
+        self,
+        fn: Callable | nn.Module,
+        call: Callable,
+        names: list[str],
+        leaves: tuple[Any, ...],
+        slots: list[int],
+        tree: pytree.TreeSpec,
+        grad: bool,
+        tables: Tables,
+        places: list[Place],
+        value_guards: ValueGuards,
+    ) -> None:
+        self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = (
+            fn,
+            call,
+            names,
+            leaves,
+            slots,
+            tree,
+            grad,
+        )
+        self.parameters = (
+            [name for name, _ in fn.named_parameters()] if isinstance(fn, nn.Module) else []
+        )
+        self.tables: Tables = tables
+        self.places: list[Place] = places
+        self.value_guards: ValueGuards = value_guards
+        self.constants = CachedConstants(FunctionalTensor)
+        self.outputs: list[Output] = []
+        self.tangents: list[tuple[int, Any]] = []
+        self.sources: dict[int, frozenset[int]] = {}  # outputs that reach each input
+        self.rebound: dict[int, Tensor] = {}
+        self.argument_mutations: list[ArgumentMutation] = []
+        self.state_mutations: list[StateMutation] = []
+        self.observed: list[StateMutation] = []
+        self.observed_values: list[Tensor] = []  # values that gradient hooks store
+
+    def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
+        """Run forward and backward on traced tensors, and return the outputs of the graph."""
+        with (mode := Functional(self.tables, self.value_guards)):
+            inputs = [FunctionalTensor.to_functional(t) for t in flat]
+            self.shapes = [t.shape for t in flat]
+            before = [unwrap(t) for t in inputs]
+            for tensor, needed in zip(inputs, requires):
+                if needed:
+                    tensor.requires_grad_()
+            tracker = SourceTracker()
+            with CallInterceptor(tracker, self.constants, mode), capturing():
+                outputs, grads = self._with_state(inputs, tracker)
+            tracker.clear()
+            mutated = [
+                i
+                for i, (t, old) in enumerate(zip(inputs, before))
+                if i in self.rebound or was_mutated(t, old)
+            ]
+            components = connected_components(outputs)
+            self.outputs = [
+                *(
+                    Output(
+                        OUTPUT,
+                        self._input_in_place(i, t),
+                        i >= self.result_count,
+                        part=components[i],
+                    )
+                    for i, t in enumerate(outputs)
+                ),
+                *(Output(MUTATION, i) for i in mutated),
+                *(Output(GRADIENT, i, of=self.sources[i]) for i in grads),
+                *(Output(OBSERVED, open=True) for _ in self.observed_values),
+            ]
+            constants = self.constants.tensors()
+            self.constant_ids = [*map(id, constants)]
+            return [
+                unwrap(t) if isinstance(t, FunctionalTensor) else t
+                for t in (
+                    *outputs,
+                    *(self.rebound.get(i, inputs[i]) for i in mutated),
+                    *grads.values(),
+                    *self.observed_values,
+                    *constants,
+                )
+            ]
+
+    def _input_in_place(self, output: int, tensor: Tensor) -> int:
+        """Return the input whose place receives an output of the same shape, or -1."""
+        entries = {
+            (id(mutation.root), path)
+            for mutation in self.state_mutations
+            for path, index in mutation.output_paths()
+            if index == output
+        }
+        first = len(self.names) + len(self.slots)
+        return next(
+            (
+                first + i
+                for i, place in enumerate(self.places)
+                if (id(place.root), place.path) in entries
+                and self.shapes[first + i] == tensor.shape
+                and not isinstance(place, NumberPlace)
+            ),
+            -1,
+        )
+
+    def take_constants(self, graph: fx.Graph) -> dict[int, fx.Node]:
+        """Remove the constants of the trace from the outputs; return their nodes by id."""
+        output = graph.output_node()
+        values = list(output.args[0])
+        count = len(values) - len(self.constant_ids)
+        output.args = (values[:count],)
+        return dict(zip(self.constant_ids, values[count:]))
+
+    def drop_unused(self, graph: fx.Graph) -> set[int]:
+        """Erase placeholders of places whose tensors are not used; return the used places."""
+        first = len(self.names) + len(self.slots)
+        changed = {out.input for out in self.outputs if out.kind == MUTATION}
+        new_positions, erased = {}, 0
+        for i, node in enumerate([*graph.find_nodes(op="placeholder")]):
+            if i < first or node.users or i in changed:
+                new_positions[i] = i - erased
+            else:
+                erased += 1
+                graph.erase_node(node)
+        self.outputs = [
+            replace(out, input=new_positions.get(out.input, -1)) for out in self.outputs
+        ]
+        return {i - first for i in new_positions if i >= first}
+
+    def _with_state(
+        self, inputs: list[Tensor], tracker: SourceTracker
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Run forward and backward with the traced tensors in place of the module's own."""
+        stand_ins = inputs[len(inputs) - len(self.places) :]
+        if not isinstance(self.fn, nn.Module):
+            with self.tables.substitute(self.places, stand_ins):
+                return self._forward_backward(inputs, tracker)
+
+        def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
+            results = self._forward_backward(inputs, tracker)
+            self.rebound = self._rebound(inputs)
+            return results
+
+        state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
+        with self.tables.substitute(self.places, stand_ins):
+            return torch.func.functional_call(
+                _FunctionalWrapper(self.fn, forward_backward), state, (), tie_weights=True
+            )
+
+    def _rebound(self, inputs: list[Tensor]) -> dict[int, Tensor]:
+        """Return the tensors that forward assigned to parameters and buffers, by input index."""
+        return rebound_parameters(self.fn, self.parameters, inputs) | rebound_buffers(
+            self.fn, self.names, inputs
+        )
+
+    def _forward_backward(
+        self, inputs: list[Tensor], tracker: SourceTracker
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Run forward on the traced tensors, record its mutations, then run the backward."""
+        leaves = list(self.leaves)
+        for slot, tensor in zip(self.slots, inputs[len(self.names) :]):
+            leaves[slot] = tensor
+        for i, leaf in enumerate(leaves):
+            leaves[i] = self.tables.varying.get(Varying.named(i), leaf)
+        args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
+        watched = WatchedArguments((args, kwargs))
+        try:
+            result = opened(to_computed(self.call(*args, **kwargs)), watched.origins)
+            self.result_leaves, self.results = pytree.tree_flatten(result)
+            self.result_slots = [
+                i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)
+            ]
+            outputs = [self.result_leaves[i] for i in self.result_slots]
+            self.argument_mutations = watched.mutations(outputs)
+            self.result_count = len(outputs)
+            self.rebound = self._rebound(inputs) if isinstance(self.fn, nn.Module) else {}
+            self.state_mutations = self.tables.mutations(
+                outputs, [*inputs[: len(self.names)], *self.rebound.values()]
+            )
+        finally:
+            watched.restore()
+        if any(isinstance(leaf, Iterator) for leaf in self.result_leaves):
+            raise ShardingError(
+                "the program returns an iterator, of whose values none is computed yet",
+                where=user_line(),
+                fix="return a list",
+            )
+        if any(
+            isinstance(leaf, NUMBERS)
+            for leaf in (
+                *self.result_leaves,
+                *pytree.tree_leaves([e.changed for e in self.argument_mutations]),
+            )
+        ):
+            raise ShardingError(
+                "the program returns a number that is known only when it runs",
+                where=user_line(),
+                fix="return the tensor, and call item() on the result",
+            )
+        self.opened = any(map(is_opened, pytree.tree_leaves(result, is_leaf=is_opened)))
+        self.tables.start_backward()
+        grads = self._backward(outputs, inputs, tracker) if self.grad else {}
+        self.observed = self.tables.mutations(self.observed_values, inputs[: len(self.names)])
+        return outputs, grads
+
+    def _backward(
+        self, outputs: list[Tensor], inputs: list[Tensor], tracker: SourceTracker
+    ) -> dict[int, Tensor | None]:
+        """Return the gradients of the inputs, by input index."""
+        differentiable = [
+            i for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad
+        ]
+        differentiated = [i for i, t in enumerate(inputs) if t.requires_grad]
+        reachable = reachable_inputs(
+            [outputs[i] for i in differentiable], [inputs[i] for i in differentiated]
+        )
+        if self.rebound:
+            self._check_rebound([outputs[i] for i in differentiable], inputs)
+        self.sources = {
+            i: frozenset(out for out, to in zip(differentiable, reachable) if to >> k & 1)
+            for k, i in enumerate(differentiated)
+        }
+        if not differentiable or not differentiated:
+            return {}
+        tracker.start_backward([outputs[i] for i in differentiable])
+        seeds = []
+        for i in differentiable:  # normalize.py replaces the seeds by placeholders
+            seeds.append(torch.ones_like(outputs[i]))
+            self.tangents.append((i, unwrap(seeds[-1])))
+        grads = autograd_grad(
+            [outputs[i] for i in differentiable],
+            [inputs[i] for i in differentiated],
+            seeds,
+            allow_unused=True,
+        )
+        return {i: g for i, g in zip(differentiated, grads) if g is not None}
+
+    def _check_rebound(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        """Raise ShardingError if a result depends on a replaced parameter, or on its successor.
+
+        An optimizer holds the replaced one: its gradient would be lost.
+        """
+        for i, now in self.rebound.items():
+            if i < len(self.parameters) and any(reachable_inputs(outputs, [inputs[i], now])):
+                raise ShardingError(
+                    "forward puts another parameter in the place of "
+                    f"'{self.parameters[i]}', on which its result depends",
+                    where=user_line(),
+                    why="an optimizer has the one that was there: the gradient would be "
+                    "lost silently",
+                    fix="change its values in the optimizer's step, or make it a buffer",
+                )
+
+
+class _FunctionalWrapper(nn.Module):
+    """A module whose forward calls `run`, for torch.func.functional_call."""
+
+    def __init__(self, module: nn.Module, run: Callable) -> None:
+        super().__init__()
+        self.module, self.run = module, run
+        self.training = module.training
+
+    def forward(self) -> Any:
+        return self.run()

@@ -1,0 +1,195 @@
+"""Programs that cannot be captured: checks before a trace, errors of a trace as ShardingErrors."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+
+from ..compat.private_apis import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    GuardOnDataDependentSymNode,
+    UnsupportedOperatorException,
+)
+from ..errors import ShardingError, user_line, user_line_of
+
+# Before 2.10, torch cannot trace slices by numbers that depend on values, nor compute with
+# truth values.
+_OLD = torch.__version__ < "2.10"
+# words in the errors of collectives
+_COMMUNICATES = ("from the function c10d.", "torch.distributed.nn.functional")
+
+
+def check_dense(what: str, tensor: Tensor) -> None:
+    """Raise ShardingError for a nested or sparse tensor."""
+    if tensor.is_nested:
+        raise ShardingError(
+            f"{what} is a nested tensor, and a layout is one of dense tensors",
+            where=user_line(),
+            fix="pad it to the longest (torch.nested.to_padded_tensor), with a mask, before "
+            "the program",
+        )
+    if tensor.layout is not torch.strided:
+        raise ShardingError(
+            f"{what} is {str(tensor.layout).removeprefix('torch.')}, and a layout is one of "
+            "dense tensors",
+            where=user_line(),
+            fix="call to_dense() on it",
+        )
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise ShardingError for a module that cannot be traced."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        check_dense(f"'{name}'", tensor)
+        if is_lazy(tensor):
+            raise ShardingError(
+                f"parameter '{name}' has no shape yet",
+                where=user_line(),
+                why="it is that of a lazy module",
+                fix="call the model once on one device before",
+            )
+    scripted = next(
+        (name for name, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)), None
+    )
+    if scripted is not None:
+        raise ShardingError(
+            f"module '{scripted or type(module).__name__}' is compiled by TorchScript, "
+            "which cannot be captured",
+            where=user_line(),
+            fix="give the module that torch.jit.script was called on",
+        )
+
+
+def needs_values(what: str, where: str | None) -> ShardingError:
+    """Return the error of a program that asks for values which a trace does not have."""
+    slices = "; on torch 2.9, for x[:n]: x.index_select(0, torch.arange(n))" if _OLD else ""
+    return ShardingError(
+        f"the program depends on values: {what} needs numbers that are known only when it runs",
+        where=where,
+        why="one program is made for all values, before any device computes",
+        fix="use torch.where or a mask instead of a branch, or compute it outside and pass "
+        "it as an argument" + slices,
+    )
+
+
+def check_constants(graph: fx.Graph, owner: nn.Module) -> None:
+    """Raise ShardingError if a constant of the graph has no values."""
+    for node in graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(owner, node.target, None), FakeTensor):
+            raise _no_values_error(node.meta.get("source"))
+
+
+def _no_values_error(where: str | None) -> ShardingError:
+    return ShardingError(
+        "the program uses a tensor without values, which somebody has kept from an earlier trace",
+        where=where,
+        why="what a trace computes of its inputs has values only when it runs",
+        fix="keep it in an attribute of the module, or return it",
+    )
+
+
+class translate_errors:
+    """A context manager that turns "cannot be captured" errors into ShardingErrors.
+
+    Other errors of the program stay what they are.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
+        sized = isinstance(
+            error, RuntimeError
+        ) and "expected to contain only concrete integers" in str(error)
+        if sized or isinstance(
+            error,
+            (
+                DataDependentOutputException,
+                DynamicOutputShapeException,
+                GuardOnDataDependentSymNode,
+            ),
+        ):
+            what = str(
+                getattr(
+                    error, "func", "an `if`, a loop or a slice" if _OLD else "an `if` or a loop"
+                )
+            )
+            raise needs_values(what, user_line_of(error)) from error
+        if _OLD and isinstance(error, TypeError) and "SymBool" in str(error):
+            raise ShardingError(
+                "torch 2.9 cannot compute with a truth value that is known only when the "
+                "program runs",
+                where=user_line_of(error),
+                fix="keep it a tensor: (x == y).all() instead of torch.equal(x, y)",
+            ) from error
+        if kind in (AssertionError, RuntimeError) and any(
+            words in str(error) for words in _COMMUNICATES
+        ):
+            raise ShardingError(
+                "the program communicates by itself, through torch.distributed",
+                where=user_line_of(error),
+                why="its tensors are whole ones: what is sent between devices is found by "
+                "sharding them",
+                fix="leave the communication out: a sum, mean or cat of the batch is that "
+                "of all devices",
+            ) from error
+        if isinstance(error, UnsupportedOperatorException):
+            raise ShardingError(
+                f"this cannot be captured: {error.func}",
+                where=user_line_of(error),
+                why="it does not run on tensors without values",
+                fix="compute it outside and pass it as an argument, or write it with dense tensors",
+            ) from error
+        if isinstance(error, TypeError) and str(error).startswith("_foreach_"):
+            name = str(error).partition("(")[0]
+            raise ShardingError(
+                f"{name} is given numbers that are known only when it runs",
+                where=user_line_of(error),
+                why="a list of numbers cannot hold them",
+                fix="use foreach=False",
+            ) from error
+        if isinstance(error, RuntimeError) and str(error).startswith(".numpy() is not supported"):
+            raise ShardingError(
+                "the program turns a tensor into a NumPy array, which has values only when it runs",
+                where=user_line_of(error),
+                fix="compute it with torch, or outside and pass it as an argument",
+            ) from error
+        if isinstance(error, RuntimeError) and "FunctionalTensor on its own" in str(error):
+            raise _no_values_error(user_line_of(error)) from error
+        if isinstance(error, RuntimeError) and "mutating a non-functional tensor" in str(error):
+            raise ShardingError(
+                "the program changes a tensor in place that is no argument and found under "
+                "no name, such as a default",
+                where=user_line_of(error),
+                why="it is none of the program's inputs, and would stay as it is",
+                fix="make it a buffer or attribute of the module, or pass it as an argument",
+            ) from error
+        if (
+            isinstance(error, RuntimeError)
+            and "SymInt" in str(error)
+            and "not tracked with proxy" in str(error)
+        ):
+            raise ShardingError(
+                "the program makes a tensor of a size that has no number",
+                where=user_line_of(error),
+                why="it is that of a nested tensor, or of one that comes of values",
+                fix="pad nested tensors to the longest (torch.nested.to_padded_tensor), "
+                "with a mask",
+            ) from error
+        if (
+            isinstance(error, NotImplementedError)
+            and (name := re.search(r"HigherOrderOperator (\w+)", str(error))) is not None
+        ):
+            raise ShardingError(
+                f"this cannot be captured: {name[1]}, whose branches or body are programs "
+                "of their own",
+                where=user_line_of(error),
+                fix="instead of torch.cond use torch.where, instead of a scan or while_loop "
+                "a loop of Python",
+            ) from error
