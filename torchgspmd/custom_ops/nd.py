@@ -217,7 +217,7 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(grad, q, k, v, out, lse, causal, scale):
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
 
 
@@ -261,7 +261,7 @@ def ctc_losses(
 
 
 @ctc_losses.register_fake
-def _(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity):
+def _(log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty([log_probs.shape[1]]), torch.empty_like(
         log_probs, memory_format=torch.contiguous_format
     )

@@ -90,7 +90,7 @@ class _Recorder(TorchDispatchMode):
     long.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.graph, self.made = fx.Graph(), {}  # node and tensor, by the tensor's id
 

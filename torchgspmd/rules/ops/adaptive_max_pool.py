@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ...custom_ops.resampling import Line, band, bands
+from ..local_builder import LocalBuilder
 from ..notation import Call, Rule
 from ..registry import computed
 from .interpolate import is_same, rule_along
@@ -55,7 +56,7 @@ def _places(x: Tensor, dims: int) -> Tensor:
 def _maximum(call: Call) -> Rule:
     lines = _lines(call, call.tensors[0].shape, call.results[0].shape, back=False)
 
-    def emit(local, args: tuple, kwargs: dict) -> list:
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         value, index, shape, size = args[0], None, list(local.shape(args[0])), 1
         for d, line in reversed(list(enumerate(lines, start=len(shape) - len(lines)))):
             value, index = _along(local, value, index, shape, d, line, size)
@@ -75,7 +76,7 @@ def _maximum_backward(call: Call) -> Rule:
     """Operands: gradient, input, indices. The input takes part by its shape alone."""
     lines = _lines(call, call.tensors[1].shape, call.tensors[0].shape, back=True)
 
-    def emit(local, args: tuple, kwargs: dict) -> list:
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         grad, index, shape = args[0], args[2], local.results[0].shape
         lead, here = len(shape) - len(lines), local.shape(args[0])
         first = [local.index(f"d{d}") * shape[d] for d in range(lead, len(shape))]
@@ -112,7 +113,7 @@ def _to_one(lines: Sequence[Line]) -> bool:
 
 
 def _along(
-    local, value: Any, index: Any, shape: Sequence[int], d: int, line: Line, size: int
+    local: LocalBuilder, value: Any, index: Any, shape: Sequence[int], d: int, line: Line, size: int
 ) -> tuple[Any, Any]:
     """Values and places along one dimension of a value of a device, whose shape is given. index: of
     the dimensions behind, which have `size` elements in all.

@@ -6,6 +6,7 @@ tensor: correct, whatever the strides.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,9 @@ def _storage_order(x: Tensor) -> list[int]:
     return order
 
 
-def _windows(shape: list[int], size, stride, offset: int) -> list[Window] | None:
+def _windows(
+    shape: list[int], size: Sequence[int], stride: Sequence[int], offset: int
+) -> list[Window] | None:
     """What the strides read of each dimension of a contiguous tensor; adjacent dimensions are
     merged until all fits in one each.
     """
@@ -68,7 +71,7 @@ def _windows(shape: list[int], size, stride, offset: int) -> list[Window] | None
     return None
 
 
-def _read(base: Tensor, dim: int, window: Window, size) -> Tensor:
+def _read(base: Tensor, dim: int, window: Window, size: Sequence[int]) -> Tensor:
     """base with one dimension replaced by those that read it."""
     if not window.readers:
         return base.select(dim, window.start)
@@ -82,7 +85,9 @@ def _read(base: Tensor, dim: int, window: Window, size) -> Tensor:
 
 
 @decomposition(aten.as_strided.default, aten.as_strided_copy.default)
-def _as_strided(x, size, stride, storage_offset=None):
+def _as_strided(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
     offset = (storage_offset or 0) - x.storage_offset()
     base = x.permute(_storage_order(x))
     if not x.numel() or not math.prod(size) or offset < 0:
@@ -106,7 +111,13 @@ def _as_strided(x, size, stride, storage_offset=None):
 
 
 @decomposition(aten.as_strided_scatter.default, prims.as_strided_scatter.default)
-def _as_strided_scatter(x, source, size, stride, storage_offset=None):
+def _as_strided_scatter(
+    x: Tensor,
+    source: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Tensor:
     order = _storage_order(x)
     base = x.permute(order)
     places = _places(size, stride, (storage_offset or 0) - x.storage_offset(), x.device).reshape(-1)
@@ -116,7 +127,9 @@ def _as_strided_scatter(x, source, size, stride, storage_offset=None):
     return written.permute([order.index(d) for d in range(x.dim())])
 
 
-def _places(size, stride, offset: int, device) -> Tensor:
+def _places(
+    size: Sequence[int], stride: Sequence[int], offset: int, device: torch.device
+) -> Tensor:
     """Where in memory each element of the result lies."""
     place = torch.full([], offset, dtype=torch.int64, device=device)
     for n, t in zip(size, stride):
@@ -125,7 +138,7 @@ def _places(size, stride, offset: int, device) -> Tensor:
 
 
 @decomposition(aten.unfold.default, aten.unfold_copy.default)
-def _unfold(x, dimension, size, step):
+def _unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
     if not x.dim():
         raise NotImplementedError("left as it is")
     dim = dimension % x.dim()
@@ -145,7 +158,9 @@ def _unfold(x, dimension, size, step):
 
 
 @decomposition(aten.unfold_backward.default)
-def _unfold_backward(grad, shape, dimension, size, step):
+def _unfold_backward(
+    grad: Tensor, shape: Sequence[int], dimension: int, size: int, step: int
+) -> Tensor:
     if not shape:
         raise NotImplementedError("left as it is")
     dim = dimension % len(shape)
@@ -155,7 +170,7 @@ def _unfold_backward(grad, shape, dimension, size, step):
     )
 
 
-def _blocks(count: int, size: int, step: int, device) -> Tensor:
+def _blocks(count: int, size: int, step: int, device: torch.device) -> Tensor:
     """Row numbers of `count` blocks of `size` rows, each `step` behind the one before."""
     return (
         torch.arange(count, device=device).unsqueeze(-1) * step + torch.arange(size, device=device)

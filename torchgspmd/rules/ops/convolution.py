@@ -17,17 +17,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ...compat.private_apis import _select_conv_backend, is_missing
 from ...halo import Reach
+from ..local_builder import LocalBuilder
 from ..notation import Call, Dims, Rule, Shapes, make_rule
 from ..registry import computed, decomposition
 from .spread_windows import cut
 
 
 def _factors(
-    w, few, transposed: bool, groups: int
+    w: Tensor, few: Tensor, transposed: bool, groups: int
 ) -> tuple[tuple[Dims, Dims, Dims], dict[str, int], str]:
     """Dimensions of input, weight and output as factors; sizes but for those of positions; the
     factors that are whole.
@@ -47,7 +49,7 @@ def _factors(
 
 
 def _reaches(
-    w, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+    w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> list[Reach]:
     """Which rows of the finer side a position of the coarser one reads, for every spatial
     dimension.
@@ -90,7 +92,7 @@ def _convolution(call: Call) -> Rule | None:
     )
 
 
-def _emit(local, args: tuple, kwargs: dict) -> list:
+def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     """On windows, which have the padding in them. A transposed convolution computes all positions
     that its window touches.
     """
@@ -140,7 +142,12 @@ def _emit(local, args: tuple, kwargs: dict) -> list:
 
 
 def _turned(
-    local, x: Any, w: Any, padding: Sequence[int], dilation: Sequence[int], groups: int
+    local: LocalBuilder,
+    x: Any,
+    w: Any,
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
 ) -> Any:
     """A transposed convolution of stride 1 as one that is not: of a window it computes the device's
     own positions and no others.
@@ -167,7 +174,9 @@ def _turned(
     )
 
 
-def _same_kernel(local, x: Any, w: Any, given: Sequence[Any], options: Sequence[Any]) -> Any:
+def _same_kernel(
+    local: LocalBuilder, x: Any, w: Any, given: Sequence[Any], options: Sequence[Any]
+) -> Any:
     """A convolution by the kernel that PyTorch takes for the whole, which `given` are the options
     of. On the CPU it takes another one for a small part, whose rounding differs; then a ReLU or a
     maximum may take another side.
@@ -185,9 +194,7 @@ def _same_kernel(local, x: Any, w: Any, given: Sequence[Any], options: Sequence[
     return local.call(aten.convolution.default, x, w, *options)
 
 
-def _kernel(
-    like: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], options: Sequence[Any]
-) -> str:
+def _kernel(like: Sequence[Tensor], shapes: Sequence[Sequence[int]], options: Sequence[Any]) -> str:
     """Its name, for the CPU."""
     if is_missing(_select_conv_backend) or any(t.device.type != "cpu" for t in like):
         return ""
@@ -197,7 +204,7 @@ def _kernel(
 
 
 @decomposition(aten.convolution.default)
-def _bias(x, w, bias, *options):
+def _bias(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     y = aten.convolution.default(x, w, None, *options)
     return y if bias is None else y + bias.view([-1] + [1] * (x.dim() - 2))
 
@@ -234,7 +241,7 @@ def _local_backward_groups(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[t
     return (*args[:9], (grad if args[7] else x)[1] // w[1], args[10]), kwargs
 
 
-def _emit_weight_gradient(local, args: tuple, kwargs: dict) -> list:
+def _emit_weight_gradient(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     grad, x, w, _, stride, padding, dilation, transposed, rest, _, mask = args
     spatial = range(len(local.shape(w)) - 2)
     padding, rest = (
@@ -260,8 +267,18 @@ def _emit_weight_gradient(local, args: tuple, kwargs: dict) -> list:
 
 @decomposition(aten.convolution_backward.default)
 def _backward(
-    grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask
-):
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
     """The input's gradient is a convolution as well, transposed if the forward's was not."""
     options = (stride, padding, dilation, transposed, output_padding, groups)
     if list(mask) == [False, True, False]:
@@ -277,7 +294,17 @@ def _backward(
     )
 
 
-def _input_gradient(grad, x, w, stride, padding, dilation, transposed, output_padding, groups):
+def _input_gradient(
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
     spatial = x.dim() - 2
     stride, padding, dilation = (
         list(v) * (spatial if len(v) == 1 else 1) for v in (stride, padding, dilation)

@@ -6,8 +6,10 @@ XLA's associative scan does the same).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ..notation import Call, Rule, make_rule
@@ -15,7 +17,7 @@ from ..registry import BLOCKWISE, SPLITS, computed
 
 
 @torch.library.custom_op("torchgspmd::suffix_sums", mutates_args=())
-def suffix_sums(x: torch.Tensor, dim: int) -> torch.Tensor:
+def suffix_sums(x: Tensor, dim: int) -> Tensor:
     """Sums of every row and all behind it, as the gradient of cumsum needs them:
     flip(cumsum(flip(x))).
     """
@@ -23,7 +25,7 @@ def suffix_sums(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @suffix_sums.register_fake
-def _(x: torch.Tensor, dim: int) -> torch.Tensor:
+def _(x: Tensor, dim: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -39,14 +41,14 @@ def blocks_of(size: int, shards: int) -> int:
     return found[0]
 
 
-def cut(x: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
+def cut(x: Tensor, dim: int, blocks: int) -> Tensor:
     """[..., size, ...] as [..., blocks, size / blocks, ...]."""
     return x.reshape([*x.shape[:dim], blocks, x.shape[dim] // blocks, *x.shape[dim + 1 :]])
 
 
 def place_of_block(
     blocks: int, size: int, trailing: int, device: torch.device, dtype: torch.dtype = torch.int64
-) -> torch.Tensor:
+) -> Tensor:
     """Where each block starts, as [blocks, 1, ...]."""
     return (torch.arange(blocks, device=device, dtype=dtype) * size).reshape(
         [blocks] + [1] * trailing
@@ -75,7 +77,7 @@ def _scan(call: Call) -> Rule:
     )
 
 
-def _exclusive(totals: torch.Tensor, scan, dim: int, start) -> torch.Tensor:
+def _exclusive(totals: Tensor, scan: Callable, dim: int, start: float) -> Tensor:
     """The scan of what comes before each block, as [..., blocks, 1, ...]."""
     before = scan(totals.narrow(dim, 0, totals.shape[dim] - 1), dim)
     return aten.constant_pad_nd(
@@ -83,8 +85,8 @@ def _exclusive(totals: torch.Tensor, scan, dim: int, start) -> torch.Tensor:
     ).unsqueeze(dim + 1)
 
 
-def _along(scan, join, start):
-    def split(x, dim, *, dtype=None, shards=1):
+def _along(scan: Callable, join: Callable, start: float) -> Callable:
+    def split(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, shards: int = 1) -> Tensor:
         dim %= max(x.dim(), 1)
         parts = cut(
             x if dtype is None else x.to(dtype),
@@ -98,7 +100,7 @@ def _along(scan, join, start):
     return split
 
 
-def _suffixes(x, dim, *, shards=1):
+def _suffixes(x: Tensor, dim: int, *, shards: int = 1) -> Tensor:
     """As _along, from behind."""
     parts = cut(x, dim, blocks_of(x.shape[dim], shards))
     inner = suffix_sums(parts, dim + 1)
@@ -107,8 +109,8 @@ def _suffixes(x, dim, *, shards=1):
     return (inner + behind.unsqueeze(dim + 1)).reshape(x.shape)
 
 
-def _extreme(scan, wins, lowest):
-    def split(x, dim, *, shards=1):
+def _extreme(scan: Callable, wins: Callable, lowest: Callable) -> Callable:
+    def split(x: Tensor, dim: int, *, shards: int = 1) -> tuple[Tensor, Tensor]:
         dim %= max(x.dim(), 1)
         parts = cut(x, dim, blocks_of(x.shape[dim] if x.dim() else 1, shards))
         values, places = scan(parts, dim + 1)

@@ -10,6 +10,7 @@ import torch
 
 from ...compat.operators import aten
 from ...custom_ops import nd  # noqa: F401 (registers ctc_losses)
+from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
 from ..registry import computed, rule
 
@@ -81,7 +82,7 @@ def _histogram(call: Call) -> Rule | None:
     )
 
 
-def _emit_histogram(local, args, kwargs):
+def _emit_histogram(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, bins, low, high = (*args, 100, 0, 0)[:4] if len(args) < 4 else args
     low, high = kwargs.get("min", low), kwargs.get("max", high)
     for d in range(len(local.rule.operands[0])):
@@ -115,7 +116,7 @@ def _ctc(call: Call) -> Rule:
     )
 
 
-def _emit_groups(local, args, kwargs):
+def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     """A device's rows are a stretch of all: the groups end where they do, counted from its first
     row.
     """

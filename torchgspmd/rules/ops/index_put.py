@@ -7,10 +7,13 @@ Factors: v an indexed dimension, b a dimension of the indices, d any other one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor, fx
 
 from ...compat.operators import aten
+from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
 from ..registry import computed, decomposition
 from .lookup import here, zero_outside
@@ -45,7 +48,7 @@ def _index_put(call: Call) -> Rule | None:
     )
 
 
-def _emit_index_put(local, args, kwargs):
+def _emit_index_put(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, indices, values, *accumulate = args
     moved, cut, operand = [], [], 0
     x = first_only(local, x, [f for f in local.rule.sizes if f[0] == "b"], "sum")
@@ -64,7 +67,7 @@ def _emit_index_put(local, args, kwargs):
     return [made]
 
 
-def natural(local, index, size: int):
+def natural(local: LocalBuilder, index: fx.Node, size: int) -> fx.Node:
     """Indices counted from the end as indices from the start."""
     return local.call(
         aten.where.self,
@@ -118,7 +121,7 @@ def _index(call: Call) -> Rule | None:
     )
 
 
-def _emit_index(local, args, kwargs):
+def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, indices = args
     moved, hit = [], None
     for d, index in enumerate(indices):
@@ -134,18 +137,20 @@ def _emit_index(local, args, kwargs):
 
 
 @decomposition(aten._unsafe_masked_index.default)
-def _masked_index(x, mask, indices, fill):
+def _masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: float) -> Tensor:
     return aten._unsafe_index.Tensor(x, _clamped(x, indices)).masked_fill(~mask, fill)
 
 
 @decomposition(aten._unsafe_masked_index_put_accumulate.default)
-def _masked_index_put(x, mask, indices, values):
+def _masked_index_put(
+    x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor
+) -> Tensor:
     return aten._unsafe_index_put.default(
         x, _clamped(x, indices), values.masked_fill(~mask, 0), True
     )
 
 
-def _clamped(x, indices) -> list:
+def _clamped(x: Tensor, indices: Sequence[Tensor | None]) -> list:
     return [
         None if index is None else index.clamp(-size, size - 1)
         for index, size in zip(indices, x.shape)
@@ -153,13 +158,15 @@ def _clamped(x, indices) -> list:
 
 
 @decomposition(aten.diagonal.default, aten.diagonal_copy.default)
-def _diagonal(x, offset=0, dim1=0, dim2=1):
+def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     index, order = _diagonal_index(x.shape, offset, dim1, dim2, x.device)
     return aten.index.Tensor(x.permute(order), [None] * (x.dim() - 2) + index)
 
 
 @decomposition(aten.diagonal_backward.default)
-def _diagonal_backward(grad, shape, offset, dim1, dim2):
+def _diagonal_backward(
+    grad: Tensor, shape: Sequence[int], offset: int, dim1: int, dim2: int
+) -> Tensor:
     index, order = _diagonal_index(shape, offset, dim1, dim2, grad.device)
     zeros = grad.new_zeros([shape[d] for d in order])
     written = aten.index_put.default(zeros, [None] * (len(shape) - 2) + index, grad, True)
@@ -167,7 +174,9 @@ def _diagonal_backward(grad, shape, offset, dim1, dim2):
 
 
 @decomposition(aten.diagonal_scatter.default)
-def _diagonal_scatter(x, source, offset=0, dim1=0, dim2=1):
+def _diagonal_scatter(
+    x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Tensor:
     index, order = _diagonal_index(x.shape, offset, dim1, dim2, x.device)
     written = aten.index_put.default(
         x.permute(order), [None] * (x.dim() - 2) + index, source.to(x.dtype)
@@ -175,7 +184,9 @@ def _diagonal_scatter(x, source, offset=0, dim1=0, dim2=1):
     return written.permute([order.index(d) for d in range(x.dim())])
 
 
-def _diagonal_index(shape, offset: int, dim1: int, dim2: int, device) -> tuple[list, list[int]]:
+def _diagonal_index(
+    shape: Sequence[int], offset: int, dim1: int, dim2: int, device: torch.device
+) -> tuple[list, list[int]]:
     """Rows and columns of a diagonal, and the order of dimensions that puts its two last."""
     dim1, dim2 = dim1 % len(shape), dim2 % len(shape)
     rows, columns = max(-offset, 0), max(offset, 0)
@@ -187,17 +198,17 @@ def _diagonal_index(shape, offset: int, dim1: int, dim2: int, device) -> tuple[l
 
 
 @decomposition(aten.trace.default)
-def _trace(x):
+def _trace(x: Tensor) -> Tensor:
     return _diagonal(x).sum(dtype=None if x.is_floating_point() or x.is_complex() else torch.int64)
 
 
 @decomposition(aten.take.default)
-def _take(x, index):
+def _take(x: Tensor, index: Tensor) -> Tensor:
     return x.reshape(-1)[torch.where(index < 0, index + x.numel(), index)]
 
 
 @decomposition(aten.put.default)
-def _put(x, index, source, accumulate=False):
+def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     flat = aten.index_put.default(
         x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate
     )
@@ -205,7 +216,7 @@ def _put(x, index, source, accumulate=False):
 
 
 @decomposition(aten.masked_scatter.default)
-def _masked_scatter(x, mask, source):
+def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """The n-th place that the mask has takes the n-th element of the source."""
     x, mask = torch.broadcast_tensors(x, mask)
     place = mask.reshape(-1).cumsum(0) - 1
@@ -214,7 +225,7 @@ def _masked_scatter(x, mask, source):
 
 
 @decomposition(aten.masked_scatter_backward.default)
-def _masked_scatter_backward(grad, mask, sizes):
+def _masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
     count = math.prod(sizes)
     flat = mask.expand(grad.shape).reshape(-1)
     place = torch.where(

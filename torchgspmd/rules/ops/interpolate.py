@@ -21,6 +21,7 @@ import torch
 from ...compat.operators import aten
 from ...custom_ops.resampling import Line, band, bands, kind_of, weights
 from ...halo import Reach
+from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
 from ..registry import computed, shape_argument
 
@@ -94,7 +95,7 @@ def _averages(op: Any, before: Sequence[int], behind: Sequence[int], back: bool)
 def _rule(call: Call, lines: Sequence[Line], shape_at: int | None = None) -> Rule:
     """shape_at: position of the argument that holds the result's whole shape."""
 
-    def emit(local, args: tuple, kwargs: dict) -> list:
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         return [_resampled(local, args[0], lines)]
 
     return rule_along(
@@ -172,7 +173,7 @@ def _reach(line: Line) -> Reach:
     return min(found, key=lambda reach: ((reach.high - reach.low) / reach.every, reach.every))
 
 
-def _resampled(local, x: Any, lines: Sequence[Line]) -> Any:
+def _resampled(local: LocalBuilder, x: Any, lines: Sequence[Line]) -> Any:
     """One dimension after the other: first those that lose most rows."""
     result, shape = local.results[0], list(local.shape(x))
     lead, kind = len(result.shape) - len(lines), kind_of(result.dtype)
@@ -192,7 +193,7 @@ def _resampled(local, x: Any, lines: Sequence[Line]) -> Any:
     )
 
 
-def _along(local, value: Any, shape: Sequence[int], d: int, line: Line) -> Any:
+def _along(local: LocalBuilder, value: Any, shape: Sequence[int], d: int, line: Line) -> Any:
     """One dimension of a value of a device, whose shape is given."""
     result, index = local.results[0], local.index(f"d{d}")
     count, kind = result.shape[d], kind_of(result.dtype)

@@ -5,6 +5,7 @@ whole, the rest is free. A layout of a transformed dimension moves to another on
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
@@ -79,13 +80,13 @@ batched(aten.triangular_solve.default, "2 2", "2 2")
 
 
 @decomposition(aten.cholesky.default)
-def _cholesky(x, upper=False):
+def _cholesky(x: Tensor, upper: bool = False) -> Tensor:
     """Without a check of values, which padding would not pass."""
     return aten.linalg_cholesky_ex.default(x, upper=upper)[0]
 
 
 @decomposition(aten.cholesky_inverse.default)
-def _cholesky_inverse(x, upper=False):
+def _cholesky_inverse(x: Tensor, upper: bool = False) -> Tensor:
     return aten.cholesky_solve.default(
         torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape), x, upper
     )

@@ -5,22 +5,28 @@ devices is the value (GSPMD's partitioned gather; Megatron's vocabulary-parallel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor, fx
 
 from ...compat.operators import aten
+from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
 from ..registry import computed, decomposition
 
 
-def _factors(prefix: str, shape, start: int = 0) -> list[tuple[str, ...]]:
+def _factors(prefix: str, shape: Sequence[int], start: int = 0) -> list[tuple[str, ...]]:
     return [(f"{prefix}{i + start}",) for i in range(len(shape))]
 
 
-def _sizes(*pairs) -> dict[str, int]:
+def _sizes(*pairs: tuple[Sequence[tuple[str, ...]], Sequence[int]]) -> dict[str, int]:
     return {name[0]: n for names, shape in pairs for name, n in zip(names, shape) if name}
 
 
-def here(local, factor: str, index, dtype=None):
+def here(
+    local: LocalBuilder, factor: str, index: fx.Node, dtype: torch.dtype | None = None
+) -> tuple[fx.Node, fx.Node]:
     """(index into the device's part, clamped; whether it falls there at all)."""
     size, start = local.size(factor), local.index(factor) * local.size(factor)
     moved = local.call(aten.sub.Tensor, index, start)
@@ -32,7 +38,9 @@ def here(local, factor: str, index, dtype=None):
     return local.call(aten.clamp.default, moved, 0, size - 1), inside
 
 
-def zero_outside(local, inside, values, trailing: int = 0):
+def zero_outside(
+    local: LocalBuilder, inside: fx.Node, values: fx.Node, trailing: int = 0
+) -> fx.Node:
     """The values where `inside` holds, 0 elsewhere; trailing: how many dimensions the values have
     more.
     """
@@ -60,7 +68,7 @@ def _embedding(call: Call) -> Rule:
     )
 
 
-def _emit_embedding(local, args, kwargs):
+def _emit_embedding(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     table, index = args[:2]
     place, inside = here(local, "v", index)
     return [zero_outside(local, inside, local.call(aten.embedding.default, table, place), 1)]
@@ -85,7 +93,7 @@ def _embedding_backward(call: Call) -> Rule:
     )
 
 
-def _emit_embedding_backward(local, args, kwargs):
+def _emit_embedding_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     grad, index, _, padding_index, by_frequency = args
     place, inside = here(local, "v", index)
     if padding_index >= 0:
@@ -105,7 +113,7 @@ def _emit_embedding_backward(local, args, kwargs):
 
 
 def aligned(
-    dim: int, table: torch.Tensor, index: torch.Tensor, *sources: torch.Tensor
+    dim: int, table: Tensor, index: Tensor, *sources: Tensor
 ) -> tuple[list[list], dict[str, int], str]:
     """Factors of table, index and sources in gather and scatter: dimensions of equal size
     correspond, others are whole.
@@ -148,7 +156,7 @@ def _gather(call: Call) -> Rule | None:
     )
 
 
-def _emit_gather(local, args, kwargs):
+def _emit_gather(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, dim, index = args[:3]
     rank = len(local.results[0].shape)
     place, inside = here(local, f"v{dim % rank}", index)
@@ -176,7 +184,7 @@ def _index_select(call: Call) -> Rule | None:
     )
 
 
-def _emit_index_select(local, args, kwargs):
+def _emit_index_select(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, dim, index = args[:3]
     rank = len(local.results[0].shape)
     place, inside = here(local, f"d{dim % rank}", index)
@@ -191,7 +199,9 @@ def _emit_index_select(local, args, kwargs):
 
 
 @decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-def _nll_loss(x, target, weight, reduction, ignore_index):
+def _nll_loss(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
     dim = 1 if x.dim() == 4 else x.dim() - 1  # [n, c, h, w], [n, c] or [c]
     safe = torch.where(target != ignore_index, target, 0)
     picked = -x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)
@@ -208,7 +218,15 @@ def _nll_loss(x, target, weight, reduction, ignore_index):
 
 
 @decomposition(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
-def _nll_loss_backward(grad, x, target, weight, reduction, ignore_index, total):
+def _nll_loss_backward(
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total: Tensor,
+) -> Tensor:
     dim = 1 if x.dim() == 4 else x.dim() - 1
     grad = grad / total if reduction == 1 else grad
     safe = torch.where(target != ignore_index, target, 0).unsqueeze(dim)

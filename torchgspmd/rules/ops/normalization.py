@@ -5,8 +5,10 @@ decomposition of them: local statistics and an all_reduce of those.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ..notation import Call, Rule, make_rule
@@ -35,19 +37,19 @@ def _softmax(call: Call) -> Rule:
     )
 
 
-def _split_softmax(x, dim, half_to_float):
+def _split_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     e = (x.to(wide(x.dtype)) - x.amax(dim, True)).exp()
     return (e / e.sum(dim, True)).to(torch.float32 if half_to_float else x.dtype)
 
 
-def _split_log_softmax(x, dim, half_to_float):
+def _split_log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     shifted = x.to(wide(x.dtype)) - x.amax(dim, True)
     return (shifted - shifted.exp().sum(dim, True).log()).to(
         torch.float32 if half_to_float else x.dtype
     )
 
 
-def _split_safe_softmax(x, dim, dtype=None):
+def _split_safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     dtype = dtype or x.dtype
     x = x.to(dtype)
     top = x.amax(dim, True)
@@ -56,13 +58,13 @@ def _split_safe_softmax(x, dim, dtype=None):
     return torch.where(empty, 0.0, e / e.sum(dim, True)).to(dtype)
 
 
-def _split_softmax_backward(grad, y, dim, dtype):
+def _split_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     y = y.to(wide(y.dtype))
     gy = grad * y
     return (gy - y * gy.sum(dim, True)).to(dtype)
 
 
-def _split_log_softmax_backward(grad, y, dim, dtype):
+def _split_log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     grad, y = (t.to(wide(t.dtype)) for t in (grad, y))
     return (grad - y.exp() * grad.sum(dim, True)).to(dtype)
 
@@ -98,7 +100,13 @@ def _layer_norm(call: Call) -> Rule:
     )
 
 
-def _split_layer_norm(x, normalized_shape, weight, bias, eps):
+def _split_layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
     full, count = x.to(wide(x.dtype)), math.prod(normalized_shape)
     mean = full.sum(dims, True) / count
@@ -135,7 +143,9 @@ def _layer_norm_backward(call: Call) -> Rule:
 
 
 @decomposition(aten._weight_norm_interface_backward.default)
-def _weight_norm_backward(grad, v, g, norm, dim):
+def _weight_norm_backward(
+    grad: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
     dims = [d for d in range(v.dim()) if d != dim % v.dim()]
     along = (grad * v).sum(dims, True)
     return (grad - v * along / norm.square()) * (g / norm), along / norm

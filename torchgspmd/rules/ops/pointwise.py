@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ...annotate import mark_sharding_op
 from ...compat.operators import aten
@@ -296,20 +296,20 @@ for _op, _sentence in (
 
 
 @decomposition(aten._conj.default)
-def _conj(x):
+def _conj(x: Tensor) -> Tensor:
     return aten._conj_physical.default(x)
 
 
 @decomposition(aten._neg_view.default)
-def _neg_view(x):
+def _neg_view(x: Tensor) -> Tensor:
     return -x
 
 
 @decomposition(aten.addcmul.default)
-def _addcmul(x, a, b, *, value=1):
+def _addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
     return x + (a * b if value == 1 else a * b * value)
 
 
 @decomposition(aten.addcdiv.default)
-def _addcdiv(x, a, b, *, value=1):
+def _addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
     return x + (a / b if value == 1 else a / b * value)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...compat.operators import aten
 from ...halo import Reach
+from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, Sentence, make_rule
 from ..registry import BLOCKWISE, computed, rule, shape_argument
 from . import slicing
@@ -169,7 +170,7 @@ def _averages(target: Any) -> bool:
     return "avg" in target._schema.name
 
 
-def _unpadded(local, windows: Sequence[_Window]) -> list[int]:
+def _unpadded(local: LocalBuilder, windows: Sequence[_Window]) -> list[int]:
     """The padding that is left to the operation: along sharded dimensions the window has it."""
     lead = len(local.results[0].shape) - len(windows)
     return [0 if local.sharded(f"d{lead + i}") else w.padding for i, w in enumerate(windows)]
@@ -188,7 +189,7 @@ def _several(kernel: Sequence[int], *options: Any) -> bool:
 def _maximum(call: Call) -> Rule:
     windows = _forward(call)
 
-    def emit(local, args, kwargs):
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         stride, dilation = [w.stride for w in windows], [w.dilation for w in windows]
         both = local.call(
             call.target,
@@ -233,7 +234,7 @@ def _maximum_backward(call: Call) -> Rule:
     """Operands: gradient, input, indices. The input takes part by its shape alone."""
     windows = _windows(call.tensors[1].shape, call.tensors[0].shape, *call.args[2:6])
 
-    def emit(local, args, kwargs):
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         grad, x, index = args[0], args[1], args[-1]
         spread = _Spread.of(local, windows)
         moves = [-spread.first(local, i) for i in range(len(windows))]
@@ -271,7 +272,7 @@ BLOCKWISE.update(
 
 
 def renumbered(
-    local, index: Any, old: Sequence[int], new: Sequence[int], moves: Sequence[Any]
+    local: LocalBuilder, index: Any, old: Sequence[int], new: Sequence[int], moves: Sequence[Any]
 ) -> Any:
     """Flat indices into the last dimensions of sizes `old` as those into sizes `new`, each moved so
     far, and kept inside.
@@ -298,7 +299,7 @@ class _Spread:
     cuts: dict[int, Cut]
 
     @classmethod
-    def of(cls, local, windows: Sequence[_Window]) -> _Spread:
+    def of(cls, local: LocalBuilder, windows: Sequence[_Window]) -> _Spread:
         shape, cuts = list(local.results[0].shape), {}
         lead = len(shape) - len(windows)
         for i, w in enumerate(windows):
@@ -307,7 +308,7 @@ class _Spread:
                 shape[lead + i] = (local.window(0, lead + i).length - 1) * w.stride + w.span + 1
         return cls(tuple(windows), shape, cuts)
 
-    def first(self, local, i: int) -> Any:
+    def first(self, local: LocalBuilder, i: int) -> Any:
         """The first of these rows among those of the whole dimension."""
         dim, w = len(self.shape) - len(self.windows) + i, self.windows[i]
         return (
@@ -316,7 +317,7 @@ class _Spread:
             else 0
         )
 
-    def cut(self, local, value: Any) -> Any:
+    def cut(self, local: LocalBuilder, value: Any) -> Any:
         for dim, here in self.cuts.items():
             value = here.of(local, value, dim)
         return value
@@ -332,7 +333,7 @@ def _average(call: Call) -> Rule:
         )
     )
 
-    def emit(local, args, kwargs):
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         stride, padding, plain = (
             [w.stride for w in windows],
             _unpadded(local, windows),
@@ -364,7 +365,7 @@ def _average_backward(call: Call) -> Rule:
     windows = _windows(call.tensors[1].shape, call.tensors[0].shape, *call.args[2:5])
     ceil, padded, divisor = call.args[5:8]
 
-    def emit(local, args, kwargs):
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         grad, x, plain, spread = (
             args[0],
             args[1],
@@ -409,7 +410,11 @@ def _uniform(windows: Sequence[_Window], padded: bool) -> int | None:
 
 
 def _counts(
-    local, windows: Sequence[_Window], shape: Sequence[int], padded: bool, operand: int | None
+    local: LocalBuilder,
+    windows: Sequence[_Window],
+    shape: Sequence[int],
+    padded: bool,
+    operand: int | None,
 ) -> Any:
     """How many rows, those of the padding too if `padded`, each position averages over; positions
     of the device's part of the result, or of the window of an operand.

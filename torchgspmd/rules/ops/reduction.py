@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ..notation import Call, Rule, make_rule
@@ -60,7 +61,7 @@ computed(aten.kthvalue.default)(
 )
 
 
-def _count(x: torch.Tensor, dims) -> int:
+def _count(x: Tensor, dims: Sequence[int] | int | None) -> int:
     dims = [dims] if isinstance(dims, int) else dims
     return math.prod(x.shape[d] for d in dims) if dims and x.dim() else x.numel()
 
@@ -73,7 +74,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 @decomposition(aten.mean.dim)
-def _mean_dim(x, dim, keepdim=False, *, dtype=None):
+def _mean_dim(
+    x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     dtype = dtype or x.dtype
     total = x.sum(
         dim if dim else list(range(x.dim())),
@@ -84,12 +87,12 @@ def _mean_dim(x, dim, keepdim=False, *, dtype=None):
 
 
 @decomposition(aten.mean.default)
-def _mean(x, *, dtype=None):
+def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return _mean_dim(x, None, dtype=dtype)
 
 
 @decomposition(aten.any.dim, aten.any.dims, aten.any.default)
-def _any(x, dim=None, keepdim=False):
+def _any(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = False) -> Tensor:
     if not x.numel():
         return x.ne(0).sum(dim, keepdim).ne(0)
     ones = x.ne(0).to(torch.uint8)
@@ -97,7 +100,7 @@ def _any(x, dim=None, keepdim=False):
 
 
 @decomposition(aten.all.dim, aten.all.dims, aten.all.default)
-def _all(x, dim=None, keepdim=False):
+def _all(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = False) -> Tensor:
     if not x.numel():
         return x.eq(0).sum(dim, keepdim).eq(0)
     ones = x.ne(0).to(torch.uint8)
@@ -105,7 +108,13 @@ def _all(x, dim=None, keepdim=False):
 
 
 @decomposition(aten.var_mean.correction)
-def _var_mean(x, dim=None, *, correction=1, keepdim=False):
+def _var_mean(
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = 1,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
     dims, dtype, x = list(range(x.dim())) if dim is None else dim, x.dtype, x.to(wide(x.dtype))
     mean = x.sum(dims, True) / _count(x, dims)
     var = (x - mean).square().sum(dims, keepdim) / max(
@@ -117,23 +126,41 @@ def _var_mean(x, dim=None, *, correction=1, keepdim=False):
 
 
 @decomposition(aten.var.correction)
-def _var(x, dim=None, *, correction=1, keepdim=False):
+def _var(
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = 1,
+    keepdim: bool = False,
+) -> Tensor:
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
 @decomposition(aten.std.correction)
-def _std(x, dim=None, *, correction=1, keepdim=False):
+def _std(
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = 1,
+    keepdim: bool = False,
+) -> Tensor:
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0].sqrt()
 
 
 @decomposition(aten.std_mean.correction)
-def _std_mean(x, dim=None, *, correction=1, keepdim=False):
+def _std_mean(
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = 1,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
     var, mean = _var_mean(x, dim, correction=correction, keepdim=keepdim)
     return var.sqrt(), mean
 
 
 @decomposition(aten.aminmax.default)
-def _aminmax(x, *, dim=None, keepdim=False):
+def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     if dim is None or not x.dim():
         dims = list(range(x.dim()))
         return x.amin(dims, keepdim), x.amax(dims, keepdim)
@@ -141,7 +168,7 @@ def _aminmax(x, *, dim=None, keepdim=False):
 
 
 @decomposition(aten.logsumexp.default)
-def _logsumexp(x, dim, keepdim=False):
+def _logsumexp(x: Tensor, dim: Sequence[int] | int, keepdim: bool = False) -> Tensor:
     if not x.is_floating_point() and not x.is_complex():
         x = x.to(torch.get_default_dtype())
     top = (x.real if x.is_complex() else x).amax(dim, True)

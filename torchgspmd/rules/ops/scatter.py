@@ -6,10 +6,14 @@ first to the operand, and their sum is pending (GSPMD's partitioned scatter).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import fx
 
 from ...compat.operators import aten
-from ..notation import IDENTITY, Call, Rule, make_rule
+from ..local_builder import LocalBuilder
+from ..notation import IDENTITY, Call, Dims, Rule, make_rule
 from ..registry import computed
 from .lookup import aligned
 
@@ -23,7 +27,7 @@ KINDS = {
 }
 
 
-def spare_places(local, index, factor: str):
+def spare_places(local: LocalBuilder, index: fx.Node, factor: str) -> fx.Node:
     """Indices into the device's part of a dimension; those that do not fall there point behind it."""
     size = local.size(factor)
     moved = local.call(aten.sub.Tensor, index, local.index(factor) * size)
@@ -38,14 +42,14 @@ def spare_places(local, index, factor: str):
     return local.call(aten.where.self, inside, moved, spare)
 
 
-def longer(local, x, dim: int):
+def longer(local: LocalBuilder, x: fx.Node, dim: int) -> fx.Node:
     """x with a spare row at the end of a dimension."""
     return local.call(
         aten.constant_pad_nd.default, x, [0, 0] * (len(local.results[0].shape) - 1 - dim) + [0, 1]
     )
 
 
-def first_only(local, x, factors: list[str], kind: str):
+def first_only(local: LocalBuilder, x: fx.Node, factors: list[str], kind: str) -> fx.Node:
     """x on the device that holds the first part of all factors, elsewhere the reduction's neutral
     value.
     """
@@ -70,7 +74,7 @@ def first_only(local, x, factors: list[str], kind: str):
     return x if first is True else local.call(aten.where.self, first, x, neutral)
 
 
-def _emit(local, args, kwargs):
+def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, dim, index, *rest = args
     dim %= len(local.results[0].shape)
     written, pointed = f"v{dim}", f"i{dim}"
@@ -92,7 +96,15 @@ def _emit(local, args, kwargs):
     return [local.call(aten.slice.Tensor, made, dim, 0, local.size(written))]
 
 
-def _rule(call: Call, dim: int, names, sizes, whole: str, kind: str | None, linear=()) -> Rule:
+def _rule(
+    call: Call,
+    dim: int,
+    names: Sequence[Dims],
+    sizes: dict[str, int],
+    whole: str,
+    kind: str | None,
+    linear: Sequence[Sequence[int]] = (),
+) -> Rule:
     special = f"v{dim} i{dim}" if kind else f"v{dim}"
     return make_rule(
         names,

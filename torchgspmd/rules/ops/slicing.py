@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ...halo import Reach
-from ..notation import Call, Rule, make_rule
+from ..local_builder import LocalBuilder
+from ..notation import Call, Rule, Shapes, make_rule
 from ..registry import computed, shape_argument
 from .view import keep_rule
 
@@ -64,7 +66,7 @@ def _cat(call: Call) -> Rule | None:
     return moved(call, reaches, linear=[list(range(len(call.tensors)))], emit=_emit_cat)
 
 
-def _emit_cat(local, args: tuple, kwargs: dict) -> list:
+def _emit_cat(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     """Every operand's window has all positions; which of them an operand fills is a matter of the
     device's coordinate.
     """
@@ -99,11 +101,11 @@ def _slice_scatter(call: Call) -> Rule:
     )
 
 
-def _whole_scatter(args, kwargs, shapes):
+def _whole_scatter(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
     return (*args[:2], 0, 0, shapes.operands[0][0]), {}
 
 
-def _emit_slice_scatter(local, args: tuple, kwargs: dict) -> list:
+def _emit_slice_scatter(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % len(local.results[0].shape)
     if not local.sharded(f"d{dim}"):
         return [local.call(aten.slice_scatter.default, *args, **kwargs)]
@@ -144,7 +146,7 @@ def _roll(call: Call) -> Rule:
     )
 
 
-def _emit_roll(local, args: tuple, kwargs: dict) -> list:
+def _emit_roll(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     """Along sharded dimensions the window is the result already."""
     rank = len(local.results[0].shape)
     rest = [(shift, d) for shift, d in zip(args[1], args[2]) if not local.sharded(f"d{d % rank}")]
@@ -174,11 +176,11 @@ def _slice(call: Call) -> Rule:
     )
 
 
-def _whole_slice(args, kwargs, shapes):
+def _whole_slice(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
     return (args[0], 0, 0, shapes.operands[0][0] if shapes.operands[0] else 0), {}
 
 
-def _emit_slice(local, args: tuple, kwargs: dict) -> list:
+def _emit_slice(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % len(local.results[0].shape)
     if not local.sharded(f"d{dim}"):
         return [local.call(aten.slice.Tensor, *args, **kwargs)]
@@ -187,7 +189,7 @@ def _emit_slice(local, args: tuple, kwargs: dict) -> list:
     ]
 
 
-def _step(local, dim: int) -> int:
+def _step(local: LocalBuilder, dim: int) -> int:
     return local.rule.halo[0, dim].stride if (0, dim) in local.rule.halo else 1
 
 
@@ -207,7 +209,7 @@ def _slice_backward(call: Call) -> Rule:
     )
 
 
-def _emit_slice_backward(local, args: tuple, kwargs: dict) -> list:
+def _emit_slice_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     """Spreads the window's rows, then takes the device's positions out of that."""
     dim = args[2] % len(local.results[0].shape)
     window, length, step = (
@@ -245,7 +247,7 @@ def _pad(call: Call) -> Rule | None:
     return moved(call, [reaches], linear=[[0]] if value == 0 else (), emit=_emit_pad)
 
 
-def _emit_pad(local, args: tuple, kwargs: dict) -> list:
+def _emit_pad(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     """Along sharded dimensions the window is the result already."""
     rank, pads = len(local.results[0].shape), list(args[1])
     for i in range(0, len(pads), 2):
@@ -254,7 +256,7 @@ def _emit_pad(local, args: tuple, kwargs: dict) -> list:
     return [local.call(aten.constant_pad_nd.default, args[0], pads, *args[2:], **kwargs)]
 
 
-def _pad_dims(x: torch.Tensor, pads: Sequence[int]):
+def _pad_dims(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int, int]]:
     """(dimension, rows before, rows behind) of pads, which begin with the last dimension."""
     return [
         (x.dim() - 1 - i // 2, pads[i], pads[i + 1])
@@ -263,7 +265,7 @@ def _pad_dims(x: torch.Tensor, pads: Sequence[int]):
     ]
 
 
-def reflection_pad(x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
+def reflection_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
     """F.pad in mode "reflect" as slices, flips and concatenations, which have rules; negative pads
     cut.
     """
@@ -279,7 +281,7 @@ def reflection_pad(x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
     return x
 
 
-def replication_pad(x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
+def replication_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
     """F.pad in mode "replicate" as slices and concatenations; negative pads cut."""
     for d, before, behind in _pad_dims(x, pads):
         n = x.shape[d]
@@ -290,13 +292,11 @@ def replication_pad(x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
     return x
 
 
-def _joined(d: int, front: list, x: torch.Tensor, back: list) -> torch.Tensor:
+def _joined(d: int, front: list, x: Tensor, back: list) -> Tensor:
     return torch.cat([piece for piece in (*front, x, *back) if piece.shape[d]], d)
 
 
-def reflection_pad_backward(
-    grad: torch.Tensor, x: torch.Tensor, pads: Sequence[int]
-) -> torch.Tensor:
+def reflection_pad_backward(grad: Tensor, x: Tensor, pads: Sequence[int]) -> Tensor:
     """What was read from a row comes back to it."""
     for d, before, behind in reversed(_pad_dims(x, pads)):
         n, total = x.shape[d], grad.shape[d]
@@ -306,9 +306,7 @@ def reflection_pad_backward(
     return grad
 
 
-def replication_pad_backward(
-    grad: torch.Tensor, x: torch.Tensor, pads: Sequence[int]
-) -> torch.Tensor:
+def replication_pad_backward(grad: Tensor, x: Tensor, pads: Sequence[int]) -> Tensor:
     """The first and last row collect what was read from them."""
     for d, before, behind in reversed(_pad_dims(x, pads)):
         n, total = x.shape[d], grad.shape[d]
@@ -321,14 +319,14 @@ def replication_pad_backward(
 def _added(
     d: int,
     n: int,
-    grad: torch.Tensor,
+    grad: Tensor,
     before: int,
     behind: int,
-    pieces: list[tuple[torch.Tensor, int]],
-) -> torch.Tensor:
+    pieces: list[tuple[Tensor, int]],
+) -> Tensor:
     """The gradient of the middle, and of pieces that start at given ones of the n rows."""
 
-    def placed(piece: torch.Tensor, start: int) -> torch.Tensor:
+    def placed(piece: Tensor, start: int) -> Tensor:
         return aten.constant_pad_nd(
             piece, [0, 0] * (grad.dim() - 1 - d) + [start, n - start - piece.shape[d]]
         )

@@ -4,9 +4,11 @@ the k largest every device picks candidates in its block, which are gathered and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ..notation import Call, Rule, make_rule
@@ -46,7 +48,9 @@ def _extreme(call: Call) -> Rule:
     return replace(reduction_rule(call, dim, None), splits=dim is not None)
 
 
-def _split_topk(x, k, dim=-1, largest=True, sorted=True, *, shards=1):
+def _split_topk(
+    x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, shards: int = 1
+) -> tuple[Tensor, Tensor]:
     dim %= max(x.dim(), 1)
     blocks = blocks_of(x.shape[dim] if x.dim() else 1, shards)
     if k == 0 or x.shape[dim] // blocks <= k:
@@ -62,8 +66,8 @@ def _split_topk(x, k, dim=-1, largest=True, sorted=True, *, shards=1):
     return values, places.reshape(shape).gather(dim, at).to(torch.int64)
 
 
-def _first_place(reduce):
-    def split(x, dim, keepdim=False):
+def _first_place(reduce: Callable) -> Callable:
+    def split(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
         """The extreme value, which devices agree on, and the first place where it stands. NaN is
         the extreme if there is one.
         """
@@ -81,7 +85,7 @@ def _first_place(reduce):
     return split
 
 
-def _only_place(split):
+def _only_place(split: Callable) -> Callable:
     return lambda x, dim=None, keepdim=False: split(x, dim, keepdim)[1]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...compat.operators import aten
+from ..local_builder import LocalBuilder
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Cut:
     front: int
     back: int
 
-    def of(self, local, y: Any, dim: int) -> Any:
+    def of(self, local: LocalBuilder, y: Any, dim: int) -> Any:
         if self.front or self.back:
             y = local.call(
                 aten.constant_pad_nd.default,
@@ -35,7 +36,13 @@ class Cut:
 
 
 def cut(
-    local, operand: int, dim: int, stride: int, padding: int, span: int, crop: bool = True
+    local: LocalBuilder,
+    operand: int,
+    dim: int,
+    stride: int,
+    padding: int,
+    span: int,
+    crop: bool = True,
 ) -> Cut:
     """For the window of an operand's dimension. span: distance of the first and the last element of
     the kernel; crop: whether `spare` can be left away.

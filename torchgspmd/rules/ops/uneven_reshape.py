@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ...halo import Reach
+from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
 from ..registry import computed
 
@@ -67,7 +68,7 @@ def _join(call: Call) -> Rule:
     )
 
 
-def _emit_join(local, args: tuple, kwargs: dict) -> list:
+def _emit_join(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     """Of the elements of all rows that its positions touch a device takes its own."""
     x, dim = args
     shape, length, index = local.shape(x), local.size(f"d{dim}"), local.index(f"d{dim}")
@@ -96,7 +97,7 @@ def _split(call: Call) -> Rule:
     )
 
 
-def _emit_split(local, args: tuple, kwargs: dict) -> list:
+def _emit_split(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     return [local.call(aten.reshape.default, args[0], list(local.results[0].shape))]
 
 

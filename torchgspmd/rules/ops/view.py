@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
+from ..local_builder import LocalBuilder
 from ..notation import Call, Dims, Rule, make_rule
 from ..registry import BLOCKWISE, computed, decomposition, shape_argument
 from .concat_slice import view_by_parts
@@ -44,7 +47,15 @@ def reshape_factors(
     return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes
 
 
-def _stretch(before, after, ins: range, outs: range, left, right, sizes: dict[str, int]) -> None:
+def _stretch(
+    before: Sequence[int],
+    after: Sequence[int],
+    ins: range,
+    outs: range,
+    left: list[list[str]],
+    right: list[list[str]],
+    sizes: dict[str, int],
+) -> None:
     a, b = [before[i] for i in ins], [after[j] for j in outs]
     borders = sorted(set(_products(a)) | set(_products(b)))
     nested = all(y % x == 0 for x, y in zip(borders, borders[1:]))
@@ -77,7 +88,7 @@ def _products(shape: Sequence[int]) -> list[int]:
     return result
 
 
-def _by_rows_or_parts(x: torch.Tensor, shape: Sequence[int], shards: int) -> torch.Tensor:
+def _by_rows_or_parts(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
     """A reshape along dimensions that so many devices do not divide."""
     try:
         return view_by_parts(x, shape, shards)
@@ -157,14 +168,14 @@ def _unsqueeze(call: Call) -> Rule:
 
 
 @decomposition(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(x, dim=None):
+def _squeeze(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     """By the dimensions of global size 1: a device's part of another one may have size 1 as well."""
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     ones = [d for d in dims if x.dim() and x.shape[d] == 1]
     return aten.squeeze.dims(x, ones) if ones else x.view(x.shape)
 
 
-def keep_rule(call: Call, dims: Sequence[int], **keywords) -> Rule:
+def keep_rule(call: Call, dims: Sequence[int], **keywords: Any) -> Rule:
     """All operands and results have the same dimensions; those of `dims` must be whole."""
     rank = max(t.dim() for t in (*call.tensors, *call.results))
     shape = max((t.shape for t in (*call.tensors, *call.results)), key=math.prod)
@@ -172,7 +183,7 @@ def keep_rule(call: Call, dims: Sequence[int], **keywords) -> Rule:
     whole = {d % rank for d in dims} if rank else set()
     extra: dict[str, int] = {}
 
-    def names(index: int, tensor: torch.Tensor):
+    def names(index: int, tensor: Tensor) -> list[tuple[str, ...]]:
         result = []
         for i, n in enumerate(tensor.shape):
             if i in whole:
@@ -189,7 +200,7 @@ def keep_rule(call: Call, dims: Sequence[int], **keywords) -> Rule:
 
 
 @decomposition(aten.cat.default)
-def _cat_without_empty(tensors, dim=0):
+def _cat_without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """PyTorch lets an empty tensor of one dimension be joined with any."""
     kept = [t for t in tensors if t.dim() != 1 or t.numel()]
     if len(kept) == len(tensors) or not kept or kept[0].dim() == 1:
@@ -221,7 +232,7 @@ def _select(call: Call) -> Rule:
     )
 
 
-def _emit_select(local, args: tuple, kwargs: dict) -> list:
+def _emit_select(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     shape, dim = local.global_shape(0), args[1] % len(local.global_shape(0))
     owner, place = divmod(args[2] % shape[dim], local.size(f"d{dim}"))
     index = local.call(
