@@ -1,4 +1,4 @@
-"""Random numbers that depend on an element's global position, so that a device draws its shard only.
+"""Random numbers by an element's global position, so that a device draws its shard only.
 
 Each operation that draws takes one seed from PyTorch's generator. It is equal on all ranks. The
 number at position i is a hash of the seed and i: two rounds of MurmurHash3's finalizer (Appleby,

@@ -102,7 +102,9 @@ def _flipped_cumsum(node: fx.Node) -> fx.Node | None:
         or scan.args[0].target is not aten.flip.default
     ):
         return None
-    dims = {d % rank for dims in (node.args[1], scan.args[1:], scan.args[0].args[1]) for d in dims}
+    dims = {
+        d % rank for group in (node.args[1], scan.args[1:], scan.args[0].args[1]) for d in group
+    }
     x, val = scan.args[0].args[0], node.meta["val"]
     if len(dims) > 1 or x.meta["val"].dtype != val.dtype:
         return None

@@ -180,7 +180,7 @@ def make_rule(
     text: str = "",
     **keywords: Any,
 ) -> Rule:
-    """Return a Rule. Keywords may be factor names separated by blanks; size-1 factors are dropped."""
+    """Return a Rule without factors of size 1. Keywords may be names separated by blanks."""
     factors = {name: size for name, size in sizes.items() if size > 1}
 
     def clean(tensors: Sequence[Dims]) -> tuple[Dims, ...]:

@@ -16,7 +16,7 @@ from .notation import Call, Rule, Sentence, Shapes, make_rule
 
 RULES: dict[Any, Callable[[Call], Rule | None]] = {}
 DECOMPOSITIONS: dict[Any, Callable] = {}  # applied to all calls, first of all
-# Decompositions for calls whose `whole` factors, or those with a halo, are sharded. None: PyTorch's.
+# Decompositions for calls with sharded `whole` factors, or sharded halos. None: PyTorch's.
 SPLITS: dict[Any, Callable | None] = {}
 BLOCKWISE: set[Any] = set()  # the operations whose split takes the number of shards
 SKIPPED: list[str] = []  # names of registered operators that this torch lacks

@@ -1,4 +1,4 @@
-"""The rules, by family of operations. Importing this registers them."""
+"""The rules, one file for a family of operations. The import registers them."""
 
 from . import (  # noqa: F401
     adaptive_max_pool,

@@ -1,6 +1,4 @@
-"""Products that sum over shared dimensions: all become the einsum of ops.nd, whose equation is its
-rule.
-"""
+"""Matrix products. All become the einsum of custom_ops/nd.py, whose equation is its rule."""
 
 from __future__ import annotations
 
@@ -97,7 +95,7 @@ def _trilinear(
     sumdim: Sequence[int],
     unroll_dim: int = 1,
 ) -> Tensor:
-    """Each operand lacks the dimensions in its `expand`; their product is summed over `sumdim`."""
+    """Sum the product of a, b and c over `sumdim`. Each lacks the dimensions in its `expand`."""
     letters = [chr(ord("a") + d) for d in range(a.dim() + len(expand1))]
     first, second, third, out = (
         "".join(x for d, x in enumerate(letters) if d not in dims)

@@ -1,13 +1,13 @@
-"""Convolutions of any number of spatial dimensions, transposed or not, in groups g of c input and k
-output channels:
+"""Convolutions of any number of spatial dimensions, in groups g of c input and k output channels.
 
-    n (g c) h[2p-1:2p+2], (g k) c r -> n (g k) h            transposed: n (g c) h[p-1:p+2/2], (g c) k r -> n (g k) h
+    convolution     n (g c) h[2p-1:2p+2], (g k) c r -> n (g k) h
+    transposed      n (g c) h[p-1:p+2/2], (g c) k r -> n (g k) h
 
-A position of the result reads a window of the input's rows, so a sharded spatial dimension needs
-rows of the neighbours; what the window holds outside of the input is zero, which takes the place of
-the padding. The input's gradient is a convolution as well, transposed if the forward's was not; the
-weight's gradient reads the same windows as the forward. A sum over sharded input channels stays
-pending. The bias is added behind it, so that it is added once.
+A position of the result reads a window of the input's rows, so a sharded spatial dimension needs a
+halo. The halo holds zeros outside of the input, in place of the padding. The input's gradient is a
+convolution too, transposed if the forward is not. The weight's gradient reads the same windows as
+the forward. A sum over sharded input channels stays pending. The bias is added behind that sum, so
+that it is added once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from .spread_windows import cut
 def _factors(
     w: Tensor, few: Tensor, transposed: bool, groups: int
 ) -> tuple[tuple[Dims, Dims, Dims], dict[str, int], str]:
-    """Dimensions of input, weight and output as factors; sizes but for those of positions; the
-    factors that are whole.
+    """Return the factors of input, weight and output, sizes, and the names of `whole` factors.
+
+    The caller adds the sizes of the positions h0, h1, ...
     """
     spatial = range(w.dim() - 2)
     inner, outer = (
@@ -51,9 +52,7 @@ def _factors(
 def _reaches(
     w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> list[Reach]:
-    """Which rows of the finer side a position of the coarser one reads, for every spatial
-    dimension.
-    """
+    """Return for every spatial dimension which fine rows a coarse position reads."""
     return [
         Reach(
             -_at(padding, i), _at(dilation, i) * (r - 1) - _at(padding, i), _at(stride, i), fill=0.0
@@ -68,7 +67,7 @@ def _at(values: Sequence[int], i: int) -> int:
 
 @computed(aten.convolution.default)
 def _convolution(call: Call) -> Rule | None:
-    if len(call.tensors) != 2:  # with a bias only where it could not be split off
+    if len(call.tensors) != 2:  # a bias that the decomposition could not separate
         return None
     (x, w), y = call.tensors, call.results[0]
     stride, padding, dilation, transposed, _, groups = call.args[3:9]
@@ -93,8 +92,9 @@ def _convolution(call: Call) -> Rule | None:
 
 
 def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-    """On windows, which have the padding in them. A transposed convolution computes all positions
-    that its window touches.
+    """Convolve windows, which include the padding.
+
+    A transposed convolution computes all positions that its window touches, then cuts.
     """
     x, w, _, stride, padding, dilation, transposed, rest, _ = args
     spatial = range(len(local.shape(w)) - 2)
@@ -121,7 +121,7 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     groups = (local.results[0].shape if transposed else local.shape(x))[1] // local.shape(w)[1]
     if transposed and cuts and set(stride) == {1} and not any(rest):
         return [
-            _turned(
+            _transposed_as_plain(
                 local,
                 x,
                 w,
@@ -136,12 +136,12 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     y = _same_kernel(
         local, x, w, args[2:], (None, stride, padding, dilation, transposed, rest, groups)
     )
-    for i, here in cuts.items():
-        y = here.of(local, y, i + 2) if here else y
+    for i, own in cuts.items():
+        y = own.apply(local, y, i + 2) if own else y
     return [y]
 
 
-def _turned(
+def _transposed_as_plain(
     local: LocalBuilder,
     x: Any,
     w: Any,
@@ -149,8 +149,9 @@ def _turned(
     dilation: Sequence[int],
     groups: int,
 ) -> Any:
-    """A transposed convolution of stride 1 as one that is not: of a window it computes the device's
-    own positions and no others.
+    """Return a transposed convolution of stride 1 as a plain one.
+
+    It computes the device's own positions only.
     """
     inner, outer, *window = local.shape(w)  # (g c), k, r
     w = local.call(aten.reshape.default, w, [groups, inner // groups, outer, *window])
@@ -175,15 +176,16 @@ def _turned(
 
 
 def _same_kernel(
-    local: LocalBuilder, x: Any, w: Any, given: Sequence[Any], options: Sequence[Any]
+    local: LocalBuilder, x: Any, w: Any, global_options: Sequence[Any], options: Sequence[Any]
 ) -> Any:
-    """A convolution by the kernel that PyTorch takes for the whole, which `given` are the options
-    of. On the CPU it takes another one for a small part, whose rounding differs; then a ReLU or a
-    maximum may take another side.
+    """Convolve by the kernel that PyTorch would take for the global shapes and `global_options`.
+
+    On the CPU, PyTorch takes another kernel for small shapes. Its rounding differs, which may flip
+    a ReLU or a maximum.
     """
     whole = [n.meta["val"] for n in local.node.all_input_nodes[:2]]
     kernels = {
-        _kernel(whole, [t.shape for t in whole], given),
+        _kernel(whole, [t.shape for t in whole], global_options),
         _kernel(whole, [local.shape(x), local.shape(w)], options),
     }
     if "Mkldnn" in kernels and len(kernels) > 1:
@@ -195,7 +197,7 @@ def _same_kernel(
 
 
 def _kernel(like: Sequence[Tensor], shapes: Sequence[Sequence[int]], options: Sequence[Any]) -> str:
-    """Its name, for the CPU."""
+    """Return the name of PyTorch's kernel on a CPU; empty on other devices."""
     if is_missing(_select_conv_backend) or any(t.device.type != "cpu" for t in like):
         return ""
     return _select_conv_backend(
@@ -211,8 +213,9 @@ def _bias(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
 
 @computed(aten.convolution_backward.default)
 def _weight_gradient(call: Call) -> Rule | None:
-    """The one piece that _backward leaves: the gradient of the weight, which takes part by its
-    shape alone.
+    """Return the rule of the weight's gradient, which _backward leaves as it is.
+
+    Only the shape of the weight is used.
     """
     if list(call.args[10]) != [False, True, False]:
         return None
@@ -248,7 +251,7 @@ def _emit_weight_gradient(local: LocalBuilder, args: tuple, kwargs: dict) -> lis
         [0 if local.sharded(f"h{i}") else _at(v, i) for i in spatial] for v in (padding, rest)
     )
     groups = local.shape(grad if transposed else x)[1] // local.shape(w)[1]
-    every = local.call(
+    grads = local.call(
         aten.convolution_backward.default,
         grad,
         x,
@@ -262,7 +265,7 @@ def _emit_weight_gradient(local: LocalBuilder, args: tuple, kwargs: dict) -> lis
         groups,
         mask,
     )
-    return [None, local.call(operator.getitem, every, 1), None]
+    return [None, local.call(operator.getitem, grads, 1), None]
 
 
 @decomposition(aten.convolution_backward.default)
@@ -279,7 +282,7 @@ def _backward(
     groups: int,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The input's gradient is a convolution as well, transposed if the forward's was not."""
+    """Return the gradients of input, weight and bias. The input's is a convolution."""
     options = (stride, padding, dilation, transposed, output_padding, groups)
     if list(mask) == [False, True, False]:
         return aten.convolution_backward.default(grad, x, w, None, *options, mask)
@@ -322,6 +325,6 @@ def _input_gradient(
         grad, w, None, stride, padding, dilation, not transposed, rest, groups
     )
     for d in range(2, x.dim()):
-        if result.shape[d] > x.shape[d]:  # output padding of at least a stride
+        if result.shape[d] > x.shape[d]:  # the output padding was a stride or more
             result = result.narrow(d, 0, x.shape[d])
     return result

@@ -1,6 +1,4 @@
-"""Operations that make tensors. They have no tensor operands, so any layout of their result is
-free.
-"""
+"""Operations that create tensors. Without operands, their result may have any layout."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from ..notation import Call, Rule, make_rule
 from ..registry import computed, decomposition, shape_argument
 
 
-def _free(call: Call, **keywords: Any) -> Rule:
+def _factory_rule(call: Call, **keywords: Any) -> Rule:
     shape = call.results[0].shape
     return make_rule(
         [],
@@ -27,18 +25,18 @@ def _free(call: Call, **keywords: Any) -> Rule:
 
 
 @computed(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
-def _filled(call: Call) -> Rule:
-    return _free(call, local=shape_argument(0))
+def _full(call: Call) -> Rule:
+    return _factory_rule(call, local=shape_argument(0))
 
 
 @computed(aten.scalar_tensor.default)
 def _scalar(call: Call) -> Rule:
-    return _free(call)
+    return _factory_rule(call)
 
 
 @computed(aten.arange.start_step)
 def _arange(call: Call) -> Rule:
-    return _free(call, special="d0", emit=_emit_arange)
+    return _factory_rule(call, special="d0", emit=_emit_arange)
 
 
 def _emit_arange(local: LocalBuilder, args: tuple, kwargs: dict) -> list:

@@ -1,5 +1,4 @@
-"""Reading and writing at several indices at once: x[:, i, j] and x[:, i, j] = values, as aten.index
-and aten.index_put.
+"""Advanced indexing: x[:, i, j] as aten.index, x[:, i, j] = values as aten.index_put.
 
 Factors: v an indexed dimension, b a dimension of the indices, d any other one.
 """
@@ -16,16 +15,16 @@ from ...compat.operators import aten
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
 from ..registry import computed, decomposition
-from .lookup import here, zero_outside
-from .scatter import first_only, longer, spare_places
+from .lookup import shard_index, zero_outside
+from .scatter import index_or_spare_row, only_on_first_shard, with_spare_row
 
 
 @computed(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put(call: Call) -> Rule | None:
-    found = advanced(call)
-    if found is None:
+    factors = indexing_factors(call)
+    if factors is None:
         return None
-    x, indices, result, sizes = found
+    x, indices, result, sizes = factors
     values, accumulate = call.tensors[-1], call.argument(3, "accumulate", False)
     lead = len(result) - values.dim()
     if lead < 0:
@@ -50,25 +49,25 @@ def _index_put(call: Call) -> Rule | None:
 
 def _emit_index_put(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, indices, values, *accumulate = args
-    moved, cut, operand = [], [], 0
-    x = first_only(local, x, [f for f in local.rule.sizes if f[0] == "b"], "sum")
+    local_indices, cut, operand = [], [], 0
+    x = only_on_first_shard(local, x, [f for f in local.rule.sizes if f[0] == "b"], "sum")
     for d, index in enumerate(indices):
         if index is not None:
             operand += 1
-            index = natural(local, index, local.rule.sizes.get(f"v{d}", 1))
+            index = nonnegative(local, index, local.rule.sizes.get(f"v{d}", 1))
             for i, factors in enumerate(local.rule.operands[operand]):
                 index = local.masked(index, i, factors[0], -1) if factors else index
-            index = spare_places(local, index, f"v{d}")
-            x, cut = longer(local, x, d), [*cut, d]
-        moved.append(index)
-    made = local.call(local.node.target, x, moved, values, *accumulate, **kwargs)
+            index = index_or_spare_row(local, index, f"v{d}")
+            x, cut = with_spare_row(local, x, d), [*cut, d]
+        local_indices.append(index)
+    result = local.call(local.node.target, x, local_indices, values, *accumulate, **kwargs)
     for d in cut:
-        made = local.call(aten.slice.Tensor, made, d, 0, local.size(f"v{d}"))
-    return [made]
+        result = local.call(aten.slice.Tensor, result, d, 0, local.size(f"v{d}"))
+    return [result]
 
 
-def natural(local: LocalBuilder, index: fx.Node, size: int) -> fx.Node:
-    """Indices counted from the end as indices from the start."""
+def nonnegative(local: LocalBuilder, index: fx.Node, size: int) -> fx.Node:
+    """Return indices that count from the start, where negative ones count from the end."""
     return local.call(
         aten.where.self,
         local.call(aten.lt.Scalar, index, 0),
@@ -77,16 +76,14 @@ def natural(local: LocalBuilder, index: fx.Node, size: int) -> fx.Node:
     )
 
 
-def advanced(call: Call) -> tuple[list, list[list], list, dict[str, int]] | None:
-    """Factors of x, of each index and of x[indices], with sizes: v an indexed dimension, b one of
-    the indices, d another one.
-    """
-    x, given = call.tensors[0], call.args[1]
-    tensors = [i for i in given if i is not None]
+def indexing_factors(call: Call) -> tuple[list, list[list], list, dict[str, int]] | None:
+    """Return the factors of x, of each index and of x[indices], and all sizes; None of masks."""
+    x, arguments = call.tensors[0], call.args[1]
+    tensors = [i for i in arguments if i is not None]
     if not tensors or any(i.dtype in (torch.bool, torch.uint8) for i in tensors) or not x.numel():
         return None
     shape = torch.broadcast_shapes(*(i.shape for i in tensors))
-    places = [d for d, i in enumerate(given) if i is not None]
+    places = [d for d, i in enumerate(arguments) if i is not None]
     table = [(f"v{d}" if d in places else f"d{d}",) for d in range(x.dim())]
     broad = [(f"b{i}",) for i in range(len(shape))]
     sizes = {name[0]: n for name, n in (*zip(table, x.shape), *zip(broad, shape))}
@@ -104,10 +101,10 @@ def advanced(call: Call) -> tuple[list, list[list], list, dict[str, int]] | None
 
 @computed(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: Call) -> Rule | None:
-    found = advanced(call)
-    if found is None:
+    factors = indexing_factors(call)
+    if factors is None:
         return None
-    x, indices, result, sizes = found
+    x, indices, result, sizes = factors
     written = " ".join(name for name in sizes if name[0] == "v")
     return make_rule(
         [x, *indices],
@@ -123,34 +120,34 @@ def _index(call: Call) -> Rule | None:
 
 def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, indices = args
-    moved, hit = [], None
+    local_indices, hit = [], None
     for d, index in enumerate(indices):
         if index is not None and local.assignment.get(f"v{d}"):
-            index, inside = here(local, f"v{d}", natural(local, index, local.rule.sizes[f"v{d}"]))
+            index, inside = shard_index(
+                local, f"v{d}", nonnegative(local, index, local.rule.sizes[f"v{d}"])
+            )
             hit = inside if hit is None else local.call(aten.logical_and.default, hit, inside)
-        moved.append(index)
+        local_indices.append(index)
     rank, places = len(local.rule.operands[0]), [d for d, i in enumerate(indices) if i is not None]
-    behind = (
+    trailing = (
         rank - 1 - places[-1] if places[-1] - places[0] == len(places) - 1 else rank - len(places)
     )
-    return [zero_outside(local, hit, local.call(local.node.target, x, moved), behind)]
+    return [zero_outside(local, hit, local.call(local.node.target, x, local_indices), trailing)]
 
 
 @decomposition(aten._unsafe_masked_index.default)
 def _masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: float) -> Tensor:
-    return aten._unsafe_index.Tensor(x, _clamped(x, indices)).masked_fill(~mask, fill)
+    return aten._unsafe_index.Tensor(x, _clamp(x, indices)).masked_fill(~mask, fill)
 
 
 @decomposition(aten._unsafe_masked_index_put_accumulate.default)
 def _masked_index_put(
     x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor
 ) -> Tensor:
-    return aten._unsafe_index_put.default(
-        x, _clamped(x, indices), values.masked_fill(~mask, 0), True
-    )
+    return aten._unsafe_index_put.default(x, _clamp(x, indices), values.masked_fill(~mask, 0), True)
 
 
-def _clamped(x: Tensor, indices: Sequence[Tensor | None]) -> list:
+def _clamp(x: Tensor, indices: Sequence[Tensor | None]) -> list:
     return [
         None if index is None else index.clamp(-size, size - 1)
         for index, size in zip(indices, x.shape)
@@ -187,7 +184,7 @@ def _diagonal_scatter(
 def _diagonal_index(
     shape: Sequence[int], offset: int, dim1: int, dim2: int, device: torch.device
 ) -> tuple[list, list[int]]:
-    """Rows and columns of a diagonal, and the order of dimensions that puts its two last."""
+    """Return [rows, columns] of a diagonal, and the dimensions with its two last."""
     dim1, dim2 = dim1 % len(shape), dim2 % len(shape)
     rows, columns = max(-offset, 0), max(offset, 0)
     count = max(0, min(shape[dim1] - rows, shape[dim2] - columns))
@@ -217,7 +214,7 @@ def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> 
 
 @decomposition(aten.masked_scatter.default)
 def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """The n-th place that the mask has takes the n-th element of the source."""
+    """Put the n-th element of the source where the mask has its n-th True."""
     x, mask = torch.broadcast_tensors(x, mask)
     place = mask.reshape(-1).cumsum(0) - 1
     taken = source.reshape(-1)[place.clamp(0, source.numel() - 1)].reshape(x.shape)
@@ -228,7 +225,5 @@ def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 def _masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
     count = math.prod(sizes)
     flat = mask.expand(grad.shape).reshape(-1)
-    place = torch.where(
-        flat, flat.cumsum(0) - 1, count
-    )  # what the mask leaves out goes behind the end
+    place = torch.where(flat, flat.cumsum(0) - 1, count)  # masked elements go past the end
     return grad.new_zeros(count + 1).scatter_add(0, place, grad.reshape(-1))[:count].reshape(sizes)

@@ -1,5 +1,7 @@
-"""Linear algebra on batches of matrices, and Fourier transforms: what they work along must be
-whole, the rest is free. A layout of a transformed dimension moves to another one by an all_to_all.
+"""Linear algebra on batches of matrices, and Fourier transforms.
+
+The dimensions of a matrix or a transform must be whole, those of a batch may be sharded. An
+all_to_all moves a layout from one to the other.
 """
 
 from __future__ import annotations
@@ -15,11 +17,10 @@ from .view import keep_rule
 
 
 def batched_rule(call: Call, trailing: list[int]) -> Rule:
-    """Operands, then results, whose last `trailing` dimensions must be whole; those before are the
-    batch, and broadcast.
+    """Return a rule in which the last `trailing` dimensions of each tensor are whole.
 
-    What pads a batch is 0, for a factorization of NaN may raise; a pivot, which counts from 1, is
-    1.
+    Those before are the batch, and broadcast. Padding holds 0, because a factorization of NaN may
+    raise. Padding of pivots holds 1, because they count from 1.
     """
     tensors = [*call.tensors, *call.results]
     batch = torch.broadcast_shapes(
@@ -28,7 +29,7 @@ def batched_rule(call: Call, trailing: list[int]) -> Rule:
     sizes = {f"b{i}": size for i, size in enumerate(batch)}
     dims = []
     for k, (tensor, n) in enumerate(zip(tensors, trailing)):
-        n = min(n, tensor.dim())  # a result that is not wanted is empty
+        n = min(n, tensor.dim())  # a result that was not asked for is empty
         lead = tensor.dim() - n
         names = [
             (f"b{len(batch) - lead + i}",)
@@ -50,9 +51,7 @@ def batched_rule(call: Call, trailing: list[int]) -> Rule:
 
 
 def batched(op: OpOverload, operands: str, results: str) -> None:
-    """How many trailing dimensions of each tensor the operation works on: 2 for a matrix, 0 for a
-    number of each.
-    """
+    """Register an operation by its number of whole trailing dimensions: 2 of a matrix, 0 of a number."""
     trailing = [int(n) for n in (operands + " " + results).split()]
     computed(op)(lambda call: batched_rule(call, trailing))
 
@@ -81,7 +80,7 @@ batched(aten.triangular_solve.default, "2 2", "2 2")
 
 @decomposition(aten.cholesky.default)
 def _cholesky(x: Tensor, upper: bool = False) -> Tensor:
-    """Without a check of values, which padding would not pass."""
+    """Factorize without the check of values, which padding would fail."""
     return aten.linalg_cholesky_ex.default(x, upper=upper)[0]
 
 

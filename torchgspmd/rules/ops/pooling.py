@@ -319,7 +319,7 @@ class _Spread:
 
     def cut(self, local: LocalBuilder, value: Any) -> Any:
         for dim, here in self.cuts.items():
-            value = here.of(local, value, dim)
+            value = here.apply(local, value, dim)
         return value
 
 

@@ -1,7 +1,9 @@
-"""Operations that write by index. A device that holds a part of the written dimension writes what
-falls there; the rest goes to a spare row behind its part. Where what is written is sharded, and
-writing means adding (or the largest, ...), every device writes its own to a neutral value, the
-first to the operand, and their sum is pending (GSPMD's partitioned scatter).
+"""Operations that write by index: scatter, index_add, index_copy, index_fill.
+
+If the indexed dimension is sharded, a device writes the rows that it has. All others go to a spare
+row behind its shard, which is cut off. If the written values are sharded and writing is a reduction
+(add, max), each device writes its own into a neutral value. The first device writes into the
+operand, and the reduction stays pending (GSPMD's partitioned scatter).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from ...compat.operators import aten
 from ..local_builder import LocalBuilder
 from ..notation import IDENTITY, Call, Dims, Rule, make_rule
 from ..registry import computed
-from .lookup import aligned
+from .lookup import aligned_factors
 
 KINDS = {
     "sum": "sum",
@@ -27,44 +29,44 @@ KINDS = {
 }
 
 
-def spare_places(local: LocalBuilder, index: fx.Node, factor: str) -> fx.Node:
-    """Indices into the device's part of a dimension; those that do not fall there point behind it."""
+def index_or_spare_row(local: LocalBuilder, index: fx.Node, factor: str) -> fx.Node:
+    """Return indices into the device's shard. Those outside of it point behind its end."""
     size = local.size(factor)
-    moved = local.call(aten.sub.Tensor, index, local.index(factor) * size)
+    shifted = local.call(aten.sub.Tensor, index, local.index(factor) * size)
     inside = local.call(
         aten.logical_and.default,
-        local.call(aten.ge.Scalar, moved, 0),
-        local.call(aten.lt.Scalar, moved, size),
+        local.call(aten.ge.Scalar, shifted, 0),
+        local.call(aten.lt.Scalar, shifted, size),
     )
     spare = local.call(
         aten.scalar_tensor.default, size, dtype=torch.int64, device=local.results[0].device
     )
-    return local.call(aten.where.self, inside, moved, spare)
+    return local.call(aten.where.self, inside, shifted, spare)
 
 
-def longer(local: LocalBuilder, x: fx.Node, dim: int) -> fx.Node:
-    """x with a spare row at the end of a dimension."""
+def with_spare_row(local: LocalBuilder, x: fx.Node, dim: int) -> fx.Node:
+    """Return x with one more row at the end of a dimension."""
     return local.call(
         aten.constant_pad_nd.default, x, [0, 0] * (len(local.results[0].shape) - 1 - dim) + [0, 1]
     )
 
 
-def first_only(local: LocalBuilder, x: fx.Node, factors: list[str], kind: str) -> fx.Node:
-    """x on the device that holds the first part of all factors, elsewhere the reduction's neutral
-    value.
-    """
+def only_on_first_shard(local: LocalBuilder, x: fx.Node, factors: list[str], kind: str) -> fx.Node:
+    """Return x on the device with the first shard of all factors, else the neutral value."""
     if kind in ("max", "min"):
         return x
     first = True
     for factor in factors:
         if local.assignment.get(factor):
-            here = local.call(
+            is_first = local.call(
                 aten.scalar_tensor.default,
                 local.index(factor) == 0,
                 dtype=torch.bool,
                 device=local.results[0].device,
             )
-            first = here if first is True else local.call(aten.logical_and.default, first, here)
+            first = (
+                is_first if first is True else local.call(aten.logical_and.default, first, is_first)
+            )
     neutral = local.call(
         aten.scalar_tensor.default,
         IDENTITY[kind],
@@ -82,18 +84,18 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         (i for i, factors in enumerate(local.rule.operands[1]) if factors == (pointed,)), 0
     )
     masked, whole = local.masked(index, place, pointed, -1), not local.assignment.get(written)
-    x = first_only(local, x, [pointed], local.rule.reduce.get(pointed, "sum"))
-    if whole and masked is index:  # nothing falls elsewhere
+    x = only_on_first_shard(local, x, [pointed], local.rule.reduce.get(pointed, "sum"))
+    if whole and masked is index:  # all rows are here
         return [local.call(local.node.target, x, dim, index, *rest, **kwargs)]
-    made = local.call(
+    result = local.call(
         local.node.target,
-        longer(local, x, dim),
+        with_spare_row(local, x, dim),
         dim,
-        spare_places(local, masked, written),
+        index_or_spare_row(local, masked, written),
         *rest,
         **kwargs,
     )
-    return [local.call(aten.slice.Tensor, made, dim, 0, local.size(written))]
+    return [local.call(aten.slice.Tensor, result, dim, 0, local.size(written))]
 
 
 def _rule(
@@ -132,7 +134,7 @@ def _scatter(call: Call) -> Rule | None:
     if not x.dim() or not index.numel() or not x.numel():
         return None
     dim = call.args[1] % x.dim()
-    names, sizes, whole = aligned(dim, x, index, *source)
+    names, sizes, whole = aligned_factors(dim, x, index, *source)
     kind, linear = None, ()
     if call.target is aten.scatter_add.default:
         kind, linear = "sum", [[0, 2]]

@@ -13,7 +13,7 @@ from ...compat.operators import aten
 from ..local_builder import LocalBuilder
 from ..notation import Call, Dims, Rule, make_rule
 from ..registry import BLOCKWISE, computed, decomposition, shape_argument
-from .concat_slice import view_by_parts
+from .concat_slice import view_by_slices
 from .lookup import zero_outside
 from .pointwise import broadcast_dims
 from .uneven_reshape import uneven_view
@@ -91,7 +91,7 @@ def _products(shape: Sequence[int]) -> list[int]:
 def _by_rows_or_parts(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
     """A reshape along dimensions that so many devices do not divide."""
     try:
-        return view_by_parts(x, shape, shards)
+        return view_by_slices(x, shape, shards)
     except NotImplementedError:
         return uneven_view(x, shape)
 
