@@ -1,7 +1,8 @@
 """Cumulative operations.
 
 Along a sharded dimension, each device scans its block. The blocks' totals are gathered, and their
-exclusive scan is added (Blelloch, Prefix sums and their applications, 1990; XLA's associative scan).
+exclusive scan is added (Blelloch, Prefix sums and their applications, 1990). XLA's associative scan
+does the same.
 """
 
 from __future__ import annotations

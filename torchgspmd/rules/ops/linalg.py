@@ -51,7 +51,7 @@ def batched_rule(call: Call, trailing: list[int]) -> Rule:
 
 
 def batched(op: OpOverload, operands: str, results: str) -> None:
-    """Register an operation by its number of whole trailing dimensions: 2 of a matrix, 0 of a number."""
+    """Register an operation by the whole trailing dimensions of its tensors (2: a matrix)."""
     trailing = [int(n) for n in (operands + " " + results).split()]
     computed(op)(lambda call: batched_rule(call, trailing))
 

@@ -206,14 +206,14 @@ def _nll_loss(
 ) -> tuple[Tensor, Tensor]:
     dim = 1 if x.dim() == 4 else x.dim() - 1  # [n, c, h, w], [n, c] or [c]
     safe = torch.where(target != ignore_index, target, 0)
-    chosen = -x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)
-    factor = (target != ignore_index).to(x.dtype)
+    target_losses = -x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)
+    class_weight = (target != ignore_index).to(x.dtype)
     if weight is not None:
-        factor = factor * weight[safe]
-    losses = torch.where(target != ignore_index, chosen, 0.0) * (
-        factor if weight is not None else 1
+        class_weight = class_weight * weight[safe]
+    losses = torch.where(target != ignore_index, target_losses, 0.0) * (
+        class_weight if weight is not None else 1
     )
-    total = factor.sum()
+    total = class_weight.sum()
     if reduction == 0:
         return losses, x.new_zeros(())
     return losses.sum() / total if reduction == 1 else losses.sum(), total

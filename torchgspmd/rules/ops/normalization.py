@@ -1,5 +1,7 @@
-"""softmax and layer norm. Fused while the normalized dimensions are whole, else PyTorch's
-decomposition of them: local statistics and an all_reduce of those.
+"""softmax and layer norm.
+
+They stay fused while the normalized dimensions are whole. Otherwise they are decomposed into local
+statistics and an all_reduce of these.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def _split_safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -
     dtype = dtype or x.dtype
     x = x.to(dtype)
     top = x.amax(dim, True)
-    empty = top == float("-inf")  # rows without any finite number are 0
+    empty = top == float("-inf")  # rows without a finite number become 0
     e = (x.to(wide(dtype)) - torch.where(empty, 0.0, top)).exp()
     return torch.where(empty, 0.0, e / e.sum(dim, True)).to(dtype)
 

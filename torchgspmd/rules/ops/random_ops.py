@@ -1,6 +1,8 @@
-"""Random operations, by numbers that are drawn by the place of an element in the whole tensor
-(ops.random): the same on every mesh, and each device draws only its part. What has no expression by
-uniform numbers (gamma, Poisson, ...) is drawn whole everywhere.
+"""Random operations, decomposed to `uniform` of custom_ops/random.py.
+
+Its numbers depend on the global position of an element. So they are equal on every mesh, and each
+device draws its shard only. Gamma, Poisson, ... have no expression by uniform numbers: every device
+draws them all.
 """
 
 from __future__ import annotations
@@ -51,16 +53,16 @@ def _emit_uniform(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
 
 
 def natively(graph: fx.Graph) -> None:
-    """Makes a graph draw by PyTorch's own generator: every part from a seed of its own."""
+    """Let a graph draw by PyTorch's own generator, with one seed for each shard."""
     for node in graph.nodes:
         if node.target is ours.uniform.default:
             node.args = (*node.args[:-1], True)
 
 
-def _drawn(
+def _draw(
     shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | None, count: int = 1
 ) -> list[Tensor]:
-    """Independent uniform tensors."""
+    """Return `count` independent uniform tensors."""
     dtype, device = (
         dtype or torch.get_default_dtype(),
         torch.device("cpu" if device is None else device),
@@ -72,20 +74,20 @@ def _drawn(
 
 
 def _wide(dtype: torch.dtype | None) -> torch.dtype:
-    """The type to compute in."""
+    """Return the type to compute in."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def _normal(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
-    """Box and Muller, 1958."""
+    """Return normal numbers (Box and Muller, 1958)."""
     dtype = dtype or torch.get_default_dtype()
     if dtype.is_complex:
-        u, v = _drawn(shape, _wide(dtype), device, 2)
+        u, v = _draw(shape, _wide(dtype), device, 2)
         radius = (-(-u).log1p()).sqrt()
         return torch.complex(radius * (2 * math.pi * v).cos(), radius * (2 * math.pi * v).sin()).to(
             dtype
         )
-    u, v = _drawn(shape, _wide(dtype), device, 2)
+    u, v = _draw(shape, _wide(dtype), device, 2)
     return ((-2 * (-u).log1p()).sqrt() * (2 * math.pi * v).cos()).to(dtype)
 
 
@@ -99,8 +101,8 @@ def _rand(
 ) -> Tensor:
     dtype = dtype or torch.get_default_dtype()
     if dtype.is_complex:
-        return torch.complex(*_drawn(size, _wide(dtype), device, 2)).to(dtype)
-    return _drawn(size, dtype, device)[0]
+        return torch.complex(*_draw(size, _wide(dtype), device, 2)).to(dtype)
+    return _draw(size, dtype, device)[0]
 
 
 @decomposition(aten.rand_like.default)
@@ -138,7 +140,7 @@ def _randint_low(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor:
-    return ((_drawn(size, torch.float64, device)[0] * (high - low)).floor() + low).to(
+    return ((_draw(size, torch.float64, device)[0] * (high - low)).floor() + low).to(
         dtype or torch.int64
     )
 
@@ -182,24 +184,24 @@ def _randint_like_low(
 
 @decomposition(aten.bernoulli.p)
 def _bernoulli_p(x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
-    return (_drawn(x.shape, torch.float32, x.device)[0] < p).to(x.dtype)
+    return (_draw(x.shape, torch.float32, x.device)[0] < p).to(x.dtype)
 
 
 @decomposition(aten.bernoulli.default)
 def _bernoulli(x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-    return (_drawn(x.shape, _wide(x.dtype), x.device)[0] < x).to(x.dtype)
+    return (_draw(x.shape, _wide(x.dtype), x.device)[0] < x).to(x.dtype)
 
 
 @decomposition(aten.bernoulli.Tensor)
 def _bernoulli_tensor(x: Tensor, p: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-    return (_drawn(x.shape, _wide(p.dtype), x.device)[0] < p).to(x.dtype)
+    return (_draw(x.shape, _wide(p.dtype), x.device)[0] < p).to(x.dtype)
 
 
 @decomposition(aten.uniform.default)
 def _uniform_between(
     x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: torch.Generator | None = None
 ) -> Tensor:
-    return (_drawn(x.shape, _wide(x.dtype), x.device)[0] * (high - low) + low).to(x.dtype)
+    return (_draw(x.shape, _wide(x.dtype), x.device)[0] * (high - low) + low).to(x.dtype)
 
 
 @decomposition(aten.normal_functional.default)
@@ -233,7 +235,7 @@ def _normal_std(mean: float, std: Tensor, *, generator: torch.Generator | None =
 def _exponential(
     x: Tensor, rate: float = 1.0, *, generator: torch.Generator | None = None
 ) -> Tensor:
-    return (-(-_drawn(x.shape, _wide(x.dtype), x.device)[0]).log1p() / rate).to(x.dtype)
+    return (-(-_draw(x.shape, _wide(x.dtype), x.device)[0]).log1p() / rate).to(x.dtype)
 
 
 @decomposition(aten.log_normal.default)
@@ -248,13 +250,13 @@ def _cauchy(
     x: Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: torch.Generator | None = None
 ) -> Tensor:
     return (
-        ((_drawn(x.shape, _wide(x.dtype), x.device)[0] - 0.5) * math.pi).tan() * sigma + median
+        ((_draw(x.shape, _wide(x.dtype), x.device)[0] - 0.5) * math.pi).tan() * sigma + median
     ).to(x.dtype)
 
 
 @decomposition(aten.geometric.default)
 def _geometric(x: Tensor, p: float, *, generator: torch.Generator | None = None) -> Tensor:
-    u = _drawn(x.shape, torch.float64, x.device)[0]
+    u = _draw(x.shape, torch.float64, x.device)[0]
     return (
         ((-u).log1p() / math.log1p(-p)).floor().add(1).to(x.dtype) if p < 1 else torch.ones_like(x)
     )
@@ -264,7 +266,7 @@ def _geometric(x: Tensor, p: float, *, generator: torch.Generator | None = None)
 def _randperm(
     n: int, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
 ) -> Tensor:
-    return _drawn([n], torch.float64, device)[0].argsort().to(dtype or torch.int64)
+    return _draw([n], torch.float64, device)[0].argsort().to(dtype or torch.int64)
 
 
 @decomposition(aten.multinomial.default)
@@ -275,13 +277,13 @@ def _multinomial(
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    if not replacement:  # the largest of weight / exponential number
-        raced = weights / -(-_drawn(weights.shape, _wide(weights.dtype), weights.device)[0]).log1p()
-        return raced.topk(count)[1]
+    if not replacement:  # the largest of weight / exponential sample
+        keys = weights / -(-_draw(weights.shape, _wide(weights.dtype), weights.device)[0]).log1p()
+        return keys.topk(count)[1]
     ends = weights.cumsum(-1)
     ends = ends / ends[..., -1:]
     places = torch.searchsorted(
-        ends, _drawn([*weights.shape[:-1], count], weights.dtype, weights.device)[0], right=True
+        ends, _draw([*weights.shape[:-1], count], weights.dtype, weights.device)[0], right=True
     )
     return places.clamp_max(weights.shape[-1] - 1)
 
@@ -297,7 +299,7 @@ def _rrelu(
 ) -> tuple[Tensor, Tensor]:
     if not training:
         return torch.where(x > 0, x, x * ((lower + upper) / 2)), noise.clone()
-    slope = (_drawn(x.shape, _wide(x.dtype), x.device)[0] * (upper - lower) + lower).to(x.dtype)
+    slope = (_draw(x.shape, _wide(x.dtype), x.device)[0] * (upper - lower) + lower).to(x.dtype)
     slope = torch.where(x > 0, 1.0, slope).to(x.dtype)
     return x * slope, slope
 
@@ -306,8 +308,8 @@ def _rrelu(
 def _native_dropout(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
     if not train or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = _drawn(x.shape, torch.float32, x.device)[0] < 1 - p
-    return x * (kept.to(x.dtype) / (1 - p)) if p < 1 else x * 0, kept
+    mask = _draw(x.shape, torch.float32, x.device)[0] < 1 - p
+    return x * (mask.to(x.dtype) / (1 - p)) if p < 1 else x * 0, mask
 
 
 @decomposition(aten.native_dropout_backward.default)
@@ -321,8 +323,8 @@ def _native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor
     aten._standard_gamma.default,
     aten._sample_dirichlet.default,
 )
-def _whole(call: Call) -> Rule:
-    """Every device draws all numbers and keeps its part."""
+def _replicated_draw(call: Call) -> Rule:
+    """Return a rule by which every device draws all numbers."""
     shape = call.results[0].shape
     names = [(f"d{i}",) for i in range(len(shape))]
     return make_rule(

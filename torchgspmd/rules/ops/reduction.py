@@ -1,4 +1,4 @@
-"""Reductions over dimensions. What divides by a count does so by the global one."""
+"""Reductions over dimensions. Means and variances divide by the global count."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from .pointwise import keeps_sums
 
 
 def reduction_rule(call: Call, dims: Sequence[int] | int | None, kind: str | None) -> Rule:
-    """Dimensions `dims` (None or empty: all) of the one operand are reduced; kind None: they must
-    be whole.
+    """Return the rule of a reduction over `dims`; None or empty: all dimensions.
+
+    kind: the reduction of terms; None: the dimensions must be whole.
     """
     x = call.tensors[0]
     dims = [dims] if isinstance(dims, int) else dims
     reduced = set(range(x.dim())) if not dims else {d % x.dim() for d in dims} if x.dim() else set()
     names = [(f"d{i}",) for i in range(x.dim())]
-    kept = [n for i, n in enumerate(names) if i not in reduced]
+    remaining = [n for i, n in enumerate(names) if i not in reduced]
     keepdim = [() if i in reduced else n for i, n in enumerate(names)]
     sizes = {f"d{i}": size for i, size in enumerate(x.shape)}
     factors = [f"d{i}" for i in sorted(reduced)]
-    results = [kept if r.dim() == len(kept) else keepdim for r in call.results]
+    results = [remaining if r.dim() == len(remaining) else keepdim for r in call.results]
     return make_rule(
         [names],
         results,
@@ -67,8 +68,9 @@ def _count(x: Tensor, dims: Sequence[int] | int | None) -> int:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that PyTorch's kernels compute in: sums of many numbers leave the range of float16,
-    and lose digits in bfloat16.
+    """Return the type that PyTorch's kernels accumulate in.
+
+    Long sums overflow float16, and lose digits in bfloat16.
     """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 

@@ -1,5 +1,7 @@
-"""Largest, smallest, sorted. Along a sharded dimension the extreme is reduced, then its place; of
-the k largest every device picks candidates in its block, which are gathered and picked from again.
+"""sort, topk, max and argmax.
+
+Along a sharded dimension, max reduces the extreme value, then its position. For topk, each device
+selects the k largest of its block. They are gathered, and the k largest of them are the result.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def _sort(call: Call) -> Rule:
 
 @computed(aten.searchsorted.Tensor, aten.bucketize.Tensor)
 def _search(call: Call) -> Rule:
-    """Whoever has all borders finds the places of its part of the values."""
+    """Return a rule in which the borders are whole, and the values may be sharded."""
     values, borders = (
         call.tensors[:2] if call.target is aten.bucketize.Tensor else call.tensors[1::-1]
     )
@@ -55,11 +57,11 @@ def _split_topk(
     blocks = blocks_of(x.shape[dim] if x.dim() else 1, shards)
     if k == 0 or x.shape[dim] // blocks <= k:
         raise NotImplementedError("left as it is")
-    parts = cut(x, dim, blocks)
-    values, places = parts.topk(k, dim + 1, largest, sorted)
-    dtype = torch.int32 if x.shape[dim] < 2**31 else torch.int64  # what is sent
+    x_blocks = cut(x, dim, blocks)
+    values, places = x_blocks.topk(k, dim + 1, largest, sorted)
+    dtype = torch.int32 if x.shape[dim] < 2**31 else torch.int64  # fewer bytes to send
     places = places.to(dtype) + place_of_block(
-        blocks, parts.shape[dim + 1], x.dim() - dim, x.device, dtype
+        blocks, x_blocks.shape[dim + 1], x.dim() - dim, x.device, dtype
     )
     shape = [*x.shape[:dim], blocks * k, *x.shape[dim + 1 :]]
     values, at = values.reshape(shape).topk(k, dim, largest, sorted)
@@ -67,19 +69,19 @@ def _split_topk(
 
 
 def _first_place(reduce: Callable) -> Callable:
+    """Return a decomposition of max or min with its position."""
+
     def split(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-        """The extreme value, which devices agree on, and the first place where it stands. NaN is
-        the extreme if there is one.
-        """
+        """Return the extreme value and its first position. NaN is the extreme if there is one."""
         dim %= max(x.dim(), 1)
         size = x.shape[dim] if x.dim() else 1
-        dtype = torch.int32 if size < 2**31 else torch.int64  # what is sent
+        dtype = torch.int32 if size < 2**31 else torch.int64  # fewer bytes to send
         best = reduce(x, dim, True)
-        found = (x == best) | x.isnan() if x.is_floating_point() else x == best
+        is_best = (x == best) | x.isnan() if x.is_floating_point() else x == best
         places = torch.arange(size, device=x.device, dtype=dtype).reshape(
             [size] + [1] * (x.dim() - 1 - dim) if x.dim() else []
         )
-        place = torch.where(found, places, size).to(dtype).amin(dim, keepdim).to(torch.int64)
+        place = torch.where(is_best, places, size).to(dtype).amin(dim, keepdim).to(torch.int64)
         return best if keepdim else best.squeeze(dim), place
 
     return split
