@@ -1,6 +1,7 @@
-"""The passes, in order. Each takes a graph apart from the next: one file, one function."""
+"""The passes on the global graph, in order. Each is one function in one file."""
 
 from .expand.decompose_ops import decompose_ops
+from .expand.decompose_ops import decompose_ops as expand
 from .ir import Rules
 from .localize.localize import localize
 from .partition.partition import partition
@@ -9,4 +10,14 @@ from .propagate.propagate import Layouts, propagate
 
 PASSES = (decompose_ops, propagate, partition, regather_weights, localize)
 
-__all__ = ["PASSES", "Layouts", "Rules", "expand", "localize", "partition", "propagate", "regather"]
+__all__ = [
+    "PASSES",
+    "Layouts",
+    "Rules",
+    "decompose_ops",
+    "expand",
+    "localize",
+    "partition",
+    "propagate",
+    "regather_weights",
+]
