@@ -23,7 +23,7 @@ from ..local_builder import LocalBuilder
 from ..notation import Call, Rule
 from ..registry import computed
 from .interpolate import is_same, rule_along
-from .pooling import renumber
+from .pool_windows import renumber
 
 
 def _global(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:

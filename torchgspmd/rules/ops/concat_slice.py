@@ -124,7 +124,7 @@ def goes_by_parts(rows: int, others: int, shards: int) -> bool:
 
 
 def view_by_slices(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
-    """Reshape between [..., a * r, ...] and [..., a, r's dimensions, ...], one slice for each row a.
+    """Reshape between [..., a * r, ...] and [..., a, r's dimensions, ...], one slice for each a.
 
     The mesh divides r, but not the few rows a. NotImplementedError for any other reshape.
     """

@@ -15,6 +15,11 @@ from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
 from ..registry import computed, rule
 
+rule(aten.grid_sampler_2d.default, "n c h w, n u v r -> n c u v", whole="h w r", linear=[[0]])
+rule(
+    aten.grid_sampler_3d.default, "n c d h w, n t u v r -> n c t u v", whole="d h w r", linear=[[0]]
+)
+
 
 @computed(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
 def _grid_backward(call: Call) -> Rule:

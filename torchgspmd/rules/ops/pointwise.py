@@ -16,7 +16,7 @@ from ..registry import computed, decomposition, rule
 
 
 def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """Return the factors of an operand that broadcasts to `result`, whose factors are d0, d1, ..."""
+    """Return the factors of an operand that broadcasts to a result with factors d0, d1, ..."""
     offset = len(result) - len(shape)
     return tuple(
         (f"d{i + offset}",) if size == result[i + offset] else () for i, size in enumerate(shape)
