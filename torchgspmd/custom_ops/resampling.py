@@ -67,16 +67,16 @@ def bands(line: Line, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     A position without rows has a last row before its first. k: the most rows of any position.
     """
     dense = weights(line, dtype)
-    counts, place = dense != 0, torch.arange(dense.shape[1], device="cpu")
-    some = counts.any(1)
-    first = torch.where(some, counts.int().argmax(1), 0)
-    last = torch.where(some, dense.shape[1] - 1 - counts.flip(1).int().argmax(1), -1)
+    is_read, place = dense != 0, torch.arange(dense.shape[1], device="cpu")
+    has_rows = is_read.any(1)
+    first = torch.where(has_rows, is_read.int().argmax(1), 0)
+    last = torch.where(has_rows, dense.shape[1] - 1 - is_read.flip(1).int().argmax(1), -1)
     rows = first[:, None] + place[: max(int((last - first).max()) + 1, 1)]  # [p, k]
     inside = rows < dense.shape[1]
     return first, last, dense.gather(1, torch.where(inside, rows, 0)) * inside
 
 
-def kind_of(dtype: torch.dtype) -> torch.dtype:
+def computation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type to compute positions and weights in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 

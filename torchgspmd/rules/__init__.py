@@ -9,7 +9,7 @@ from .decompositions import RENAMED, decomposition_of, trace
 from .notation import IDENTITY, Call, Rule, Shapes, describe, make_rule
 from .ops.pointwise import quotient
 from .ops.random_ops import natively
-from .registry import replicated, rule_function
+from .registry import replicated_rule, rule_function
 from .xla_decompositions import unpartitioned_of
 
 
@@ -17,7 +17,7 @@ def rule_of(call: Call) -> Rule:
     """Return the rule of a call. An operation without a rule runs replicated."""
     function = None if call.dynamic else rule_function(call.target)
     rule = function(call) if function else None
-    return replicated(call) if rule is None else rule
+    return replicated_rule(call) if rule is None else rule
 
 
 __all__ = [

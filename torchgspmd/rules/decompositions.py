@@ -136,9 +136,8 @@ class _Recorder(TorchDispatchMode):
         if isinstance(result, Tensor):
             self._record(result, node)
         for i, element in enumerate(result if isinstance(result, (tuple, list)) else ()):
-            node_of_element = self.graph.call_function(
-                operator.getitem, (node, i)
-            )  # for None, too: it keeps the numbering of names
+            # An element that is None gets a node too, so that later names keep their numbers.
+            node_of_element = self.graph.call_function(operator.getitem, (node, i))
             if isinstance(element, Tensor):
                 self._record(element, node_of_element)
         return result

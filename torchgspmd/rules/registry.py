@@ -1,7 +1,7 @@
 """The tables of rules and decompositions. They are filled at import and only read afterwards.
 
 rule(op, "m k, k n -> m n", reduce="k")     one sentence for all calls of an operation
-@computed(op)                               a function from a Call to its Rule
+@rule_for(op)                               a function from a Call to its Rule
 @decomposition(op)                          a function that computes it by other operations
 """
 
@@ -34,7 +34,7 @@ def rule(
     Keywords: those of make_rule and Rule; splits: see SPLITS.
     """
     parsed = Sentence.parse(sentence)
-    computed(op, splits=splits)(lambda call: parsed.bind(call, splits=bool(splits), **keywords))
+    rule_for(op, splits=splits)(lambda call: parsed.bind(call, splits=bool(splits), **keywords))
 
 
 def rule_function(op: Any) -> Callable[[Call], Rule | None] | None:
@@ -43,7 +43,7 @@ def rule_function(op: Any) -> Callable[[Call], Rule | None] | None:
     return RULES.get(op.name()) if function is None and isinstance(op, OpOverload) else function
 
 
-def computed(*ops: OpOverload | AbsentOperator | str, splits: Callable | bool = False) -> Callable:
+def rule_for(*ops: OpOverload | AbsentOperator | str, splits: Callable | bool = False) -> Callable:
     """Register a function that computes the rule of a call. None: the call runs replicated."""
 
     def register(function: Callable[[Call], Rule | None]) -> Callable[[Call], Rule | None]:
@@ -83,7 +83,7 @@ def is_present(op: OpOverload | AbsentOperator | str) -> bool:
     return True
 
 
-def replicated(call: Call) -> Rule:
+def replicated_rule(call: Call) -> Rule:
     """Return the rule of an operation without one: every device computes all of it."""
     sizes, dims = {}, []
     for i, tensor in enumerate((*call.tensors, *call.results)):

@@ -21,8 +21,8 @@ from ...compat.operators import aten
 from ...custom_ops.resampling import Line, band, bands
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule
-from ..registry import computed
-from .interpolate import is_same, rule_along
+from ..registry import rule_for
+from .interpolate import is_identity, rule_along
 from .pool_windows import renumber
 
 
@@ -51,7 +51,7 @@ def _places(x: Tensor, dims: int) -> Tensor:
     return torch.arange(size.numel(), device=x.device).reshape(size)
 
 
-@computed(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default, splits=_global)
+@rule_for(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default, splits=_global)
 def _maximum(call: Call) -> Rule:
     lines = _lines(call, call.tensors[0].shape, call.results[0].shape, back=False)
 
@@ -66,7 +66,7 @@ def _maximum(call: Call) -> Rule:
     return rule_along(call, lines, [0], emit, splits=_is_global(lines))
 
 
-@computed(
+@rule_for(
     aten.adaptive_max_pool2d_backward.default,
     aten.adaptive_max_pool3d_backward.default,
     splits=_global_backward,
@@ -77,15 +77,15 @@ def _maximum_backward(call: Call) -> Rule:
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         grad, index, shape = args[0], args[2], local.results[0].shape
-        lead, here = len(shape) - len(lines), local.shape(args[0])
+        lead, grad_shape = len(shape) - len(lines), local.shape(args[0])
         first = [local.index(f"d{d}") * shape[d] for d in range(lead, len(shape))]
-        rows, mine = [line.rows for line in lines], shape[lead:]
-        place = renumber(local, index, rows, mine, [-f for f in first])
+        rows, own_sizes = [line.rows for line in lines], shape[lead:]
+        place = renumber(local, index, rows, own_sizes, [-f for f in first])
         # An index outside of the shard was clamped, so it does not come back.
-        inside = local.call(aten.eq.Tensor, renumber(local, place, mine, rows, first), index)
+        inside = local.call(aten.eq.Tensor, renumber(local, place, own_sizes, rows, first), index)
         grad = local.call(aten.where.ScalarOther, inside, grad, 0)
-        flat = [*here[:lead], -1]
-        zeros = local.call(aten.new_zeros.default, grad, [*shape[:lead], math.prod(mine)])
+        flat = [*grad_shape[:lead], -1]
+        zeros = local.call(aten.new_zeros.default, grad, [*shape[:lead], math.prod(own_sizes)])
         place, grad = (local.call(aten.reshape.default, t, flat) for t in (place, grad))
         return [
             local.call(
@@ -120,7 +120,7 @@ def _pool_dimension(
     """
     result, device = local.results[0], local.index(f"d{d}")
     count, trailing = result.shape[d], [1] * (len(shape) - d - 1)
-    if is_same(line):
+    if is_identity(line):
         row = local.call(
             aten.arange.start, device * count, (device + 1) * count, device=result.device
         )

@@ -126,10 +126,10 @@ def _as_strided_scatter(
     order = _storage_order(x)
     base = x.permute(order)
     places = _places(size, stride, (storage_offset or 0) - x.storage_offset(), x.device).reshape(-1)
-    written = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1)).reshape(
+    result = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1)).reshape(
         base.shape
     )
-    return written.permute([order.index(d) for d in range(x.dim())])
+    return result.permute([order.index(d) for d in range(x.dim())])
 
 
 def _places(

@@ -9,7 +9,7 @@ from typing import Any
 from ...compat.operators import aten
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule
-from ..registry import computed
+from ..registry import rule_for
 from .pool_windows import (
     PoolWindow,
     Spread,
@@ -20,7 +20,7 @@ from .pool_windows import (
 )
 
 
-@computed(aten.avg_pool2d.default, aten.avg_pool3d.default)
+@rule_for(aten.avg_pool2d.default, aten.avg_pool3d.default)
 def _average(call: Call) -> Rule:
     windows = forward_windows(call)
     ceil, padded, divisor = (
@@ -58,7 +58,7 @@ def _average(call: Call) -> Rule:
     )
 
 
-@computed(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+@rule_for(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 def _average_backward(call: Call) -> Rule:
     """Return the rule of (gradient, input). Only the shape of the input is used."""
     windows = pool_windows(call.tensors[1].shape, call.tensors[0].shape, *call.args[2:5])

@@ -10,12 +10,12 @@ from torch import Tensor
 from ...compat.operators import aten
 from ...custom_ops.nd import einsum, split_equation, summed_alone
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, decomposition, rule
+from ..registry import decomposition, rule, rule_for
 
 ours = torch.ops.torchgspmd
 
 
-@computed(ours.einsum.default)
+@rule_for(ours.einsum.default)
 def _einsum(call: Call) -> Rule:
     a, b, out = split_equation(call.args[0])
     x, y = call.tensors
@@ -107,8 +107,8 @@ def _trilinear(
         (c, third, first + second + out),
     ]
     (a, first), (b, second), (c, third) = (summed_alone(*term) for term in terms)
-    both = "".join(x for x in dict.fromkeys(first + second) if x in third + out)
-    return einsum(f"{both},{third}->{out}", einsum(f"{first},{second}->{both}", a, b), c)
+    shared = "".join(x for x in dict.fromkeys(first + second) if x in third + out)
+    return einsum(f"{shared},{third}->{out}", einsum(f"{first},{second}->{shared}", a, b), c)
 
 
 rule(aten._cdist_forward.default, "... p m, ... r m -> ... p r", whole="m")

@@ -24,7 +24,7 @@ from ...compat.private_apis import _select_conv_backend, is_missing
 from ...halo import Reach
 from ..local_builder import LocalBuilder
 from ..notation import Call, Dims, Rule, Shapes, make_rule
-from ..registry import computed, decomposition
+from ..registry import decomposition, rule_for
 from .spread_windows import cut
 
 
@@ -55,17 +55,20 @@ def _reaches(
     """Return for every spatial dimension which fine rows a coarse position reads."""
     return [
         Reach(
-            -_at(padding, i), _at(dilation, i) * (r - 1) - _at(padding, i), _at(stride, i), fill=0.0
+            -_along_dim(padding, i),
+            _along_dim(dilation, i) * (r - 1) - _along_dim(padding, i),
+            _along_dim(stride, i),
+            fill=0.0,
         )
         for i, r in enumerate(w.shape[2:])
     ]
 
 
-def _at(values: Sequence[int], i: int) -> int:
+def _along_dim(values: Sequence[int], i: int) -> int:
     return values[i if len(values) > 1 else 0]
 
 
-@computed(aten.convolution.default)
+@rule_for(aten.convolution.default)
 def _convolution(call: Call) -> Rule | None:
     if len(call.tensors) != 2:  # a bias that the decomposition could not separate
         return None
@@ -99,7 +102,7 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, w, _, stride, padding, dilation, transposed, rest, _ = args
     spatial = range(len(local.shape(w)) - 2)
     stride, padding, dilation, rest = (
-        [_at(v, i) for i in spatial] for v in (stride, padding, dilation, rest)
+        [_along_dim(v, i) for i in spatial] for v in (stride, padding, dilation, rest)
     )
     cuts = {}
     for i in spatial:
@@ -206,12 +209,12 @@ def _kernel(like: Sequence[Tensor], shapes: Sequence[Sequence[int]], options: Se
 
 
 @decomposition(aten.convolution.default)
-def _bias(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+def _split_bias(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     y = aten.convolution.default(x, w, None, *options)
     return y if bias is None else y + bias.view([-1] + [1] * (x.dim() - 2))
 
 
-@computed(aten.convolution_backward.default)
+@rule_for(aten.convolution_backward.default)
 def _weight_gradient(call: Call) -> Rule | None:
     """Return the rule of the weight's gradient, which _backward leaves as it is.
 
@@ -248,7 +251,8 @@ def _emit_weight_gradient(local: LocalBuilder, args: tuple, kwargs: dict) -> lis
     grad, x, w, _, stride, padding, dilation, transposed, rest, _, mask = args
     spatial = range(len(local.shape(w)) - 2)
     padding, rest = (
-        [0 if local.sharded(f"h{i}") else _at(v, i) for i in spatial] for v in (padding, rest)
+        [0 if local.sharded(f"h{i}") else _along_dim(v, i) for i in spatial]
+        for v in (padding, rest)
     )
     groups = local.shape(grad if transposed else x)[1] // local.shape(w)[1]
     grads = local.call(

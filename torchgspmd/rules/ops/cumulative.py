@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ..notation import Call, Rule, make_rule
-from ..registry import BLOCKWISE, SPLITS, computed
+from ..registry import BLOCKWISE, SPLITS, rule_for
 
 
 @torch.library.custom_op("torchgspmd::suffix_sums", mutates_args=())
@@ -29,7 +29,7 @@ def _(x: Tensor, dim: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def blocks_of(size: int, shards: int) -> int:
+def count_blocks(size: int, shards: int) -> int:
     """Return into how many equal blocks to cut a dimension, or raise NotImplementedError.
 
     shards: 1 if unknown. Then it is the largest divisor below 25.
@@ -47,7 +47,7 @@ def cut(x: Tensor, dim: int, blocks: int) -> Tensor:
     return x.reshape([*x.shape[:dim], blocks, x.shape[dim] // blocks, *x.shape[dim + 1 :]])
 
 
-def place_of_block(
+def block_starts(
     blocks: int, size: int, trailing: int, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """Return the first position of each block, as [blocks, 1, ...]."""
@@ -56,7 +56,7 @@ def place_of_block(
     )
 
 
-@computed(
+@rule_for(
     suffix_sums._opoverload,
     aten.cumsum.default,
     aten.cumprod.default,
@@ -94,7 +94,7 @@ def _blockwise(scan: Callable, join: Callable, start: float) -> Callable:
         x_blocks = cut(
             x if dtype is None else x.to(dtype),
             dim,
-            blocks_of(x.shape[dim] if x.dim() else 1, shards),
+            count_blocks(x.shape[dim] if x.dim() else 1, shards),
         )
         inner = scan(x_blocks, dim + 1)
         totals = inner.select(dim + 1, x_blocks.shape[dim + 1] - 1)
@@ -105,7 +105,7 @@ def _blockwise(scan: Callable, join: Callable, start: float) -> Callable:
 
 def _blockwise_suffix_sums(x: Tensor, dim: int, *, shards: int = 1) -> Tensor:
     """Compute suffix sums by blocks."""
-    x_blocks = cut(x, dim, blocks_of(x.shape[dim], shards))
+    x_blocks = cut(x, dim, count_blocks(x.shape[dim], shards))
     inner = suffix_sums(x_blocks, dim + 1)
     later = suffix_sums(inner.select(dim + 1, 0).narrow(dim, 1, x_blocks.shape[dim] - 1), dim)
     later = aten.constant_pad_nd(later, [0, 0] * (x.dim() - 1 - dim) + [0, 1], 0)
@@ -117,9 +117,9 @@ def _blockwise_extreme(scan: Callable, wins: Callable, lowest: Callable) -> Call
 
     def split(x: Tensor, dim: int, *, shards: int = 1) -> tuple[Tensor, Tensor]:
         dim %= max(x.dim(), 1)
-        x_blocks = cut(x, dim, blocks_of(x.shape[dim] if x.dim() else 1, shards))
+        x_blocks = cut(x, dim, count_blocks(x.shape[dim] if x.dim() else 1, shards))
         values, places = scan(x_blocks, dim + 1)
-        places = places + place_of_block(
+        places = places + block_starts(
             x_blocks.shape[dim], x_blocks.shape[dim + 1], x_blocks.dim() - 1 - dim, x.device
         )
         last = x_blocks.shape[dim + 1] - 1

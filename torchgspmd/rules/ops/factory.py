@@ -11,7 +11,7 @@ from torch import Tensor
 from ...compat.operators import aten
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, decomposition, shape_argument
+from ..registry import decomposition, rule_for, shape_argument
 
 
 def _factory_rule(call: Call, **keywords: Any) -> Rule:
@@ -24,17 +24,17 @@ def _factory_rule(call: Call, **keywords: Any) -> Rule:
     )
 
 
-@computed(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
+@rule_for(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
 def _full(call: Call) -> Rule:
     return _factory_rule(call, local=shape_argument(0))
 
 
-@computed(aten.scalar_tensor.default)
+@rule_for(aten.scalar_tensor.default)
 def _scalar(call: Call) -> Rule:
     return _factory_rule(call)
 
 
-@computed(aten.arange.start_step)
+@rule_for(aten.arange.start_step)
 def _arange(call: Call) -> Rule:
     return _factory_rule(call, special="d0", emit=_emit_arange)
 

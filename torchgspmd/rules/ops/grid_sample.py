@@ -13,7 +13,7 @@ from ...compat.operators import aten
 from ...custom_ops import nd  # noqa: F401 (registers ctc_losses)
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, rule
+from ..registry import rule, rule_for
 
 rule(aten.grid_sampler_2d.default, "n c h w, n u v r -> n c u v", whole="h w r", linear=[[0]])
 rule(
@@ -21,7 +21,7 @@ rule(
 )
 
 
-@computed(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
+@rule_for(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
 def _grid_backward(call: Call) -> Rule:
     """Return the rule of the gradients of image and grid.
 
@@ -51,7 +51,7 @@ def _grid_backward(call: Call) -> Rule:
     )
 
 
-@computed(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+@rule_for(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def _embedding_bag(call: Call) -> Rule:
     """Return a rule in which only the columns of the table may be sharded."""
     sizes, dims = {"e": call.tensors[0].shape[1]}, []
@@ -67,7 +67,7 @@ def _embedding_bag(call: Call) -> Rule:
     )
 
 
-@computed(aten.histc.default)
+@rule_for(aten.histc.default)
 def _histogram(call: Call) -> Rule | None:
     """Return the rule of a histogram with fixed borders: every device counts its own values.
 
@@ -99,7 +99,7 @@ def _emit_histogram(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     return [local.call(aten.histc.default, x, kwargs.get("bins", bins), low, high)]
 
 
-@computed(torch.ops.torchgspmd.ctc_losses.default)
+@rule_for(torch.ops.torchgspmd.ctc_losses.default)
 def _ctc(call: Call) -> Rule:
     """Return a rule in which the batch may be sharded, unless its targets are concatenated."""
     log_probs, targets = call.tensors[:2]

@@ -14,12 +14,12 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, decomposition
+from ..registry import decomposition, rule_for
 from .lookup import shard_index, zero_outside
 from .scatter import index_or_spare_row, only_on_first_shard, with_spare_row
 
 
-@computed(aten.index_put.default, aten._unsafe_index_put.default)
+@rule_for(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put(call: Call) -> Rule | None:
     factors = indexing_factors(call)
     if factors is None:
@@ -32,15 +32,15 @@ def _index_put(call: Call) -> Rule | None:
     value = [
         name if values.shape[i] == sizes[name[0]] else () for i, name in enumerate(result[lead:])
     ]
-    pointed = " ".join(name for name in sizes if name[0] == "b")
-    written = " ".join(name for name in sizes if name[0] == "v")
+    index_factors = " ".join(name for name in sizes if name[0] == "b")
+    row_factors = " ".join(name for name in sizes if name[0] == "v")
     return make_rule(
         [x, *indices, value],
         [x],
         sizes,
-        special=f"{written} {pointed}",
-        reduce=pointed if accumulate else "",
-        whole="" if accumulate else pointed,
+        special=f"{row_factors} {index_factors}",
+        reduce=index_factors if accumulate else "",
+        whole="" if accumulate else index_factors,
         emit=_emit_index_put,
         linear=[[0, len(call.tensors) - 1]],
         positions=frozenset(range(1, len(call.tensors) - 1)),
@@ -84,34 +84,34 @@ def indexing_factors(call: Call) -> tuple[list, list[list], list, dict[str, int]
         return None
     shape = torch.broadcast_shapes(*(i.shape for i in tensors))
     places = [d for d, i in enumerate(arguments) if i is not None]
-    table = [(f"v{d}" if d in places else f"d{d}",) for d in range(x.dim())]
-    broad = [(f"b{i}",) for i in range(len(shape))]
-    sizes = {name[0]: n for name, n in (*zip(table, x.shape), *zip(broad, shape))}
+    names = [(f"v{d}" if d in places else f"d{d}",) for d in range(x.dim())]
+    index_names = [(f"b{i}",) for i in range(len(shape))]
+    sizes = {name[0]: n for name, n in (*zip(names, x.shape), *zip(index_names, shape))}
     indices = [
         [
-            broad[len(shape) - i.dim() + k] if n == shape[len(shape) - i.dim() + k] else ()
+            index_names[len(shape) - i.dim() + k] if n == shape[len(shape) - i.dim() + k] else ()
             for k, n in enumerate(i.shape)
         ]
         for i in tensors
     ]
-    rest = [name for d, name in enumerate(table) if d not in places]
+    rest = [name for d, name in enumerate(names) if d not in places]
     at = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
-    return table, indices, [*rest[:at], *broad, *rest[at:]], sizes
+    return names, indices, [*rest[:at], *index_names, *rest[at:]], sizes
 
 
-@computed(aten.index.Tensor, aten._unsafe_index.Tensor)
+@rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: Call) -> Rule | None:
     factors = indexing_factors(call)
     if factors is None:
         return None
     x, indices, result, sizes = factors
-    written = " ".join(name for name in sizes if name[0] == "v")
+    row_factors = " ".join(name for name in sizes if name[0] == "v")
     return make_rule(
         [x, *indices],
         [result],
         sizes,
-        special=written,
-        reduce=written,
+        special=row_factors,
+        reduce=row_factors,
         emit=_emit_index,
         linear=[[0]],
         positions=frozenset(range(1, len(call.tensors))),
@@ -120,19 +120,25 @@ def _index(call: Call) -> Rule | None:
 
 def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, indices = args
-    local_indices, hit = [], None
+    local_indices, inside_all = [], None
     for d, index in enumerate(indices):
         if index is not None and local.assignment.get(f"v{d}"):
             index, inside = shard_index(
                 local, f"v{d}", nonnegative(local, index, local.rule.sizes[f"v{d}"])
             )
-            hit = inside if hit is None else local.call(aten.logical_and.default, hit, inside)
+            inside_all = (
+                inside
+                if inside_all is None
+                else local.call(aten.logical_and.default, inside_all, inside)
+            )
         local_indices.append(index)
     rank, places = len(local.rule.operands[0]), [d for d, i in enumerate(indices) if i is not None]
     trailing = (
         rank - 1 - places[-1] if places[-1] - places[0] == len(places) - 1 else rank - len(places)
     )
-    return [zero_outside(local, hit, local.call(local.node.target, x, local_indices), trailing)]
+    return [
+        zero_outside(local, inside_all, local.call(local.node.target, x, local_indices), trailing)
+    ]
 
 
 @decomposition(aten._unsafe_masked_index.default)
@@ -166,8 +172,8 @@ def _diagonal_backward(
 ) -> Tensor:
     index, order = _diagonal_index(shape, offset, dim1, dim2, grad.device)
     zeros = grad.new_zeros([shape[d] for d in order])
-    written = aten.index_put.default(zeros, [None] * (len(shape) - 2) + index, grad, True)
-    return written.permute([order.index(d) for d in range(len(shape))])
+    result = aten.index_put.default(zeros, [None] * (len(shape) - 2) + index, grad, True)
+    return result.permute([order.index(d) for d in range(len(shape))])
 
 
 @decomposition(aten.diagonal_scatter.default)
@@ -175,10 +181,10 @@ def _diagonal_scatter(
     x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Tensor:
     index, order = _diagonal_index(x.shape, offset, dim1, dim2, x.device)
-    written = aten.index_put.default(
+    result = aten.index_put.default(
         x.permute(order), [None] * (x.dim() - 2) + index, source.to(x.dtype)
     )
-    return written.permute([order.index(d) for d in range(x.dim())])
+    return result.permute([order.index(d) for d in range(x.dim())])
 
 
 def _diagonal_index(
@@ -217,8 +223,8 @@ def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """Put the n-th element of the source where the mask has its n-th True."""
     x, mask = torch.broadcast_tensors(x, mask)
     place = mask.reshape(-1).cumsum(0) - 1
-    taken = source.reshape(-1)[place.clamp(0, source.numel() - 1)].reshape(x.shape)
-    return torch.where(mask, taken, x)
+    values = source.reshape(-1)[place.clamp(0, source.numel() - 1)].reshape(x.shape)
+    return torch.where(mask, values, x)
 
 
 @decomposition(aten.masked_scatter_backward.default)

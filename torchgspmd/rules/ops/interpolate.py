@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from ...compat.operators import aten
-from ...custom_ops.resampling import Line, band, bands, kind_of, weights
+from ...custom_ops.resampling import Line, band, bands, computation_dtype, weights
 from ...halo import Reach
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, shape_argument
+from ..registry import rule_for, shape_argument
 
 _WITHOUT_CORNERS = {
     1: ("upsample_nearest1d", "_upsample_nearest_exact1d"),
@@ -57,13 +57,13 @@ def _register(name: str, count: int, aligned: bool) -> None:
             for d, (n, m) in enumerate(zip(before[-count:], after[-count:]))
         ]
 
-    @computed(getattr(aten, name).default)
+    @rule_for(getattr(aten, name).default)
     def _forward(call: Call) -> Rule:
         return _rule(
             call, lines(call, call.tensors[0].shape, call.results[0].shape, call.args[2:], False)
         )
 
-    @computed(getattr(aten, f"{name}_backward").default)
+    @rule_for(getattr(aten, f"{name}_backward").default)
     def _backward(call: Call) -> Rule:
         return _rule(
             call, lines(call, call.results[0].shape, call.tensors[0].shape, call.args[3:], True), 2
@@ -77,14 +77,14 @@ for _n in (1, 2, 3):
         _register(_name, _n, True)
 
 
-@computed(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
+@rule_for(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
 def _average(call: Call) -> Rule:
     return _rule(
         call, _average_lines(call.target, call.tensors[0].shape, call.results[0].shape, False)
     )
 
 
-@computed(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
+@rule_for(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
 def _average_backward(call: Call) -> Rule:
     """Return the rule of (gradient, input). Only the shape of the input is used."""
     return _rule(
@@ -136,7 +136,7 @@ def rule_along(
             sizes[f"w{d}"] = call.tensors[0].shape[d]
             for operand in windowed:
                 operands[operand][d] = (f"w{d}",)
-        elif not is_same(line):
+        elif not is_identity(line):
             halo |= {
                 (operand, d): _reach(line).inverse(0.0) if line.back else _reach(line)
                 for operand in windowed
@@ -154,7 +154,7 @@ def rule_along(
 
 
 @lru_cache(maxsize=1024)
-def is_same(line: Line) -> bool:
+def is_identity(line: Line) -> bool:
     """Return whether every position is the row of the same number."""
     unit = torch.eye(line.rows, dtype=torch.float64, device="cpu")
     return line.rows == line.positions and torch.equal(weights(line, torch.float64), unit)
@@ -183,19 +183,19 @@ def _reach(line: Line) -> Reach:
 def _resample(local: LocalBuilder, x: Any, lines: Sequence[Line]) -> Any:
     """Resample one dimension after the other, beginning with those that shrink most."""
     result, shape = local.results[0], list(local.shape(x))
-    lead, kind = len(result.shape) - len(lines), kind_of(result.dtype)
-    value = x if result.dtype == kind else local.call(aten._to_copy.default, x, dtype=kind)
+    lead, dtype = len(result.shape) - len(lines), computation_dtype(result.dtype)
+    value = x if result.dtype == dtype else local.call(aten._to_copy.default, x, dtype=dtype)
     pending = [
         (result.shape[d] / shape[d], d, line)
         for d, line in enumerate(lines, start=lead)
-        if not is_same(line)
+        if not is_identity(line)
     ]
     for _, d, line in sorted(pending, key=lambda entry: entry[:2]):
         value = _resample_dimension(local, value, shape, d, line)
         shape[d] = result.shape[d]
     return (
         value
-        if result.dtype == kind
+        if result.dtype == dtype
         else local.call(aten._to_copy.default, value, dtype=result.dtype)
     )
 
@@ -205,7 +205,7 @@ def _resample_dimension(
 ) -> Any:
     """Resample one dimension of a local value of this shape."""
     result, index = local.results[0], local.index(f"d{d}")
-    count, kind = result.shape[d], kind_of(result.dtype)
+    count, kind = result.shape[d], computation_dtype(result.dtype)
     first = local.window(0, d).first(index) if local.sharded(f"d{d}") else 0
     width = bands(line, kind)[2].shape[1]
     pair = local.call(

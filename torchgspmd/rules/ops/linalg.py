@@ -12,7 +12,7 @@ from torch import Tensor
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, decomposition
+from ..registry import decomposition, rule_for
 from .view import keep_rule
 
 
@@ -50,32 +50,32 @@ def batched_rule(call: Call, trailing: list[int]) -> Rule:
     )
 
 
-def batched(op: OpOverload, operands: str, results: str) -> None:
+def register_batched(op: OpOverload, operands: str, results: str) -> None:
     """Register an operation by the whole trailing dimensions of its tensors (2: a matrix)."""
     trailing = [int(n) for n in (operands + " " + results).split()]
-    computed(op)(lambda call: batched_rule(call, trailing))
+    rule_for(op)(lambda call: batched_rule(call, trailing))
 
 
-batched(aten._linalg_det.default, "2", "0 2 1")
-batched(aten._linalg_eigh.default, "2", "1 2")
-batched(aten._linalg_slogdet.default, "2", "0 0 2 1")
-batched(aten.cholesky_solve.default, "2 2", "2")
-batched(aten.geqrf.default, "2", "2 1")
-batched(aten.linalg_cholesky_ex.default, "2", "2 0")
-batched(aten.linalg_eig.default, "2", "1 2")
-batched(aten.linalg_householder_product.default, "2 1", "2")
-batched(aten.linalg_inv_ex.default, "2", "2 0")
-batched(aten.linalg_ldl_factor_ex.default, "2", "2 1 0")
-batched(aten.linalg_ldl_solve.default, "2 1 2", "2")
-batched(aten.linalg_lu.default, "2", "2 2 2")
-batched(aten.linalg_lu_factor_ex.default, "2", "2 1 0")
-batched(aten.linalg_lu_solve.default, "2 1 2", "2")
-batched(aten.linalg_matrix_exp.default, "2", "2")
-batched(aten.linalg_qr.default, "2", "2 2")
-batched(aten.linalg_solve_triangular.default, "2 2", "2")
-batched(aten.lu_unpack.default, "2 1", "2 2 2")
-batched(aten.ormqr.default, "2 1 2", "2")
-batched(aten.triangular_solve.default, "2 2", "2 2")
+register_batched(aten._linalg_det.default, "2", "0 2 1")
+register_batched(aten._linalg_eigh.default, "2", "1 2")
+register_batched(aten._linalg_slogdet.default, "2", "0 0 2 1")
+register_batched(aten.cholesky_solve.default, "2 2", "2")
+register_batched(aten.geqrf.default, "2", "2 1")
+register_batched(aten.linalg_cholesky_ex.default, "2", "2 0")
+register_batched(aten.linalg_eig.default, "2", "1 2")
+register_batched(aten.linalg_householder_product.default, "2 1", "2")
+register_batched(aten.linalg_inv_ex.default, "2", "2 0")
+register_batched(aten.linalg_ldl_factor_ex.default, "2", "2 1 0")
+register_batched(aten.linalg_ldl_solve.default, "2 1 2", "2")
+register_batched(aten.linalg_lu.default, "2", "2 2 2")
+register_batched(aten.linalg_lu_factor_ex.default, "2", "2 1 0")
+register_batched(aten.linalg_lu_solve.default, "2 1 2", "2")
+register_batched(aten.linalg_matrix_exp.default, "2", "2")
+register_batched(aten.linalg_qr.default, "2", "2 2")
+register_batched(aten.linalg_solve_triangular.default, "2 2", "2")
+register_batched(aten.lu_unpack.default, "2 1", "2 2 2")
+register_batched(aten.ormqr.default, "2 1 2", "2")
+register_batched(aten.triangular_solve.default, "2 2", "2 2")
 
 
 @decomposition(aten.cholesky.default)
@@ -91,20 +91,20 @@ def _cholesky_inverse(x: Tensor, upper: bool = False) -> Tensor:
     )
 
 
-@computed(aten._linalg_solve_ex.default)
+@rule_for(aten._linalg_solve_ex.default)
 def _solve(call: Call) -> Rule:
     a, b = call.tensors
     columns = 1 if b.dim() == 1 or b.shape == a.shape[:-1] else 2
     return batched_rule(call, [2, columns, columns, 2, 1, 0])
 
 
-@computed(aten._linalg_svd.default)
+@rule_for(aten._linalg_svd.default)
 def _svd(call: Call) -> Rule:
     return batched_rule(
         call, [2, 2, 1, 2] if call.argument(2, "compute_uv", True) else [2, 1, 1, 1]
     )
 
 
-@computed(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
+@rule_for(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
 def _fourier(call: Call) -> Rule:
     return keep_rule(call, list(call.args[1]), linear=[[0]])

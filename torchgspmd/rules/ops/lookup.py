@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, decomposition
+from ..registry import decomposition, rule_for
 
 
 def _factors(prefix: str, shape: Sequence[int], start: int = 0) -> list[tuple[str, ...]]:
@@ -53,7 +53,7 @@ def zero_outside(
     return local.call(aten.where.self, inside, values, zero)
 
 
-@computed(aten.embedding.default)
+@rule_for(aten.embedding.default)
 def _embedding(call: Call) -> Rule:
     table, index = call.tensors
     names = _factors("i", index.shape)
@@ -75,7 +75,7 @@ def _emit_embedding(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     return [zero_outside(local, inside, local.call(aten.embedding.default, table, place), 1)]
 
 
-@computed(aten.embedding_dense_backward.default)
+@rule_for(aten.embedding_dense_backward.default)
 def _embedding_backward(call: Call) -> Rule:
     grad, index = call.tensors
     names = _factors("i", index.shape)
@@ -138,7 +138,7 @@ def aligned_factors(
     return names, sizes, " ".join(whole)
 
 
-@computed(aten.gather.default)
+@rule_for(aten.gather.default)
 def _gather(call: Call) -> Rule | None:
     x, index = call.tensors
     if not x.dim() or index.dim() != x.dim():
@@ -165,7 +165,7 @@ def _emit_gather(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     return [zero_outside(local, inside, local.call(aten.gather.default, x, dim, place))]
 
 
-@computed(aten.index_select.default)
+@rule_for(aten.index_select.default)
 def _index_select(call: Call) -> Rule | None:
     x, index = call.tensors
     if not x.dim() or not index.dim():

@@ -3,12 +3,12 @@
     max_pool2d(x, [3, 3])       max_pool2d(max_pool2d(x, [1, 3]), [3, 1])
 
 This decomposition applies where windows reach over shards. Columns are pooled first, so that the
-rows of the halo are as short as those of the result. Ties do not matter: the first maximum of a
-window, row by row, is in the first row that has it, in its first column.
+rows of the halo are as short as those of the result. Ties do not matter. The first maximum of a
+window is in the first row that has it, and there in the first column.
 
-The maximum of window p is in row s p + a, for some offset a of the kernel. So the gradient of row
-s q + r is the sum, over all a = s m + r, of what window q - m gives to a. The device that has the
-window selects it. Then it moves by m rows. No index is sent.
+The maximum of window p is in row s p + a, for some offset a of the kernel. Row s q + r receives
+gradient from the windows q - m, for all a = s m + r. The device that has the window selects it.
+Then it moves by m rows. No index is sent.
 """
 
 from __future__ import annotations

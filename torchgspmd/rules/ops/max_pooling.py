@@ -10,7 +10,7 @@ from typing import Any
 from ...compat.operators import aten
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule
-from ..registry import BLOCKWISE, computed
+from ..registry import BLOCKWISE, rule_for
 from .max_pool_stages import max_pool, max_pool_backward, stages
 from .pool_windows import (
     Spread,
@@ -27,7 +27,7 @@ def _has_several_stages(kernel: Sequence[int], *options: Any) -> bool:
     return len(stages(len(kernel), kernel, *options)) > 1
 
 
-@computed(
+@rule_for(
     aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, splits=max_pool
 )
 def _maximum(call: Call) -> Rule:
@@ -69,7 +69,7 @@ def _maximum(call: Call) -> Rule:
     )
 
 
-@computed(
+@rule_for(
     aten.max_pool2d_with_indices_backward.default,
     aten.max_pool3d_with_indices_backward.default,
     splits=max_pool_backward,

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ..notation import Call, Rule, make_rule
-from ..registry import SPLITS, computed, decomposition
-from .reduction import wide
+from ..registry import SPLITS, decomposition, rule_for
+from .reduction import accumulation_dtype
 
 
-@computed(
+@rule_for(
     aten._softmax.default,
     aten._log_softmax.default,
     aten._softmax_backward_data.default,
@@ -40,12 +40,12 @@ def _softmax(call: Call) -> Rule:
 
 
 def _split_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    e = (x.to(wide(x.dtype)) - x.amax(dim, True)).exp()
+    e = (x.to(accumulation_dtype(x.dtype)) - x.amax(dim, True)).exp()
     return (e / e.sum(dim, True)).to(torch.float32 if half_to_float else x.dtype)
 
 
 def _split_log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    shifted = x.to(wide(x.dtype)) - x.amax(dim, True)
+    shifted = x.to(accumulation_dtype(x.dtype)) - x.amax(dim, True)
     return (shifted - shifted.exp().sum(dim, True).log()).to(
         torch.float32 if half_to_float else x.dtype
     )
@@ -56,18 +56,18 @@ def _split_safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -
     x = x.to(dtype)
     top = x.amax(dim, True)
     empty = top == float("-inf")  # rows without a finite number become 0
-    e = (x.to(wide(dtype)) - torch.where(empty, 0.0, top)).exp()
+    e = (x.to(accumulation_dtype(dtype)) - torch.where(empty, 0.0, top)).exp()
     return torch.where(empty, 0.0, e / e.sum(dim, True)).to(dtype)
 
 
 def _split_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    y = y.to(wide(y.dtype))
+    y = y.to(accumulation_dtype(y.dtype))
     gy = grad * y
     return (gy - y * gy.sum(dim, True)).to(dtype)
 
 
 def _split_log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    grad, y = (t.to(wide(t.dtype)) for t in (grad, y))
+    grad, y = (t.to(accumulation_dtype(t.dtype)) for t in (grad, y))
     return (grad - y.exp() * grad.sum(dim, True)).to(dtype)
 
 
@@ -88,7 +88,7 @@ def _layer_norm_names(rank: int, count: int) -> tuple[list, list, list]:
     return lead, tail, lead + [()] * count
 
 
-@computed(aten.native_layer_norm.default, splits=True)
+@rule_for(aten.native_layer_norm.default, splits=True)
 def _layer_norm(call: Call) -> Rule:
     x, count = call.tensors[0], len(call.args[1])
     lead, tail, statistics = _layer_norm_names(x.dim(), count)
@@ -110,7 +110,7 @@ def _split_layer_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
-    full, count = x.to(wide(x.dtype)), math.prod(normalized_shape)
+    full, count = x.to(accumulation_dtype(x.dtype)), math.prod(normalized_shape)
     mean = full.sum(dims, True) / count
     centered = full - mean
     rstd = ((centered * centered).sum(dims, True) / count + eps).rsqrt()
@@ -122,7 +122,7 @@ def _split_layer_norm(
 SPLITS[aten.native_layer_norm.default] = _split_layer_norm
 
 
-@computed(aten.native_layer_norm_backward.default, splits=True)
+@rule_for(aten.native_layer_norm_backward.default, splits=True)
 def _layer_norm_backward(call: Call) -> Rule:
     x, count = call.tensors[1], len(call.args[2])
     lead, tail, statistics = _layer_norm_names(x.dim(), count)

@@ -12,7 +12,7 @@ from ...annotate import mark_sharding_op
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, decomposition, rule
+from ..registry import decomposition, rule, rule_for
 
 
 def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> tuple[tuple[str, ...], ...]:
@@ -47,7 +47,7 @@ def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = ()) -> Rule:
 
 def pointwise(*ops: OpOverload, linear: Sequence[Sequence[int]] = ()) -> None:
     """Register elementwise operations. linear: see Rule."""
-    computed(*ops)(lambda call: pointwise_rule(call, linear))
+    rule_for(*ops)(lambda call: pointwise_rule(call, linear))
 
 
 pointwise(
@@ -248,7 +248,7 @@ pointwise(aten.where.self, linear=[[1, 2]])
 pointwise(mark_sharding_op._opoverload)
 
 
-@computed(
+@rule_for(
     aten.div.Tensor_mode,
     aten.floor_divide.default,
     aten.fmod.Tensor,
@@ -266,7 +266,7 @@ def _integer_division(call: Call) -> Rule:
     return replace(pointwise_rule(call), padding={len(call.tensors) - 1: 1.0} if integers else {})
 
 
-def keeps_sums(call: Call) -> bool:
+def is_linear_cast(call: Call) -> bool:
     """Return whether the cast from the operand's type to the result's is linear.
 
     A cast of floats to integers rounds, so it is not.
@@ -279,9 +279,9 @@ def keeps_sums(call: Call) -> bool:
     )
 
 
-@computed(aten._to_copy.default)
+@rule_for(aten._to_copy.default)
 def _to_copy(call: Call) -> Rule:
-    return pointwise_rule(call, linear=[[0]] if keeps_sums(call) else ())
+    return pointwise_rule(call, linear=[[0]] if is_linear_cast(call) else ())
 
 
 for _op, _sentence in (

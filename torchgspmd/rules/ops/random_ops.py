@@ -18,17 +18,17 @@ from ...compat.operators import aten
 from ...custom_ops.random import draw_seed, uniform
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, decomposition
+from ..registry import decomposition, rule_for
 
 ours = torch.ops.torchgspmd
 
 
-@computed(ours.draw_seed.default)
+@rule_for(ours.draw_seed.default)
 def _seed(call: Call) -> Rule:
     return make_rule([], [[]], {})
 
 
-@computed(ours.uniform.default)
+@rule_for(ours.uniform.default)
 def _uniform(call: Call) -> Rule:
     shape = call.results[0].shape
     names = [(f"d{i}",) for i in range(len(shape))]
@@ -317,7 +317,7 @@ def _native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor
     return grad * mask.to(grad.dtype) * scale
 
 
-@computed(
+@rule_for(
     aten.binomial.default,
     aten.poisson.default,
     aten._standard_gamma.default,

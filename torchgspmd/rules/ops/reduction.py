@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, decomposition
-from .pointwise import keeps_sums
+from ..registry import decomposition, rule_for
+from .pointwise import is_linear_cast
 
 
 def reduction_rule(call: Call, dims: Sequence[int] | int | None, kind: str | None) -> Rule:
@@ -34,7 +34,7 @@ def reduction_rule(call: Call, dims: Sequence[int] | int | None, kind: str | Non
         sizes,
         reduce={f: kind for f in factors} if kind else {},
         whole="" if kind else " ".join(factors),
-        linear=[[0]] if kind == "sum" and keeps_sums(call) else (),
+        linear=[[0]] if kind == "sum" and is_linear_cast(call) else (),
     )
 
 
@@ -44,7 +44,7 @@ for _op, _kind in (
     (aten.amin.default, "min"),
     (aten.prod.dim_int, "prod"),
 ):
-    computed(_op)(lambda call, kind=_kind: reduction_rule(call, call.argument(1, "dim"), kind))
+    rule_for(_op)(lambda call, kind=_kind: reduction_rule(call, call.argument(1, "dim"), kind))
 for _op, _kind in (
     (aten.sum.default, "sum"),
     (aten.max.default, "max"),
@@ -53,11 +53,11 @@ for _op, _kind in (
     (aten.median.default, None),
     (aten.nanmedian.default, None),
 ):
-    computed(_op)(lambda call, kind=_kind: reduction_rule(call, None, kind))
+    rule_for(_op)(lambda call, kind=_kind: reduction_rule(call, None, kind))
 for _op in (aten.median.dim, aten.nanmedian.dim):
-    computed(_op)(lambda call: reduction_rule(call, call.argument(1, "dim"), None))
-computed(aten.mode.default)(lambda call: reduction_rule(call, call.argument(1, "dim", -1), None))
-computed(aten.kthvalue.default)(
+    rule_for(_op)(lambda call: reduction_rule(call, call.argument(1, "dim"), None))
+rule_for(aten.mode.default)(lambda call: reduction_rule(call, call.argument(1, "dim", -1), None))
+rule_for(aten.kthvalue.default)(
     lambda call: reduction_rule(call, call.argument(2, "dim", -1), None)
 )
 
@@ -67,7 +67,7 @@ def _count(x: Tensor, dims: Sequence[int] | int | None) -> int:
     return math.prod(x.shape[d] for d in dims) if dims and x.dim() else x.numel()
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type that PyTorch's kernels accumulate in.
 
     Long sums overflow float16, and lose digits in bfloat16.
@@ -83,7 +83,7 @@ def _mean_dim(
     total = x.sum(
         dim if dim else list(range(x.dim())),
         keepdim,
-        dtype=None if wide(dtype) == x.dtype else wide(dtype),
+        dtype=None if accumulation_dtype(dtype) == x.dtype else accumulation_dtype(dtype),
     )
     return (total / _count(x, dim)).to(dtype)
 
@@ -117,7 +117,11 @@ def _var_mean(
     correction: float | None = 1,
     keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    dims, dtype, x = list(range(x.dim())) if dim is None else dim, x.dtype, x.to(wide(x.dtype))
+    dims, dtype, x = (
+        list(range(x.dim())) if dim is None else dim,
+        x.dtype,
+        x.to(accumulation_dtype(x.dtype)),
+    )
     mean = x.sum(dims, True) / _count(x, dims)
     var = (x - mean).square().sum(dims, keepdim) / max(
         0, _count(x, dims) - (1 if correction is None else correction)
@@ -175,6 +179,6 @@ def _logsumexp(x: Tensor, dim: Sequence[int] | int, keepdim: bool = False) -> Te
         x = x.to(torch.get_default_dtype())
     top = (x.real if x.is_complex() else x).amax(dim, True)
     top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
-    total = ((x.to(wide(x.dtype)) - top).exp().sum(dim, True).log() + top).to(x.dtype)
+    total = ((x.to(accumulation_dtype(x.dtype)) - top).exp().sum(dim, True).log() + top).to(x.dtype)
     dims = [dim] if isinstance(dim, int) else dim
     return total if keepdim else total.squeeze(tuple(dims) if dims else tuple(range(x.dim())))

@@ -1,9 +1,9 @@
 """Operations that write by index: scatter, index_add, index_copy, index_fill.
 
 If the indexed dimension is sharded, a device writes the rows that it has. All others go to a spare
-row behind its shard, which is cut off. If the written values are sharded and writing is a reduction
-(add, max), each device writes its own into a neutral value. The first device writes into the
-operand, and the reduction stays pending (GSPMD's partitioned scatter).
+row behind its shard, which is cut off. If writing is a reduction (add, max), the values may be
+sharded. Then each device writes its own into a neutral value, the first one into the operand. The
+reduction stays pending (GSPMD's partitioned scatter).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 from ...compat.operators import aten
 from ..local_builder import LocalBuilder
 from ..notation import IDENTITY, Call, Dims, Rule, make_rule
-from ..registry import computed
+from ..registry import rule_for
 from .lookup import aligned_factors
 
 KINDS = {
@@ -79,23 +79,26 @@ def only_on_first_shard(local: LocalBuilder, x: fx.Node, factors: list[str], kin
 def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, dim, index, *rest = args
     dim %= len(local.results[0].shape)
-    written, pointed = f"v{dim}", f"i{dim}"
+    row_factor, index_factor = f"v{dim}", f"i{dim}"
     place = next(
-        (i for i, factors in enumerate(local.rule.operands[1]) if factors == (pointed,)), 0
+        (i for i, factors in enumerate(local.rule.operands[1]) if factors == (index_factor,)), 0
     )
-    masked, whole = local.masked(index, place, pointed, -1), not local.assignment.get(written)
-    x = only_on_first_shard(local, x, [pointed], local.rule.reduce.get(pointed, "sum"))
+    masked, whole = (
+        local.masked(index, place, index_factor, -1),
+        not local.assignment.get(row_factor),
+    )
+    x = only_on_first_shard(local, x, [index_factor], local.rule.reduce.get(index_factor, "sum"))
     if whole and masked is index:  # all rows are here
         return [local.call(local.node.target, x, dim, index, *rest, **kwargs)]
     result = local.call(
         local.node.target,
         with_spare_row(local, x, dim),
         dim,
-        index_or_spare_row(local, masked, written),
+        index_or_spare_row(local, masked, row_factor),
         *rest,
         **kwargs,
     )
-    return [local.call(aten.slice.Tensor, result, dim, 0, local.size(written))]
+    return [local.call(aten.slice.Tensor, result, dim, 0, local.size(row_factor))]
 
 
 def _rule(
@@ -121,7 +124,7 @@ def _rule(
     )
 
 
-@computed(
+@rule_for(
     aten.scatter.value,
     aten.scatter.src,
     aten.scatter.reduce,
@@ -147,13 +150,13 @@ def _scatter(call: Call) -> Rule | None:
     )
 
 
-@computed(
+@rule_for(
     aten.index_add.default,
     aten.index_copy.default,
     aten.index_fill.int_Scalar,
     aten.index_fill.int_Tensor,
 )
-def _along(call: Call) -> Rule | None:
+def _index_write(call: Call) -> Rule | None:
     x, index, *source = call.tensors
     if not x.dim() or not index.dim() or not index.numel() or not x.numel():
         return None

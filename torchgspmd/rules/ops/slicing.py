@@ -20,7 +20,7 @@ from ...compat.operators import aten
 from ...halo import Reach
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, Shapes, make_rule
-from ..registry import computed, shape_argument
+from ..registry import rule_for, shape_argument
 from .view import keep_rule
 
 
@@ -55,7 +55,7 @@ def movement_rule(
     )
 
 
-@computed(aten.cat.default)
+@rule_for(aten.cat.default)
 def _cat(call: Call) -> Rule | None:
     rank = call.results[0].dim()
     if any(t.dim() != rank for t in call.tensors):
@@ -84,7 +84,7 @@ def _emit_cat(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     return [result]
 
 
-@computed(aten.slice_scatter.default)
+@rule_for(aten.slice_scatter.default)
 def _slice_scatter(call: Call) -> Rule:
     x, dim = call.tensors[0], call.argument(2, "dim", 0) % call.tensors[0].dim()
     start, end, step = _bounds(call, dim, 3, x.shape[dim])
@@ -119,7 +119,7 @@ def _emit_slice_scatter(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     return [local.call(aten.where.self, inside, args[1], args[0])]
 
 
-@computed(aten.flip.default)
+@rule_for(aten.flip.default)
 def _flip(call: Call) -> Rule:
     x = call.tensors[0]
     dims = {d % x.dim() for d in call.args[1]} if x.dim() else set()
@@ -128,7 +128,7 @@ def _flip(call: Call) -> Rule:
     )
 
 
-@computed(aten.roll.default)
+@rule_for(aten.roll.default)
 def _roll(call: Call) -> Rule:
     x, shifts, dims = call.tensors[0], call.args[1], call.argument(2, "dims", ())
     if not dims:  # a roll of the flattened tensor
@@ -165,7 +165,7 @@ def _bounds(call: Call, dim: int, at: int, size: int) -> tuple[int, int, int]:
     return slice(start, end, step or 1).indices(size)
 
 
-@computed(aten.slice.Tensor)
+@rule_for(aten.slice.Tensor)
 def _slice(call: Call) -> Rule:
     x, dim = call.tensors[0], call.argument(1, "dim", 0) % call.tensors[0].dim()
     if call.results[0].shape == x.shape:
@@ -193,7 +193,7 @@ def _step(local: LocalBuilder, dim: int) -> int:
     return local.rule.halo[0, dim].stride if (0, dim) in local.rule.halo else 1
 
 
-@computed(aten.slice_backward.default)
+@rule_for(aten.slice_backward.default)
 def _slice_backward(call: Call) -> Rule:
     rank, dim = call.results[0].dim(), call.args[2] % call.results[0].dim()
     start, _, step = _bounds(call, dim, 3, call.results[0].shape[dim])
@@ -233,7 +233,7 @@ def _emit_slice_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list
     ]
 
 
-@computed(aten.constant_pad_nd.default)
+@rule_for(aten.constant_pad_nd.default)
 def _pad(call: Call) -> Rule | None:
     rank, pads, value = call.tensors[0].dim(), call.args[1], call.argument(2, "value", 0)
     if isinstance(value, complex) and value.imag:

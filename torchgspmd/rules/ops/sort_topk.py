@@ -14,18 +14,18 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ..notation import Call, Rule, make_rule
-from ..registry import BLOCKWISE, SPLITS, computed
-from .cumulative import blocks_of, cut, place_of_block
+from ..registry import BLOCKWISE, SPLITS, rule_for
+from .cumulative import block_starts, count_blocks, cut
 from .reduction import reduction_rule
 from .view import keep_rule
 
 
-@computed(aten.sort.default, aten.sort.stable)
+@rule_for(aten.sort.default, aten.sort.stable)
 def _sort(call: Call) -> Rule:
     return keep_rule(call, [call.argument(1, "dim", -1)])
 
 
-@computed(aten.searchsorted.Tensor, aten.bucketize.Tensor)
+@rule_for(aten.searchsorted.Tensor, aten.bucketize.Tensor)
 def _search(call: Call) -> Rule:
     """Return a rule in which the borders are whole, and the values may be sharded."""
     values, borders = (
@@ -39,12 +39,12 @@ def _search(call: Call) -> Rule:
     return make_rule(operands + [row] * (len(call.tensors) - 2), [free], sizes, whole="w")
 
 
-@computed(aten.topk.default)
+@rule_for(aten.topk.default)
 def _topk(call: Call) -> Rule:
     return replace(keep_rule(call, [call.argument(2, "dim", -1)]), splits=True)
 
 
-@computed(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
+@rule_for(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
 def _extreme(call: Call) -> Rule:
     dim = call.argument(1, "dim")
     return replace(reduction_rule(call, dim, None), splits=dim is not None)
@@ -54,13 +54,13 @@ def _split_topk(
     x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, shards: int = 1
 ) -> tuple[Tensor, Tensor]:
     dim %= max(x.dim(), 1)
-    blocks = blocks_of(x.shape[dim] if x.dim() else 1, shards)
+    blocks = count_blocks(x.shape[dim] if x.dim() else 1, shards)
     if k == 0 or x.shape[dim] // blocks <= k:
         raise NotImplementedError("left as it is")
     x_blocks = cut(x, dim, blocks)
     values, places = x_blocks.topk(k, dim + 1, largest, sorted)
     dtype = torch.int32 if x.shape[dim] < 2**31 else torch.int64  # fewer bytes to send
-    places = places.to(dtype) + place_of_block(
+    places = places.to(dtype) + block_starts(
         blocks, x_blocks.shape[dim + 1], x.dim() - dim, x.device, dtype
     )
     shape = [*x.shape[:dim], blocks * k, *x.shape[dim + 1 :]]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ...compat.operators import aten
 from ..notation import Sentence
-from ..registry import computed, rule, shape_argument
+from ..registry import rule, rule_for, shape_argument
 from . import slicing
 
 
@@ -65,7 +65,7 @@ for _op, _in, _out in (
         Sentence.parse(f"{_n}c {_in}, {_n or '1 '}c r -> {_n}c {_out}, {_n}c {_out}")
         for _n in ("", "n ")
     ]
-    computed(_op.default)(
+    rule_for(_op.default)(
         lambda call, sentences=_sentences, n=len(_in.split()), whole=f"{_in} r {_out}": sentences[
             call.tensors[0].dim() - n - 1
         ].bind(call, whole=whole)

@@ -19,7 +19,7 @@ from ...compat.operators import aten
 from ...halo import Reach
 from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
-from ..registry import computed
+from ..registry import rule_for
 
 
 @torch.library.custom_op("torchgspmd::join_rows", mutates_args=())
@@ -50,7 +50,7 @@ def _names(rank: int, dim: int) -> tuple[list[tuple[str, ...]], list[tuple[str, 
     return flat, [*flat[: dim + 1], ("w",), *flat[dim + 1 :]]
 
 
-@computed(join_rows._opoverload)
+@rule_for(join_rows._opoverload)
 def _join(call: Call) -> Rule:
     shape, dim = call.results[0].shape, call.args[1]
     width = call.tensors[0].shape[dim + 1]
@@ -80,7 +80,7 @@ def _emit_join(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     ]
 
 
-@computed(split_rows._opoverload)
+@rule_for(split_rows._opoverload)
 def _split(call: Call) -> Rule:
     shape, (dim, width) = call.tensors[0].shape, call.args[1:]
     flat, rows = _names(len(shape), dim)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...compat.operators import aten
 from ..local_builder import LocalBuilder
 from ..notation import Call, Dims, Rule, make_rule
-from ..registry import BLOCKWISE, computed, decomposition, shape_argument
+from ..registry import BLOCKWISE, decomposition, rule_for, shape_argument
 from .concat_slice import view_by_slices
 from .lookup import zero_outside
 from .pointwise import broadcast_dims
@@ -96,7 +96,7 @@ def _uneven_reshape(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
         return uneven_view(x, shape)
 
 
-@computed(*VIEWS, splits=_uneven_reshape)
+@rule_for(*VIEWS, splits=_uneven_reshape)
 def _view(call: Call) -> Rule | None:
     before, after = call.tensors[0].shape, call.results[0].shape
     if 0 in before:
@@ -114,19 +114,19 @@ def _view(call: Call) -> Rule | None:
     )
 
 
-@computed(aten.permute.default)
+@rule_for(aten.permute.default)
 def _permute(call: Call) -> Rule:
     names = [(f"d{i}",) for i in range(call.tensors[0].dim())]
     sizes = {f"d{i}": n for i, n in enumerate(call.tensors[0].shape)}
     return make_rule([names], [[names[d] for d in call.args[1]]], sizes, linear=[[0]])
 
 
-@computed(aten.t.default)
+@rule_for(aten.t.default)
 def _t(call: Call) -> Rule:
     return _transposed(call, 0, 1) if call.tensors[0].dim() == 2 else _transposed(call, 0, 0)
 
 
-@computed(aten.transpose.int)
+@rule_for(aten.transpose.int)
 def _transpose(call: Call) -> Rule:
     return _transposed(call, call.args[1], call.args[2])
 
@@ -141,7 +141,7 @@ def _transposed(call: Call, a: int, b: int) -> Rule:
     )
 
 
-@computed(aten.expand.default)
+@rule_for(aten.expand.default)
 def _expand(call: Call) -> Rule:
     shape = call.results[0].shape
     return make_rule(
@@ -153,7 +153,7 @@ def _expand(call: Call) -> Rule:
     )
 
 
-@computed(aten.unsqueeze.default, aten.squeeze.dims)
+@rule_for(aten.unsqueeze.default, aten.squeeze.dims)
 def _unsqueeze(call: Call) -> Rule:
     x, y = call.tensors[0], call.results[0]
     long = [(f"d{i}",) for i, n in enumerate(x.shape) if n > 1]
@@ -208,13 +208,13 @@ def _cat_without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return torch.cat(nonempty, dim)
 
 
-@computed(aten.split.Tensor, aten.split_with_sizes.default, aten.tril.default, aten.triu.default)
-def _along(call: Call) -> Rule:
+@rule_for(aten.split.Tensor, aten.split_with_sizes.default, aten.tril.default, aten.triu.default)
+def _split_or_triangle(call: Call) -> Rule:
     split = call.target in (aten.split.Tensor, aten.split_with_sizes.default)
     return keep_rule(call, [call.argument(2, "dim", 0)] if split else [-2, -1], linear=[[0]])
 
 
-@computed(aten.select.int)
+@rule_for(aten.select.int)
 def _select(call: Call) -> Rule:
     """Return a rule that reduces the dimension: devices without the row add zeros."""
     x, dim = call.tensors[0], call.args[1] % call.tensors[0].dim()
@@ -248,7 +248,7 @@ def _emit_select(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     ]
 
 
-@computed(aten.select_backward.default)
+@rule_for(aten.select_backward.default)
 def _select_backward(call: Call) -> Rule:
     y = call.results[0]
     dim = call.args[2] % y.dim()
@@ -263,7 +263,7 @@ def _select_backward(call: Call) -> Rule:
     )
 
 
-@computed(aten.unbind.int)
+@rule_for(aten.unbind.int)
 def _unbind(call: Call) -> Rule:
     x, dim = call.tensors[0], call.argument(1, "dim", 0) % call.tensors[0].dim()
     names = [(f"d{i}",) for i in range(x.dim())]
@@ -277,7 +277,7 @@ def _unbind(call: Call) -> Rule:
     )
 
 
-@computed(aten.stack.default)
+@rule_for(aten.stack.default)
 def _stack(call: Call) -> Rule:
     y, dim = call.results[0], call.argument(1, "dim", 0) % call.results[0].dim()
     names = [(f"d{i}",) for i in range(y.dim())]
