@@ -45,7 +45,8 @@ def uniform(
     """Return the shard of `shape` that begins at `first`, of a tensor of shape `whole`, in [0, 1).
 
     Streams of one seed are independent. native: draw by PyTorch's generator for the device, seeded
-    anew for every shard. That is faster on some devices, but the numbers depend on the mesh.
+    anew for every shard. That is faster on some devices, but the numbers depend on the mesh. Either
+    way, shards that begin at the same position are equal.
     """
     keys = _keys(seed.item(), stream)
     if native:

@@ -17,7 +17,7 @@ from torch import fx
 from ..compat.operators import aten
 from .algebra import constant_of, replacement_call, simplification
 
-MOVING = (
+MOVEMENTS = (
     aten.roll.default,
     aten.flip.default,
     aten.slice.Tensor,
@@ -30,29 +30,30 @@ MOVING = (
     aten.transpose.int,
     aten.clone.default,
 )
-PUTTING = (
+ZERO_PADS = (
     aten.constant_pad_nd.default,
     aten.slice_backward.default,
     aten.select_backward.default,
-)  # they put rows of zeros around their operand
-TAKING = (aten.slice.Tensor, aten.select.int)
-JOINING = (aten.cat.default, aten.stack.default)
+)  # pads around their operand, of zeros but for constant_pad_nd
+SLICES = (aten.slice.Tensor, aten.select.int)
+CONCATENATIONS = (aten.cat.default, aten.stack.default)
 
 
 def _moved_constant(node: fx.Node) -> fx.Node | None:
     """Simplify a movement of a constant: it is constant itself."""
     number = constant_of(node.args[0])
     put = (*node.args[2:], 0)[0] if node.target is aten.constant_pad_nd.default else 0
-    if number is None or node.target in PUTTING and number != put:
+    if number is None or node.target in ZERO_PADS and number != put:
         return None
     return _full(node, number)
 
 
-for _op in MOVING + PUTTING:
+for _op in MOVEMENTS + ZERO_PADS:
     simplification(_op)(_moved_constant)
 
 
 def _full(node: fx.Node, number: float) -> fx.Node:
+    """Return a constant tensor in place of a node."""
     val = node.meta["val"]
     return replacement_call(
         node,
@@ -67,20 +68,20 @@ def _full(node: fx.Node, number: float) -> fx.Node:
 
 @simplification(aten.select.int)
 def _select(node: fx.Node) -> fx.Node | None:
-    return _row_of(node, *node.args)
+    return _read_row(node, *node.args)
 
 
 @simplification(operator.getitem)
 def _getitem_of_unbind(node: fx.Node) -> fx.Node | None:
     rows, index = node.args
     return (
-        _row_of(node, rows.args[0], (*rows.args[1:], 0)[0], index)
+        _read_row(node, rows.args[0], (*rows.args[1:], 0)[0], index)
         if rows.target is aten.unbind.int
         else None
     )
 
 
-def _row_of(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | None:
+def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | None:
     """Return row `index` of x, read from the operands of x; None if that is not possible."""
     shape = x.meta["val"].shape
     dim, is_constant = dim % len(shape), type(index) is int
@@ -89,25 +90,28 @@ def _row_of(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | None:
     if not is_constant or node.meta.get("dynamic"):
         return None
     index %= shape[dim]
-    if x.target in JOINING and (concat := _concat_of(x)) and concat[0] == dim:
+    if x.target in CONCATENATIONS and (concat := _concat_of(x)) and concat[0] == dim:
         operands, borders = concat[1:]
         i = next(i for i, (first, end) in enumerate(pairwise(borders)) if first <= index < end)
         return (
             operands[i]
             if x.target is aten.stack.default
-            else _select_from(node, operands[i], dim, index - borders[i])
+            else _read_or_select(node, operands[i], dim, index - borders[i])
         )
     pads = _pads_of(x)
     if pads is None or any(d != dim and any(rows) for d, rows in pads[1].items()):
         return None
     source, index = pads[0], index - pads[1].get(dim, (0, 0))[0]
     if 0 <= index < source.meta["val"].shape[dim]:
-        return _select_from(node, source, dim, index)
+        return _read_or_select(node, source, dim, index)
     return _full(node, pads[2])
 
 
-def _select_from(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node:
-    return _row_of(node, x, dim, index) or replacement_call(node, aten.select.int, (x, dim, index))
+def _read_or_select(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node:
+    """Return row `index` of x, by a new select if x has no operand to read it from."""
+    return _read_row(node, x, dim, index) or replacement_call(
+        node, aten.select.int, (x, dim, index)
+    )
 
 
 @simplification(aten.slice.Tensor)
@@ -118,7 +122,7 @@ def _slice_of_concat(node: fx.Node) -> fx.Node | None:
     if (
         concat is None
         or cut is None
-        or not all(user.target in TAKING for user in x.users)
+        or not all(user.target in SLICES for user in x.users)
         or concat[0] not in cut[1]
     ):
         return None
@@ -140,7 +144,7 @@ def _concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
 
     Operand i has the rows borders[i]:borders[i + 1].
     """
-    if x.target not in JOINING or x.kwargs or not all("val" in n.meta for n in x.args[0]):
+    if x.target not in CONCATENATIONS or x.kwargs or not all("val" in n.meta for n in x.args[0]):
         return None
     operands, val, dim = x.args[0], x.meta["val"], (*x.args[1:], 0)[0] % x.meta["val"].dim()
     vals = [operand.meta["val"] for operand in operands]
@@ -155,7 +159,7 @@ def _concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
 
 @simplification(aten.slice.Tensor)
 @simplification(aten.slice_backward.default)
-def _slice_of_everything(node: fx.Node) -> fx.Node | None:
+def _full_slice(node: fx.Node) -> fx.Node | None:
     """Simplify a slice of all rows."""
     cut = _pads_of(node)
     return cut[0] if cut and not any(rows for ends in cut[1].values() for rows in ends) else None

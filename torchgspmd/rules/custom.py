@@ -22,14 +22,21 @@ def rule(
     whole: str = "",
     linear: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Say how the dimensions of a custom operation's tensors correspond, so that it runs sharded.
+    """Register the rule of a custom operation, so that it runs sharded.
 
-    op: what torch.library.custom_op returns, torch.ops.library.name, or "library::name". sentence:
-    one group of factors for each tensor operand and, behind the arrow, each result, such as "b k, k
-    n -> b n"; `...` stands for leading dimensions, 1 for a dimension without a factor. reduce:
-    factors of whose shards the operation computes terms that add up to the result ("k", or {"k":
-    "max"}); whole: factors that every device needs whole; linear: groups of operands in which it is
-    linear.
+    Args:
+        op: what torch.library.custom_op returned, torch.ops.library.name, or "library::name".
+        sentence: the factors of each tensor operand and, behind the arrow, of each result. `...`
+            stands for leading dimensions, 1 for a dimension without a factor.
+        reduce: factors whose shards compute terms of the result: "k", or {"k": "max"}.
+        whole: factors that every device needs whole.
+        linear: groups of operands in which the operation is linear.
+
+    Raises:
+        ShardingError: the sentence is malformed, or the operation has a rule already.
+
+    Example:
+        gspmd.rule(distance, "b i k, b j k -> b i j", reduce="k")
     """
     target, where = _target(op), user_line()
     parsed = _parse(sentence, where)

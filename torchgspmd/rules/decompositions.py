@@ -119,6 +119,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        """Run an operation on fake tensors, and record its node."""
         kwargs = kwargs or {}
         if op.namespace == "prim":  # asks for the device of a tensor
             return op(*args, **kwargs)

@@ -49,7 +49,7 @@ class Rule:
     # (args, kwargs, Shapes) -> (args, kwargs) for local shapes.
     local: Callable | None = None
     # (LocalBuilder, args, kwargs) -> results. It is called if a factor of `special` or `emits` is
-    # sharded, or one with a halo.
+    # sharded, or one with a halo. For a reduced factor of `special` it masks padding itself.
     emit: Callable | None = None
     special: frozenset[str] = frozenset()
     emits: frozenset[str] = frozenset()
@@ -136,6 +136,7 @@ class Sentence:
 
     @classmethod
     def parse(cls, text: str) -> Sentence:
+        """Parse "m k, k n -> m n", or raise ValueError."""
         left, arrow, right = text.partition("->")
         if not arrow or "->" in right:
             raise ValueError(f"rule '{text}' needs exactly one '->'")
@@ -232,6 +233,7 @@ def _names(names: str | frozenset[str]) -> frozenset[str]:
 
 
 def _tokens(text: str, sentence: str) -> tuple[str, ...]:
+    """Split "... (h d) k" into ("...", "(h d)", "k"), or raise ValueError."""
     tokens = tuple(re.findall(r"\.\.\.|\([^()]*\)|[^\s()]+", text))
     if re.search(r"[()]", re.sub(r"\([^()]*\)", "", text)):
         raise ValueError(

@@ -76,6 +76,7 @@ def _maximum_backward(call: Call) -> Rule:
     lines = _lines(call, call.tensors[1].shape, call.tensors[0].shape, back=True)
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+        """Scatter the gradients whose maximum is in the device's shard."""
         grad, index, shape = args[0], args[2], local.results[0].shape
         lead, grad_shape = len(shape) - len(lines), local.shape(args[0])
         first = [local.index(f"d{d}") * shape[d] for d in range(lead, len(shape))]

@@ -31,6 +31,7 @@ def _average(call: Call) -> Rule:
     )
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+        """Pool a halo. Where divisors differ, sum it, then divide by the row counts."""
         stride, padding, uniform = (
             [w.stride for w in windows],
             remaining_padding(local, windows),
@@ -65,6 +66,7 @@ def _average_backward(call: Call) -> Rule:
     ceil, padded, divisor = call.args[5:8]
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+        """Compute the gradient of all rows that the halo touches, then cut."""
         grad, x, uniform, spread = (
             args[0],
             args[1],

@@ -312,6 +312,7 @@ def _input_gradient(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
+    """Compute the input's gradient by a convolution, transposed if the forward is not."""
     spatial = x.dim() - 2
     stride, padding, dilation = (
         list(v) * (spatial if len(v) == 1 else 1) for v in (stride, padding, dilation)

@@ -48,6 +48,7 @@ def _index_put(call: Call) -> Rule | None:
 
 
 def _emit_index_put(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Write into the shard and its spare rows, then cut the spare rows off."""
     x, indices, values, *accumulate = args
     local_indices, cut, operand = [], [], 0
     x = only_on_first_shard(local, x, [f for f in local.rule.sizes if f[0] == "b"], "sum")
@@ -119,6 +120,7 @@ def _index(call: Call) -> Rule | None:
 
 
 def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Read the rows that the shard has; 0 in place of all others."""
     x, indices = args
     local_indices, inside_all = [], None
     for d, index in enumerate(indices):

@@ -95,6 +95,7 @@ def _embedding_backward(call: Call) -> Rule:
 
 
 def _emit_embedding_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Add only the gradients whose row the shard has."""
     grad, index, _, padding_index, by_frequency = args
     place, inside = shard_index(local, "v", index)
     if padding_index >= 0:

@@ -34,6 +34,7 @@ def _maximum(call: Call) -> Rule:
     windows = forward_windows(call)
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+        """Pool a halo, then convert its indices to those of the whole input."""
         stride, dilation = [w.stride for w in windows], [w.dilation for w in windows]
         pair = local.call(
             call.target,
@@ -79,6 +80,7 @@ def _maximum_backward(call: Call) -> Rule:
     windows = pool_windows(call.tensors[1].shape, call.tensors[0].shape, *call.args[2:6])
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+        """Compute the gradient of all rows that the halo touches, then cut."""
         grad, x, index = args[0], args[1], args[-1]
         spread = Spread.from_windows(local, windows)
         moves = [-spread.first(local, i) for i in range(len(windows))]

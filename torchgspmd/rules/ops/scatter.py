@@ -77,6 +77,7 @@ def only_on_first_shard(local: LocalBuilder, x: fx.Node, factors: list[str], kin
 
 
 def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Write into the shard and its spare row, then cut the spare row off."""
     x, dim, index, *rest = args
     dim %= len(local.results[0].shape)
     row_factor, index_factor = f"v{dim}", f"i{dim}"

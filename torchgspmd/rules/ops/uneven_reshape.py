@@ -3,9 +3,9 @@
     flatten     r w -> p        h[(p - w + 1):p/w] w -> h       a position reads one row
     unflatten   p -> r w        h[wp:wp+w] -> h w               a row reads its elements
 
-As factors (r w) -> r w, only a layout that divides r keeps. With 7 rows of 7 elements on 2 devices,
-the first device has 4 rows: 28 elements. Its shard of 49 elements is 25. So it sends 3 elements to
-its neighbour, and nothing is gathered. `uneven_view` decomposes a reshape into such steps.
+As factors (r w) -> r w, only a layout that divides r is kept. Take 7 rows of 7 elements on 2
+devices. The first device has 4 rows: 28 elements. Its shard of 49 elements is 25. So it sends 3
+elements to its neighbour, and nothing is gathered. `uneven_view` decomposes a reshape into such steps.
 """
 
 from __future__ import annotations

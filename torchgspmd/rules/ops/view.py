@@ -56,6 +56,7 @@ def _add_factors(
     right: list[list[str]],
     sizes: dict[str, int],
 ) -> None:
+    """Append the factors of one group of dimensions: `ins` of `before`, `outs` of `after`."""
     a, b = [before[i] for i in ins], [after[j] for j in outs]
     borders = sorted(set(_products(a)) | set(_products(b)))
     nested = all(y % x == 0 for x, y in zip(borders, borders[1:]))
@@ -231,6 +232,7 @@ def _select(call: Call) -> Rule:
 
 
 def _emit_select(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Select the row on the device that has it; 0 on all others."""
     shape, dim = local.global_shape(0), args[1] % len(local.global_shape(0))
     owner, place = divmod(args[2] % shape[dim], local.size(f"d{dim}"))
     index = local.call(
