@@ -30,11 +30,11 @@ MOVEMENTS = (
     aten.transpose.int,
     aten.clone.default,
 )
-ZERO_PADS = (
+PADDING_OPS = (
     aten.constant_pad_nd.default,
     aten.slice_backward.default,
     aten.select_backward.default,
-)  # pads around their operand, of zeros but for constant_pad_nd
+)  # each adds rows around its operand
 SLICES = (aten.slice.Tensor, aten.select.int)
 CONCATENATIONS = (aten.cat.default, aten.stack.default)
 
@@ -43,12 +43,12 @@ def _moved_constant(node: fx.Node) -> fx.Node | None:
     """Simplify a movement of a constant: it is constant itself."""
     number = constant_of(node.args[0])
     put = (*node.args[2:], 0)[0] if node.target is aten.constant_pad_nd.default else 0
-    if number is None or node.target in ZERO_PADS and number != put:
+    if number is None or node.target in PADDING_OPS and number != put:
         return None
     return _full(node, number)
 
 
-for _op in MOVEMENTS + ZERO_PADS:
+for _op in MOVEMENTS + PADDING_OPS:
     simplification(_op)(_moved_constant)
 
 

@@ -5,7 +5,8 @@
 
 As factors (r w) -> r w, only a layout that divides r is kept. Take 7 rows of 7 elements on 2
 devices. The first device has 4 rows: 28 elements. Its shard of 49 elements is 25. So it sends 3
-elements to its neighbour, and nothing is gathered. `uneven_view` decomposes a reshape into such steps.
+elements to its neighbour, and nothing is gathered. `uneven_view` decomposes a reshape into such
+steps.
 """
 
 from __future__ import annotations
