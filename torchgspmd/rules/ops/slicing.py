@@ -147,7 +147,7 @@ def _roll(call: Call) -> Rule:
 
 
 def _emit_roll(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-    """Roll or pad the dimensions that are whole. Along others the window is the result already."""
+    """Roll the dimensions that are whole. Along others the window is the result already."""
     rank = len(local.results[0].shape)
     rest = [(shift, d) for shift, d in zip(args[1], args[2]) if not local.sharded(f"d{d % rank}")]
     return [
@@ -248,7 +248,7 @@ def _pad(call: Call) -> Rule | None:
 
 
 def _emit_pad(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-    """Roll or pad the dimensions that are whole. Along others the window is the result already."""
+    """Pad the dimensions that are whole. Along others the window is the result already."""
     rank, pads = len(local.results[0].shape), list(args[1])
     for i in range(0, len(pads), 2):
         if local.sharded(f"d{rank - 1 - i // 2}"):
