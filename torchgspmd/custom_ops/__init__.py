@@ -1,1 +1,1 @@
-"""Operations of our own, which stand in captured graphs and in programs beside those of PyTorch."""
+"""Custom operations that captured graphs and programs use beside those of PyTorch."""

@@ -1,9 +1,10 @@
-"""Operations that keep their dimensions: what linear, matmul, einsum and attention become in a
-captured graph.
+"""Operations that keep all dimensions: linear, matmul, einsum and attention become these.
 
-PyTorch flattens [batch, sequence, width] to two dimensions before it multiplies, which would lose a
-layout of the sequence, and merges [batch, heads] into one dimension in attention. Here both stay
-whole, in the forward and, since each gradient is written with the same operations, in the backward.
+    linear(x, w)        einsum("bsk,nk->bsn", x, w)
+
+PyTorch flattens [batch, sequence, width] to two dimensions before it multiplies, and merges
+[batch, heads] in attention. Both would lose a layout of a merged dimension. The gradients use the
+same operations, so that the backward keeps all dimensions too.
 """
 
 from __future__ import annotations
@@ -15,28 +16,29 @@ from torch import Tensor
 
 from ..compat.operators import aten
 
-LSE_ROWS = 32  # of which the GPU kernel wants a multiple in its logsumexp
+LSE_ROWS = 32  # the GPU kernel needs a multiple of this many rows in its logsumexp
 
-# ------------------------------------------------------------------------------------------ einsum of two tensors
+# ------------------------------------------------------------------------- einsum of two tensors
 
 
 @torch.library.custom_op("torchgspmd::einsum", mutates_args=())
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """torch.einsum of two tensors, without repeated or broadcast letters; every letter occurs in at
-    least two of a, b, result.
+    """Return torch.einsum of two tensors, as a contiguous tensor.
+
+    No letter is repeated in a tensor or broadcast. Every letter occurs in two of a, b, result.
     """
     return torch.einsum(equation, a, b).contiguous()
 
 
 def split_equation(equation: str) -> tuple[str, str, str]:
-    """'ab,bc->ac' as ('ab', 'bc', 'ac')."""
+    """Split 'ab,bc->ac' into ('ab', 'bc', 'ac')."""
     left, out = equation.split("->")
     a, b = left.split(",")
     return a, b, out
 
 
 def summed_alone(x: Tensor, letters: str, others: str) -> tuple[Tensor, str]:
-    """x summed over those of its letters that are not among the others, and the letters left."""
+    """Sum x over its letters that are not among `others`. Returns the letters left, too."""
     dims = [i for i, c in enumerate(letters) if c not in others]
     return (x.sum(dims), "".join(c for c in letters if c in others)) if dims else (x, letters)
 
@@ -48,8 +50,8 @@ def _(equation: str, a: Tensor, b: Tensor) -> Tensor:
     for letter, size in zip(a_letters, a.shape):
         if type(size) is type(sizes[letter]) is int and size != sizes[letter]:
             raise RuntimeError(
-                f"shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied: '{letter}' of {equation} is {size} and "
-                f"{sizes[letter]}"
+                f"shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied: "
+                f"'{letter}' of {equation} is {size} and {sizes[letter]}"
             )
     return a.new_empty([sizes[letter] for letter in out])
 
@@ -72,19 +74,20 @@ def _einsum_backward(ctx: Any, grad: Tensor) -> tuple:
 einsum.register_autograd(_einsum_backward, setup_context=_einsum_context)
 
 
-# ------------------------------------------------------------------------------------------ attention without an explicit mask
+# --------------------------------------------------------------- attention without an explicit mask
 
 
 @torch.library.custom_op("torchgspmd::attention", mutates_args=())
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v of q[b, h, s, d], k[b, h, t, d], v[b, h, t, e], and the logsumexp of
-    the scores [b, h, s].
+    """Return softmax(q k^T * scale) v, and the logsumexp of the scores [b, h, s].
+
+    Shapes: q[b, h, s, d], k[b, h, t, d], v[b, h, t, e].
     """
     if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
         out, lse = attention_on_cpu(q, k, v, causal, scale)
     elif _has_gpu_kernel(q, v):
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            *_rows(q, k, v), None, True, 0.0, causal, scale=scale
+            *_contiguous_rows(q, k, v), None, True, 0.0, causal, scale=scale
         )
         lse = lse[..., : q.shape[2]]
     else:
@@ -95,9 +98,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
 def attention_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`attention` of heads of one width by PyTorch's kernel."""
+    """Compute `attention` by PyTorch's CPU kernel. v must be as wide as q."""
     return aten._scaled_dot_product_flash_attention_for_cpu(
-        *_rows(q, k, v), 0.0, causal, scale=scale
+        *_contiguous_rows(q, k, v), 0.0, causal, scale=scale
     )
 
 
@@ -111,16 +114,16 @@ def attention_backward_on_cpu(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention_backward` of heads of one width by PyTorch's kernel."""
+    """Compute `attention_backward` by PyTorch's CPU kernel. v must be as wide as q."""
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_rows(grad, q, k, v, out), lse, 0.0, causal, scale=scale
+        *_contiguous_rows(grad, q, k, v, out), lse, 0.0, causal, scale=scale
     )
 
 
 def attention_by_products(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`attention` without a kernel of its own; statistics in float32 at least."""
+    """Compute `attention` by two einsums. Its statistics are float32 or wider."""
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp()
@@ -137,15 +140,17 @@ def attention_backward_by_products(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention_backward` without a kernel of its own; the weights are computed again from the
-    logsumexp of the scores.
-    """
+    """Compute `attention_backward` by einsums. The logsumexp gives the weights again."""
     weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()  # [b, h, s, t]
-    of_v = einsum("bhst,bhse->bhte", weights.to(grad.dtype), grad)
-    of_weights = einsum("bhse,bhte->bhst", grad, v).to(weights.dtype)
+    grad_v = einsum("bhst,bhse->bhte", weights.to(grad.dtype), grad)
+    grad_weights = einsum("bhse,bhte->bhst", grad, v).to(weights.dtype)
     mean = (grad * out).to(weights.dtype).sum(-1, True)  # [b, h, s, 1]
-    of_scores = (weights * (of_weights - mean) * scale).to(q.dtype)
-    return einsum("bhst,bhtd->bhsd", of_scores, k), einsum("bhst,bhsd->bhtd", of_scores, q), of_v
+    grad_scores = (weights * (grad_weights - mean) * scale).to(q.dtype)
+    return (
+        einsum("bhst,bhtd->bhsd", grad_scores, k),
+        einsum("bhst,bhsd->bhtd", grad_scores, q),
+        grad_v,
+    )
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
@@ -158,7 +163,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _has_gpu_kernel(q: Tensor, v: Tensor) -> bool:
-    """Whether PyTorch's memory-efficient kernel takes these: of rows in units of 16 bytes."""
+    """Return whether PyTorch's memory-efficient kernel applies: rows are multiples of 16 bytes."""
     return (
         q.device.type == "cuda"
         and q.dtype != torch.float64
@@ -166,8 +171,8 @@ def _has_gpu_kernel(q: Tensor, v: Tensor) -> bool:
     )
 
 
-def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As kernels want them, and do not check: each row in one piece."""
+def _contiguous_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with contiguous rows, which kernels need and do not check."""
     return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
 
 
@@ -191,18 +196,17 @@ def attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
         grads = attention_backward_on_cpu(grad, q, k, v, out, lse, causal, scale)
     elif _has_gpu_kernel(q, v):
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
-        seed, offset = (
-            torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)
-        )  # of dropout, which there is none of
+        # Seed and offset of the dropout, which is off.
+        seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
         grads = aten._scaled_dot_product_efficient_attention_backward(
-            *_rows(grad, q, k, v),
+            *_contiguous_rows(grad, q, k, v),
             None,
-            *_rows(out),
+            *_contiguous_rows(out),
             padded,
             seed,
             offset,
@@ -217,7 +221,7 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(grad, q, k, v, out, lse, causal, scale):
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
 
 
@@ -234,7 +238,7 @@ def _attention_backward(ctx: Any, grad: Tensor, _: Any) -> tuple:
 attention.register_autograd(_attention_backward, setup_context=_attention_context)
 
 
-# ------------------------------------------------------------------------------------------ connectionist temporal classification
+# --------------------------------------------------------- connectionist temporal classification
 
 
 @torch.library.custom_op("torchgspmd::ctc_losses", mutates_args=())
@@ -246,10 +250,10 @@ def ctc_losses(
     blank: int,
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The loss [n] of each row of a batch, and its gradient by log_probs[t, n, c].
+    """Return the loss [n] of each row of a batch, and its gradient by log_probs[t, n, c].
 
-    targets[n, s], or all of them behind each other. Whole, because PyTorch's own saves what has a
-    size that depends on the lengths.
+    targets: [n, s], or all of them concatenated. PyTorch's operation cannot be captured: it saves
+    a tensor whose size depends on the lengths.
     """
     lengths = [n.tolist() for n in (input_lengths, target_lengths)]
     losses, alpha = aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)
@@ -261,7 +265,7 @@ def ctc_losses(
 
 
 @ctc_losses.register_fake
-def _(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity):
+def _(log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty([log_probs.shape[1]]), torch.empty_like(
         log_probs, memory_format=torch.contiguous_format
     )

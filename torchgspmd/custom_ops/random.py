@@ -1,9 +1,8 @@
-"""Numbers drawn by the place of an element in the whole tensor, so that every device can draw its
-own part of them.
+"""Random numbers by an element's global position, so that a device draws its shard only.
 
-A seed comes from PyTorch's generator, once for every operation that draws; all ranks draw it alike.
-The number at place i is a hash of seed and i: two rounds of MurmurHash3's finalizer (Appleby,
-public domain), each keyed by half of the seed; a counter in place of a state, as in Random123
+Each operation that draws takes one seed from PyTorch's generator. It is equal on all ranks. The
+number at position i is a hash of the seed and i: two rounds of MurmurHash3's finalizer (Appleby,
+public domain), each keyed by half of the seed. It is a counter-based generator, as in Random123
 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011).
 """
 
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 15  # elements hashed at a time on a CPU: they stay in its cache
+_BLOCK = 1 << 15  # elements hashed at a time on a CPU, so that they stay in its cache
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _LOW = 0xFFFFFFFF
 
@@ -23,7 +22,7 @@ _LOW = 0xFFFFFFFF
     "torchgspmd::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def draw_seed() -> Tensor:
-    """One number of 63 bits, from the CPU's generator."""
+    """Return one number of 63 bits, from the CPU's generator."""
     return torch.randint(2**63 - 1, ())
 
 
@@ -43,12 +42,11 @@ def uniform(
     device: torch.device,
     native: bool,
 ) -> Tensor:
-    """Numbers in [0, 1): the part of `shape` that begins at `first`, of a tensor of shape `whole`.
-    Streams of one seed are independent.
+    """Return the shard of `shape` that begins at `first`, of a tensor of shape `whole`, in [0, 1).
 
-    native: from PyTorch's generator for the device, seeded anew for every part: faster on some
-    devices, but other numbers on other meshes. Parts that begin at the same place are equal either
-    way.
+    Streams of one seed are independent. native: draw by PyTorch's generator for the device, seeded
+    anew for every shard. That is faster on some devices, but the numbers depend on the mesh. Either
+    way, shards that begin at the same position are equal.
     """
     keys = _keys(seed.item(), stream)
     if native:
@@ -57,22 +55,31 @@ def uniform(
         return torch.rand(shape, dtype=dtype, device=device, generator=generator)
     bits = _BITS[dtype]
     if bits <= 32:
-        return _to_unit(_hashed(keys, shape, first, whole, device), bits, dtype)
+        return _to_unit(_hash(keys, shape, first, whole, device), bits, dtype)
     high, low = (
-        _hashed(_keys(seed.item(), stream * 2 + i + 0x4000), shape, first, whole, device)
+        _hash(_keys(seed.item(), stream * 2 + i + 0x4000), shape, first, whole, device)
         for i in range(2)
     )
     return _to_unit(high, 26, dtype) + _to_unit(low, 27, dtype) * 2.0**-26
 
 
 @uniform.register_fake
-def _(seed, stream, shape, first, whole, dtype, device, native) -> Tensor:
+def _(
+    seed: Tensor,
+    stream: int,
+    shape: Sequence[int],
+    first: Sequence[int],
+    whole: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    native: bool,
+) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _to_unit(hashed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+def _to_unit(hashes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     return (
-        hashed.bitwise_right_shift_(32 - bits)
+        hashes.bitwise_right_shift_(32 - bits)
         .bitwise_and_((1 << bits) - 1)
         .to(dtype)
         .mul_(2.0**-bits)
@@ -88,54 +95,53 @@ def _strides(whole: Sequence[int]) -> list[int]:
 
 
 def _keys(seed: int, stream: int) -> tuple[int, int]:
-    """Two numbers of 32 bits."""
-    mixed = _finalized(stream * 0x9E3779B9 & _LOW)
-    return _finalized(seed & _LOW ^ mixed), _finalized(seed >> 32 ^ mixed)
+    """Return two keys of 32 bits."""
+    mixed = _finalize(stream * 0x9E3779B9 & _LOW)
+    return _finalize(seed & _LOW ^ mixed), _finalize(seed >> 32 ^ mixed)
 
 
-def _finalized(x: int) -> int:
+def _finalize(x: int) -> int:
     x = (x ^ x >> 16) * 0x85EBCA6B & _LOW
     x = (x ^ x >> 13) * 0xC2B2AE35 & _LOW
     return x ^ x >> 16
 
 
-def _hashed(
+def _hash(
     keys: tuple[int, int],
     shape: Sequence[int],
     first: Sequence[int],
     whole: Sequence[int],
     device: torch.device,
 ) -> Tensor:
-    """32 random bits for every element, as int32."""
-    place = torch.zeros(
-        [], dtype=torch.int32, device=device
-    )  # modulo 2^32, in int32 that wraps around
+    """Return 32 random bits for every element, as int32."""
+    # Positions are modulo 2^32. int32 wraps around.
+    place = torch.zeros([], dtype=torch.int32, device=device)
     for size, start, stride in zip(shape, first, _strides(whole)):
         if stride * (start + size) < 1 << 31:
             rows = torch.arange(start, start + size, dtype=torch.int32, device=device) * stride
-        else:  # what does not fit is mixed in row by row
+        else:  # the upper bits are mixed in row by row
             rows = torch.arange(start, start + size, dtype=torch.int64, device=device) * stride
-            rows = _wrapped(rows ^ (rows >> 32) * 0x632BE5AB)
+            rows = _wrap(rows ^ (rows >> 32) * 0x632BE5AB)
         place = place.unsqueeze(-1) + rows
     flat = place.view(-1)
-    for part in flat.split(_BLOCK if device.type == "cpu" else max(flat.numel(), 1)):
-        _mix(part.add_(_signed(keys[0])))
-        _mix(part.bitwise_xor_(_signed(keys[1])))
+    for block in flat.split(_BLOCK if device.type == "cpu" else max(flat.numel(), 1)):
+        _mix(block.add_(_as_signed(keys[0])))
+        _mix(block.bitwise_xor_(_as_signed(keys[1])))
     return place
 
 
-def _wrapped(x: Tensor) -> Tensor:
-    """The low 32 bits of int64, as int32."""
+def _wrap(x: Tensor) -> Tensor:
+    """Return the low 32 bits of int64, as int32."""
     x = x & _LOW
     return torch.where(x > 0x7FFFFFFF, x - (1 << 32), x).to(torch.int32)
 
 
-def _signed(x: int) -> int:
+def _as_signed(x: int) -> int:
     return x - (1 << 32) if x > 0x7FFFFFFF else x
 
 
 def _mix(x: Tensor) -> None:
-    """MurmurHash3's finalizer, in place."""
-    x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF)).mul_(_signed(0x85EBCA6B))
-    x.bitwise_xor_(x.bitwise_right_shift(13).bitwise_and_(0x7FFFF)).mul_(_signed(0xC2B2AE35))
+    """Apply MurmurHash3's finalizer in place."""
+    x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF)).mul_(_as_signed(0x85EBCA6B))
+    x.bitwise_xor_(x.bitwise_right_shift(13).bitwise_and_(0x7FFFF)).mul_(_as_signed(0xC2B2AE35))
     x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF))

@@ -1,8 +1,9 @@
-"""Interpolation and adaptive pooling as what they are along one dimension: every position is a
-weighted sum of a few rows.
+"""The weights of interpolation and adaptive pooling along one dimension.
 
-The weights are those that PyTorch's own operation gives, applied to the unit matrix: one definition
-for all of its modes, and the same rounding of places.
+    linear interpolation of 2 rows to 4     [[1, 0], [.75, .25], [.25, .75], [0, 1]]
+
+Every position is a weighted sum of a few rows. PyTorch's own operation, applied to the unit matrix,
+gives the weights. So all modes have one definition, and positions are rounded as there.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from ..compat.operators import aten
 
 @dataclass(frozen=True)
 class Line:
-    """One dimension of such an operation: number `dim` of its spatial ones. corners: align_corners,
-    None where there is none. scale: the factor that places are counted by, if it is not positions /
-    rows. back: the gradient, so of `positions` by row.
+    """Spatial dimension number `dim` of such an operation.
+
+    corners: align_corners, None if the operation has no such argument. scale: the scale factor, if
+    it is not positions / rows. back: whether it is the gradient, from positions to rows.
     """
 
     op: str
@@ -35,13 +37,10 @@ class Line:
 
 @lru_cache(maxsize=256)
 def weights(line: Line, dtype: torch.dtype) -> Tensor:
-    """[positions, rows], or for a gradient [rows, positions]."""
-    count = int(re.search(r"(\d)d", line.op)[1])  # of spatial dimensions: upsample_nearest2d
-    shape, size, scales = (
-        [1] * count,
-        [2] * count,
-        [None] * count,
-    )  # 2: with 1, upsampling with antialias is wrong on CPUs
+    """Return the weights [positions, rows]; of a gradient [rows, positions]."""
+    count = int(re.search(r"(\d)d", line.op)[1])  # spatial dimensions: 2 of upsample_nearest2d
+    # The other dimensions get 2 positions. With 1, upsampling with antialias is wrong on CPUs.
+    shape, size, scales = [1] * count, [2] * count, [None] * count
     shape[line.dim], size[line.dim], scales[line.dim] = line.rows, line.positions, line.scale
     unit = torch.eye(line.rows, dtype=dtype, device="cpu").view(line.rows, 1, *shape)
     unit = unit.expand(
@@ -54,30 +53,31 @@ def weights(line: Line, dtype: torch.dtype) -> Tensor:
         if line.corners is None
         else (line.corners, *scales)
     )
-    found = getattr(aten, line.op).default(unit, size, *options)
+    result = getattr(aten, line.op).default(unit, size, *options)
     for d in range(count):
-        found = found if d == line.dim else found.narrow(2 + d, 0, 1)
-    found = found.reshape(line.rows, line.positions)
-    return found.contiguous() if line.back else found.T.contiguous()
+        result = result if d == line.dim else result.narrow(2 + d, 0, 1)
+    result = result.reshape(line.rows, line.positions)
+    return result.contiguous() if line.back else result.T.contiguous()
 
 
 @lru_cache(maxsize=256)
 def bands(line: Line, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """For every position: the first row that counts, the last one (before the first: none does),
-    and the weights [p, k] of those from the first on, as many as any position has.
+    """Return for every position its first row, its last row and the weights [p, k] between.
+
+    A position without rows has a last row before its first. k: the most rows of any position.
     """
     dense = weights(line, dtype)
-    counts, place = dense != 0, torch.arange(dense.shape[1], device="cpu")
-    some = counts.any(1)
-    first = torch.where(some, counts.int().argmax(1), 0)
-    last = torch.where(some, dense.shape[1] - 1 - counts.flip(1).int().argmax(1), -1)
+    is_read, place = dense != 0, torch.arange(dense.shape[1], device="cpu")
+    has_rows = is_read.any(1)
+    first = torch.where(has_rows, is_read.int().argmax(1), 0)
+    last = torch.where(has_rows, dense.shape[1] - 1 - is_read.flip(1).int().argmax(1), -1)
     rows = first[:, None] + place[: max(int((last - first).max()) + 1, 1)]  # [p, k]
     inside = rows < dense.shape[1]
     return first, last, dense.gather(1, torch.where(inside, rows, 0)) * inside
 
 
-def kind_of(dtype: torch.dtype) -> torch.dtype:
-    """In which places and weights are computed."""
+def computation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type to compute positions and weights in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -98,9 +98,10 @@ def band(
     kind: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """For positions start:start+count, which rows [count * width] of first:first+length each reads,
-    counted from `first`, and their weights [count, width]. Positions that there are not read some
-    row.
+    """Return the row numbers [count * width] and weights [count, width] of some positions.
+
+    Positions: start:start+count; those past the end read an arbitrary row. Row numbers count from
+    `first`, in rows first:first+length.
     """
     begin, _, weight = bands(Line(op, dim, rows, positions, corners, scale, back), kind)
     place = torch.arange(start, start + count, device="cpu").clamp(max=len(begin) - 1)
@@ -111,8 +112,21 @@ def band(
 
 @band.register_fake
 def _(
-    op, dim, rows, positions, corners, scale, back, start, count, first, length, width, kind, device
-):
+    op: str,
+    dim: int,
+    rows: int,
+    positions: int,
+    corners: bool | None,
+    scale: float | None,
+    back: bool,
+    start: int,
+    count: int,
+    first: int,
+    length: int,
+    width: int,
+    kind: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
     return (
         torch.empty(count * width, dtype=torch.int64, device=device),
         torch.empty(count, width, dtype=kind, device=device),

@@ -1,5 +1,7 @@
-"""Operations whose result is there already: what a graph of several of them computes, known without
-any communication.
+"""Calls whose result the graph has already, so that they need no communication.
+
+add(%x, full([4, 8], 0))        %x
+flip(cumsum(flip(%x, 0), 0), 0) suffix_sums(%x, 0)
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ SIMPLIFICATIONS: dict[Any, list[Callable[[fx.Node], fx.Node | None]]] = {}
 
 
 def simplified(node: fx.Node) -> fx.Node | None:
-    """The node that holds the same value, if one is known."""
-    found = (function(node) for function in SIMPLIFICATIONS.get(node.target, ()))
-    return next((same for same in found if same is not None), None)
+    """Return another node with the same value, or None."""
+    candidates = (function(node) for function in SIMPLIFICATIONS.get(node.target, ()))
+    return next((same for same in candidates if same is not None), None)
 
 
 def simplification(op: Any) -> Callable:
-    """Registers a function from a node with val on it and on what it takes."""
+    """Register a function that simplifies calls of `op`. The node and its inputs have `val`."""
 
     def register(function: Callable) -> Callable:
         SIMPLIFICATIONS.setdefault(op, []).append(function)
@@ -35,8 +37,9 @@ def simplification(op: Any) -> Callable:
 
 @simplification(aten.sum.dim_IntList)
 def _sum_of_one_entry(node: fx.Node) -> fx.Node | None:
-    """The sum over rows of zeros with one entry put into each: the entries. (Of a label's gradient,
-    in a softmax's backward.)
+    """Simplify the sum over rows of zeros with one entry scattered into each: the entries.
+
+    The backward of a cross entropy has such sums.
     """
     x, dims = node.args[0], node.args[1]
     if (
@@ -59,41 +62,39 @@ def _sum_of_one_entry(node: fx.Node) -> fx.Node | None:
     return entries if fits and zeros.target is aten.full.default and zeros.args[1] == 0 else None
 
 
-def filled(node: fx.Node) -> Any:
-    """The number that a value has everywhere; None if it has none."""
+def constant_of(node: fx.Node) -> Any:
+    """Return the number that all elements of a value have, or None."""
     while node.target is MARK:
         node = node.args[0]
     return node.args[1] if node.target is aten.full.default else None
 
 
-def instead(node: fx.Node, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
-    """A new call that makes the node's value."""
+def replacement_call(
+    node: fx.Node, target: Any, args: tuple, kwargs: dict | None = None
+) -> fx.Node:
+    """Return a new call with the node's meta, inserted before it."""
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, args, kwargs)
-    made.meta = dict(node.meta)
-    return made
+        replacement = node.graph.call_function(target, args, kwargs)
+    replacement.meta = dict(node.meta)
+    return replacement
 
 
 @simplification(aten.add.Tensor)
 def _sum_with_zeros(node: fx.Node) -> fx.Node | None:
-    """The other summand: a pipeline's steps take rows of zeros in at its ends, and so do their
-    gradients.
-    """
+    """Simplify x + 0. The first and last stage of a pipeline take in zeros."""
     val, summands = node.meta["val"], node.args[:2]
     if node.kwargs or not all(isinstance(n, fx.Node) and "val" in n.meta for n in summands):
         return None
     for one, other in (summands, summands[::-1]):
         same = one.meta["val"]
-        if filled(other) == 0 and same.shape == val.shape and same.dtype == val.dtype:
+        if constant_of(other) == 0 and same.shape == val.shape and same.dtype == val.dtype:
             return one
     return None
 
 
 @simplification(aten.flip.default)
-def _sums_from_behind(node: fx.Node) -> fx.Node | None:
-    """The gradient of cumsum turns rows around twice; a device need not have any but its own for
-    that.
-    """
+def _flipped_cumsum(node: fx.Node) -> fx.Node | None:
+    """Simplify flip(cumsum(flip(x))), the gradient of cumsum: suffix sums need no flip."""
     scan, rank = node.args[0], node.meta["val"].dim()
     if (
         scan.target is not aten.cumsum.default
@@ -102,9 +103,9 @@ def _sums_from_behind(node: fx.Node) -> fx.Node | None:
     ):
         return None
     dims = {
-        d % rank for found in (node.args[1], scan.args[1:], scan.args[0].args[1]) for d in found
+        d % rank for group in (node.args[1], scan.args[1:], scan.args[0].args[1]) for d in group
     }
     x, val = scan.args[0].args[0], node.meta["val"]
     if len(dims) > 1 or x.meta["val"].dtype != val.dtype:
         return None
-    return instead(node, suffix_sums._opoverload, (x, *dims))
+    return replacement_call(node, suffix_sums._opoverload, (x, *dims))

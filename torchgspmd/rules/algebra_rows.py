@@ -1,10 +1,9 @@
-"""Rows that are taken, put around or joined: known of what they are made of, before any layout is.
+"""Slices, pads and concatenations of one another, simplified before there are layouts.
 
     %s = stack([%a, %b, %c, %d])       %t = slice(%s, 0, 2, 4)          %t = stack([%c, %d])
     %z = full([3, 8], 0)               %u = cat([%x, %z])               %u[4] = full([8], 0)
 
-So a pipeline's outputs of which the first ones are thrown away are not collected, neither is a
-gradient of them.
+A pipeline discards its first outputs. So neither they nor their gradients are collected.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from ..compat.operators import aten
-from .algebra import filled, instead, simplification
+from .algebra import constant_of, replacement_call, simplification
 
-MOVING = (
+MOVEMENTS = (
     aten.roll.default,
     aten.flip.default,
     aten.slice.Tensor,
@@ -31,31 +30,32 @@ MOVING = (
     aten.transpose.int,
     aten.clone.default,
 )
-PUTTING = (
+PADDING_OPS = (
     aten.constant_pad_nd.default,
     aten.slice_backward.default,
     aten.select_backward.default,
-)  # rows of zeros around
-TAKING = (aten.slice.Tensor, aten.select.int)
-JOINING = (aten.cat.default, aten.stack.default)
+)  # each adds rows around its operand
+SLICES = (aten.slice.Tensor, aten.select.int)
+CONCATENATIONS = (aten.cat.default, aten.stack.default)
 
 
-def _moved_number(node: fx.Node) -> fx.Node | None:
-    """Whatever is moved, if it is one number everywhere."""
-    number = filled(node.args[0])
+def _moved_constant(node: fx.Node) -> fx.Node | None:
+    """Simplify a movement of a constant: it is constant itself."""
+    number = constant_of(node.args[0])
     put = (*node.args[2:], 0)[0] if node.target is aten.constant_pad_nd.default else 0
-    if number is None or node.target in PUTTING and number != put:
+    if number is None or node.target in PADDING_OPS and number != put:
         return None
     return _full(node, number)
 
 
-for _op in MOVING + PUTTING:
-    simplification(_op)(_moved_number)
+for _op in MOVEMENTS + PADDING_OPS:
+    simplification(_op)(_moved_constant)
 
 
 def _full(node: fx.Node, number: float) -> fx.Node:
+    """Return a constant tensor in place of a node."""
     val = node.meta["val"]
-    return instead(
+    return replacement_call(
         node,
         aten.full.default,
         (list(val.shape), number),
@@ -63,119 +63,122 @@ def _full(node: fx.Node, number: float) -> fx.Node:
     )
 
 
-# ------------------------------------------------------------------------------------------ joined rows
+# ------------------------------------------------------------------------------- concatenations
 
 
 @simplification(aten.select.int)
-def _row(node: fx.Node) -> fx.Node | None:
-    return _row_of(node, *node.args)
+def _select(node: fx.Node) -> fx.Node | None:
+    return _read_row(node, *node.args)
 
 
 @simplification(operator.getitem)
-def _row_by_row(node: fx.Node) -> fx.Node | None:
+def _getitem_of_unbind(node: fx.Node) -> fx.Node | None:
     rows, index = node.args
     return (
-        _row_of(node, rows.args[0], (*rows.args[1:], 0)[0], index)
+        _read_row(node, rows.args[0], (*rows.args[1:], 0)[0], index)
         if rows.target is aten.unbind.int
         else None
     )
 
 
-def _row_of(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | None:
-    """The node's value, which is a row of x, made of what x is made of."""
+def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | None:
+    """Return row `index` of x, read from the operands of x; None if that is not possible."""
     shape = x.meta["val"].shape
-    dim, known = dim % len(shape), type(index) is int
-    if filled(x) is not None:
-        return _full(node, filled(x))
-    if not known or node.meta.get("dynamic"):
+    dim, is_constant = dim % len(shape), type(index) is int
+    if constant_of(x) is not None:
+        return _full(node, constant_of(x))
+    if not is_constant or node.meta.get("dynamic"):
         return None
     index %= shape[dim]
-    if x.target in JOINING and (joined := _joined(x)) and joined[0] == dim:
-        parts, borders = joined[1:]
+    if x.target in CONCATENATIONS and (concat := _concat_of(x)) and concat[0] == dim:
+        operands, borders = concat[1:]
         i = next(i for i, (first, end) in enumerate(pairwise(borders)) if first <= index < end)
         return (
-            parts[i]
+            operands[i]
             if x.target is aten.stack.default
-            else _taken(node, parts[i], dim, index - borders[i])
+            else _read_or_select(node, operands[i], dim, index - borders[i])
         )
-    pads = _pads(x)
+    pads = _pads_of(x)
     if pads is None or any(d != dim and any(rows) for d, rows in pads[1].items()):
         return None
     source, index = pads[0], index - pads[1].get(dim, (0, 0))[0]
     if 0 <= index < source.meta["val"].shape[dim]:
-        return _taken(node, source, dim, index)
+        return _read_or_select(node, source, dim, index)
     return _full(node, pads[2])
 
 
-def _taken(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node:
-    return _row_of(node, x, dim, index) or instead(node, aten.select.int, (x, dim, index))
-
-
-@simplification(aten.slice.Tensor)
-def _some_of_the_joined(node: fx.Node) -> fx.Node | None:
-    """Only those parts, if nothing else asks for the others."""
-    x, joined = node.args[0], _joined(node.args[0])
-    taken = _pads(node)
-    if (
-        joined is None
-        or taken is None
-        or not all(user.target in TAKING for user in x.users)
-        or joined[0] not in taken[1]
-    ):
-        return None
-    dim, parts, borders = joined
-    before, behind = taken[1][dim]
-    first, end = -before, borders[-1] + behind
-    if first not in borders or end not in borders or first >= end:
-        return None
-    some = list(parts[borders.index(first) : borders.index(end)])
-    return (
-        some[0]
-        if len(some) == 1 and x.target is aten.cat.default
-        else instead(node, x.target, (some, dim))
+def _read_or_select(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node:
+    """Return row `index` of x, by a new select if x has no operand to read it from."""
+    return _read_row(node, x, dim, index) or replacement_call(
+        node, aten.select.int, (x, dim, index)
     )
 
 
-def _joined(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
-    """The dimension along which tensors are joined, these, and where each begins in it, and where
-    the last one ends.
-    """
-    if x.target not in JOINING or x.kwargs or not all("val" in part.meta for part in x.args[0]):
+@simplification(aten.slice.Tensor)
+def _slice_of_concat(node: fx.Node) -> fx.Node | None:
+    """Concatenate only the operands that the slice covers, if all users of x take slices."""
+    x, concat = node.args[0], _concat_of(node.args[0])
+    cut = _pads_of(node)
+    if (
+        concat is None
+        or cut is None
+        or not all(user.target in SLICES for user in x.users)
+        or concat[0] not in cut[1]
+    ):
         return None
-    parts, val, dim = x.args[0], x.meta["val"], (*x.args[1:], 0)[0] % x.meta["val"].dim()
-    vals = [part.meta["val"] for part in parts]
+    dim, operands, borders = concat
+    before, behind = cut[1][dim]
+    first, end = -before, borders[-1] + behind
+    if first not in borders or end not in borders or first >= end:
+        return None
+    covered = list(operands[borders.index(first) : borders.index(end)])
+    return (
+        covered[0]
+        if len(covered) == 1 and x.target is aten.cat.default
+        else replacement_call(node, x.target, (covered, dim))
+    )
+
+
+def _concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
+    """Return (dimension, operands, borders) of a concatenation; None of any other call.
+
+    Operand i has the rows borders[i]:borders[i + 1].
+    """
+    if x.target not in CONCATENATIONS or x.kwargs or not all("val" in n.meta for n in x.args[0]):
+        return None
+    operands, val, dim = x.args[0], x.meta["val"], (*x.args[1:], 0)[0] % x.meta["val"].dim()
+    vals = [operand.meta["val"] for operand in operands]
     if any(v.dtype != val.dtype or v.dim() != vals[0].dim() for v in vals):
-        return None  # cat takes tensors of no rows and no dimensions too
+        return None  # cat also takes empty tensors of one dimension
     sizes = [1 if x.target is aten.stack.default else v.shape[dim] for v in vals]
-    return (dim, parts, list(accumulate(sizes, initial=0))) if all(sizes) else None
+    return (dim, operands, list(accumulate(sizes, initial=0))) if all(sizes) else None
 
 
-# ------------------------------------------------------------------------------------------ rows cut off, and put around
+# ---------------------------------------------------------------------------- slices and pads
 
 
 @simplification(aten.slice.Tensor)
 @simplification(aten.slice_backward.default)
-def _all_rows(node: fx.Node) -> fx.Node | None:
-    """What a slice is taken of that takes all of it."""
-    taken = _pads(node)
-    return (
-        taken[0] if taken and not any(rows for cut in taken[1].values() for rows in cut) else None
-    )
+def _full_slice(node: fx.Node) -> fx.Node | None:
+    """Simplify a slice of all rows."""
+    cut = _pads_of(node)
+    return cut[0] if cut and not any(rows for ends in cut[1].values() for rows in ends) else None
 
 
-Pads = dict[int, tuple[int, int]]  # dimension -> rows put before and behind; negative: cut off
+Pads = dict[int, tuple[int, int]]  # dimension -> rows added before and behind; negative: removed
 
 
 @simplification(aten.slice.Tensor)
 @simplification(aten.slice_backward.default)
 @simplification(aten.constant_pad_nd.default)
-def _moved_rows(node: fx.Node) -> fx.Node | None:
-    """Rows that are put to one end and cut off at the other one, as pipelines shift their states:
-    one operation, of one size.
+def _pad_and_slice(node: fx.Node) -> fx.Node | None:
+    """Merge a pad of one end and a slice of the other, as pipelines shift their states.
+
+    The result is one pad with a negative end.
     """
-    second = _pads(node)
-    first = _pads(node.args[0]) if second and isinstance(node.args[0], fx.Node) else None
-    if first is None or first[2] is not None and second[2] is not None:  # both put rows
+    second = _pads_of(node)
+    first = _pads_of(node.args[0]) if second and isinstance(node.args[0], fx.Node) else None
+    if first is None or first[2] is not None and second[2] is not None:  # both add rows
         return None
     x, pads, val = (
         first[0],
@@ -186,20 +189,23 @@ def _moved_rows(node: fx.Node) -> fx.Node | None:
         min(a, b) < 0 < max(c, d) or max(a, b) > 0 > min(c, d) for a, b, c, d in pads.values()
     ) or any(
         a < 0 < c or b < 0 < d for a, b, c, d in pads.values()
-    ):  # rows are cut off an end, and others put there
+    ):  # one end is both cut and padded
         return None
     pads = {d: (before + more, behind + also) for d, (before, behind, more, also) in pads.items()}
     flat = [n for d in reversed(range(val.dim())) for n in pads.get(d, (0, 0))]
     if 0 in val.shape or any(
         sum(-n for n in rows if n < 0) > x.meta["val"].shape[d] for d, rows in pads.items()
     ):
-        return None  # nothing is left, or nothing of x
-    return instead(node, aten.constant_pad_nd.default, (x, flat, first[2] or second[2] or 0))
+        return None  # the result would be empty, or have no row of x
+    return replacement_call(
+        node, aten.constant_pad_nd.default, (x, flat, first[2] or second[2] or 0)
+    )
 
 
-def _pads(node: fx.Node) -> tuple[fx.Node, Pads, float | None] | None:
-    """What rows are put around, or cut off (then there is no number), how many, and what they hold;
-    None if something else is done.
+def _pads_of(node: fx.Node) -> tuple[fx.Node, Pads, float | None] | None:
+    """Return (operand, pads, fill) of a pad or slice; None of any other call.
+
+    fill: None if the call only removes rows.
     """
     if node.kwargs or node.op != "call_function" or node.meta.get("dynamic"):
         return None
@@ -223,8 +229,9 @@ def _cut(
     end: int | None = None,
     step: int = 1,
 ) -> tuple[int, ...]:
-    """The dimension of a slice, and, unless it leaves rows out between, what it takes from the
-    ends, as negative numbers.
+    """Return (dimension, pad before, pad behind) of a slice: x[2:7] of 8 rows is (0, -2, -1).
+
+    A slice with a step is no pad: (dimension,).
     """
     dim %= len(shape)
     first, last, _ = slice(start, end, step).indices(shape[dim])

@@ -1,4 +1,4 @@
-"""gspmd.rule: the sentence of an operation of one's own."""
+"""gspmd.rule: the rule of a custom operation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import Call, Rule
 from .notation import IDENTITY, Sentence
 from .registry import RULES
 
-_OWN: set[Any] = set()  # operations whose rule came from here: it may be replaced
+_CUSTOM: set[Any] = set()  # operations whose rule came from gspmd.rule, which may replace it
 
 
 def rule(
@@ -22,18 +22,24 @@ def rule(
     whole: str = "",
     linear: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Says how the dimensions of a custom operation's tensors correspond, so that it runs
-    partitioned.
+    """Register the rule of a custom operation, so that it runs sharded.
 
-    op: what torch.library.custom_op returns, torch.ops.library.name, or "library::name". sentence:
-    one group of factors for each tensor operand and, behind the arrow, each result, such as "b k, k
-    n -> b n"; `...` stands for leading dimensions, 1 for a dimension without a factor. reduce:
-    factors of whose shards the operation computes terms that add up to the result ("k", or {"k":
-    "max"}); whole: factors that every device needs whole; linear: groups of operands in which it is
-    linear.
+    Args:
+        op: what torch.library.custom_op returned, torch.ops.library.name, or "library::name".
+        sentence: the factors of each tensor operand and, behind the arrow, of each result. `...`
+            stands for leading dimensions, 1 for a dimension without a factor.
+        reduce: factors whose shards compute terms of the result: "k", or {"k": "max"}.
+        whole: factors that every device needs whole.
+        linear: groups of operands in which the operation is linear.
+
+    Raises:
+        ShardingError: the sentence is malformed, or the operation has a rule already.
+
+    Example:
+        gspmd.rule(distance, "b i k, b j k -> b i j", reduce="k")
     """
     target, where = _target(op), user_line()
-    parsed = _parsed(sentence, where)
+    parsed = _parse(sentence, where)
     names = {
         f
         for dims in (*parsed.operands, *parsed.results)
@@ -49,9 +55,9 @@ def rule(
             raise ShardingError(
                 f"'{kind}' is not a reduction; known are {', '.join(IDENTITY)}", where=where
             )
-    if target in RULES and target not in _OWN:
+    if target in RULES and target not in _CUSTOM:
         raise ShardingError(f"{target} has a rule already", where=where)
-    _OWN.add(target)
+    _CUSTOM.add(target)
 
     def bind(call: Call) -> Rule:
         try:
@@ -70,9 +76,9 @@ def rule(
 def _target(op: Any) -> OpOverload | str:
     if isinstance(op, OpOverloadPacket):
         return op.default
-    found = getattr(op, "_opoverload", op)
-    if isinstance(found, OpOverload) or isinstance(found, str) and "::" in found:
-        return found
+    target = getattr(op, "_opoverload", op)
+    if isinstance(target, OpOverload) or isinstance(target, str) and "::" in target:
+        return target
     raise ShardingError(
         f"{op!r} is no operation",
         where=user_line(),
@@ -80,7 +86,7 @@ def _target(op: Any) -> OpOverload | str:
     )
 
 
-def _parsed(sentence: str, where: str | None) -> Sentence:
+def _parse(sentence: str, where: str | None) -> Sentence:
     try:
         return Sentence.parse(sentence)
     except ValueError as error:

@@ -1,5 +1,6 @@
-"""How an operation without a rule is expressed by operations that have one: our decompositions,
-then PyTorch's tables.
+"""Decompositions of operations without a rule: ours first, then those of PyTorch.
+
+addmm(bias, a, b)       einsum("mk,kn->mn", a, b) + bias
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..compat.private_apis import _pytree as pytree
 from .registry import BLOCKWISE, DECOMPOSITIONS, SPLITS, rule_function
 
 RENAMED = {
-    aten.view.default: aten.reshape.default,  # local parts need not be contiguous
+    aten.view.default: aten.reshape.default,  # local shards need not be contiguous
     aten._unsafe_view.default: aten.reshape.default,
 }
 
@@ -38,10 +39,9 @@ def _core() -> dict[Any, Callable]:
 
 
 def decomposition_of(op: Any, *, splitting: int = 0) -> Callable | None:
-    """A function that computes the operation by others; None if it stands for itself.
+    """Return a function that computes an operation by others; None if it is not decomposed.
 
-    splitting: of an operation with a rule whose `whole` factors are sharded, over so many devices
-    (1: not known).
+    splitting: over how many devices the rule's `whole` factors are sharded (1: unknown, 0: not).
     """
     if op in DECOMPOSITIONS:
         return DECOMPOSITIONS[op]
@@ -64,45 +64,42 @@ def _is_composite(op: OpOverload) -> bool:
 
 
 def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph:
-    """The graph of a decomposition on fake tensors: a placeholder for every tensor among the
-    arguments, in order.
+    """Return the graph of a decomposition, with a placeholder for each tensor argument, in order.
 
-    Raises what the function does, and NotImplementedError if it makes a tensor of values of its
-    own.
+    Raises NotImplementedError if the function makes a tensor of constants, and its own errors.
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    with given[0].fake_mode if given else FakeTensorMode(), torch.no_grad(), _DisableAutocast():
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    with inputs[0].fake_mode if inputs else FakeTensorMode(), torch.no_grad(), _DisableAutocast():
         recorder = _Recorder()
-        tensors = iter([recorder.place(t) for t in given])
+        tensors = iter([recorder.add_input(t) for t in inputs])
         a, k = pytree.tree_unflatten(
             [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
         )
         with recorder:
-            made = function(*a, **k)
-    recorder.graph.output(recorder.nodes_of(made))
+            results = function(*a, **k)
+    recorder.graph.output(recorder.nodes_of(results))
     recorder.graph.eliminate_dead_code()
     return recorder.graph
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down the operations that are called. What make_fx does besides takes five times as
-    long.
-    """
+    """A mode that records the operations that are called, five times as fast as make_fx."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.graph, self.made = fx.Graph(), {}  # node and tensor, by the tensor's id
+        self.graph, self.entries = fx.Graph(), {}  # id of a tensor -> its node, the tensor
 
-    def place(self, tensor: Tensor) -> Tensor:
-        """An input: the tensor, or another one if it is an input already; one tensor twice stands
-        for any two.
+    def add_input(self, tensor: Tensor) -> Tensor:
+        """Return the tensor as an input of the graph.
+
+        A tensor that is an input already is replaced by another one of its layout.
         """
-        if id(tensor) in self.made:
+        if id(tensor) in self.entries:
             tensor = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
-        return self._keep(tensor, self.graph.placeholder("tensor"))
+        return self._record(tensor, self.graph.placeholder("tensor"))
 
     def nodes_of(self, tree: Any) -> Any:
         return pytree.tree_map(
@@ -110,23 +107,24 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _node(self, tensor: Tensor) -> fx.Node:
-        if id(tensor) not in self.made:
+        if id(tensor) not in self.entries:
             raise NotImplementedError("a tensor of values that are known only here")
-        return self.made[id(tensor)][0]
+        return self.entries[id(tensor)][0]
 
-    def _keep(self, tensor: Tensor, node: fx.Node) -> Tensor:
-        self.made[id(tensor)] = node, tensor
+    def _record(self, tensor: Tensor, node: fx.Node) -> Tensor:
+        self.entries[id(tensor)] = node, tensor
         node.meta["val"] = tensor
         return tensor
 
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        """Run an operation on fake tensors, and record its node."""
         kwargs = kwargs or {}
-        if op.namespace == "prim":  # which device a tensor is on
+        if op.namespace == "prim":  # asks for the device of a tensor
             return op(*args, **kwargs)
         if op is aten.detach.default:
-            return self._keep(op(*args), self._node(*args))
+            return self._record(op(*args), self._node(*args))
         if _is_composite(op):
             with self:
                 result = op.decompose(*args, **kwargs)
@@ -137,11 +135,10 @@ class _Recorder(TorchDispatchMode):
         )
         result = node.meta["val"] = op(*args, **kwargs)
         if isinstance(result, Tensor):
-            self._keep(result, node)
-        for i, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
-            taken = self.graph.call_function(
-                operator.getitem, (node, i)
-            )  # of None, too: names count on
-            if isinstance(part, Tensor):
-                self._keep(part, taken)
+            self._record(result, node)
+        for i, element in enumerate(result if isinstance(result, (tuple, list)) else ()):
+            # An element that is None gets a node too, so that later names keep their numbers.
+            node_of_element = self.graph.call_function(operator.getitem, (node, i))
+            if isinstance(element, Tensor):
+                self._record(element, node_of_element)
         return result

@@ -1,13 +1,13 @@
 """Rule: how the dimensions of an operation correspond, as a sentence.
 
-    "m k, k n -> m n"           commas separate tensors; a name is a factor, the same name the same factor
+    "m k, k n -> m n"           commas separate tensors; equal names are the same factor
     "... d -> ... d"            `...` stands for any leading dimensions
     "(h d) -> h d"              a dimension of several factors, the first one major
     "n 1 -> n"                  a dimension that carries no factor
 
-Keywords say what a factor needs that cannot simply pass through; see Rule. A dimension whose rows
-are not the positions of its factor, but are read by them (a convolution's input), has a Reach in
-`halo`: `n c h[2p-1:2p+2] -> n c h`. The idea is Shardy's op sharding rule; one sentence serves
+Keywords say what a factor needs that cannot simply pass through; see Rule. A position of a
+convolution's result reads several rows of its input. Then the input's dimension has a Reach in
+`halo`: `n c h[2p-1:2p+2] -> n c h`. The idea is Shardy's op sharding rule. One sentence serves
 propagation, partition, cost and explanation.
 """
 
@@ -31,48 +31,47 @@ IDENTITY = {"sum": 0.0, "max": -math.inf, "min": math.inf, "prod": 1.0}
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """The dimensions of every tensor operand and result of one operation on tensors of given
-    shapes, as factors.
+    """The dimensions of all operands and results of one call, as factors.
+
+    "m k, k n -> m n" for shapes [4, 8], [8, 2]: operands ((m,), (k,)), ((k,), (n,)) and sizes
+    {m: 4, k: 8, n: 2}.
     """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     sizes: Mapping[str, int]
-    reduce: Mapping[str, str] = field(
-        default_factory=dict
-    )  # factor -> reduction whose terms the shards hold
-    whole: frozenset[str] = frozenset()  # factors along which a device needs everything
-    linear: tuple[
-        frozenset[int], ...
-    ] = ()  # operands through which (together) a pending sum passes
-    local: Callable | None = None  # (args, kwargs, Shapes) -> (args, kwargs) for local shapes
-    emit: Callable | None = (
-        None  # (Emitter, args, kwargs) -> results: if a factor is sharded that is one of
-    )
-    special: frozenset[str] = frozenset()  # `special`, of `emits`, or has a halo
+    # Factor -> reduction. Each shard holds a term of it: "sum" for the k of a matrix product.
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    # Factors that every device needs whole.
+    whole: frozenset[str] = frozenset()
+    # Groups of operands in which the operation is linear. A pending sum passes through a group.
+    linear: tuple[frozenset[int], ...] = ()
+    # (args, kwargs, Shapes) -> (args, kwargs) for local shapes.
+    local: Callable | None = None
+    # (LocalBuilder, args, kwargs) -> results. It is called if a factor of `special` or `emits` is
+    # sharded, or one with a halo. For a reduced factor of `special` it masks padding itself.
+    emit: Callable | None = None
+    special: frozenset[str] = frozenset()
     emits: frozenset[str] = frozenset()
-    halo: Mapping[tuple[int, int], Reach] = field(
-        default_factory=dict
-    )  # (operand, dim): rows that a factor's positions read
-    moves: Mapping[tuple[int, int], Reach] | None = (
-        None  # if rows are only moved along dimensions d0, d1, ...: whatever their
-    )
-    # sizes, so that windows of the result can be made of windows of the operands
-    positions: frozenset[int] = (
-        frozenset()
-    )  # operands that hold indices: their padding has to point somewhere
-    padding: Mapping[int, float] = field(
-        default_factory=dict
-    )  # operand -> what its padding has to hold, along any factor
-    contraction: bool = False  # arithmetic is the product of all factor sizes
-    splits: bool = (
-        False  # has a decomposition for shards of the `whole` factors, or of those with a halo
-    )
-    hands: int | None = None  # a result that has another form if the operation is taken apart
-    takes: int | None = (
-        None  # an operand that has to have that form if the operation is taken apart
-    )
-    known: bool = True  # False: nothing is known of the operation, it runs replicated
+    # (operand, dim) -> the rows that a position of its factor reads.
+    halo: Mapping[tuple[int, int], Reach] = field(default_factory=dict)
+    # (operand, dim) -> Reach, if the operation only moves rows along its dimensions d0, d1, ...
+    # Sizes of 1 are included. With it, windows of operands give windows of the result.
+    moves: Mapping[tuple[int, int], Reach] | None = None
+    # Operands that hold indices. Their padding must hold a valid index.
+    positions: frozenset[int] = frozenset()
+    # Operand -> the value that its padding must hold, along any factor.
+    padding: Mapping[int, float] = field(default_factory=dict)
+    # Whether the number of multiplications is the product of all factor sizes.
+    contraction: bool = False
+    # Whether a decomposition exists for shards of the `whole` factors, or of those with a halo.
+    splits: bool = False
+    # The result that has another format if the operation is decomposed (max-pool indices).
+    hands: int | None = None
+    # The operand that must have that format if the operation is decomposed.
+    takes: int | None = None
+    # False: the operation has no rule, so it runs replicated.
+    known: bool = True
     text: str = ""
 
     def __str__(self) -> str:
@@ -82,7 +81,7 @@ class Rule:
         return list(self.sizes)
 
     def fill(self, factor: str) -> float | None:
-        """What padding along a factor has to hold in the operands; None if it does not matter."""
+        """Return what padding along a factor must hold in the operands; None: anything."""
         return (
             IDENTITY[self.reduce[factor]]
             if factor in self.reduce and factor not in self.special
@@ -91,20 +90,18 @@ class Rule:
 
     @cached_property
     def joins(self) -> bool:
-        """Whether a pending sum passes through several operands together only, as through an
-        addition.
-        """
+        """Whether a pending sum passes through several operands only together (an addition)."""
         return any(len(group) > 1 for group in self.linear)
 
     @cached_property
     def windowed(self) -> frozenset[str]:
-        """Factors of which some operand has a window."""
+        """The factors with a halo in some operand."""
         return frozenset(f for operand, dim in self.halo for f in self.operands[operand][dim])
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Local shapes of the tensor operands and results of one operation."""
+    """The local shapes of the tensor operands and results of one operation."""
 
     operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
@@ -112,16 +109,14 @@ class Shapes:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One operation: its arguments with fake tensors in place of nodes, the tensors among them, and
-    its results.
-    """
+    """One call of an operation. Its arguments have fake tensors in place of nodes."""
 
     target: Any
     args: tuple
     kwargs: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
-    dynamic: bool = False  # sizes that are known only when the program runs are 1 here
+    dynamic: bool = False  # some sizes are symbolic; they are 1 here
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
@@ -141,6 +136,7 @@ class Sentence:
 
     @classmethod
     def parse(cls, text: str) -> Sentence:
+        """Parse "m k, k n -> m n", or raise ValueError."""
         left, arrow, right = text.partition("->")
         if not arrow or "->" in right:
             raise ValueError(f"rule '{text}' needs exactly one '->'")
@@ -148,29 +144,27 @@ class Sentence:
             tuple(_tokens(t, text) for t in side.split(",")) if side.strip() else ()
             for side in (left, right)
         ]
-        known = {
+        factors = {
             name
             for tokens in sides[0]
             for name in " ".join(tokens).replace("(", " ").replace(")", " ").split()
         }
-        if not known and sides[0]:
+        if not factors and sides[0]:
             raise ValueError(f"rule '{text}' names no factor")
         return cls(*sides, text)
 
     def bind(self, call: Call, sizes: Mapping[str, int] | None = None, **keywords: Any) -> Rule:
-        """The rule for tensors of these shapes. sizes: of factors that share a dimension with
-        others.
-        """
-        found: dict[str, int] = {}
+        """Return the rule of a call. sizes: of factors that share a dimension with others."""
+        bound: dict[str, int] = {}
         operands = tuple(
-            _dims(tokens, t.shape, found, sizes or {})
+            _dims(tokens, t.shape, bound, sizes or {})
             for tokens, t in zip(self.operands, call.tensors, strict=True)
         )
         results = tuple(
-            _dims(tokens, t.shape, found, sizes or {})
+            _dims(tokens, t.shape, bound, sizes or {})
             for tokens, t in zip(self.results, call.results, strict=True)
         )
-        return make_rule(operands, results, found, text=self.text, **keywords)
+        return make_rule(operands, results, bound, text=self.text, **keywords)
 
 
 def make_rule(
@@ -187,13 +181,13 @@ def make_rule(
     text: str = "",
     **keywords: Any,
 ) -> Rule:
-    """A Rule from the short forms of its keywords (factor names separated by blanks); factors of
-    size 1 are dropped.
-    """
-    kept = {name: size for name, size in sizes.items() if size > 1}
+    """Return a Rule without factors of size 1. Keywords may be names separated by blanks."""
+    factors = {name: size for name, size in sizes.items() if size > 1}
 
     def clean(tensors: Sequence[Dims]) -> tuple[Dims, ...]:
-        return tuple(tuple(tuple(f for f in dim if f in kept) for dim in dims) for dims in tensors)
+        return tuple(
+            tuple(tuple(f for f in dim if f in factors) for dim in dims) for dims in tensors
+        )
 
     reductions = {f: "sum" for f in reduce.split()} if isinstance(reduce, str) else reduce
     operands, results = clean(operands), clean(results)
@@ -201,11 +195,11 @@ def make_rule(
     return Rule(
         operands,
         results,
-        kept,
-        {f: kind for f, kind in reductions.items() if f in kept},
-        _names(whole) & set(kept),
+        factors,
+        {f: kind for f, kind in reductions.items() if f in factors},
+        _names(whole) & set(factors),
         tuple(frozenset(g) for g in linear),
-        special=_names(special) & set(kept),
+        special=_names(special) & set(factors),
         emits=_names(emits),
         halo=halo,
         text=text or describe(operands, results, halo),
@@ -218,7 +212,7 @@ def describe(
     results: Sequence[Dims],
     halo: Mapping[tuple[int, int], Reach] | None = None,
 ) -> str:
-    """The sentence of given factors."""
+    """Return the sentence of these factors."""
 
     def tensor(dims: Dims, reaches: Mapping[int, Reach]) -> str:
         return " ".join(f"{_dim(dim)}{reaches.get(d, '')}" for d, dim in enumerate(dims))
@@ -239,6 +233,7 @@ def _names(names: str | frozenset[str]) -> frozenset[str]:
 
 
 def _tokens(text: str, sentence: str) -> tuple[str, ...]:
+    """Split "... (h d) k" into ("...", "(h d)", "k"), or raise ValueError."""
     tokens = tuple(re.findall(r"\.\.\.|\([^()]*\)|[^\s()]+", text))
     if re.search(r"[()]", re.sub(r"\([^()]*\)", "", text)):
         raise ValueError(
@@ -259,23 +254,28 @@ def _tokens(text: str, sentence: str) -> tuple[str, ...]:
 
 
 def _dims(
-    tokens: tuple[str, ...], shape: Sequence[int], found: dict[str, int], given: Mapping[str, int]
+    tokens: tuple[str, ...],
+    shape: Sequence[int],
+    bound: dict[str, int],
+    declared: Mapping[str, int],
 ) -> Dims:
+    """Return the factors of each dimension. bound: sizes of all factors, completed here."""
     if "..." in tokens:
         at, count = tokens.index("..."), len(shape) - len(tokens) + 1
         tokens = tokens[:at] + tuple(f"_{i}" for i in range(count)) + tokens[at + 1 :]
     if len(tokens) != len(shape):
         raise ValueError(
-            f"'{' '.join(tokens)}' describes {len(tokens)} dimensions, the tensor has shape {list(shape)}"
+            f"'{' '.join(tokens)}' describes {len(tokens)} dimensions, "
+            f"the tensor has shape {list(shape)}"
         )
     dims = []
     for token, size in zip(tokens, shape):
         names = tuple(name for name in token.strip("()").split() if name != "1")
         for name in names:
-            factor = given.get(name, size if len(names) == 1 else None)
+            factor = declared.get(name, size if len(names) == 1 else None)
             if factor is None:
                 raise ValueError(f"the size of factor '{name}' in '{token}' is not known")
-            if len(names) == 1 and factor != size or found.setdefault(name, factor) != factor:
-                raise ValueError(f"factor '{name}' has sizes {found.get(name)} and {size}")
+            if len(names) == 1 and factor != size or bound.setdefault(name, factor) != factor:
+                raise ValueError(f"factor '{name}' has sizes {bound.get(name)} and {size}")
         dims.append(names)
     return tuple(dims)

@@ -1,5 +1,8 @@
-"""The table of rules: operation -> function from a Call to its Rule. Filled at import, read
-afterwards.
+"""The tables of rules and decompositions. They are filled at import and only read afterwards.
+
+rule(op, "m k, k n -> m n", reduce="k")     one sentence for all calls of an operation
+@rule_for(op)                               a function from a Call to its Rule
+@decomposition(op)                          a function that computes it by other operations
 """
 
 from __future__ import annotations
@@ -12,14 +15,11 @@ from ..compat.private_apis import OpOverload
 from .notation import Call, Rule, Sentence, Shapes, make_rule
 
 RULES: dict[Any, Callable[[Call], Rule | None]] = {}
-DECOMPOSITIONS: dict[Any, Callable] = {}  # always taken apart, before anything else
-SPLITS: dict[
-    Any, Callable | None
-] = {}  # taken apart if what they need whole, or in windows, is sharded; None: PyTorch's table
-BLOCKWISE: set[Any] = set()  # those among SPLITS that are told how many shards there are
-SKIPPED: list[
-    str
-] = []  # operators that were to have a rule or a decomposition, and that this torch lacks
+DECOMPOSITIONS: dict[Any, Callable] = {}  # applied to all calls, first of all
+# Decompositions for calls with sharded `whole` factors, or sharded halos. None: PyTorch's.
+SPLITS: dict[Any, Callable | None] = {}
+BLOCKWISE: set[Any] = set()  # the operations whose split takes the number of shards
+SKIPPED: list[str] = []  # names of registered operators that this torch lacks
 
 
 def rule(
@@ -29,25 +29,22 @@ def rule(
     splits: Callable | bool = False,
     **keywords: Any,
 ) -> None:
-    """Registers an operation's sentence; an operation that need not be there by its name,
-    `library::name`.
+    """Register the sentence of an operation, or of a name `library::name` that may come later.
 
     Keywords: those of make_rule and Rule; splits: see SPLITS.
     """
     parsed = Sentence.parse(sentence)
-    computed(op, splits=splits)(lambda call: parsed.bind(call, splits=bool(splits), **keywords))
+    rule_for(op, splits=splits)(lambda call: parsed.bind(call, splits=bool(splits), **keywords))
 
 
 def rule_function(op: Any) -> Callable[[Call], Rule | None] | None:
-    """What computes the rule of an operation's calls, if anything does."""
-    found = RULES.get(op)
-    return RULES.get(op.name()) if found is None and isinstance(op, OpOverload) else found
+    """Return the function that computes the rule of an operation's calls, or None."""
+    function = RULES.get(op)
+    return RULES.get(op.name()) if function is None and isinstance(op, OpOverload) else function
 
 
-def computed(*ops: OpOverload | AbsentOperator | str, splits: Callable | bool = False) -> Callable:
-    """Registers a function that computes the rule of a call; it may return None: then the operation
-    runs replicated.
-    """
+def rule_for(*ops: OpOverload | AbsentOperator | str, splits: Callable | bool = False) -> Callable:
+    """Register a function that computes the rule of a call. None: the call runs replicated."""
 
     def register(function: Callable[[Call], Rule | None]) -> Callable[[Call], Rule | None]:
         for op in filter(is_present, ops):
@@ -62,14 +59,14 @@ def computed(*ops: OpOverload | AbsentOperator | str, splits: Callable | bool = 
 
 
 def is_registered(name: str) -> bool:
-    """Whether there is an operator of that name, such as `library::name`, by now."""
+    """Return whether an operator is loaded by now, such as `library::name`."""
     namespace, _, rest = name.partition("::")
     operator, _, overload = rest.partition(".")
     return find(namespace, operator, overload or "default") is not None
 
 
 def decomposition(*ops: OpOverload | AbsentOperator) -> Callable:
-    """Registers how operations are expressed by others; called as the operation itself."""
+    """Register a function that computes operations by others, with the same arguments."""
 
     def register(function: Callable) -> Callable:
         DECOMPOSITIONS.update(dict.fromkeys(filter(is_present, ops), function))
@@ -79,17 +76,15 @@ def decomposition(*ops: OpOverload | AbsentOperator) -> Callable:
 
 
 def is_present(op: OpOverload | AbsentOperator | str) -> bool:
-    """Whether this torch has an operator; one that it lacks is noted in SKIPPED. A name stands for
-    one that may come later.
-    """
+    """Return whether this torch has an operator, or may load it later; else note it in SKIPPED."""
     if isinstance(op, AbsentOperator):
         SKIPPED.append(op.name())
         return False
     return True
 
 
-def replicated(call: Call) -> Rule:
-    """The rule of an operation of which nothing is known: every device computes all of it."""
+def replicated_rule(call: Call) -> Rule:
+    """Return the rule of an operation without one: every device computes all of it."""
     sizes, dims = {}, []
     for i, tensor in enumerate((*call.tensors, *call.results)):
         names = tuple((f"r{i}_{d}",) for d in range(tensor.dim()))
@@ -106,7 +101,7 @@ def replicated(call: Call) -> Rule:
 
 
 def shape_argument(index: int) -> Callable:
-    """A `local` function: argument number `index` is the shape of the result."""
+    """Return a `local` function for an operation whose argument `index` is the result's shape."""
 
     def local(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
         return (*args[:index], list(shapes.results[0]), *args[index + 1 :]), kwargs

@@ -1,6 +1,7 @@
-"""How operations are taken apart for a partitioner that is not ours: XLA's. It has good rules for
-einsums, sums, slices and elementwise operations; a fused norm, an attention by merged batch
-dimensions or a roll makes it gather whole tensors.
+"""Decompositions for XLA's partitioner.
+
+It has good rules for einsums, sums, slices and elementwise operations. It gathers whole tensors
+for a fused norm, an attention with merged batch dimensions, or a roll.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ NORMS = {
 
 
 def unpartitioned_of(op: Any, *, splitting: int = 0) -> Callable | None:
-    """As decomposition_of. XLA draws random numbers itself."""
+    """Return a decomposition as decomposition_of does. XLA draws random numbers itself."""
     if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
-        return _DRAWING.get(op)
+        return _RANDOM.get(op)
     return _FUNCTIONS.get(op) or decomposition_of(op, splitting=splitting or int(op in NORMS))
 
 
 def _roll(x: Tensor, shifts: list[int], dims: list[int] = ()) -> Tensor:
-    """By two slices and a cat, which XLA knows to be a shift between neighbours."""
+    """Compute roll by two slices and a cat, in which XLA sees a shift between neighbours."""
     if not dims:
         return _roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
     for shift, dim in zip(shifts, dims):
@@ -60,20 +61,20 @@ _FUNCTIONS: dict[Any, Callable] = {
 def _native_dropout(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
     if not train or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = aten.bernoulli.p(torch.zeros_like(x), 1 - p)
-    return x * (kept / (1 - p)), kept.bool()
+    mask = aten.bernoulli.p(torch.zeros_like(x), 1 - p)
+    return x * (mask / (1 - p)), mask.bool()
 
 
 def _like(draw: Callable) -> Callable:
-    def drawn(
+    def draw_like(
         x: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
     ) -> Tensor:
         return draw(list(x.shape), dtype=dtype or x.dtype, device=device or x.device)
 
-    return drawn
+    return draw_like
 
 
-_DRAWING: dict[Any, Callable] = {
+_RANDOM: dict[Any, Callable] = {
     aten.native_dropout.default: _native_dropout,
     aten.rand_like.default: _like(aten.rand.default),
     aten.randn_like.default: _like(aten.randn.default),

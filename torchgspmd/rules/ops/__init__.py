@@ -1,8 +1,9 @@
-"""The rules, by family of operations. Importing this registers them."""
+"""The rules, one file for a family of operations. The import registers them."""
 
 from . import (  # noqa: F401
     adaptive_max_pool,
     as_strided,
+    average_pooling,
     contraction,
     convolution,
     cumulative,
@@ -12,14 +13,15 @@ from . import (  # noqa: F401
     interpolate,
     linalg,
     lookup,
+    max_pooling,
     normalization,
     pointwise,
-    pooling,
     random_ops,
     reduction,
     scatter,
     slicing,
     sort_topk,
+    spatial,
     uneven_reshape,
     view,
 )

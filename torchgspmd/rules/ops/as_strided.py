@@ -1,11 +1,15 @@
-"""Views by strides. What a stride steps over is found again as a dimension, so that the others keep
-their layout; what cannot be expressed that way is read element by element from the flattened
-tensor: correct, whatever the strides.
+"""as_strided and unfold.
+
+    as_strided(x[8, 4], [8, 2], [4, 1])     x.narrow(1, 0, 2)
+
+Strides that step along dimensions of the base become slices of these, so that the other dimensions
+keep their layout. Any other strides read single elements of the flattened tensor.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +21,9 @@ from ..registry import decomposition
 
 @dataclass
 class Window:
-    """A dimension of the base: its size, the stride of one step, where it is read first, and the
-    result's dimensions that read it.
+    """A dimension of the base, and the result's dimensions that read it.
+
+    stride: of one row in memory. start: the first row that is read.
     """
 
     size: int
@@ -28,48 +33,51 @@ class Window:
 
 
 def _storage_order(x: Tensor) -> list[int]:
-    """The dimensions as they lie in memory; NotImplementedError if there are gaps or overlaps."""
+    """Return the dimensions in memory order. Gaps and overlaps raise NotImplementedError."""
     order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
     if not x.permute(order).is_contiguous():
         raise NotImplementedError("left as it is")
     return order
 
 
-def _windows(shape: list[int], size, stride, offset: int) -> list[Window] | None:
-    """What the strides read of each dimension of a contiguous tensor; adjacent dimensions are
-    merged until all fits in one each.
+def _windows(
+    shape: list[int], size: Sequence[int], stride: Sequence[int], offset: int
+) -> list[Window] | None:
+    """Return what the strides read of each dimension of a contiguous tensor, or None.
+
+    Adjacent dimensions are merged until every stride stays within one.
     """
     shape = list(shape)
     while shape:
-        found, rest, step = [], offset, math.prod(shape)
+        windows, rest, step = [], offset, math.prod(shape)
         for n in shape:
             step //= n
-            found.append(Window(n, step, rest // step, []))
+            windows.append(Window(n, step, rest // step, []))
             rest %= step
         for d, (n, t) in enumerate(zip(size, stride)):
             if n > 1 and t:
-                window = next((w for w in found if t % w.stride == 0), None)
+                window = next((w for w in windows if t % w.stride == 0), None)
                 if window is None:
                     return None
                 window.readers.append((d, t // window.stride))
         over = next(
             (
                 i
-                for i, w in enumerate(found)
+                for i, w in enumerate(windows)
                 if w.start + sum((size[d] - 1) * c for d, c in w.readers) >= w.size
             ),
             None,
         )
         if over is None:
-            return found
+            return windows
         if not over:
             return None
         shape[over - 1 : over + 1] = [shape[over - 1] * shape[over]]
     return None
 
 
-def _read(base: Tensor, dim: int, window: Window, size) -> Tensor:
-    """base with one dimension replaced by those that read it."""
+def _read(base: Tensor, dim: int, window: Window, size: Sequence[int]) -> Tensor:
+    """Replace one dimension of the base by the dimensions that read it."""
     if not window.readers:
         return base.select(dim, window.start)
     if len(window.readers) == 1 and window.readers[0][1] == 1:
@@ -82,7 +90,9 @@ def _read(base: Tensor, dim: int, window: Window, size) -> Tensor:
 
 
 @decomposition(aten.as_strided.default, aten.as_strided_copy.default)
-def _as_strided(x, size, stride, storage_offset=None):
+def _as_strided(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
     offset = (storage_offset or 0) - x.storage_offset()
     base = x.permute(_storage_order(x))
     if not x.numel() or not math.prod(size) or offset < 0:
@@ -92,32 +102,40 @@ def _as_strided(x, size, stride, storage_offset=None):
         return base.reshape(-1)[_places(size, stride, offset, x.device).reshape(-1)].reshape(
             list(size)
         )
-    made = base.reshape([w.size for w in windows])
+    result = base.reshape([w.size for w in windows])
     order: list[int] = []
-    for window in windows:  # what is read stands where it was, before the unread ones
-        made = _read(made, len(order), window, size)
+    for window in windows:  # windows already read stand before those to read
+        result = _read(result, len(order), window, size)
         order += [d for d, _ in window.readers]
-    made = made.permute([order.index(d) for d in sorted(order)])
+    result = result.permute([order.index(d) for d in sorted(order)])
     return (
-        made.reshape([n if d in order else 1 for d, n in enumerate(size)])
+        result.reshape([n if d in order else 1 for d, n in enumerate(size)])
         .expand(list(size))
         .clone()
     )
 
 
 @decomposition(aten.as_strided_scatter.default, prims.as_strided_scatter.default)
-def _as_strided_scatter(x, source, size, stride, storage_offset=None):
+def _as_strided_scatter(
+    x: Tensor,
+    source: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Tensor:
     order = _storage_order(x)
     base = x.permute(order)
     places = _places(size, stride, (storage_offset or 0) - x.storage_offset(), x.device).reshape(-1)
-    written = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1)).reshape(
+    result = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1)).reshape(
         base.shape
     )
-    return written.permute([order.index(d) for d in range(x.dim())])
+    return result.permute([order.index(d) for d in range(x.dim())])
 
 
-def _places(size, stride, offset: int, device) -> Tensor:
-    """Where in memory each element of the result lies."""
+def _places(
+    size: Sequence[int], stride: Sequence[int], offset: int, device: torch.device
+) -> Tensor:
+    """Return the position in memory of each element of the result."""
     place = torch.full([], offset, dtype=torch.int64, device=device)
     for n, t in zip(size, stride):
         place = place.unsqueeze(-1) + torch.arange(n, device=device) * t
@@ -125,7 +143,7 @@ def _places(size, stride, offset: int, device) -> Tensor:
 
 
 @decomposition(aten.unfold.default, aten.unfold_copy.default)
-def _unfold(x, dimension, size, step):
+def _unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
     if not x.dim():
         raise NotImplementedError("left as it is")
     dim = dimension % x.dim()
@@ -145,7 +163,9 @@ def _unfold(x, dimension, size, step):
 
 
 @decomposition(aten.unfold_backward.default)
-def _unfold_backward(grad, shape, dimension, size, step):
+def _unfold_backward(
+    grad: Tensor, shape: Sequence[int], dimension: int, size: int, step: int
+) -> Tensor:
     if not shape:
         raise NotImplementedError("left as it is")
     dim = dimension % len(shape)
@@ -155,8 +175,8 @@ def _unfold_backward(grad, shape, dimension, size, step):
     )
 
 
-def _blocks(count: int, size: int, step: int, device) -> Tensor:
-    """Row numbers of `count` blocks of `size` rows, each `step` behind the one before."""
+def _blocks(count: int, size: int, step: int, device: torch.device) -> Tensor:
+    """Return the row numbers of `count` blocks of `size` rows that begin `step` rows apart."""
     return (
         torch.arange(count, device=device).unsqueeze(-1) * step + torch.arange(size, device=device)
     ).reshape(-1)

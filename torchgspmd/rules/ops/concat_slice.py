@@ -1,5 +1,6 @@
-"""Parts of a dimension: slices of it, and concatenations that cover it. What `fx_passes.parts` has
-to know of operations.
+"""Slices of a dimension, and concatenations of slices, for fx_passes/expand/split_products.py.
+
+q, k, v = split(x @ w, 64, 2)       three products with slices of w
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ..notation import Rule
 
-MOST = 4  # parts that a dimension is taken apart to: q, k, v, and one more
+MOST = 4  # the most slices of one dimension: q, k, v, and one more
 
 
 def parts_taken(
     target: Any, args: tuple, rule: Rule, shape: Sequence[int], results: Sequence[Sequence[int]]
 ) -> list[tuple[int, int, int]]:
-    """For every result (dimension, first row, row past the last), if they are nothing but those
-    rows of the only operand; else nothing.
+    """Return (dimension, start, end) of every result that is a slice of the only operand.
+
+    Empty if the operation is no slice.
     """
     if target in (aten.split.Tensor, aten.split_with_sizes.default):
         d = (args[2] if len(args) > 2 else 0) % len(shape)
@@ -47,9 +49,7 @@ def parts_taken(
 def parts_joined(
     rule: Rule, shapes: Sequence[Sequence[int]], result: Sequence[int]
 ) -> tuple[int, list[int]] | None:
-    """(dimension, borders between the parts) if the operation does nothing but put its operands one
-    behind the other.
-    """
+    """Return (dimension, borders of the operands) of a concatenation; None of other operations."""
     if (
         not rule.moves
         or len(shapes) < 2
@@ -59,15 +59,16 @@ def parts_joined(
         return None
     d = next(d for _, d in rule.moves)
     borders = [sum(shape[d] for shape in shapes[:i]) for i in range(len(shapes) + 1)]
-    behind = all(
+    contiguous = all(
         rule.moves[i, d].low == rule.moves[i, d].high == -borders[i] for i in range(len(shapes))
     )
-    return (d, borders) if behind and borders[-1] == result[d] else None
+    return (d, borders) if contiguous and borders[-1] == result[d] else None
 
 
 def passes_parts(rule: Rule, factor: str) -> bool:
-    """Whether parts of the result along a factor, or the terms of a sum over it, are made of parts
-    of the operands, by the same call.
+    """Return whether the same call on slices of the operands gives a slice of the result.
+
+    Of a factor that is summed, slices give the terms of the sum.
     """
     tensors = (*rule.operands, *rule.results)
     alone = all(dim == (factor,) for dims in tensors for dim in dims if factor in dim)
@@ -82,7 +83,7 @@ def passes_parts(rule: Rule, factor: str) -> bool:
 
 
 def take(graph: fx.Graph, value: fx.Node, dim: int, start: int, end: int) -> fx.Node:
-    """A new node for rows of a value."""
+    """Return a new node for rows of a value."""
     return _call(
         graph,
         aten.slice.Tensor,
@@ -93,12 +94,12 @@ def take(graph: fx.Graph, value: fx.Node, dim: int, start: int, end: int) -> fx.
 
 
 def join(graph: fx.Graph, values: Sequence[fx.Node], dim: int, val: Tensor, meta: dict) -> fx.Node:
-    """A new node for values one behind the other."""
+    """Return a new node for the concatenation of values."""
     return _call(graph, aten.cat.default, (list(values), dim), val, meta)
 
 
 def add(graph: fx.Graph, values: Sequence[fx.Node], val: Tensor, meta: dict) -> fx.Node:
-    """A new node for a sum of values."""
+    """Return a new node for the sum of values."""
     total = values[0]
     for value in values[1:]:
         total = _call(graph, aten.add.Tensor, (total, value), val, meta)
@@ -111,20 +112,21 @@ def _call(graph: fx.Graph, target: Any, args: tuple, val: Tensor, meta: dict) ->
     return node
 
 
-# ------------------------------------------------------------------------------------------ reshapes
+# ------------------------------------------------------------------------------------- reshapes
 
 
 def goes_by_parts(rows: int, others: int, shards: int) -> bool:
-    """Whether of a dimension of `rows` few times `others` elements so many devices can divide the
-    others, and not the rows.
+    """Return whether `shards` divides only the inner factor of a dimension of rows * others.
+
+    A fused q, k, v of 3 * 64 columns on 2 devices: they divide 64, not 3.
     """
     return rows <= MOST and math.gcd(rows, shards) == 1 and others % shards == 0
 
 
-def view_by_parts(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
-    """A reshape between [..., a * r, ...] and [..., a, r's dimensions, ...] where the mesh divides
-    r but not the few rows a: by one part for each of them. NotImplementedError if it is another
-    reshape.
+def view_by_slices(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
+    """Reshape between [..., a * r, ...] and [..., a, r's dimensions, ...], one slice for each a.
+
+    The mesh divides r, but not the few rows a. NotImplementedError for any other reshape.
     """
     before, after = ([n for n in s if n > 1] for s in (x.shape, shape))
     dim = next((d for d, (m, n) in enumerate(zip(before, after)) if m != n), None)
@@ -135,16 +137,16 @@ def view_by_parts(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
     whole = any(math.prod(long[dim:end]) == size for end in range(dim + 2, len(long) + 1))
     if not whole or not goes_by_parts(rows, size // rows, shards):
         raise NotImplementedError("left as it is")
-    parts = [*short[:dim], rows, size // rows, *short[dim + 1 :]]
+    stacked = [*short[:dim], rows, size // rows, *short[dim + 1 :]]
     if short is before:
         x = torch.stack(
-            [_shaped(x, before).narrow(dim, i * size // rows, size // rows) for i in range(rows)],
+            [_reshape(x, before).narrow(dim, i * size // rows, size // rows) for i in range(rows)],
             dim,
         )
     else:
-        x = torch.cat(_shaped(x, parts).unbind(dim), dim)
-    return _shaped(x, shape)
+        x = torch.cat(_reshape(x, stacked).unbind(dim), dim)
+    return _reshape(x, shape)
 
 
-def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+def _reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x if list(x.shape) == list(shape) else x.reshape(shape)

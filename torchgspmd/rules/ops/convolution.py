@@ -1,13 +1,13 @@
-"""Convolutions of any number of spatial dimensions, transposed or not, in groups g of c input and k
-output channels:
+"""Convolutions of any number of spatial dimensions, in groups g of c input and k output channels.
 
-    n (g c) h[2p-1:2p+2], (g k) c r -> n (g k) h            transposed: n (g c) h[p-1:p+2/2], (g c) k r -> n (g k) h
+    convolution     n (g c) h[2p-1:2p+2], (g k) c r -> n (g k) h
+    transposed      n (g c) h[p-1:p+2/2], (g c) k r -> n (g k) h
 
-A position of the result reads a window of the input's rows, so a sharded spatial dimension needs
-rows of the neighbours; what the window holds outside of the input is zero, which takes the place of
-the padding. The input's gradient is a convolution as well, transposed if the forward's was not; the
-weight's gradient reads the same windows as the forward. A sum over sharded input channels stays
-pending. The bias is added behind it, so that it is added once.
+A position of the result reads a window of the input's rows, so a sharded spatial dimension needs a
+halo. The halo holds zeros outside of the input, in place of the padding. The input's gradient is a
+convolution too, transposed if the forward is not. The weight's gradient reads the same windows as
+the forward. A sum over sharded input channels stays pending. The bias is added behind that sum, so
+that it is added once.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ...compat.private_apis import _select_conv_backend, is_missing
 from ...halo import Reach
+from ..local_builder import LocalBuilder
 from ..notation import Call, Dims, Rule, Shapes, make_rule
-from ..registry import computed, decomposition
+from ..registry import decomposition, rule_for
 from .spread_windows import cut
 
 
 def _factors(
-    w, few, transposed: bool, groups: int
+    w: Tensor, few: Tensor, transposed: bool, groups: int
 ) -> tuple[tuple[Dims, Dims, Dims], dict[str, int], str]:
-    """Dimensions of input, weight and output as factors; sizes but for those of positions; the
-    factors that are whole.
+    """Return the factors of input, weight and output, sizes, and the names of `whole` factors.
+
+    The caller adds the sizes of the positions h0, h1, ...
     """
     spatial = range(w.dim() - 2)
     inner, outer = (
@@ -47,26 +50,27 @@ def _factors(
 
 
 def _reaches(
-    w, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+    w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> list[Reach]:
-    """Which rows of the finer side a position of the coarser one reads, for every spatial
-    dimension.
-    """
+    """Return for every spatial dimension which fine rows a coarse position reads."""
     return [
         Reach(
-            -_at(padding, i), _at(dilation, i) * (r - 1) - _at(padding, i), _at(stride, i), fill=0.0
+            -_along_dim(padding, i),
+            _along_dim(dilation, i) * (r - 1) - _along_dim(padding, i),
+            _along_dim(stride, i),
+            fill=0.0,
         )
         for i, r in enumerate(w.shape[2:])
     ]
 
 
-def _at(values: Sequence[int], i: int) -> int:
+def _along_dim(values: Sequence[int], i: int) -> int:
     return values[i if len(values) > 1 else 0]
 
 
-@computed(aten.convolution.default)
+@rule_for(aten.convolution.default)
 def _convolution(call: Call) -> Rule | None:
-    if len(call.tensors) != 2:  # with a bias only where it could not be split off
+    if len(call.tensors) != 2:  # a bias that the decomposition could not separate
         return None
     (x, w), y = call.tensors, call.results[0]
     stride, padding, dilation, transposed, _, groups = call.args[3:9]
@@ -90,14 +94,15 @@ def _convolution(call: Call) -> Rule | None:
     )
 
 
-def _emit(local, args: tuple, kwargs: dict) -> list:
-    """On windows, which have the padding in them. A transposed convolution computes all positions
-    that its window touches.
+def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Convolve windows, which include the padding.
+
+    A transposed convolution computes all positions that its window touches, then cuts.
     """
     x, w, _, stride, padding, dilation, transposed, rest, _ = args
     spatial = range(len(local.shape(w)) - 2)
     stride, padding, dilation, rest = (
-        [_at(v, i) for i in spatial] for v in (stride, padding, dilation, rest)
+        [_along_dim(v, i) for i in spatial] for v in (stride, padding, dilation, rest)
     )
     cuts = {}
     for i in spatial:
@@ -119,7 +124,7 @@ def _emit(local, args: tuple, kwargs: dict) -> list:
     groups = (local.results[0].shape if transposed else local.shape(x))[1] // local.shape(w)[1]
     if transposed and cuts and set(stride) == {1} and not any(rest):
         return [
-            _turned(
+            _transposed_as_plain(
                 local,
                 x,
                 w,
@@ -134,16 +139,22 @@ def _emit(local, args: tuple, kwargs: dict) -> list:
     y = _same_kernel(
         local, x, w, args[2:], (None, stride, padding, dilation, transposed, rest, groups)
     )
-    for i, here in cuts.items():
-        y = here.of(local, y, i + 2) if here else y
+    for i, own in cuts.items():
+        y = own.apply(local, y, i + 2) if own else y
     return [y]
 
 
-def _turned(
-    local, x: Any, w: Any, padding: Sequence[int], dilation: Sequence[int], groups: int
+def _transposed_as_plain(
+    local: LocalBuilder,
+    x: Any,
+    w: Any,
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
 ) -> Any:
-    """A transposed convolution of stride 1 as one that is not: of a window it computes the device's
-    own positions and no others.
+    """Return a transposed convolution of stride 1 as a plain one.
+
+    It computes the device's own positions only.
     """
     inner, outer, *window = local.shape(w)  # (g c), k, r
     w = local.call(aten.reshape.default, w, [groups, inner // groups, outer, *window])
@@ -167,14 +178,17 @@ def _turned(
     )
 
 
-def _same_kernel(local, x: Any, w: Any, given: Sequence[Any], options: Sequence[Any]) -> Any:
-    """A convolution by the kernel that PyTorch takes for the whole, which `given` are the options
-    of. On the CPU it takes another one for a small part, whose rounding differs; then a ReLU or a
-    maximum may take another side.
+def _same_kernel(
+    local: LocalBuilder, x: Any, w: Any, global_options: Sequence[Any], options: Sequence[Any]
+) -> Any:
+    """Convolve by the kernel that PyTorch would take for the global shapes and `global_options`.
+
+    On the CPU, PyTorch takes another kernel for small shapes. Its rounding differs, which may flip
+    a ReLU or a maximum.
     """
     whole = [n.meta["val"] for n in local.node.all_input_nodes[:2]]
     kernels = {
-        _kernel(whole, [t.shape for t in whole], given),
+        _kernel(whole, [t.shape for t in whole], global_options),
         _kernel(whole, [local.shape(x), local.shape(w)], options),
     }
     if "Mkldnn" in kernels and len(kernels) > 1:
@@ -185,10 +199,8 @@ def _same_kernel(local, x: Any, w: Any, given: Sequence[Any], options: Sequence[
     return local.call(aten.convolution.default, x, w, *options)
 
 
-def _kernel(
-    like: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], options: Sequence[Any]
-) -> str:
-    """Its name, for the CPU."""
+def _kernel(like: Sequence[Tensor], shapes: Sequence[Sequence[int]], options: Sequence[Any]) -> str:
+    """Return the name of PyTorch's kernel on a CPU; empty on other devices."""
     if is_missing(_select_conv_backend) or any(t.device.type != "cpu" for t in like):
         return ""
     return _select_conv_backend(
@@ -197,15 +209,16 @@ def _kernel(
 
 
 @decomposition(aten.convolution.default)
-def _bias(x, w, bias, *options):
+def _split_bias(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     y = aten.convolution.default(x, w, None, *options)
     return y if bias is None else y + bias.view([-1] + [1] * (x.dim() - 2))
 
 
-@computed(aten.convolution_backward.default)
+@rule_for(aten.convolution_backward.default)
 def _weight_gradient(call: Call) -> Rule | None:
-    """The one piece that _backward leaves: the gradient of the weight, which takes part by its
-    shape alone.
+    """Return the rule of the weight's gradient, which _backward leaves as it is.
+
+    Only the shape of the weight is used.
     """
     if list(call.args[10]) != [False, True, False]:
         return None
@@ -234,14 +247,15 @@ def _local_backward_groups(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[t
     return (*args[:9], (grad if args[7] else x)[1] // w[1], args[10]), kwargs
 
 
-def _emit_weight_gradient(local, args: tuple, kwargs: dict) -> list:
+def _emit_weight_gradient(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     grad, x, w, _, stride, padding, dilation, transposed, rest, _, mask = args
     spatial = range(len(local.shape(w)) - 2)
     padding, rest = (
-        [0 if local.sharded(f"h{i}") else _at(v, i) for i in spatial] for v in (padding, rest)
+        [0 if local.sharded(f"h{i}") else _along_dim(v, i) for i in spatial]
+        for v in (padding, rest)
     )
     groups = local.shape(grad if transposed else x)[1] // local.shape(w)[1]
-    every = local.call(
+    grads = local.call(
         aten.convolution_backward.default,
         grad,
         x,
@@ -255,14 +269,24 @@ def _emit_weight_gradient(local, args: tuple, kwargs: dict) -> list:
         groups,
         mask,
     )
-    return [None, local.call(operator.getitem, every, 1), None]
+    return [None, local.call(operator.getitem, grads, 1), None]
 
 
 @decomposition(aten.convolution_backward.default)
 def _backward(
-    grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask
-):
-    """The input's gradient is a convolution as well, transposed if the forward's was not."""
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of input, weight and bias. The input's is a convolution."""
     options = (stride, padding, dilation, transposed, output_padding, groups)
     if list(mask) == [False, True, False]:
         return aten.convolution_backward.default(grad, x, w, None, *options, mask)
@@ -277,7 +301,18 @@ def _backward(
     )
 
 
-def _input_gradient(grad, x, w, stride, padding, dilation, transposed, output_padding, groups):
+def _input_gradient(
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Compute the input's gradient by a convolution, transposed if the forward is not."""
     spatial = x.dim() - 2
     stride, padding, dilation = (
         list(v) * (spatial if len(v) == 1 else 1) for v in (stride, padding, dilation)
@@ -295,6 +330,6 @@ def _input_gradient(grad, x, w, stride, padding, dilation, transposed, output_pa
         grad, w, None, stride, padding, dilation, not transposed, rest, groups
     )
     for d in range(2, x.dim()):
-        if result.shape[d] > x.shape[d]:  # output padding of at least a stride
+        if result.shape[d] > x.shape[d]:  # the output padding was a stride or more
             result = result.narrow(d, 0, x.shape[d])
     return result

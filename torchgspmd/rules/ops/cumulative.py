@@ -1,59 +1,62 @@
-"""Cumulative operations. Along a sharded dimension: a scan of each device's block, and an exclusive
-scan of the blocks' totals, which are gathered (Blelloch, Prefix sums and their applications, 1990;
-XLA's associative scan does the same).
+"""Cumulative operations.
+
+Along a sharded dimension, each device scans its block. The blocks' totals are gathered, and their
+exclusive scan is added (Blelloch, Prefix sums and their applications, 1990). XLA's associative scan
+does the same.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ..notation import Call, Rule, make_rule
-from ..registry import BLOCKWISE, SPLITS, computed
+from ..registry import BLOCKWISE, SPLITS, rule_for
 
 
 @torch.library.custom_op("torchgspmd::suffix_sums", mutates_args=())
-def suffix_sums(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sums of every row and all behind it, as the gradient of cumsum needs them:
-    flip(cumsum(flip(x))).
-    """
+def suffix_sums(x: Tensor, dim: int) -> Tensor:
+    """Return flip(cumsum(flip(x))): sums of every row and all later ones, for cumsum's gradient."""
     return x.flip(dim).cumsum(dim).flip(dim)
 
 
 @suffix_sums.register_fake
-def _(x: torch.Tensor, dim: int) -> torch.Tensor:
+def _(x: Tensor, dim: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def blocks_of(size: int, shards: int) -> int:
-    """Into how many equal blocks a dimension is cut; shards 1: a guess that many meshes divide.
-    NotImplementedError if it cannot be.
+def count_blocks(size: int, shards: int) -> int:
+    """Return into how many equal blocks to cut a dimension, or raise NotImplementedError.
+
+    shards: 1 if unknown. Then it is the largest divisor below 25.
     """
-    found = [
+    divisors = [
         n for n in ([shards] if shards > 1 else range(24, 1, -1)) if size % n == 0 and size > n
     ]
-    if not found:
+    if not divisors:
         raise NotImplementedError("left as it is")
-    return found[0]
+    return divisors[0]
 
 
-def cut(x: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
-    """[..., size, ...] as [..., blocks, size / blocks, ...]."""
+def cut(x: Tensor, dim: int, blocks: int) -> Tensor:
+    """Reshape [..., size, ...] to [..., blocks, size / blocks, ...]."""
     return x.reshape([*x.shape[:dim], blocks, x.shape[dim] // blocks, *x.shape[dim + 1 :]])
 
 
-def place_of_block(
+def block_starts(
     blocks: int, size: int, trailing: int, device: torch.device, dtype: torch.dtype = torch.int64
-) -> torch.Tensor:
-    """Where each block starts, as [blocks, 1, ...]."""
+) -> Tensor:
+    """Return the first position of each block, as [blocks, 1, ...]."""
     return (torch.arange(blocks, device=device, dtype=dtype) * size).reshape(
         [blocks] + [1] * trailing
     )
 
 
-@computed(
+@rule_for(
     suffix_sums._opoverload,
     aten.cumsum.default,
     aten.cumprod.default,
@@ -75,48 +78,52 @@ def _scan(call: Call) -> Rule:
     )
 
 
-def _exclusive(totals: torch.Tensor, scan, dim: int, start) -> torch.Tensor:
-    """The scan of what comes before each block, as [..., blocks, 1, ...]."""
+def _exclusive_scan(totals: Tensor, scan: Callable, dim: int, start: float) -> Tensor:
+    """Return the scan of all totals before each block, as [..., blocks, 1, ...]."""
     before = scan(totals.narrow(dim, 0, totals.shape[dim] - 1), dim)
     return aten.constant_pad_nd(
         before, [0, 0] * (totals.dim() - 1 - dim) + [1, 0], start
     ).unsqueeze(dim + 1)
 
 
-def _along(scan, join, start):
-    def split(x, dim, *, dtype=None, shards=1):
+def _blockwise(scan: Callable, join: Callable, start: float) -> Callable:
+    """Return a decomposition into scans of blocks, joined with the totals before them."""
+
+    def split(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, shards: int = 1) -> Tensor:
         dim %= max(x.dim(), 1)
-        parts = cut(
+        x_blocks = cut(
             x if dtype is None else x.to(dtype),
             dim,
-            blocks_of(x.shape[dim] if x.dim() else 1, shards),
+            count_blocks(x.shape[dim] if x.dim() else 1, shards),
         )
-        inner = scan(parts, dim + 1)
-        totals = inner.select(dim + 1, parts.shape[dim + 1] - 1)
-        return join(inner, _exclusive(totals, scan, dim, start)).reshape(x.shape)
+        inner = scan(x_blocks, dim + 1)
+        totals = inner.select(dim + 1, x_blocks.shape[dim + 1] - 1)
+        return join(inner, _exclusive_scan(totals, scan, dim, start)).reshape(x.shape)
 
     return split
 
 
-def _suffixes(x, dim, *, shards=1):
-    """As _along, from behind."""
-    parts = cut(x, dim, blocks_of(x.shape[dim], shards))
-    inner = suffix_sums(parts, dim + 1)
-    behind = suffix_sums(inner.select(dim + 1, 0).narrow(dim, 1, parts.shape[dim] - 1), dim)
-    behind = aten.constant_pad_nd(behind, [0, 0] * (x.dim() - 1 - dim) + [0, 1], 0)
-    return (inner + behind.unsqueeze(dim + 1)).reshape(x.shape)
+def _blockwise_suffix_sums(x: Tensor, dim: int, *, shards: int = 1) -> Tensor:
+    """Compute suffix sums by blocks."""
+    x_blocks = cut(x, dim, count_blocks(x.shape[dim], shards))
+    inner = suffix_sums(x_blocks, dim + 1)
+    later = suffix_sums(inner.select(dim + 1, 0).narrow(dim, 1, x_blocks.shape[dim] - 1), dim)
+    later = aten.constant_pad_nd(later, [0, 0] * (x.dim() - 1 - dim) + [0, 1], 0)
+    return (inner + later.unsqueeze(dim + 1)).reshape(x.shape)
 
 
-def _extreme(scan, wins, lowest):
-    def split(x, dim, *, shards=1):
+def _blockwise_extreme(scan: Callable, wins: Callable, lowest: Callable) -> Callable:
+    """Return a decomposition of cummax or cummin into scans of blocks."""
+
+    def split(x: Tensor, dim: int, *, shards: int = 1) -> tuple[Tensor, Tensor]:
         dim %= max(x.dim(), 1)
-        parts = cut(x, dim, blocks_of(x.shape[dim] if x.dim() else 1, shards))
-        values, places = scan(parts, dim + 1)
-        places = places + place_of_block(
-            parts.shape[dim], parts.shape[dim + 1], parts.dim() - 1 - dim, x.device
+        x_blocks = cut(x, dim, count_blocks(x.shape[dim] if x.dim() else 1, shards))
+        values, places = scan(x_blocks, dim + 1)
+        places = places + block_starts(
+            x_blocks.shape[dim], x_blocks.shape[dim + 1], x_blocks.dim() - 1 - dim, x.device
         )
-        last = parts.shape[dim + 1] - 1
-        best, at = scan(values.select(dim + 1, last).narrow(dim, 0, parts.shape[dim] - 1), dim)
+        last = x_blocks.shape[dim + 1] - 1
+        best, at = scan(values.select(dim + 1, last).narrow(dim, 0, x_blocks.shape[dim] - 1), dim)
         pads = [0, 0] * (x.dim() - 1 - dim) + [1, 0]
         best = aten.constant_pad_nd(best, pads, lowest(x.dtype)).unsqueeze(dim + 1)
         at = aten.constant_pad_nd(places.select(dim + 1, last).gather(dim, at), pads).unsqueeze(
@@ -151,12 +158,12 @@ def _highest(dtype: torch.dtype) -> float | int:
 
 
 _SCANS = {
-    aten.cumsum.default: _along(torch.cumsum, torch.add, 0),
-    aten.cumprod.default: _along(torch.cumprod, torch.mul, 1),
-    aten.logcumsumexp.default: _along(torch.logcumsumexp, torch.logaddexp, -math.inf),
-    suffix_sums._opoverload: _suffixes,
-    aten.cummax.default: _extreme(torch.cummax, torch.ge, _lowest),
-    aten.cummin.default: _extreme(torch.cummin, torch.le, _highest),
+    aten.cumsum.default: _blockwise(torch.cumsum, torch.add, 0),
+    aten.cumprod.default: _blockwise(torch.cumprod, torch.mul, 1),
+    aten.logcumsumexp.default: _blockwise(torch.logcumsumexp, torch.logaddexp, -math.inf),
+    suffix_sums._opoverload: _blockwise_suffix_sums,
+    aten.cummax.default: _blockwise_extreme(torch.cummax, torch.ge, _lowest),
+    aten.cummin.default: _blockwise_extreme(torch.cummin, torch.le, _highest),
 }
 SPLITS.update(_SCANS)
 BLOCKWISE.update(_SCANS)

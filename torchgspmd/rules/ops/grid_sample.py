@@ -1,5 +1,6 @@
-"""Reading and counting at places that values give: grids, bags of embeddings, histograms, groups of
-rows.
+"""Operations that read or count at computed positions.
+
+They are grids, bags of embeddings, histograms, CTC losses and groups of rows.
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ import torch
 
 from ...compat.operators import aten
 from ...custom_ops import nd  # noqa: F401 (registers ctc_losses)
+from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, rule
+from ..registry import rule, rule_for
+
+rule(aten.grid_sampler_2d.default, "n c h w, n u v r -> n c u v", whole="h w r", linear=[[0]])
+rule(
+    aten.grid_sampler_3d.default, "n c d h w, n t u v r -> n c t u v", whole="d h w r", linear=[[0]]
+)
 
 
-@computed(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
+@rule_for(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
 def _grid_backward(call: Call) -> Rule:
-    """The channels' terms add up to the gradient of the grid, the grid's to the gradient of the
-    image.
+    """Return the rule of the gradients of image and grid.
+
+    The grid's gradient is a sum over channels, the image's a sum over the grid.
     """
     grad, image, grid = call.tensors
     inner, outer = (
@@ -43,9 +51,9 @@ def _grid_backward(call: Call) -> Rule:
     )
 
 
-@computed(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+@rule_for(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def _embedding_bag(call: Call) -> Rule:
-    """Each column of the table on its own."""
+    """Return a rule in which only the columns of the table may be sharded."""
     sizes, dims = {"e": call.tensors[0].shape[1]}, []
     for i, tensor in enumerate((*call.tensors, *call.results)):
         row = [(f"w{i}_{d}",) for d in range(tensor.dim())]
@@ -59,29 +67,30 @@ def _embedding_bag(call: Call) -> Rule:
     )
 
 
-@computed(aten.histc.default)
+@rule_for(aten.histc.default)
 def _histogram(call: Call) -> Rule | None:
-    """Every device counts its own, if the borders do not depend on the values. What pads lies
-    outside of them.
+    """Return the rule of a histogram with fixed borders: every device counts its own values.
+
+    Padding is filled with a value outside of the borders.
     """
     low, high = call.argument(2, "min", 0), call.argument(3, "max", 0)
     if low == high:
         return None
     x = call.tensors[0]
     names = [(f"d{i}",) for i in range(x.dim())]
-    every = " ".join(n[0] for n in names)
+    factors = " ".join(n[0] for n in names)
     return make_rule(
         [names],
         [[("b",)]],
         {"b": call.results[0].shape[0]} | {n[0]: s for n, s in zip(names, x.shape)},
         whole="b",
-        reduce=every,
-        special=every,
+        reduce=factors,
+        special=factors,
         emit=_emit_histogram,
     )
 
 
-def _emit_histogram(local, args, kwargs):
+def _emit_histogram(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     x, bins, low, high = (*args, 100, 0, 0)[:4] if len(args) < 4 else args
     low, high = kwargs.get("min", low), kwargs.get("max", high)
     for d in range(len(local.rule.operands[0])):
@@ -90,9 +99,9 @@ def _emit_histogram(local, args, kwargs):
     return [local.call(aten.histc.default, x, kwargs.get("bins", bins), low, high)]
 
 
-@computed(torch.ops.torchgspmd.ctc_losses.default)
+@rule_for(torch.ops.torchgspmd.ctc_losses.default)
 def _ctc(call: Call) -> Rule:
-    """Each row of the batch on its own, if its targets are."""
+    """Return a rule in which the batch may be sharded, unless its targets are concatenated."""
     log_probs, targets = call.tensors[:2]
     dims = [
         [("t",), ("n",), ("c",)],
@@ -115,25 +124,23 @@ def _ctc(call: Call) -> Rule:
     )
 
 
-def _emit_groups(local, args, kwargs):
-    """A device's rows are a stretch of all: the groups end where they do, counted from its first
-    row.
-    """
+def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Multiply the device's rows. The ends of the groups count from its first row."""
     rows, weight, ends, *rest = args
     size = local.size("t")
     ends = local.call(
         aten.clamp.default, local.call(aten.sub.Tensor, ends, local.index("t") * size), 0, size
     )
-    made = local.call(local.node.target, rows, weight, ends, *rest)
+    result = local.call(local.node.target, rows, weight, ends, *rest)
     return (
-        [local.call(operator.getitem, made, i) for i in range(len(local.results))]
+        [local.call(operator.getitem, result, i) for i in range(len(local.results))]
         if rest
-        else [made]
+        else [result]
     )
 
 
-# transformers' products of groups of rows [t, k] with a matrix each [e, k, n]: by name, for it need
-# not be installed
+# Products of groups of rows [t, k] with one matrix each [e, k, n], from the package transformers.
+# They are registered by name, because it may not be installed.
 _GROUPS = {"whole": "e", "special": "t", "emit": _emit_groups, "contraction": True}
 rule("transformers::grouped_mm_fallback", "t k, e k n, e -> t n", reduce="k", **_GROUPS)
 rule(

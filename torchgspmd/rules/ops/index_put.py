@@ -1,5 +1,4 @@
-"""Reading and writing at several indices at once: x[:, i, j] and x[:, i, j] = values, as aten.index
-and aten.index_put.
+"""Advanced indexing: x[:, i, j] as aten.index, x[:, i, j] = values as aten.index_put.
 
 Factors: v an indexed dimension, b a dimension of the indices, d any other one.
 """
@@ -7,22 +6,25 @@ Factors: v an indexed dimension, b a dimension of the indices, d any other one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor, fx
 
 from ...compat.operators import aten
+from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, decomposition
-from .lookup import here, zero_outside
-from .scatter import first_only, longer, spare_places
+from ..registry import decomposition, rule_for
+from .lookup import shard_index, zero_outside
+from .scatter import index_or_spare_row, only_on_first_shard, with_spare_row
 
 
-@computed(aten.index_put.default, aten._unsafe_index_put.default)
+@rule_for(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put(call: Call) -> Rule | None:
-    found = advanced(call)
-    if found is None:
+    factors = indexing_factors(call)
+    if factors is None:
         return None
-    x, indices, result, sizes = found
+    x, indices, result, sizes = factors
     values, accumulate = call.tensors[-1], call.argument(3, "accumulate", False)
     lead = len(result) - values.dim()
     if lead < 0:
@@ -30,42 +32,43 @@ def _index_put(call: Call) -> Rule | None:
     value = [
         name if values.shape[i] == sizes[name[0]] else () for i, name in enumerate(result[lead:])
     ]
-    pointed = " ".join(name for name in sizes if name[0] == "b")
-    written = " ".join(name for name in sizes if name[0] == "v")
+    index_factors = " ".join(name for name in sizes if name[0] == "b")
+    row_factors = " ".join(name for name in sizes if name[0] == "v")
     return make_rule(
         [x, *indices, value],
         [x],
         sizes,
-        special=f"{written} {pointed}",
-        reduce=pointed if accumulate else "",
-        whole="" if accumulate else pointed,
+        special=f"{row_factors} {index_factors}",
+        reduce=index_factors if accumulate else "",
+        whole="" if accumulate else index_factors,
         emit=_emit_index_put,
         linear=[[0, len(call.tensors) - 1]],
         positions=frozenset(range(1, len(call.tensors) - 1)),
     )
 
 
-def _emit_index_put(local, args, kwargs):
+def _emit_index_put(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Write into the shard and its spare rows, then cut the spare rows off."""
     x, indices, values, *accumulate = args
-    moved, cut, operand = [], [], 0
-    x = first_only(local, x, [f for f in local.rule.sizes if f[0] == "b"], "sum")
+    local_indices, cut, operand = [], [], 0
+    x = only_on_first_shard(local, x, [f for f in local.rule.sizes if f[0] == "b"], "sum")
     for d, index in enumerate(indices):
         if index is not None:
             operand += 1
-            index = natural(local, index, local.rule.sizes.get(f"v{d}", 1))
+            index = nonnegative(local, index, local.rule.sizes.get(f"v{d}", 1))
             for i, factors in enumerate(local.rule.operands[operand]):
                 index = local.masked(index, i, factors[0], -1) if factors else index
-            index = spare_places(local, index, f"v{d}")
-            x, cut = longer(local, x, d), [*cut, d]
-        moved.append(index)
-    made = local.call(local.node.target, x, moved, values, *accumulate, **kwargs)
+            index = index_or_spare_row(local, index, f"v{d}")
+            x, cut = with_spare_row(local, x, d), [*cut, d]
+        local_indices.append(index)
+    result = local.call(local.node.target, x, local_indices, values, *accumulate, **kwargs)
     for d in cut:
-        made = local.call(aten.slice.Tensor, made, d, 0, local.size(f"v{d}"))
-    return [made]
+        result = local.call(aten.slice.Tensor, result, d, 0, local.size(f"v{d}"))
+    return [result]
 
 
-def natural(local, index, size: int):
-    """Indices counted from the end as indices from the start."""
+def nonnegative(local: LocalBuilder, index: fx.Node, size: int) -> fx.Node:
+    """Return indices that count from the start, where negative ones count from the end."""
     return local.call(
         aten.where.self,
         local.call(aten.lt.Scalar, index, 0),
@@ -74,78 +77,85 @@ def natural(local, index, size: int):
     )
 
 
-def advanced(call: Call) -> tuple[list, list[list], list, dict[str, int]] | None:
-    """Factors of x, of each index and of x[indices], with sizes: v an indexed dimension, b one of
-    the indices, d another one.
-    """
-    x, given = call.tensors[0], call.args[1]
-    tensors = [i for i in given if i is not None]
+def indexing_factors(call: Call) -> tuple[list, list[list], list, dict[str, int]] | None:
+    """Return the factors of x, of each index and of x[indices], and all sizes; None of masks."""
+    x, arguments = call.tensors[0], call.args[1]
+    tensors = [i for i in arguments if i is not None]
     if not tensors or any(i.dtype in (torch.bool, torch.uint8) for i in tensors) or not x.numel():
         return None
     shape = torch.broadcast_shapes(*(i.shape for i in tensors))
-    places = [d for d, i in enumerate(given) if i is not None]
-    table = [(f"v{d}" if d in places else f"d{d}",) for d in range(x.dim())]
-    broad = [(f"b{i}",) for i in range(len(shape))]
-    sizes = {name[0]: n for name, n in (*zip(table, x.shape), *zip(broad, shape))}
+    places = [d for d, i in enumerate(arguments) if i is not None]
+    names = [(f"v{d}" if d in places else f"d{d}",) for d in range(x.dim())]
+    index_names = [(f"b{i}",) for i in range(len(shape))]
+    sizes = {name[0]: n for name, n in (*zip(names, x.shape), *zip(index_names, shape))}
     indices = [
         [
-            broad[len(shape) - i.dim() + k] if n == shape[len(shape) - i.dim() + k] else ()
+            index_names[len(shape) - i.dim() + k] if n == shape[len(shape) - i.dim() + k] else ()
             for k, n in enumerate(i.shape)
         ]
         for i in tensors
     ]
-    rest = [name for d, name in enumerate(table) if d not in places]
+    rest = [name for d, name in enumerate(names) if d not in places]
     at = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
-    return table, indices, [*rest[:at], *broad, *rest[at:]], sizes
+    return names, indices, [*rest[:at], *index_names, *rest[at:]], sizes
 
 
-@computed(aten.index.Tensor, aten._unsafe_index.Tensor)
+@rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: Call) -> Rule | None:
-    found = advanced(call)
-    if found is None:
+    factors = indexing_factors(call)
+    if factors is None:
         return None
-    x, indices, result, sizes = found
-    written = " ".join(name for name in sizes if name[0] == "v")
+    x, indices, result, sizes = factors
+    row_factors = " ".join(name for name in sizes if name[0] == "v")
     return make_rule(
         [x, *indices],
         [result],
         sizes,
-        special=written,
-        reduce=written,
+        special=row_factors,
+        reduce=row_factors,
         emit=_emit_index,
         linear=[[0]],
         positions=frozenset(range(1, len(call.tensors))),
     )
 
 
-def _emit_index(local, args, kwargs):
+def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Read the rows that the shard has; 0 in place of all others."""
     x, indices = args
-    moved, hit = [], None
+    local_indices, inside_all = [], None
     for d, index in enumerate(indices):
         if index is not None and local.assignment.get(f"v{d}"):
-            index, inside = here(local, f"v{d}", natural(local, index, local.rule.sizes[f"v{d}"]))
-            hit = inside if hit is None else local.call(aten.logical_and.default, hit, inside)
-        moved.append(index)
+            index, inside = shard_index(
+                local, f"v{d}", nonnegative(local, index, local.rule.sizes[f"v{d}"])
+            )
+            inside_all = (
+                inside
+                if inside_all is None
+                else local.call(aten.logical_and.default, inside_all, inside)
+            )
+        local_indices.append(index)
     rank, places = len(local.rule.operands[0]), [d for d, i in enumerate(indices) if i is not None]
-    behind = (
+    trailing = (
         rank - 1 - places[-1] if places[-1] - places[0] == len(places) - 1 else rank - len(places)
     )
-    return [zero_outside(local, hit, local.call(local.node.target, x, moved), behind)]
+    return [
+        zero_outside(local, inside_all, local.call(local.node.target, x, local_indices), trailing)
+    ]
 
 
 @decomposition(aten._unsafe_masked_index.default)
-def _masked_index(x, mask, indices, fill):
-    return aten._unsafe_index.Tensor(x, _clamped(x, indices)).masked_fill(~mask, fill)
+def _masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: float) -> Tensor:
+    return aten._unsafe_index.Tensor(x, _clamp(x, indices)).masked_fill(~mask, fill)
 
 
 @decomposition(aten._unsafe_masked_index_put_accumulate.default)
-def _masked_index_put(x, mask, indices, values):
-    return aten._unsafe_index_put.default(
-        x, _clamped(x, indices), values.masked_fill(~mask, 0), True
-    )
+def _masked_index_put(
+    x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor
+) -> Tensor:
+    return aten._unsafe_index_put.default(x, _clamp(x, indices), values.masked_fill(~mask, 0), True)
 
 
-def _clamped(x, indices) -> list:
+def _clamp(x: Tensor, indices: Sequence[Tensor | None]) -> list:
     return [
         None if index is None else index.clamp(-size, size - 1)
         for index, size in zip(indices, x.shape)
@@ -153,30 +163,36 @@ def _clamped(x, indices) -> list:
 
 
 @decomposition(aten.diagonal.default, aten.diagonal_copy.default)
-def _diagonal(x, offset=0, dim1=0, dim2=1):
+def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     index, order = _diagonal_index(x.shape, offset, dim1, dim2, x.device)
     return aten.index.Tensor(x.permute(order), [None] * (x.dim() - 2) + index)
 
 
 @decomposition(aten.diagonal_backward.default)
-def _diagonal_backward(grad, shape, offset, dim1, dim2):
+def _diagonal_backward(
+    grad: Tensor, shape: Sequence[int], offset: int, dim1: int, dim2: int
+) -> Tensor:
     index, order = _diagonal_index(shape, offset, dim1, dim2, grad.device)
     zeros = grad.new_zeros([shape[d] for d in order])
-    written = aten.index_put.default(zeros, [None] * (len(shape) - 2) + index, grad, True)
-    return written.permute([order.index(d) for d in range(len(shape))])
+    result = aten.index_put.default(zeros, [None] * (len(shape) - 2) + index, grad, True)
+    return result.permute([order.index(d) for d in range(len(shape))])
 
 
 @decomposition(aten.diagonal_scatter.default)
-def _diagonal_scatter(x, source, offset=0, dim1=0, dim2=1):
+def _diagonal_scatter(
+    x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Tensor:
     index, order = _diagonal_index(x.shape, offset, dim1, dim2, x.device)
-    written = aten.index_put.default(
+    result = aten.index_put.default(
         x.permute(order), [None] * (x.dim() - 2) + index, source.to(x.dtype)
     )
-    return written.permute([order.index(d) for d in range(x.dim())])
+    return result.permute([order.index(d) for d in range(x.dim())])
 
 
-def _diagonal_index(shape, offset: int, dim1: int, dim2: int, device) -> tuple[list, list[int]]:
-    """Rows and columns of a diagonal, and the order of dimensions that puts its two last."""
+def _diagonal_index(
+    shape: Sequence[int], offset: int, dim1: int, dim2: int, device: torch.device
+) -> tuple[list, list[int]]:
+    """Return [rows, columns] of a diagonal, and the dimensions with its two last."""
     dim1, dim2 = dim1 % len(shape), dim2 % len(shape)
     rows, columns = max(-offset, 0), max(offset, 0)
     count = max(0, min(shape[dim1] - rows, shape[dim2] - columns))
@@ -187,17 +203,17 @@ def _diagonal_index(shape, offset: int, dim1: int, dim2: int, device) -> tuple[l
 
 
 @decomposition(aten.trace.default)
-def _trace(x):
+def _trace(x: Tensor) -> Tensor:
     return _diagonal(x).sum(dtype=None if x.is_floating_point() or x.is_complex() else torch.int64)
 
 
 @decomposition(aten.take.default)
-def _take(x, index):
+def _take(x: Tensor, index: Tensor) -> Tensor:
     return x.reshape(-1)[torch.where(index < 0, index + x.numel(), index)]
 
 
 @decomposition(aten.put.default)
-def _put(x, index, source, accumulate=False):
+def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     flat = aten.index_put.default(
         x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate
     )
@@ -205,19 +221,17 @@ def _put(x, index, source, accumulate=False):
 
 
 @decomposition(aten.masked_scatter.default)
-def _masked_scatter(x, mask, source):
-    """The n-th place that the mask has takes the n-th element of the source."""
+def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Put the n-th element of the source where the mask has its n-th True."""
     x, mask = torch.broadcast_tensors(x, mask)
     place = mask.reshape(-1).cumsum(0) - 1
-    taken = source.reshape(-1)[place.clamp(0, source.numel() - 1)].reshape(x.shape)
-    return torch.where(mask, taken, x)
+    values = source.reshape(-1)[place.clamp(0, source.numel() - 1)].reshape(x.shape)
+    return torch.where(mask, values, x)
 
 
 @decomposition(aten.masked_scatter_backward.default)
-def _masked_scatter_backward(grad, mask, sizes):
+def _masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
     count = math.prod(sizes)
     flat = mask.expand(grad.shape).reshape(-1)
-    place = torch.where(
-        flat, flat.cumsum(0) - 1, count
-    )  # what the mask leaves out goes behind the end
+    place = torch.where(flat, flat.cumsum(0) - 1, count)  # masked elements go past the end
     return grad.new_zeros(count + 1).scatter_add(0, place, grad.reshape(-1))[:count].reshape(sizes)

@@ -1,10 +1,9 @@
-"""Interpolation and adaptive average pooling. Positions read rows around their own place, so along
-a sharded dimension a device needs some rows of its neighbours:
+"""Interpolation and adaptive average pooling.
 
     upsample_linear1d of 8 rows to 16       ... w[p-3:p+2/2] -> ... w
 
-There it computes by what ops.resampling knows of the operation; with all dimensions whole, by the
-operation itself.
+Positions read nearby rows, so a sharded dimension needs a halo. Along it the result is computed
+with the weights of custom_ops/resampling.py. Otherwise it is the operation itself.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from typing import Any
 import torch
 
 from ...compat.operators import aten
-from ...custom_ops.resampling import Line, band, bands, kind_of, weights
+from ...custom_ops.resampling import Line, band, bands, computation_dtype, weights
 from ...halo import Reach
+from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, shape_argument
+from ..registry import rule_for, shape_argument
 
-_PLACED = {
+_WITHOUT_CORNERS = {
     1: ("upsample_nearest1d", "_upsample_nearest_exact1d"),
     2: ("upsample_nearest2d", "_upsample_nearest_exact2d"),
     3: ("upsample_nearest3d", "_upsample_nearest_exact3d"),
 }
-_ALIGNED = {
+_WITH_CORNERS = {
     1: ("upsample_linear1d",),
     3: ("upsample_trilinear3d",),
     2: (
@@ -42,25 +42,28 @@ _ALIGNED = {
 
 
 def _register(name: str, count: int, aligned: bool) -> None:
-    """count: of spatial dimensions. aligned: whether it has an argument align_corners."""
+    """Register an operation with `count` spatial dimensions.
+
+    aligned: whether it has an argument align_corners.
+    """
 
     def lines(
-        call: Call, before: Sequence[int], behind: Sequence[int], rest: Sequence[Any], back: bool
+        call: Call, before: Sequence[int], after: Sequence[int], rest: Sequence[Any], back: bool
     ) -> list[Line]:
         corners, scales = (rest[0], rest[1:]) if aligned else (None, rest)
         scales = [*scales, *[None] * (count - len(scales))]
         return [
             Line(name, d, n, m, corners, scales[d], back)
-            for d, (n, m) in enumerate(zip(before[-count:], behind[-count:]))
+            for d, (n, m) in enumerate(zip(before[-count:], after[-count:]))
         ]
 
-    @computed(getattr(aten, name).default)
+    @rule_for(getattr(aten, name).default)
     def _forward(call: Call) -> Rule:
         return _rule(
             call, lines(call, call.tensors[0].shape, call.results[0].shape, call.args[2:], False)
         )
 
-    @computed(getattr(aten, f"{name}_backward").default)
+    @rule_for(getattr(aten, f"{name}_backward").default)
     def _backward(call: Call) -> Rule:
         return _rule(
             call, lines(call, call.results[0].shape, call.tensors[0].shape, call.args[3:], True), 2
@@ -68,34 +71,38 @@ def _register(name: str, count: int, aligned: bool) -> None:
 
 
 for _n in (1, 2, 3):
-    for _name in _PLACED[_n]:
+    for _name in _WITHOUT_CORNERS[_n]:
         _register(_name, _n, False)
-    for _name in _ALIGNED[_n]:
+    for _name in _WITH_CORNERS[_n]:
         _register(_name, _n, True)
 
 
-@computed(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
+@rule_for(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
 def _average(call: Call) -> Rule:
-    return _rule(call, _averages(call.target, call.tensors[0].shape, call.results[0].shape, False))
+    return _rule(
+        call, _average_lines(call.target, call.tensors[0].shape, call.results[0].shape, False)
+    )
 
 
-@computed(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
+@rule_for(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
 def _average_backward(call: Call) -> Rule:
-    """Operands: gradient, input. The input takes part by its shape alone."""
-    return _rule(call, _averages(call.target, call.results[0].shape, call.tensors[0].shape, True))
+    """Return the rule of (gradient, input). Only the shape of the input is used."""
+    return _rule(
+        call, _average_lines(call.target, call.results[0].shape, call.tensors[0].shape, True)
+    )
 
 
-def _averages(op: Any, before: Sequence[int], behind: Sequence[int], back: bool) -> list[Line]:
+def _average_lines(op: Any, before: Sequence[int], after: Sequence[int], back: bool) -> list[Line]:
     name = op._schema.name.removeprefix("aten::").removesuffix("_backward")
-    pairs = list(zip(before, behind))[-int(name[-2]) :]
+    pairs = list(zip(before, after))[-int(name[-2]) :]
     return [Line(name, d, n, m, back=back) for d, (n, m) in enumerate(pairs)]
 
 
 def _rule(call: Call, lines: Sequence[Line], shape_at: int | None = None) -> Rule:
-    """shape_at: position of the argument that holds the result's whole shape."""
+    """Return the rule of an operation. shape_at: which argument is the global result shape."""
 
-    def emit(local, args: tuple, kwargs: dict) -> list:
-        return [_resampled(local, args[0], lines)]
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+        return [_resample(local, args[0], lines)]
 
     return rule_along(
         call,
@@ -108,11 +115,11 @@ def _rule(call: Call, lines: Sequence[Line], shape_at: int | None = None) -> Rul
 
 
 def rule_along(
-    call: Call, lines: Sequence[Line], moved: Sequence[int], emit: Callable, **keywords: Any
+    call: Call, lines: Sequence[Line], windowed: Sequence[int], emit: Callable, **keywords: Any
 ) -> Rule:
-    """All tensors have the dimensions d0, d1, ... of the result; operands number `moved` are read
-    in windows, and are whole where they cannot be. emit: for what is sharded along these
-    dimensions.
+    """Return a rule in which all tensors have the dimensions d0, d1, ... of the result.
+
+    windowed: operands that have a halo along `lines`, or are whole where they cannot.
     """
     y = call.results[0]
     lead, halo, whole = y.dim() - len(lines), {}, set()
@@ -127,12 +134,12 @@ def rule_along(
         ):
             whole |= {f"w{d}", f"d{d}"}
             sizes[f"w{d}"] = call.tensors[0].shape[d]
-            for operand in moved:
+            for operand in windowed:
                 operands[operand][d] = (f"w{d}",)
-        elif not is_same(line):
+        elif not is_identity(line):
             halo |= {
                 (operand, d): _reach(line).inverse(0.0) if line.back else _reach(line)
-                for operand in moved
+                for operand in windowed
             }
     return make_rule(
         operands,
@@ -147,58 +154,61 @@ def rule_along(
 
 
 @lru_cache(maxsize=1024)
-def is_same(line: Line) -> bool:
-    """Whether every position is the row of its number."""
+def is_identity(line: Line) -> bool:
+    """Return whether every position is the row of the same number."""
     unit = torch.eye(line.rows, dtype=torch.float64, device="cpu")
     return line.rows == line.positions and torch.equal(weights(line, torch.float64), unit)
 
 
 @lru_cache(maxsize=1024)
 def _reach(line: Line) -> Reach:
-    """Of the straight lines that places may follow, the one with the narrowest windows; of the
-    operation, not of its gradient.
+    """Return the reach of the forward operation.
+
+    Positions may follow several slopes. The one with the narrowest windows is taken.
     """
     first, last, _ = (t.tolist() for t in bands(replace(line, back=False), torch.float32))
     slopes = {Fraction(line.rows, line.positions), Fraction(line.rows - 1, line.positions - 1)}
     slopes |= {Fraction(1 / line.scale).limit_denominator(64)} if line.scale else set()
-    found = []
+    reaches = []
     for slope in (s for s in slopes if s > 0):
         ahead = [slope.numerator * p for p in range(line.positions)]
         low, high = (
             pick(slope.denominator * r - a for r, a in zip(rows, ahead))
             for pick, rows in ((min, first), (max, last))
         )
-        found.append(Reach(low, high, slope.numerator, slope.denominator, fill=0.0))
-    return min(found, key=lambda reach: ((reach.high - reach.low) / reach.every, reach.every))
+        reaches.append(Reach(low, high, slope.numerator, slope.denominator, fill=0.0))
+    return min(reaches, key=lambda reach: ((reach.high - reach.low) / reach.every, reach.every))
 
 
-def _resampled(local, x: Any, lines: Sequence[Line]) -> Any:
-    """One dimension after the other: first those that lose most rows."""
+def _resample(local: LocalBuilder, x: Any, lines: Sequence[Line]) -> Any:
+    """Resample one dimension after the other, beginning with those that shrink most."""
     result, shape = local.results[0], list(local.shape(x))
-    lead, kind = len(result.shape) - len(lines), kind_of(result.dtype)
-    value = x if result.dtype == kind else local.call(aten._to_copy.default, x, dtype=kind)
-    todo = [
+    lead, dtype = len(result.shape) - len(lines), computation_dtype(result.dtype)
+    value = x if result.dtype == dtype else local.call(aten._to_copy.default, x, dtype=dtype)
+    pending = [
         (result.shape[d] / shape[d], d, line)
         for d, line in enumerate(lines, start=lead)
-        if not is_same(line)
+        if not is_identity(line)
     ]
-    for _, d, line in sorted(todo, key=lambda found: found[:2]):
-        value = _along(local, value, shape, d, line)
+    for _, d, line in sorted(pending, key=lambda entry: entry[:2]):
+        value = _resample_dimension(local, value, shape, d, line)
         shape[d] = result.shape[d]
     return (
         value
-        if result.dtype == kind
+        if result.dtype == dtype
         else local.call(aten._to_copy.default, value, dtype=result.dtype)
     )
 
 
-def _along(local, value: Any, shape: Sequence[int], d: int, line: Line) -> Any:
-    """One dimension of a value of a device, whose shape is given."""
+def _resample_dimension(
+    local: LocalBuilder, value: Any, shape: Sequence[int], d: int, line: Line
+) -> Any:
+    """Resample one dimension of a local value of this shape."""
     result, index = local.results[0], local.index(f"d{d}")
-    count, kind = result.shape[d], kind_of(result.dtype)
+    count, kind = result.shape[d], computation_dtype(result.dtype)
     first = local.window(0, d).first(index) if local.sharded(f"d{d}") else 0
     width = bands(line, kind)[2].shape[1]
-    both = local.call(
+    pair = local.call(
         band._opoverload,
         line.op,
         line.dim,
@@ -215,7 +225,7 @@ def _along(local, value: Any, shape: Sequence[int], d: int, line: Line) -> Any:
         kind,
         result.device,
     )
-    rows, weight = (local.call(operator.getitem, both, i) for i in range(2))
+    rows, weight = (local.call(operator.getitem, pair, i) for i in range(2))
     value = local.call(aten.index_select.default, value, d, rows)
     value = local.call(aten.reshape.default, value, [*shape[:d], count, width, *shape[d + 1 :]])
     weight = local.call(aten.reshape.default, weight, [count, width, *[1] * (len(shape) - d - 1)])

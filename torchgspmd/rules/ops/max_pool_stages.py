@@ -1,14 +1,14 @@
-"""Max pooling one dimension after the other, and its gradient by shifts: what it is taken apart to
-where neighbours hold a part of the windows.
+"""Max pooling by one dimension after the other, and its gradient by shifts.
 
-The maximum over a window is that over its columns, then over its rows, so that a row which a
-neighbour needs is as short as one of the result when it is sent. The first maximum of a window, row
-by row, is the first column's in the first row that has it: both find the same one among equals, as
-the order of the dimensions is kept.
+    max_pool2d(x, [3, 3])       max_pool2d(max_pool2d(x, [1, 3]), [3, 1])
 
-The maximum of window p is in row s p + a, for one of the kernel's offsets a, so the gradient of row
-s q + r is the sum over all a = s m + r of what window q - m gives to a. It is picked where the
-window is, and then moved by m rows: no index is sent.
+This decomposition applies where windows reach over shards. Columns are pooled first, so that the
+rows of the halo are as short as those of the result. Ties do not matter. The first maximum of a
+window is in the first row that has it, and there in the first column.
+
+The maximum of window p is in row s p + a, for some offset a of the kernel. Row s q + r receives
+gradient from the windows q - m, for all a = s m + r. The device that has the window selects it.
+Then it moves by m rows. No index is sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...compat.operators import aten
 
 @dataclass(frozen=True)
 class Stage:
-    """Pooling along one dimension, counted from the last one."""
+    """Pooling along one dimension, which is negative: -1 is the last one."""
 
     dim: int
     kernel: int
@@ -38,7 +38,7 @@ class Stage:
         return (self.kernel, self.stride, self.padding) != (1, 1, 0)
 
     def pool(self, x: Tensor, spatial: int, ceil_mode: bool) -> tuple[Tensor, Tensor]:
-        """Values and where they are, flat in the last `spatial` dimensions of x."""
+        """Return the maxima, and their flat positions in the last `spatial` dimensions of x."""
 
         def options(value: int, others: int) -> list[int]:
             return [value if d == self.dim else others for d in range(-spatial, 0)]
@@ -56,8 +56,9 @@ class Stage:
     def pool_backward(
         self, grad: Tensor, index: Tensor, shape: Sequence[int], shards: int
     ) -> Tensor:
-        """The gradient of x of that shape. grad, index: of the results of pool. It is made for as
-        many rows as that many shards divide, so that the phases are put together on every device.
+        """Return the gradient of x, of this shape. grad, index: for the results of `pool`.
+
+        It is computed for a multiple of `shards` rows, so that each device interleaves its phases.
         """
         dim, rows, windows = grad.dim() + self.dim, shape[self.dim], grad.shape[self.dim]
         row = (index // math.prod(shape[dim + 1 :])) % rows
@@ -68,27 +69,30 @@ class Stage:
         phases: list[dict[int, Tensor]] = [{} for _ in range(self.stride)]
         for tap in range(0, self.kernel * self.dilation, self.dilation):
             move, phase = divmod(tap - self.padding, self.stride)
-            phases[phase][move] = _padded(
+            phases[phase][move] = _pad(
                 torch.where(row - first == tap, grad, 0), dim, 0, size - windows
             )
-        nothing = grad.new_zeros([*grad.shape[:dim], size, *grad.shape[dim + 1 :]])
-        found = [_sum_of_moved(terms, dim) if terms else nothing for terms in phases]
+        zeros = grad.new_zeros([*grad.shape[:dim], size, *grad.shape[dim + 1 :]])
+        rows_of_phases = [_sum_of_shifted(terms, dim) if terms else zeros for terms in phases]
         return (
-            found[0] if self.stride == 1 else torch.stack(found, dim + 1).flatten(dim, dim + 1)
+            rows_of_phases[0]
+            if self.stride == 1
+            else torch.stack(rows_of_phases, dim + 1).flatten(dim, dim + 1)
         ).narrow(dim, 0, rows)
 
 
-def _padded(x: Tensor, dim: int, before: int, behind: int) -> Tensor:
+def _pad(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     return (
-        aten.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - dim) + [before, behind])
-        if before or behind
+        aten.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - dim) + [before, after])
+        if before or after
         else x
     )
 
 
-def _sum_of_moved(terms: Mapping[int, Tensor], dim: int) -> Tensor:
-    """Of all terms, each moved by its number of rows. Those moved in one direction go together, as
-    far as they do.
+def _sum_of_shifted(terms: Mapping[int, Tensor], dim: int) -> Tensor:
+    """Sum all terms, each shifted by its number of rows.
+
+    Terms with one direction are shifted together as far as possible.
     """
     sums = [terms[0]] if 0 in terms else []
     for moves in (
@@ -98,7 +102,7 @@ def _sum_of_moved(terms: Mapping[int, Tensor], dim: int) -> Tensor:
         total = None
         for move, following in zip(moves, [*moves[1:], 0]):
             total = terms[move] if total is None else total + terms[move]
-            total = _padded(total, dim, move - following, following - move)
+            total = _pad(total, dim, move - following, following - move)
         sums += [total] if total is not None else []
     return sum(sums[1:], sums[0])
 
@@ -110,13 +114,13 @@ def stages(
     padding: Sequence[int] = (0,),
     dilation: Sequence[int] = (1,),
 ) -> list[Stage]:
-    """From the last dimension on; at least one."""
+    """Return the stages of a pooling, from the last dimension on; at least one."""
     options = [
         list(v) * (spatial if len(v) == 1 else 1)
         for v in (kernel, stride or kernel, padding, dilation)
     ]
-    found = [Stage(dim, *(v[dim] for v in options)) for dim in range(-1, -spatial - 1, -1)]
-    return [stage for stage in found if stage.changes] or found[-1:]
+    all_stages = [Stage(dim, *(v[dim] for v in options)) for dim in range(-1, -spatial - 1, -1)]
+    return [stage for stage in all_stages if stage.changes] or all_stages[-1:]
 
 
 def max_pool(
@@ -127,9 +131,7 @@ def max_pool(
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Values, and where they are in what the last stage pools: that is what max_pool_backward
-    takes.
-    """
+    """Return the maxima, and their positions in the input of the last stage."""
     index = None
     for stage in stages(len(kernel), kernel, stride, padding, dilation):
         x, index = stage.pool(x, len(kernel), ceil_mode)
@@ -148,14 +150,16 @@ def max_pool_backward(
     *,
     shards: int = 1,
 ) -> Tensor:
-    """The gradient of x. index: as max_pool gives it; those of the stages before the last are found
-    again. shards: see Stage.
+    """Return the gradient of x. index: from `max_pool`. shards: see Stage.pool_backward.
+
+    The indices of the stages before the last are computed again.
     """
-    todo, done = stages(len(kernel), kernel, stride, padding, dilation), []
-    for stage in todo[:-1]:
-        pooled, found = stage.pool(x, len(kernel), ceil_mode)
-        done.append((found, x.shape))
+    forward, saved = stages(len(kernel), kernel, stride, padding, dilation), []
+    for stage in forward[:-1]:
+        pooled, position = stage.pool(x, len(kernel), ceil_mode)
+        saved.append((position, x.shape))
         x = pooled
-    for stage, (found, shape) in zip(reversed(todo), reversed([*done, (index, x.shape)])):
-        grad = stage.pool_backward(grad, found, shape, shards)
+    saved.append((index, x.shape))
+    for stage, (position, shape) in zip(reversed(forward), reversed(saved)):
+        grad = stage.pool_backward(grad, position, shape, shards)
     return grad

@@ -1,20 +1,24 @@
-"""softmax and layer norm. Fused while the normalized dimensions are whole, else PyTorch's
-decomposition of them: local statistics and an all_reduce of those.
+"""softmax and layer norm.
+
+They stay fused while the normalized dimensions are whole. Otherwise they are decomposed into local
+statistics and an all_reduce of these.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ..notation import Call, Rule, make_rule
-from ..registry import SPLITS, computed, decomposition
-from .reduction import wide
+from ..registry import SPLITS, decomposition, rule_for
+from .reduction import accumulation_dtype
 
 
-@computed(
+@rule_for(
     aten._softmax.default,
     aten._log_softmax.default,
     aten._softmax_backward_data.default,
@@ -35,35 +39,35 @@ def _softmax(call: Call) -> Rule:
     )
 
 
-def _split_softmax(x, dim, half_to_float):
-    e = (x.to(wide(x.dtype)) - x.amax(dim, True)).exp()
+def _split_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    e = (x.to(accumulation_dtype(x.dtype)) - x.amax(dim, True)).exp()
     return (e / e.sum(dim, True)).to(torch.float32 if half_to_float else x.dtype)
 
 
-def _split_log_softmax(x, dim, half_to_float):
-    shifted = x.to(wide(x.dtype)) - x.amax(dim, True)
+def _split_log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    shifted = x.to(accumulation_dtype(x.dtype)) - x.amax(dim, True)
     return (shifted - shifted.exp().sum(dim, True).log()).to(
         torch.float32 if half_to_float else x.dtype
     )
 
 
-def _split_safe_softmax(x, dim, dtype=None):
+def _split_safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     dtype = dtype or x.dtype
     x = x.to(dtype)
     top = x.amax(dim, True)
-    empty = top == float("-inf")  # rows without any finite number are 0
-    e = (x.to(wide(dtype)) - torch.where(empty, 0.0, top)).exp()
+    empty = top == float("-inf")  # rows without a finite number become 0
+    e = (x.to(accumulation_dtype(dtype)) - torch.where(empty, 0.0, top)).exp()
     return torch.where(empty, 0.0, e / e.sum(dim, True)).to(dtype)
 
 
-def _split_softmax_backward(grad, y, dim, dtype):
-    y = y.to(wide(y.dtype))
+def _split_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    y = y.to(accumulation_dtype(y.dtype))
     gy = grad * y
     return (gy - y * gy.sum(dim, True)).to(dtype)
 
 
-def _split_log_softmax_backward(grad, y, dim, dtype):
-    grad, y = (t.to(wide(t.dtype)) for t in (grad, y))
+def _split_log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    grad, y = (t.to(accumulation_dtype(t.dtype)) for t in (grad, y))
     return (grad - y.exp() * grad.sum(dim, True)).to(dtype)
 
 
@@ -84,7 +88,7 @@ def _layer_norm_names(rank: int, count: int) -> tuple[list, list, list]:
     return lead, tail, lead + [()] * count
 
 
-@computed(aten.native_layer_norm.default, splits=True)
+@rule_for(aten.native_layer_norm.default, splits=True)
 def _layer_norm(call: Call) -> Rule:
     x, count = call.tensors[0], len(call.args[1])
     lead, tail, statistics = _layer_norm_names(x.dim(), count)
@@ -98,9 +102,15 @@ def _layer_norm(call: Call) -> Rule:
     )
 
 
-def _split_layer_norm(x, normalized_shape, weight, bias, eps):
+def _split_layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
-    full, count = x.to(wide(x.dtype)), math.prod(normalized_shape)
+    full, count = x.to(accumulation_dtype(x.dtype)), math.prod(normalized_shape)
     mean = full.sum(dims, True) / count
     centered = full - mean
     rstd = ((centered * centered).sum(dims, True) / count + eps).rsqrt()
@@ -112,7 +122,7 @@ def _split_layer_norm(x, normalized_shape, weight, bias, eps):
 SPLITS[aten.native_layer_norm.default] = _split_layer_norm
 
 
-@computed(aten.native_layer_norm_backward.default, splits=True)
+@rule_for(aten.native_layer_norm_backward.default, splits=True)
 def _layer_norm_backward(call: Call) -> Rule:
     x, count = call.tensors[1], len(call.args[2])
     lead, tail, statistics = _layer_norm_names(x.dim(), count)
@@ -135,7 +145,9 @@ def _layer_norm_backward(call: Call) -> Rule:
 
 
 @decomposition(aten._weight_norm_interface_backward.default)
-def _weight_norm_backward(grad, v, g, norm, dim):
+def _weight_norm_backward(
+    grad: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
     dims = [d for d in range(v.dim()) if d != dim % v.dim()]
     along = (grad * v).sum(dims, True)
     return (grad - v * along / norm.square()) * (g / norm), along / norm

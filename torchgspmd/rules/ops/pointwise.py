@@ -1,4 +1,4 @@
-"""Elementwise operations: dimensions are aligned from the right, those of size 1 broadcast."""
+"""Elementwise operations. Dimensions align from the right, and those of size 1 broadcast."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ...annotate import mark_sharding_op
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
 from ..notation import Call, Rule, make_rule
-from ..registry import computed, decomposition, rule
+from ..registry import decomposition, rule, rule_for
 
 
 def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """Factors of an operand that broadcasts to `result`: the result's dimension i is factor d<i>."""
+    """Return the factors of an operand that broadcasts to a result with factors d0, d1, ..."""
     offset = len(result) - len(shape)
     return tuple(
         (f"d{i + offset}",) if size == result[i + offset] else () for i, size in enumerate(shape)
@@ -24,7 +24,7 @@ def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> tuple[tuple[s
 
 
 def quotient(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """What is divided and by what, if one value is by another: linear in the first."""
+    """Return (dividend, divisor) of a division of two values, else None."""
     return (
         node.args
         if node.target is aten.div.Tensor and all(isinstance(n, fx.Node) for n in node.args)
@@ -33,13 +33,9 @@ def quotient(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = ()) -> Rule:
-    """Dimensions correspond as in broadcasting; linear: groups of operands through which a pending
-    sum passes.
-    """
+    """Return the rule of an elementwise call. linear: see Rule."""
     shape = tuple(call.results[0].shape)
-    linear = [
-        group for group in linear if max(group) < len(call.tensors)
-    ]  # x + 1 is not linear in x
+    linear = [g for g in linear if max(g) < len(call.tensors)]  # x + 1 is not linear in x
     sizes = {f"d{i}": size for i, size in enumerate(shape)}
     return make_rule(
         [broadcast_dims(t.shape, shape) for t in call.tensors],
@@ -50,10 +46,8 @@ def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = ()) -> Rule:
 
 
 def pointwise(*ops: OpOverload, linear: Sequence[Sequence[int]] = ()) -> None:
-    """Registers elementwise operations; linear: groups of operands through which a pending sum
-    passes.
-    """
-    computed(*ops)(lambda call: pointwise_rule(call, linear))
+    """Register elementwise operations. linear: see Rule."""
+    rule_for(*ops)(lambda call: pointwise_rule(call, linear))
 
 
 pointwise(
@@ -254,7 +248,7 @@ pointwise(aten.where.self, linear=[[1, 2]])
 pointwise(mark_sharding_op._opoverload)
 
 
-@computed(
+@rule_for(
     aten.div.Tensor_mode,
     aten.floor_divide.default,
     aten.fmod.Tensor,
@@ -263,17 +257,19 @@ pointwise(mark_sharding_op._opoverload)
     aten.pow.Scalar,
     aten.pow.Tensor_Tensor,
 )
-def _by_nonzero(call: Call) -> Rule:
-    """A process dies of an integer division by zero, and of a negative exponent, also where it
-    divides what nobody reads.
+def _integer_division(call: Call) -> Rule:
+    """Return a rule whose padding of divisors and exponents is 1.
+
+    An integer division by zero, or a negative exponent, kills the process, even in padding.
     """
     integers = not (call.results[0].dtype.is_floating_point or call.results[0].dtype.is_complex)
     return replace(pointwise_rule(call), padding={len(call.tensors) - 1: 1.0} if integers else {})
 
 
-def keeps_sums(call: Call) -> bool:
-    """Whether the cast from the operand's type to the result's is linear: the one to integers
-    rounds.
+def is_linear_cast(call: Call) -> bool:
+    """Return whether the cast from the operand's type to the result's is linear.
+
+    A cast of floats to integers rounds, so it is not.
     """
     before, after = call.tensors[0].dtype, call.results[0].dtype
     return (
@@ -283,9 +279,9 @@ def keeps_sums(call: Call) -> bool:
     )
 
 
-@computed(aten._to_copy.default)
+@rule_for(aten._to_copy.default)
 def _to_copy(call: Call) -> Rule:
-    return pointwise_rule(call, linear=[[0]] if keeps_sums(call) else ())
+    return pointwise_rule(call, linear=[[0]] if is_linear_cast(call) else ())
 
 
 for _op, _sentence in (
@@ -296,20 +292,20 @@ for _op, _sentence in (
 
 
 @decomposition(aten._conj.default)
-def _conj(x):
+def _conj(x: Tensor) -> Tensor:
     return aten._conj_physical.default(x)
 
 
 @decomposition(aten._neg_view.default)
-def _neg_view(x):
+def _neg_view(x: Tensor) -> Tensor:
     return -x
 
 
 @decomposition(aten.addcmul.default)
-def _addcmul(x, a, b, *, value=1):
+def _addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
     return x + (a * b if value == 1 else a * b * value)
 
 
 @decomposition(aten.addcdiv.default)
-def _addcdiv(x, a, b, *, value=1):
+def _addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
     return x + (a / b if value == 1 else a / b * value)

@@ -1,17 +1,23 @@
-"""Operations that write by index. A device that holds a part of the written dimension writes what
-falls there; the rest goes to a spare row behind its part. Where what is written is sharded, and
-writing means adding (or the largest, ...), every device writes its own to a neutral value, the
-first to the operand, and their sum is pending (GSPMD's partitioned scatter).
+"""Operations that write by index: scatter, index_add, index_copy, index_fill.
+
+If the indexed dimension is sharded, a device writes the rows that it has. All others go to a spare
+row behind its shard, which is cut off. If writing is a reduction (add, max), the values may be
+sharded. Then each device writes its own into a neutral value, the first one into the operand. The
+reduction stays pending (GSPMD's partitioned scatter).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import fx
 
 from ...compat.operators import aten
-from ..notation import IDENTITY, Call, Rule, make_rule
-from ..registry import computed
-from .lookup import aligned
+from ..local_builder import LocalBuilder
+from ..notation import IDENTITY, Call, Dims, Rule, make_rule
+from ..registry import rule_for
+from .lookup import aligned_factors
 
 KINDS = {
     "sum": "sum",
@@ -23,44 +29,44 @@ KINDS = {
 }
 
 
-def spare_places(local, index, factor: str):
-    """Indices into the device's part of a dimension; those that do not fall there point behind it."""
+def index_or_spare_row(local: LocalBuilder, index: fx.Node, factor: str) -> fx.Node:
+    """Return indices into the device's shard. Those outside of it point behind its end."""
     size = local.size(factor)
-    moved = local.call(aten.sub.Tensor, index, local.index(factor) * size)
+    shifted = local.call(aten.sub.Tensor, index, local.index(factor) * size)
     inside = local.call(
         aten.logical_and.default,
-        local.call(aten.ge.Scalar, moved, 0),
-        local.call(aten.lt.Scalar, moved, size),
+        local.call(aten.ge.Scalar, shifted, 0),
+        local.call(aten.lt.Scalar, shifted, size),
     )
     spare = local.call(
         aten.scalar_tensor.default, size, dtype=torch.int64, device=local.results[0].device
     )
-    return local.call(aten.where.self, inside, moved, spare)
+    return local.call(aten.where.self, inside, shifted, spare)
 
 
-def longer(local, x, dim: int):
-    """x with a spare row at the end of a dimension."""
+def with_spare_row(local: LocalBuilder, x: fx.Node, dim: int) -> fx.Node:
+    """Return x with one more row at the end of a dimension."""
     return local.call(
         aten.constant_pad_nd.default, x, [0, 0] * (len(local.results[0].shape) - 1 - dim) + [0, 1]
     )
 
 
-def first_only(local, x, factors: list[str], kind: str):
-    """x on the device that holds the first part of all factors, elsewhere the reduction's neutral
-    value.
-    """
+def only_on_first_shard(local: LocalBuilder, x: fx.Node, factors: list[str], kind: str) -> fx.Node:
+    """Return x on the device with the first shard of all factors, else the neutral value."""
     if kind in ("max", "min"):
         return x
     first = True
     for factor in factors:
         if local.assignment.get(factor):
-            here = local.call(
+            is_first = local.call(
                 aten.scalar_tensor.default,
                 local.index(factor) == 0,
                 dtype=torch.bool,
                 device=local.results[0].device,
             )
-            first = here if first is True else local.call(aten.logical_and.default, first, here)
+            first = (
+                is_first if first is True else local.call(aten.logical_and.default, first, is_first)
+            )
     neutral = local.call(
         aten.scalar_tensor.default,
         IDENTITY[kind],
@@ -70,29 +76,41 @@ def first_only(local, x, factors: list[str], kind: str):
     return x if first is True else local.call(aten.where.self, first, x, neutral)
 
 
-def _emit(local, args, kwargs):
+def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Write into the shard and its spare row, then cut the spare row off."""
     x, dim, index, *rest = args
     dim %= len(local.results[0].shape)
-    written, pointed = f"v{dim}", f"i{dim}"
+    row_factor, index_factor = f"v{dim}", f"i{dim}"
     place = next(
-        (i for i, factors in enumerate(local.rule.operands[1]) if factors == (pointed,)), 0
+        (i for i, factors in enumerate(local.rule.operands[1]) if factors == (index_factor,)), 0
     )
-    masked, whole = local.masked(index, place, pointed, -1), not local.assignment.get(written)
-    x = first_only(local, x, [pointed], local.rule.reduce.get(pointed, "sum"))
-    if whole and masked is index:  # nothing falls elsewhere
+    masked, whole = (
+        local.masked(index, place, index_factor, -1),
+        not local.assignment.get(row_factor),
+    )
+    x = only_on_first_shard(local, x, [index_factor], local.rule.reduce.get(index_factor, "sum"))
+    if whole and masked is index:  # all rows are here
         return [local.call(local.node.target, x, dim, index, *rest, **kwargs)]
-    made = local.call(
+    result = local.call(
         local.node.target,
-        longer(local, x, dim),
+        with_spare_row(local, x, dim),
         dim,
-        spare_places(local, masked, written),
+        index_or_spare_row(local, masked, row_factor),
         *rest,
         **kwargs,
     )
-    return [local.call(aten.slice.Tensor, made, dim, 0, local.size(written))]
+    return [local.call(aten.slice.Tensor, result, dim, 0, local.size(row_factor))]
 
 
-def _rule(call: Call, dim: int, names, sizes, whole: str, kind: str | None, linear=()) -> Rule:
+def _rule(
+    call: Call,
+    dim: int,
+    names: Sequence[Dims],
+    sizes: dict[str, int],
+    whole: str,
+    kind: str | None,
+    linear: Sequence[Sequence[int]] = (),
+) -> Rule:
     special = f"v{dim} i{dim}" if kind else f"v{dim}"
     return make_rule(
         names,
@@ -107,7 +125,7 @@ def _rule(call: Call, dim: int, names, sizes, whole: str, kind: str | None, line
     )
 
 
-@computed(
+@rule_for(
     aten.scatter.value,
     aten.scatter.src,
     aten.scatter.reduce,
@@ -120,7 +138,7 @@ def _scatter(call: Call) -> Rule | None:
     if not x.dim() or not index.numel() or not x.numel():
         return None
     dim = call.args[1] % x.dim()
-    names, sizes, whole = aligned(dim, x, index, *source)
+    names, sizes, whole = aligned_factors(dim, x, index, *source)
     kind, linear = None, ()
     if call.target is aten.scatter_add.default:
         kind, linear = "sum", [[0, 2]]
@@ -133,13 +151,13 @@ def _scatter(call: Call) -> Rule | None:
     )
 
 
-@computed(
+@rule_for(
     aten.index_add.default,
     aten.index_copy.default,
     aten.index_fill.int_Scalar,
     aten.index_fill.int_Tensor,
 )
-def _along(call: Call) -> Rule | None:
+def _index_write(call: Call) -> Rule | None:
     x, index, *source = call.tensors
     if not x.dim() or not index.dim() or not index.numel() or not x.numel():
         return None

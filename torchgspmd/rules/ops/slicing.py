@@ -1,11 +1,11 @@
-"""Operations that move rows along a dimension: slices, pads, flips, rolls, concatenations. Where
-that dimension is sharded, a device needs the rows that its positions of the result come from (see
-window.py), mostly its own and a few of neighbours:
+"""Operations that move rows along a dimension: slices, pads, flips, rolls, concatenations.
 
-    x[1:61]     h[p+1:p+2] -> h         pad         h[p-2:p-1] -> h             cat     h[p:p+1], h[p-8:p-7] -> h
-    x[::2]      h[2p:2p+1] -> h         flip        h[-p+63:-p+64] -> h
+    x[1:61]     h[p+1:p+2] -> h         flip        h[-p+63:-p+64] -> h
+    x[::2]      h[2p:2p+1] -> h         cat         h[p:p+1], h[p-8:p-7] -> h
+    pad         h[p-2:p-1] -> h
 
-Padding by content is a concatenation of such pieces.
+Along a sharded dimension, a device needs the rows that its positions come from (halo.py). Most are
+its own, a few are its neighbours'. Reflection and replication pads are concatenations of slices.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ...halo import Reach
-from ..notation import Call, Rule, make_rule
-from ..registry import computed, shape_argument
+from ..local_builder import LocalBuilder
+from ..notation import Call, Rule, Shapes, make_rule
+from ..registry import rule_for, shape_argument
 from .view import keep_rule
 
 
-def moved(
+def movement_rule(
     call: Call, reaches: Sequence[Mapping[int, Reach]], only: bool = True, **keywords: Any
 ) -> Rule:
-    """The rule of an operation whose operands have the result's dimensions, read as given: for each
-    operand, the dimensions that are moved along. Of a result of one row the operand has to be
-    whole: there are no positions to shard. only: whether every row of the result is a row of an
-    operand, or a pad.
+    """Return the rule of an operation that moves rows. reaches: dimension -> Reach, by operand.
+
+    All tensors have the result's dimensions. A result of one row has no positions to shard, so
+    there the operand is whole. only: whether each row of the result is a row of an operand, or a
+    pad.
     """
     shape = call.results[0].shape
     names = [(f"d{i}",) for i in range(len(shape))]
@@ -39,20 +42,20 @@ def moved(
         operands.append([(f"w{i}_{d}",) if d in single else names[d] for d in range(len(shape))])
         sizes |= {f"w{i}_{d}": tensor.shape[d] for d in single}
         whole += [f"w{i}_{d}" for d in single]
-    every = {(i, d): r for i, reach in enumerate(reaches) for d, r in reach.items()}
-    halo = {(i, d): r for (i, d), r in every.items() if shape[d] > 1}
+    moves = {(i, d): r for i, reach in enumerate(reaches) for d, r in reach.items()}
+    halo = {(i, d): r for (i, d), r in moves.items() if shape[d] > 1}
     return make_rule(
         operands,
         [names],
         sizes,
         whole=" ".join(whole),
         halo=halo,
-        moves=every if only else None,
+        moves=moves if only else None,
         **keywords,
     )
 
 
-@computed(aten.cat.default)
+@rule_for(aten.cat.default)
 def _cat(call: Call) -> Rule | None:
     rank = call.results[0].dim()
     if any(t.dim() != rank for t in call.tensors):
@@ -61,13 +64,11 @@ def _cat(call: Call) -> Rule | None:
     for tensor in call.tensors:
         reaches.append({dim: Reach(-start, -start)})
         start += tensor.shape[dim]
-    return moved(call, reaches, linear=[list(range(len(call.tensors)))], emit=_emit_cat)
+    return movement_rule(call, reaches, linear=[list(range(len(call.tensors)))], emit=_emit_cat)
 
 
-def _emit_cat(local, args: tuple, kwargs: dict) -> list:
-    """Every operand's window has all positions; which of them an operand fills is a matter of the
-    device's coordinate.
-    """
+def _emit_cat(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Select from windows of all operands, each of which has all of the device's positions."""
     tensors, rank = args[0], len(local.results[0].shape)
     dim = ((args[1] if len(args) > 1 else kwargs.get("dim", 0)) or 0) % rank
     if not local.sharded(f"d{dim}"):
@@ -83,7 +84,7 @@ def _emit_cat(local, args: tuple, kwargs: dict) -> list:
     return [result]
 
 
-@computed(aten.slice_scatter.default)
+@rule_for(aten.slice_scatter.default)
 def _slice_scatter(call: Call) -> Rule:
     x, dim = call.tensors[0], call.argument(2, "dim", 0) % call.tensors[0].dim()
     start, end, step = _bounds(call, dim, 3, x.shape[dim])
@@ -91,7 +92,7 @@ def _slice_scatter(call: Call) -> Rule:
         return keep_rule(call, [dim], linear=[[0, 1]])
     if end - start == x.shape[dim]:
         return keep_rule(call, [], linear=[[0, 1]], local=_whole_scatter)
-    return moved(
+    return movement_rule(
         call,
         [{dim: Reach(0, 0)}, {dim: Reach(-start, -start)}],
         linear=[[0, 1]],
@@ -99,11 +100,11 @@ def _slice_scatter(call: Call) -> Rule:
     )
 
 
-def _whole_scatter(args, kwargs, shapes):
+def _whole_scatter(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
     return (*args[:2], 0, 0, shapes.operands[0][0]), {}
 
 
-def _emit_slice_scatter(local, args: tuple, kwargs: dict) -> list:
+def _emit_slice_scatter(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % len(local.results[0].shape)
     if not local.sharded(f"d{dim}"):
         return [local.call(aten.slice_scatter.default, *args, **kwargs)]
@@ -118,25 +119,26 @@ def _emit_slice_scatter(local, args: tuple, kwargs: dict) -> list:
     return [local.call(aten.where.self, inside, args[1], args[0])]
 
 
-@computed(aten.flip.default)
+@rule_for(aten.flip.default)
 def _flip(call: Call) -> Rule:
     x = call.tensors[0]
     dims = {d % x.dim() for d in call.args[1]} if x.dim() else set()
-    return moved(call, [{d: Reach(x.shape[d] - 1, x.shape[d] - 1, -1) for d in dims}], linear=[[0]])
+    return movement_rule(
+        call, [{d: Reach(x.shape[d] - 1, x.shape[d] - 1, -1) for d in dims}], linear=[[0]]
+    )
 
 
-@computed(aten.roll.default)
+@rule_for(aten.roll.default)
 def _roll(call: Call) -> Rule:
     x, shifts, dims = call.tensors[0], call.args[1], call.argument(2, "dims", ())
-    if not dims:  # of the flat tensor
+    if not dims:  # a roll of the flattened tensor
         return keep_rule(call, range(x.dim()), linear=[[0]])
     total: dict[int, int] = {}
     for shift, d in zip(shifts, dims):
         total[d % x.dim()] = total.get(d % x.dim(), 0) - shift
-    rows = {
-        d: (shift + n // 2) % n - n // 2 for d, shift in total.items() if (n := x.shape[d])
-    }  # the shorter way around
-    return moved(
+    # Roll in the shorter direction.
+    rows = {d: (shift + n // 2) % n - n // 2 for d, shift in total.items() if (n := x.shape[d])}
+    return movement_rule(
         call,
         [{d: Reach(row, row, wrap=True) for d, row in rows.items()}],
         linear=[[0]],
@@ -144,8 +146,8 @@ def _roll(call: Call) -> Rule:
     )
 
 
-def _emit_roll(local, args: tuple, kwargs: dict) -> list:
-    """Along sharded dimensions the window is the result already."""
+def _emit_roll(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Roll the dimensions that are whole. Along others the window is the result already."""
     rank = len(local.results[0].shape)
     rest = [(shift, d) for shift, d in zip(args[1], args[2]) if not local.sharded(f"d{d % rank}")]
     return [
@@ -156,29 +158,29 @@ def _emit_roll(local, args: tuple, kwargs: dict) -> list:
 
 
 def _bounds(call: Call, dim: int, at: int, size: int) -> tuple[int, int, int]:
-    """Start, end and step of a slice; at: position of its start among the arguments."""
+    """Return start, end and step of a slice. at: which argument is its start."""
     start, end, step = (
         call.argument(at + i, name) for i, name in enumerate(("start", "end", "step"))
     )
     return slice(start, end, step or 1).indices(size)
 
 
-@computed(aten.slice.Tensor)
+@rule_for(aten.slice.Tensor)
 def _slice(call: Call) -> Rule:
     x, dim = call.tensors[0], call.argument(1, "dim", 0) % call.tensors[0].dim()
     if call.results[0].shape == x.shape:
         return keep_rule(call, [], linear=[[0]], local=_whole_slice, moves={})
     start, _, step = _bounds(call, dim, 2, x.shape[dim])
-    return moved(
+    return movement_rule(
         call, [{dim: Reach(start, start, step)}], linear=[[0]], only=step == 1, emit=_emit_slice
     )
 
 
-def _whole_slice(args, kwargs, shapes):
+def _whole_slice(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
     return (args[0], 0, 0, shapes.operands[0][0] if shapes.operands[0] else 0), {}
 
 
-def _emit_slice(local, args: tuple, kwargs: dict) -> list:
+def _emit_slice(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % len(local.results[0].shape)
     if not local.sharded(f"d{dim}"):
         return [local.call(aten.slice.Tensor, *args, **kwargs)]
@@ -187,17 +189,17 @@ def _emit_slice(local, args: tuple, kwargs: dict) -> list:
     ]
 
 
-def _step(local, dim: int) -> int:
+def _step(local: LocalBuilder, dim: int) -> int:
     return local.rule.halo[0, dim].stride if (0, dim) in local.rule.halo else 1
 
 
-@computed(aten.slice_backward.default)
+@rule_for(aten.slice_backward.default)
 def _slice_backward(call: Call) -> Rule:
     rank, dim = call.results[0].dim(), call.args[2] % call.results[0].dim()
     start, _, step = _bounds(call, dim, 3, call.results[0].shape[dim])
     if call.tensors[0].shape[dim] == 1 and rank:
         return keep_rule(call, [dim], linear=[[0]], local=shape_argument(1))
-    return moved(
+    return movement_rule(
         call,
         [{dim: Reach(start, start, step).inverse(0.0)}],
         only=False,
@@ -207,8 +209,8 @@ def _slice_backward(call: Call) -> Rule:
     )
 
 
-def _emit_slice_backward(local, args: tuple, kwargs: dict) -> list:
-    """Spreads the window's rows, then takes the device's positions out of that."""
+def _emit_slice_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Spread the window's rows, then take the device's positions out of the result."""
     dim = args[2] % len(local.results[0].shape)
     window, length, step = (
         local.window(0, dim),
@@ -231,22 +233,22 @@ def _emit_slice_backward(local, args: tuple, kwargs: dict) -> list:
     ]
 
 
-@computed(aten.constant_pad_nd.default)
+@rule_for(aten.constant_pad_nd.default)
 def _pad(call: Call) -> Rule | None:
     rank, pads, value = call.tensors[0].dim(), call.args[1], call.argument(2, "value", 0)
     if isinstance(value, complex) and value.imag:
-        return None  # windows are filled with real numbers
+        return None  # the fill of a window is a real number
     fill = float(value.real)
     reaches = {
         rank - 1 - i // 2: Reach(-pads[i], -pads[i], fill=fill)
         for i in range(0, len(pads), 2)
         if pads[i] or pads[i + 1]
     }
-    return moved(call, [reaches], linear=[[0]] if value == 0 else (), emit=_emit_pad)
+    return movement_rule(call, [reaches], linear=[[0]] if value == 0 else (), emit=_emit_pad)
 
 
-def _emit_pad(local, args: tuple, kwargs: dict) -> list:
-    """Along sharded dimensions the window is the result already."""
+def _emit_pad(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Pad the dimensions that are whole. Along others the window is the result already."""
     rank, pads = len(local.results[0].shape), list(args[1])
     for i in range(0, len(pads), 2):
         if local.sharded(f"d{rank - 1 - i // 2}"):
@@ -254,8 +256,8 @@ def _emit_pad(local, args: tuple, kwargs: dict) -> list:
     return [local.call(aten.constant_pad_nd.default, args[0], pads, *args[2:], **kwargs)]
 
 
-def _pad_dims(x: torch.Tensor, pads: Sequence[int]):
-    """(dimension, rows before, rows behind) of pads, which begin with the last dimension."""
+def _pad_dims(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (dimension, rows before, rows behind) of pads, which begin with the last dimension."""
     return [
         (x.dim() - 1 - i // 2, pads[i], pads[i + 1])
         for i in range(0, len(pads), 2)
@@ -263,80 +265,74 @@ def _pad_dims(x: torch.Tensor, pads: Sequence[int]):
     ]
 
 
-def reflection_pad(x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
-    """F.pad in mode "reflect" as slices, flips and concatenations, which have rules; negative pads
-    cut.
-    """
+def reflection_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
+    """Compute F.pad in mode "reflect" by slices, flips and concatenations. Negative pads cut."""
     for d, before, behind in _pad_dims(x, pads):
         n = x.shape[d]
         front, back = (
             x.narrow(d, 1, max(before, 0)).flip(d),
             x.narrow(d, n - 1 - max(behind, 0), max(behind, 0)).flip(d),
         )
-        x = _joined(
+        x = _concat(
             d, [front], x.narrow(d, max(-before, 0), n - max(-before, 0) - max(-behind, 0)), [back]
         )
     return x
 
 
-def replication_pad(x: torch.Tensor, pads: Sequence[int]) -> torch.Tensor:
-    """F.pad in mode "replicate" as slices and concatenations; negative pads cut."""
+def replication_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
+    """Compute F.pad in mode "replicate" by slices and concatenations. Negative pads cut."""
     for d, before, behind in _pad_dims(x, pads):
         n = x.shape[d]
         front, back = [x.narrow(d, 0, 1)] * max(before, 0), [x.narrow(d, n - 1, 1)] * max(behind, 0)
-        x = _joined(
+        x = _concat(
             d, front, x.narrow(d, max(-before, 0), n - max(-before, 0) - max(-behind, 0)), back
         )
     return x
 
 
-def _joined(d: int, front: list, x: torch.Tensor, back: list) -> torch.Tensor:
+def _concat(d: int, front: list, x: Tensor, back: list) -> Tensor:
     return torch.cat([piece for piece in (*front, x, *back) if piece.shape[d]], d)
 
 
-def reflection_pad_backward(
-    grad: torch.Tensor, x: torch.Tensor, pads: Sequence[int]
-) -> torch.Tensor:
-    """What was read from a row comes back to it."""
+def reflection_pad_backward(grad: Tensor, x: Tensor, pads: Sequence[int]) -> Tensor:
+    """Return the gradient: each row sums what was read from it."""
     for d, before, behind in reversed(_pad_dims(x, pads)):
         n, total = x.shape[d], grad.shape[d]
         front = grad.narrow(d, 0, max(before, 0)).flip(d)
         back = grad.narrow(d, total - max(behind, 0), max(behind, 0)).flip(d)
-        grad = _added(d, n, grad, before, behind, [(front, 1), (back, n - 1 - max(behind, 0))])
+        grad = _add_pieces(d, n, grad, before, behind, [(front, 1), (back, n - 1 - max(behind, 0))])
     return grad
 
 
-def replication_pad_backward(
-    grad: torch.Tensor, x: torch.Tensor, pads: Sequence[int]
-) -> torch.Tensor:
-    """The first and last row collect what was read from them."""
+def replication_pad_backward(grad: Tensor, x: Tensor, pads: Sequence[int]) -> Tensor:
+    """Return the gradient: the first and last row sum what was read from them."""
     for d, before, behind in reversed(_pad_dims(x, pads)):
         n, total = x.shape[d], grad.shape[d]
         pieces = [(grad.narrow(d, i, 1), 0) for i in range(max(before, 0))]
         pieces += [(grad.narrow(d, total - 1 - i, 1), n - 1) for i in range(max(behind, 0))]
-        grad = _added(d, n, grad, before, behind, pieces)
+        grad = _add_pieces(d, n, grad, before, behind, pieces)
     return grad
 
 
-def _added(
+def _add_pieces(
     d: int,
     n: int,
-    grad: torch.Tensor,
+    grad: Tensor,
     before: int,
     behind: int,
-    pieces: list[tuple[torch.Tensor, int]],
-) -> torch.Tensor:
-    """The gradient of the middle, and of pieces that start at given ones of the n rows."""
+    pieces: list[tuple[Tensor, int]],
+) -> Tensor:
+    """Add pieces to the gradient of the middle. Piece (x, i) starts at row i of n."""
 
-    def placed(piece: torch.Tensor, start: int) -> torch.Tensor:
+    def pad_to_size(piece: Tensor, start: int) -> Tensor:
         return aten.constant_pad_nd(
             piece, [0, 0] * (grad.dim() - 1 - d) + [start, n - start - piece.shape[d]]
         )
 
-    result = placed(
+    result = pad_to_size(
         grad.narrow(d, max(before, 0), grad.shape[d] - max(before, 0) - max(behind, 0)),
         max(-before, 0),
     )
     for piece, start in pieces:
-        result = result + placed(piece, start) if piece.shape[d] else result
+        result = result + pad_to_size(piece, start) if piece.shape[d] else result
     return result

@@ -1,29 +1,33 @@
-"""Largest, smallest, sorted. Along a sharded dimension the extreme is reduced, then its place; of
-the k largest every device picks candidates in its block, which are gathered and picked from again.
+"""sort, topk, max and argmax.
+
+Along a sharded dimension, max reduces the extreme value, then its position. For topk, each device
+selects the k largest of its block. They are gathered, and the k largest of them are the result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
 from ..notation import Call, Rule, make_rule
-from ..registry import BLOCKWISE, SPLITS, computed
-from .cumulative import blocks_of, cut, place_of_block
+from ..registry import BLOCKWISE, SPLITS, rule_for
+from .cumulative import block_starts, count_blocks, cut
 from .reduction import reduction_rule
 from .view import keep_rule
 
 
-@computed(aten.sort.default, aten.sort.stable)
+@rule_for(aten.sort.default, aten.sort.stable)
 def _sort(call: Call) -> Rule:
     return keep_rule(call, [call.argument(1, "dim", -1)])
 
 
-@computed(aten.searchsorted.Tensor, aten.bucketize.Tensor)
+@rule_for(aten.searchsorted.Tensor, aten.bucketize.Tensor)
 def _search(call: Call) -> Rule:
-    """Whoever has all borders finds the places of its part of the values."""
+    """Return a rule in which the borders are whole, and the values may be sharded."""
     values, borders = (
         call.tensors[:2] if call.target is aten.bucketize.Tensor else call.tensors[1::-1]
     )
@@ -35,53 +39,55 @@ def _search(call: Call) -> Rule:
     return make_rule(operands + [row] * (len(call.tensors) - 2), [free], sizes, whole="w")
 
 
-@computed(aten.topk.default)
+@rule_for(aten.topk.default)
 def _topk(call: Call) -> Rule:
     return replace(keep_rule(call, [call.argument(2, "dim", -1)]), splits=True)
 
 
-@computed(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
+@rule_for(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
 def _extreme(call: Call) -> Rule:
     dim = call.argument(1, "dim")
     return replace(reduction_rule(call, dim, None), splits=dim is not None)
 
 
-def _split_topk(x, k, dim=-1, largest=True, sorted=True, *, shards=1):
+def _split_topk(
+    x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, shards: int = 1
+) -> tuple[Tensor, Tensor]:
     dim %= max(x.dim(), 1)
-    blocks = blocks_of(x.shape[dim] if x.dim() else 1, shards)
+    blocks = count_blocks(x.shape[dim] if x.dim() else 1, shards)
     if k == 0 or x.shape[dim] // blocks <= k:
         raise NotImplementedError("left as it is")
-    parts = cut(x, dim, blocks)
-    values, places = parts.topk(k, dim + 1, largest, sorted)
-    dtype = torch.int32 if x.shape[dim] < 2**31 else torch.int64  # what is sent
-    places = places.to(dtype) + place_of_block(
-        blocks, parts.shape[dim + 1], x.dim() - dim, x.device, dtype
+    x_blocks = cut(x, dim, blocks)
+    values, places = x_blocks.topk(k, dim + 1, largest, sorted)
+    dtype = torch.int32 if x.shape[dim] < 2**31 else torch.int64  # fewer bytes to send
+    places = places.to(dtype) + block_starts(
+        blocks, x_blocks.shape[dim + 1], x.dim() - dim, x.device, dtype
     )
     shape = [*x.shape[:dim], blocks * k, *x.shape[dim + 1 :]]
     values, at = values.reshape(shape).topk(k, dim, largest, sorted)
     return values, places.reshape(shape).gather(dim, at).to(torch.int64)
 
 
-def _first_place(reduce):
-    def split(x, dim, keepdim=False):
-        """The extreme value, which devices agree on, and the first place where it stands. NaN is
-        the extreme if there is one.
-        """
+def _first_place(reduce: Callable) -> Callable:
+    """Return a decomposition of max or min with its position."""
+
+    def split(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the extreme value and its first position. NaN is the extreme if there is one."""
         dim %= max(x.dim(), 1)
         size = x.shape[dim] if x.dim() else 1
-        dtype = torch.int32 if size < 2**31 else torch.int64  # what is sent
+        dtype = torch.int32 if size < 2**31 else torch.int64  # fewer bytes to send
         best = reduce(x, dim, True)
-        found = (x == best) | x.isnan() if x.is_floating_point() else x == best
+        is_best = (x == best) | x.isnan() if x.is_floating_point() else x == best
         places = torch.arange(size, device=x.device, dtype=dtype).reshape(
             [size] + [1] * (x.dim() - 1 - dim) if x.dim() else []
         )
-        place = torch.where(found, places, size).to(dtype).amin(dim, keepdim).to(torch.int64)
+        place = torch.where(is_best, places, size).to(dtype).amin(dim, keepdim).to(torch.int64)
         return best if keepdim else best.squeeze(dim), place
 
     return split
 
 
-def _only_place(split):
+def _only_place(split: Callable) -> Callable:
     return lambda x, dim=None, keepdim=False: split(x, dim, keepdim)[1]
 
 

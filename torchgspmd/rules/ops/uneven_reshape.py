@@ -1,12 +1,12 @@
-"""Reshapes of a dimension that the mesh does not divide: rows r of w elements, which belong to
-different devices than the elements do.
+"""Reshapes of a dimension that the mesh does not divide, of rows r with w elements each.
 
     flatten     r w -> p        h[(p - w + 1):p/w] w -> h       a position reads one row
     unflatten   p -> r w        h[wp:wp+w] -> h w               a row reads its elements
 
-As factors (r w) -> r w, a layout of r has to divide it. A device that holds 4 of 7 rows of 7
-elements holds 28 of 49 elements, where 25 are its part; so it sends the other 3 to its neighbour,
-instead of everything to everybody. `uneven_view` makes such steps of a reshape.
+As factors (r w) -> r w, only a layout that divides r is kept. Take 7 rows of 7 elements on 2
+devices. The first device has 4 rows: 28 elements. Its shard of 49 elements is 25. So it sends 3
+elements to its neighbour, and nothing is gathered. `uneven_view` decomposes a reshape into such
+steps.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ...halo import Reach
+from ..local_builder import LocalBuilder
 from ..notation import Call, Rule, make_rule
-from ..registry import computed
+from ..registry import rule_for
 
 
 @torch.library.custom_op("torchgspmd::join_rows", mutates_args=())
 def join_rows(x: Tensor, dim: int) -> Tensor:
-    """[..., r, w, ...] -> [..., r * w, ...]; dim: of r."""
+    """Reshape [..., r, w, ...] to [..., r * w, ...]. dim: of r."""
     return x.flatten(dim, dim + 1).clone()
 
 
@@ -35,7 +36,7 @@ def _(x: Tensor, dim: int) -> Tensor:
 
 @torch.library.custom_op("torchgspmd::split_rows", mutates_args=())
 def split_rows(x: Tensor, dim: int, width: int) -> Tensor:
-    """[..., r * w, ...] -> [..., r, w, ...]; dim: of both, width: w."""
+    """Reshape [..., r * w, ...] to [..., r, w, ...]. dim: of r * w; width: w."""
     return x.unflatten(dim, (-1, width)).clone()
 
 
@@ -45,12 +46,12 @@ def _(x: Tensor, dim: int, width: int) -> Tensor:
 
 
 def _names(rank: int, dim: int) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Factors of the flat tensor, and of the one whose dimension `dim` is rows."""
+    """Return the factors of the flat tensor, and of the one whose dimension `dim` is rows."""
     flat = [(f"d{i}",) for i in range(rank)]
     return flat, [*flat[: dim + 1], ("w",), *flat[dim + 1 :]]
 
 
-@computed(join_rows._opoverload)
+@rule_for(join_rows._opoverload)
 def _join(call: Call) -> Rule:
     shape, dim = call.results[0].shape, call.args[1]
     width = call.tensors[0].shape[dim + 1]
@@ -67,8 +68,8 @@ def _join(call: Call) -> Rule:
     )
 
 
-def _emit_join(local, args: tuple, kwargs: dict) -> list:
-    """Of the elements of all rows that its positions touch a device takes its own."""
+def _emit_join(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Flatten the rows that the device's positions touch, then take its positions."""
     x, dim = args
     shape, length, index = local.shape(x), local.size(f"d{dim}"), local.index(f"d{dim}")
     width = local.global_shape(0)[dim + 1]
@@ -80,7 +81,7 @@ def _emit_join(local, args: tuple, kwargs: dict) -> list:
     ]
 
 
-@computed(split_rows._opoverload)
+@rule_for(split_rows._opoverload)
 def _split(call: Call) -> Rule:
     shape, (dim, width) = call.tensors[0].shape, call.args[1:]
     flat, rows = _names(len(shape), dim)
@@ -96,17 +97,18 @@ def _split(call: Call) -> Rule:
     )
 
 
-def _emit_split(local, args: tuple, kwargs: dict) -> list:
+def _emit_split(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     return [local.call(aten.reshape.default, args[0], list(local.results[0].shape))]
 
 
 def uneven_view(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A reshape that flattens dimensions, or one that unflattens them, by rows: the first of them,
-    and all others as their elements.
+    """Compute a reshape that flattens, or unflattens, dimensions by join_rows and split_rows.
+
+    The first of the dimensions is the rows, the others are their elements.
     """
     flat, long = sorted((tuple(x.shape), tuple(shape)), key=lambda s: len([n for n in s if n > 1]))
     pairs, at = [], []
-    for n, dims in zip(flat, _stretches(flat, long)):
+    for n, dims in zip(flat, _groups_of_sizes(flat, long)):
         if len(dims) > 1:
             at.append(len(pairs))
             pairs += [dims[0], n // dims[0]]
@@ -124,11 +126,12 @@ def uneven_view(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x
 
 
-def _stretches(flat: Sequence[int], long: Sequence[int]) -> list[list[int]]:
-    """The sizes, larger than 1, that each dimension of the flat shape is made of;
-    NotImplementedError if some belong to two.
+def _groups_of_sizes(flat: Sequence[int], long: Sequence[int]) -> list[list[int]]:
+    """Return for each flat dimension the sizes above 1 whose product it is.
+
+    NotImplementedError if a size belongs to two flat dimensions.
     """
-    rest, found = [n for n in long if n > 1], []
+    rest, groups = [n for n in long if n > 1], []
     for n in flat:
         dims, product = [], 1
         while product < n:
@@ -136,5 +139,5 @@ def _stretches(flat: Sequence[int], long: Sequence[int]) -> list[list[int]]:
                 raise NotImplementedError("left as it is")
             product *= rest[0]
             dims.append(rest.pop(0))
-        found.append(dims)
-    return found
+        groups.append(dims)
+    return groups

@@ -1,16 +1,19 @@
-"""Operations that only rearrange dimensions."""
+"""Operations that only rearrange dimensions: view, permute, expand, select, stack, ..."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compat.operators import aten
+from ..local_builder import LocalBuilder
 from ..notation import Call, Dims, Rule, make_rule
-from ..registry import BLOCKWISE, computed, decomposition, shape_argument
-from .concat_slice import view_by_parts
+from ..registry import BLOCKWISE, decomposition, rule_for, shape_argument
+from .concat_slice import view_by_slices
 from .lookup import zero_outside
 from .pointwise import broadcast_dims
 from .uneven_reshape import uneven_view
@@ -22,11 +25,11 @@ BLOCKWISE.update(VIEWS)
 def reshape_factors(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[Dims, Dims, dict[str, int]]:
-    """Factors of both shapes of a reshape: walks them from the major end and splits at every common
-    border.
+    """Return the factors of both shapes of a reshape, and their sizes.
 
-    [6, 4] -> [2, 12] is (a b) c -> a (b c) with a=2, b=3, c=4. Where sizes do not nest, a stretch
-    of dimensions that have the same number of elements on both sides keeps private factors.
+    [6, 4] -> [2, 12] is (a b) c -> a (b c) with a=2, b=3, c=4: both are split at every common
+    border, from the major end. If sizes do not nest, each side of a group gets its own factors. A
+    group is the fewest dimensions with the same number of elements on both sides.
     """
     sizes: dict[str, int] = {}
     left, right = [[] for _ in before], [[] for _ in after]
@@ -35,16 +38,25 @@ def reshape_factors(
         start = (i, j)
         a, b = before[i], after[j]
         i, j = i + 1, j + 1
-        while a != b:  # the shortest stretch with equal products
+        while a != b:  # the smallest group with equal products
             if a < b:
                 a, i = a * before[i], i + 1
             else:
                 b, j = b * after[j], j + 1
-        _stretch(before, after, range(start[0], i), range(start[1], j), left, right, sizes)
+        _add_factors(before, after, range(start[0], i), range(start[1], j), left, right, sizes)
     return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes
 
 
-def _stretch(before, after, ins: range, outs: range, left, right, sizes: dict[str, int]) -> None:
+def _add_factors(
+    before: Sequence[int],
+    after: Sequence[int],
+    ins: range,
+    outs: range,
+    left: list[list[str]],
+    right: list[list[str]],
+    sizes: dict[str, int],
+) -> None:
+    """Append the factors of one group of dimensions: `ins` of `before`, `outs` of `after`."""
     a, b = [before[i] for i in ins], [after[j] for j in outs]
     borders = sorted(set(_products(a)) | set(_products(b)))
     nested = all(y % x == 0 for x, y in zip(borders, borders[1:]))
@@ -69,7 +81,7 @@ def _stretch(before, after, ins: range, outs: range, left, right, sizes: dict[st
 
 
 def _products(shape: Sequence[int]) -> list[int]:
-    """Products of the trailing dimensions: 4, 12, 24 for [2, 3, 4]."""
+    """Return the products of the trailing dimensions: 4, 12, 24 for [2, 3, 4]."""
     result, product = [], 1
     for size in reversed(shape):
         product *= size
@@ -77,15 +89,15 @@ def _products(shape: Sequence[int]) -> list[int]:
     return result
 
 
-def _by_rows_or_parts(x: torch.Tensor, shape: Sequence[int], shards: int) -> torch.Tensor:
-    """A reshape along dimensions that so many devices do not divide."""
+def _uneven_reshape(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
+    """Compute a reshape along dimensions that `shards` does not divide."""
     try:
-        return view_by_parts(x, shape, shards)
+        return view_by_slices(x, shape, shards)
     except NotImplementedError:
         return uneven_view(x, shape)
 
 
-@computed(*VIEWS, splits=_by_rows_or_parts)
+@rule_for(*VIEWS, splits=_uneven_reshape)
 def _view(call: Call) -> Rule | None:
     before, after = call.tensors[0].shape, call.results[0].shape
     if 0 in before:
@@ -103,19 +115,19 @@ def _view(call: Call) -> Rule | None:
     )
 
 
-@computed(aten.permute.default)
+@rule_for(aten.permute.default)
 def _permute(call: Call) -> Rule:
     names = [(f"d{i}",) for i in range(call.tensors[0].dim())]
     sizes = {f"d{i}": n for i, n in enumerate(call.tensors[0].shape)}
     return make_rule([names], [[names[d] for d in call.args[1]]], sizes, linear=[[0]])
 
 
-@computed(aten.t.default)
+@rule_for(aten.t.default)
 def _t(call: Call) -> Rule:
     return _transposed(call, 0, 1) if call.tensors[0].dim() == 2 else _transposed(call, 0, 0)
 
 
-@computed(aten.transpose.int)
+@rule_for(aten.transpose.int)
 def _transpose(call: Call) -> Rule:
     return _transposed(call, call.args[1], call.args[2])
 
@@ -130,7 +142,7 @@ def _transposed(call: Call, a: int, b: int) -> Rule:
     )
 
 
-@computed(aten.expand.default)
+@rule_for(aten.expand.default)
 def _expand(call: Call) -> Rule:
     shape = call.results[0].shape
     return make_rule(
@@ -142,7 +154,7 @@ def _expand(call: Call) -> Rule:
     )
 
 
-@computed(aten.unsqueeze.default, aten.squeeze.dims)
+@rule_for(aten.unsqueeze.default, aten.squeeze.dims)
 def _unsqueeze(call: Call) -> Rule:
     x, y = call.tensors[0], call.results[0]
     long = [(f"d{i}",) for i, n in enumerate(x.shape) if n > 1]
@@ -157,22 +169,22 @@ def _unsqueeze(call: Call) -> Rule:
 
 
 @decomposition(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(x, dim=None):
-    """By the dimensions of global size 1: a device's part of another one may have size 1 as well."""
+def _squeeze(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
+    """Squeeze the dimensions of global size 1. Local shards of others may have size 1 too."""
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     ones = [d for d in dims if x.dim() and x.shape[d] == 1]
     return aten.squeeze.dims(x, ones) if ones else x.view(x.shape)
 
 
-def keep_rule(call: Call, dims: Sequence[int], **keywords) -> Rule:
-    """All operands and results have the same dimensions; those of `dims` must be whole."""
+def keep_rule(call: Call, dims: Sequence[int], **keywords: Any) -> Rule:
+    """Return a rule in which all tensors have the same dimensions, and `dims` are whole."""
     rank = max(t.dim() for t in (*call.tensors, *call.results))
     shape = max((t.shape for t in (*call.tensors, *call.results)), key=math.prod)
     sizes = {f"d{i}": n for i, n in enumerate(shape)}
     whole = {d % rank for d in dims} if rank else set()
     extra: dict[str, int] = {}
 
-    def names(index: int, tensor: torch.Tensor):
+    def names(index: int, tensor: Tensor) -> list[tuple[str, ...]]:
         result = []
         for i, n in enumerate(tensor.shape):
             if i in whole:
@@ -184,30 +196,28 @@ def keep_rule(call: Call, dims: Sequence[int], **keywords) -> Rule:
 
     operands = [names(i, t) for i, t in enumerate(call.tensors)]
     results = [names(len(operands) + i, t) for i, t in enumerate(call.results)]
-    kept = {name: n for name, n in sizes.items() if int(name[1:]) not in whole}
-    return make_rule(operands, results, {**kept, **extra}, whole=frozenset(extra), **keywords)
+    shardable = {name: n for name, n in sizes.items() if int(name[1:]) not in whole}
+    return make_rule(operands, results, {**shardable, **extra}, whole=frozenset(extra), **keywords)
 
 
 @decomposition(aten.cat.default)
-def _cat_without_empty(tensors, dim=0):
-    """PyTorch lets an empty tensor of one dimension be joined with any."""
-    kept = [t for t in tensors if t.dim() != 1 or t.numel()]
-    if len(kept) == len(tensors) or not kept or kept[0].dim() == 1:
+def _cat_without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Drop the empty tensors of one dimension, which PyTorch accepts beside any tensors."""
+    nonempty = [t for t in tensors if t.dim() != 1 or t.numel()]
+    if len(nonempty) == len(tensors) or not nonempty or nonempty[0].dim() == 1:
         raise NotImplementedError("left as it is")
-    return torch.cat(kept, dim)
+    return torch.cat(nonempty, dim)
 
 
-@computed(aten.split.Tensor, aten.split_with_sizes.default, aten.tril.default, aten.triu.default)
-def _along(call: Call) -> Rule:
+@rule_for(aten.split.Tensor, aten.split_with_sizes.default, aten.tril.default, aten.triu.default)
+def _split_or_triangle(call: Call) -> Rule:
     split = call.target in (aten.split.Tensor, aten.split_with_sizes.default)
     return keep_rule(call, [call.argument(2, "dim", 0)] if split else [-2, -1], linear=[[0]])
 
 
-@computed(aten.select.int)
+@rule_for(aten.select.int)
 def _select(call: Call) -> Rule:
-    """Of a sharded dimension the device that has the row holds it as a term of a sum, the others
-    zeros.
-    """
+    """Return a rule that reduces the dimension: devices without the row add zeros."""
     x, dim = call.tensors[0], call.args[1] % call.tensors[0].dim()
     names = [(f"d{i}",) for i in range(x.dim())]
     return make_rule(
@@ -221,7 +231,8 @@ def _select(call: Call) -> Rule:
     )
 
 
-def _emit_select(local, args: tuple, kwargs: dict) -> list:
+def _emit_select(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    """Select the row on the device that has it; 0 on all others."""
     shape, dim = local.global_shape(0), args[1] % len(local.global_shape(0))
     owner, place = divmod(args[2] % shape[dim], local.size(f"d{dim}"))
     index = local.call(
@@ -239,7 +250,7 @@ def _emit_select(local, args: tuple, kwargs: dict) -> list:
     ]
 
 
-@computed(aten.select_backward.default)
+@rule_for(aten.select_backward.default)
 def _select_backward(call: Call) -> Rule:
     y = call.results[0]
     dim = call.args[2] % y.dim()
@@ -254,27 +265,27 @@ def _select_backward(call: Call) -> Rule:
     )
 
 
-@computed(aten.unbind.int)
+@rule_for(aten.unbind.int)
 def _unbind(call: Call) -> Rule:
     x, dim = call.tensors[0], call.argument(1, "dim", 0) % call.tensors[0].dim()
     names = [(f"d{i}",) for i in range(x.dim())]
-    kept = [n for i, n in enumerate(names) if i != dim]
+    remaining = [n for i, n in enumerate(names) if i != dim]
     return make_rule(
         [names],
-        [kept] * len(call.results),
+        [remaining] * len(call.results),
         {f"d{i}": n for i, n in enumerate(x.shape)},
         whole=f"d{dim}",
         linear=[[0]],
     )
 
 
-@computed(aten.stack.default)
+@rule_for(aten.stack.default)
 def _stack(call: Call) -> Rule:
     y, dim = call.results[0], call.argument(1, "dim", 0) % call.results[0].dim()
     names = [(f"d{i}",) for i in range(y.dim())]
-    kept = [n for i, n in enumerate(names) if i != dim]
+    remaining = [n for i, n in enumerate(names) if i != dim]
     return make_rule(
-        [kept] * len(call.tensors),
+        [remaining] * len(call.tensors),
         [names],
         {f"d{i}": n for i, n in enumerate(y.shape)},
         whole=f"d{dim}",

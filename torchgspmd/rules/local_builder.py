@@ -1,0 +1,59 @@
+"""What a rule's `emit` may ask for while it writes the program of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from ..halo import Window
+from .notation import Rule
+
+
+class LocalResult(Protocol):
+    """A result of the operation, as one device has it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class LocalBuilder(Protocol):
+    """The builder of one operation's local nodes: fx_passes.localize.Emitter."""
+
+    node: fx.Node
+    rule: Rule
+    assignment: Mapping[str, tuple[str, ...]]  # factor -> mesh axes that shard it
+    results: Sequence[LocalResult]
+
+    def size(self, factor: str) -> int:
+        """Return the length of a device's shard of a factor."""
+
+    def index(self, factor: str) -> Any:
+        """Return which shard of a factor the device has: 0, or a value of the program."""
+
+    def global_shape(self, operand: int) -> tuple[int, ...]:
+        """Return the global shape of an operand."""
+
+    def position(self, dim: int) -> fx.Node:
+        """Return the global position of each local row of the result, so that it broadcasts."""
+
+    def sharded(self, factor: str) -> bool:
+        """Return whether mesh axes shard a factor."""
+
+    def window(self, operand: int, dim: int) -> Window:
+        """Return the rows of an operand's dimension that a device holds, its halo included."""
+
+    def narrow(self, value: Any, dim: int, start: Any, length: int) -> fx.Node:
+        """Return `length` rows of a value, from `start` on, contiguous."""
+
+    def masked(self, value: Any, dim: int, factor: str, fill: float) -> Any:
+        """Return a value with `fill` in the padding of a dimension."""
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        """Return the local shape of a value."""
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Return a new node that calls an operation."""
