@@ -16,9 +16,9 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (  # a file imports only from the lines below its own
     ("__main__",),
     ("__init__",),
-    ("runtime.sharded_module",),
-    ("runtime.xla_module", "compare_with_xla", "doctor"),
-    ("api", "runtime.submodule_calls"),
+    ("runtime.parallelize",),
+    ("runtime.sharded_module", "runtime.xla_module", "compare_with_xla", "doctor"),
+    ("api", "runtime.submodule_calls", "runtime.joint_program"),
     ("dump", "fix_candidates"),
     ("plan",),
     ("xla_backend",),
