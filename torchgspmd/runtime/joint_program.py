@@ -20,7 +20,7 @@ from ..capture import (
     TANGENT,
 )
 from ..comm.process_groups import ProcessGroups
-from ..comm.rank_check import RankCheck, is_room
+from ..comm.rank_check import RankCheck, fits
 from ..comm.ring_einsum import ring_einsum_scatter, ring_gather_einsum
 from ..compat.operators import c10d
 from ..dtensor.storage import (
@@ -168,7 +168,7 @@ class JointProgram:
         self.carries = (
             _is_sum(first)
             and done.args[0] is first
-            and is_room(
+            and fits(
                 self.groups,
                 first.meta["shape"],
                 first.meta["dtype"],

@@ -22,7 +22,7 @@ from ..capture import (
     opened,
 )
 from ..comm.process_groups import groups_of
-from ..comm.rank_check import RankCheck, check_ranks, gathered
+from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, raise_difference
 from ..compat.private_apis import _pytree as pytree
 from ..dtensor.fused_optimizers import install_fused_optimizers
@@ -210,7 +210,9 @@ class ShardedModule(ModuleProxy):
             made, tensors = self._planned(args, kwargs, varying)
         except Exception as error:
             failure = Account(_CALLS, failure=f"{type(error).__name__}: {error}".splitlines()[0])
-            check_ranks(self._groups, _hash("no program"), lambda: gathered(self._groups, failure))
+            check_ranks(
+                self._groups, _hash("no program"), lambda: all_gather_objects(self._groups, failure)
+            )
             raise
         captured = made.captured
 
