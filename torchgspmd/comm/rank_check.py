@@ -70,7 +70,7 @@ def check_ranks(groups: ProcessGroups, number: int, on_difference: Callable[[], 
 
 
 def all_gather_objects(groups: ProcessGroups, mine: Any) -> list[Any]:
-    """Return the object of every rank; ranks that disagree exchange an Account (rank_mismatch.py)."""
+    """Return the object of every rank; ranks that differ exchange Accounts (rank_mismatch.py)."""
     objects: list[Any] = [None] * groups.mesh.size
     dist.all_gather_object(objects, mine, group=groups.checks)
     return objects

@@ -5,8 +5,8 @@
               It passes the sum on to device i - 1.
 
 While a device multiplies one chunk, the next one is on its way from its neighbour. The bytes of an
-all_gather or a reduce_scatter are sent in n - 1 permutes. The program has one call for any number of
-devices: the loop is in this file. Source: windowed einsum, arXiv 2105.04663, sections 4 and 5;
+all_gather or a reduce_scatter are sent in n - 1 permutes. The program has one call for any number
+of devices: the loop is in this file. Source: windowed einsum, arXiv 2105.04663, sections 4 and 5;
 arXiv 2211.05322 calls it collective matmul.
 """
 
