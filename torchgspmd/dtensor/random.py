@@ -24,7 +24,7 @@ from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..errors import user_line
 from .op_handlers import as_before, handle, our_dtensors
-from .replicated_fallback import like, on_whole, store
+from .replicated_fallback import distribute_like, run_replicated, store_full
 
 _FILLED = tuple(
     getattr(packet, overload)
@@ -82,12 +82,12 @@ def _draw(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         lambda: raise_difference(groups, Account(does, generator=state)),
     )
     if op in _OTHERS:
-        return on_whole(op, args, kwargs, one)
+        return run_replicated(op, args, kwargs, one)
     whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
     values = op(whole, *args[1:], **kwargs)
     if op in _LIKE:
-        return like(one, values)
-    store(one, values)
+        return distribute_like(one, values)
+    store_full(one, values)
     return one
 
 

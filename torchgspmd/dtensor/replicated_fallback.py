@@ -39,16 +39,16 @@ def install_fallback() -> None:
         setattr(dispatcher, name, _with_fallback(before))
 
 
-def is_cut(tensor: DTensor) -> bool:
+def is_distributed(tensor: DTensor) -> bool:
     """Whether devices of a mesh of parallelize have different shards or terms of a tensor."""
     return known_groups(tensor.device_mesh) is not None and not all(
         p.is_replicate() for p in tensor.placements
     )
 
 
-def whole(tensor: DTensor) -> Tensor:
+def full_tensor(tensor: DTensor) -> Tensor:
     """Return the whole values of a DTensor; all ranks must call it if the tensor is sharded."""
-    if not is_cut(tensor):
+    if not is_distributed(tensor):
         return tensor.to_local()
     check_read_by_all(tensor)
     values = tensor.full_tensor()  # It has gaps if a minor dimension was gathered.
@@ -64,7 +64,7 @@ def check_read_by_all(tensor: DTensor) -> None:
     check_ranks(groups, zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does)))
 
 
-def like(tensor: DTensor, values: Tensor) -> DTensor:
+def distribute_like(tensor: DTensor, values: Tensor) -> DTensor:
     """Return whole values as a DTensor with the layout of another; nothing is sent."""
     return distribute_tensor(
         values.detach().to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
@@ -95,24 +95,24 @@ def _with_fallback(before: Callable) -> Callable:
                 raise
         finally:
             log.disabled = was
-        return on_whole(op, args, kwargs, ours[0])
+        return run_replicated(op, args, kwargs, ours[0])
 
     return dispatch
 
 
-def on_whole(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> Any:
+def run_replicated(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> Any:
     """Compute an operation on whole tensors. one: any DTensor among its arguments."""
     wholes: dict[int, tuple[DTensor, Tensor]] = {}
 
     def unwrap(value: Any) -> Any:
         if isinstance(value, DTensor):
-            return wholes.setdefault(id(value), (value, whole(value)))[1]
+            return wholes.setdefault(id(value), (value, full_tensor(value)))[1]
         return value
 
     results = op(*pytree.tree_map(unwrap, args), **pytree.tree_map(unwrap, kwargs))
     for value in _mutated_arguments(op, args, kwargs):
         if isinstance(value, DTensor):
-            store(value, wholes[id(value)][1])
+            store_full(value, wholes[id(value)][1])
     owners = {
         id(values): tensor for tensor, values in wholes.values() if values.shape == tensor.shape
     }
@@ -141,12 +141,12 @@ def _mutated_arguments(op: OpOverload, args: tuple, kwargs: dict) -> list:
     return pytree.tree_leaves(changed)
 
 
-def store(tensor: DTensor, values: Tensor) -> None:
+def store_full(tensor: DTensor, values: Tensor) -> None:
     """Store whole values in a DTensor, sharded again; a pending one becomes replicated."""
     if values is tensor._local_tensor:
         return
     if values.shape == tensor.shape and not any(p.is_partial() for p in tensor.placements):
-        tensor._local_tensor.copy_(like(tensor, values)._local_tensor)
+        tensor._local_tensor.copy_(distribute_like(tensor, values)._local_tensor)
         return
     replicated = DTensor.from_local(
         values, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False

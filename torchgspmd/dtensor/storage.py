@@ -247,7 +247,7 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
 
 
 def _insert_after(graph: fx.Graph, node: fx.Node, create: Callable[[], fx.Node]) -> None:
-    """Insert nodes before the first operation and let all other users of `node` use their result."""
+    """Insert nodes before the first operation; all other users of `node` use their result."""
     users = list(node.users)
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
