@@ -1,4 +1,4 @@
-"""One compiled call of a sharded module: forward and backward of this rank, as autograd runs them."""
+"""JointProgram: the compiled forward and backward of one call of a sharded module."""
 
 from __future__ import annotations
 
@@ -50,15 +50,20 @@ from ..fx_passes.lower.verify_in_flight import STARTS, WAIT, verify_in_flight
 from ..fx_passes.lower.wire_dtypes import wire_dtypes
 from ..plan import Plan
 from ..shard_spec import ShardSpec
+from .autograd_boundary import (
+    detach_aliases,
+    detach_inputs,
+    forbid_double_backward,
+    saved_tensors_for,
+)
 from .module_proxy import slot_of
-from .once import apart, once, saved_for, without_history
 
 _REDUCTIONS = (c10d.all_reduce.default, _IN_PLACE := c10d.all_reduce_.default)
 _SENDING = {*STARTS, WAIT, ring_einsum_scatter, ring_gather_einsum}
 
 
 class JointProgram:
-    """One compiled call: forward and backward graph of this rank, and how they are fed."""
+    """The forward and backward graph of this rank for one call, with conversions of its inputs."""
 
     def __init__(
         self,
@@ -68,8 +73,8 @@ class JointProgram:
         tensors: Sequence[Tensor],
         backend: str,
         signature: int,
-    ):
-        """signature: what ranks compare before every run."""
+    ) -> None:
+        """Compile a plan. signature: the number that ranks compare before every run."""
         self.plan, self.groups, self.captured, self.signature = (
             plan,
             groups,
@@ -81,7 +86,8 @@ class JointProgram:
         ]
         self.out_kinds = [o.kind for o in self.captured.outputs]
         self.gradient_inputs = [o.input for o in self.captured.outputs if o.kind == GRADIENT]
-        self.apart, self.parts = self.captured.without_gradient(), self.captured.parts()
+        self.inputs_without_gradient = self.captured.without_gradient()
+        self.output_groups = self.captured.parts()
         self.tangent_outputs = [i.output for i in self.captured.inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in self.captured.outputs if o.kind == MUTATION]
         self.outputs = self.out_kinds.count(OUTPUT)
@@ -97,28 +103,28 @@ class JointProgram:
                 groups.device_type,
             )
         )
-        self._inputs(graph, tensors)
-        self._outputs(graph)
+        self._convert_inputs(graph, tensors)
+        self._convert_outputs(graph)
         forward, backward = split_joint(
             graph,
             len(self.tangent_outputs),
             len(self.gradient_inputs) + self.out_kinds.count(OBSERVED),
         )
         owner = self.captured.constants
-        self.agreement: RankCheck
-        self.carries = self.settles = False
+        self.rank_check: RankCheck
+        self.carries = self.checks_in_forward = False
         if backend == "torch":
-            self._before_sending(forward)
-        self.forward = _compiled(owner, forward, groups, backend)
-        self.backward = _compiled(owner, backward, groups, backend, boxed=True)
+            self._insert_rank_check(forward)
+        self.forward = _compile_graph(owner, forward, groups, backend)
+        self.backward = _compile_graph(owner, backward, groups, backend, boxed=True)
 
-    def _inputs(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
-        """Behind every input the way from what the caller has to what the program takes."""
+    def _convert_inputs(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
+        """Insert the conversion of the caller's tensors to the shards that the program takes."""
         mesh, coordinates = self.groups.mesh, self.groups.coordinates
-        given = iter(tensors)
+        arguments = iter(tensors)
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         for node, inp, spec in zip(placeholders, self.captured.inputs, self.plan.input_layouts):
-            plain = inp.kind == ARGUMENT and not isinstance(next(given), DTensor)
+            plain = inp.kind == ARGUMENT and not isinstance(next(arguments), DTensor)
             if plain or inp.kind == TANGENT and self.wrapped(inp.output) is None:
                 slice_global(graph, node, spec, mesh, coordinates)
             else:
@@ -129,14 +135,15 @@ class JointProgram:
                     spec.local_shape(inp.shape, mesh),
                 )
 
-    def _outputs(self, graph: fx.Graph) -> None:
-        """Results and gradients without padding; gradients of parameters with the strides of these,
-        as optimizers expect.
+    def _convert_outputs(self, graph: fx.Graph) -> None:
+        """Remove the padding of results and gradients.
+
+        Gradients of parameters get the strides of these, as optimizers expect.
         """
         mesh, coordinates = self.groups.mesh, self.groups.coordinates
         node = graph.output_node()
         nodes = self.plan.sharded.output_node().args[0]
-        cut = []
+        outputs = []
         with graph.inserting_before(node):
             for value, spec, source, out in zip(
                 node.args[0], self.plan.out_specs, nodes, self.captured.outputs
@@ -154,17 +161,18 @@ class JointProgram:
                         table, name = self.slots[out.input]
                         value = strided_like(graph, value, table[name])
                     value.meta = value.meta or dict(meta)
-                cut.append(value)
-        node.args = (tuple(cut),)
+                outputs.append(value)
+        node.args = (tuple(outputs),)
 
-    def _before_sending(self, forward: fx.Graph) -> None:
-        """Lets the comparison between ranks end before the first collective begins; or carry that
-        one, if it ends before the next.
+    def _insert_rank_check(self, forward: fx.Graph) -> None:
+        """Finish the rank check before the first collective starts.
+
+        If the first collective is a small sum that ends before the next, the check carries it.
         """
         first, done = [*(n for n in forward.nodes if n.target in _SENDING), None, None][:2]
         if first is None:
             return
-        self.settles = True
+        self.checks_in_forward = True
         self.carries = (
             _is_sum(first)
             and done.args[0] is first
@@ -179,20 +187,21 @@ class JointProgram:
             if not self.carries:
                 forward.call_function(self.settle)
                 return
-            begun = forward.call_function(self.carry, (first.args[0],))
+            check = forward.call_function(self.carry, (first.args[0],))
         with forward.inserting_before(done):
-            done.replace_all_uses_with(forward.call_function(RankCheck.total, (begun,)))
+            done.replace_all_uses_with(forward.call_function(RankCheck.total, (check,)))
         forward.erase_node(done)
         forward.erase_node(first)
 
     def wrapped(self, output: int) -> ShardSpec | None:
-        """The layout of an output that is returned as a DTensor; None for a plain one."""
+        """Return the layout of an output that is returned as a DTensor; None for a plain one."""
         spec = self.plan.out_specs[output]
         return spec if spec is not None and spec.sharding_axes else None
 
-    def __call__(self, leaves: list, given: tuple[tuple, dict], agreement: RankCheck) -> Any:
-        """leaves: those of what is given, (args, kwargs). agreement: whether ranks pass the same;
-        it ends before anything else is sent, as late as that.
+    def __call__(self, leaves: list, call: tuple[tuple, dict], rank_check: RankCheck) -> Any:
+        """Run a call (args, kwargs) with these leaves.
+
+        rank_check: ends before anything else is sent, but as late as possible.
         """
         state = [table[name] for table, name in self.slots]
         flat = [
@@ -202,12 +211,12 @@ class JointProgram:
         ]
         if self.mutated:
             self.captured.check_aliases(flat)
-        self.agreement = agreement if self.carries else agreement.begin()
+        self.rank_check = rank_check if self.carries else rank_check.begin()
         if self.captured.has_backward:
-            outs = _Run.apply(self, *without_history(flat, self.apart))
+            outs = _Run.apply(self, *detach_inputs(flat, self.inputs_without_gradient))
         else:
             outs = self.run_forward(flat)[0]
-        return self.captured.result([self._wrap(i, value) for i, value in enumerate(outs)], given)
+        return self.captured.result([self._wrap(i, value) for i, value in enumerate(outs)], call)
 
     def _wrap(self, output: int, value: Tensor) -> Tensor:
         spec = self.wrapped(output)
@@ -217,21 +226,21 @@ class JointProgram:
         return wrap_local(value, spec, shape, self.groups.mesh, self.groups.device_mesh)
 
     def observe(self, values: Sequence[Tensor]) -> None:
-        """Takes what hooks of gradients keep of them: the last outputs."""
+        """Pass the last outputs, values that gradient hooks store, to the captured program."""
         first = len(self.out_kinds) - len(values)
         self.captured.observe([self._wrap(first + i, value) for i, value in enumerate(values)])
 
     def settle(self) -> None:
-        """The comparison between ranks has ended well."""
-        self.agreement.check()
+        """Finish the rank check."""
+        self.rank_check.check()
 
     def carry(self, x: Tensor) -> RankCheck:
-        """Begins the comparison between ranks, and the sum of x over them."""
-        return self.agreement.begin(x)
+        """Start the rank check, and the sum of x over the ranks with it."""
+        return self.rank_check.begin(x)
 
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """(outputs, saved values); writes what the program changes in place."""
-        if not self.settles:
+        """Return (outputs, saved values) and write the mutated inputs."""
+        if not self.checks_in_forward:
             self.settle()
         with torch.no_grad():
             results = self.forward(*map(local_of, flat))
@@ -242,17 +251,17 @@ class JointProgram:
 
 
 class _Run(torch.autograd.Function):
-    """One node in autograd's graph for the whole program."""
+    """Autograd node of a whole program."""
 
     @staticmethod
     def forward(ctx: Any, program: JointProgram, *flat: Tensor) -> tuple[Tensor, ...]:
         outs, saved = program.run_forward(flat)
-        outs = apart(outs, program.tangent_outputs)
+        outs = detach_aliases(outs, program.tangent_outputs)
         ctx.program, ctx.flat = (
             program,
             [flat[i] if isinstance(flat[i], DTensor) else None for i in program.gradient_inputs],
         )
-        if program.by_values:  # autograd saves tensors only
+        if program.by_values:  # Autograd saves tensors only.
             ctx.numbers = [None if isinstance(v, Tensor) else v for v in saved]
             saved = [v if isinstance(v, Tensor) else None for v in saved]
         ctx.save_for_backward(*saved)
@@ -273,9 +282,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         program: JointProgram = ctx.program
-        if all(
-            grad is None for grad in grads
-        ):  # autograd comes here from a node that needs nothing of it
+        if all(grad is None for grad in grads):  # A later node may need no gradient of this one.
             return (None,) * (1 + ctx.count)
         tangents = [
             torch.zeros(shape, dtype=dtype, device=device)
@@ -283,19 +290,19 @@ class _Run(torch.autograd.Function):
             else whole_of(grads[i])
             for i, (shape, dtype, device) in zip(program.tangent_outputs, ctx.shapes)
         ]
-        given = {i for i, grad in enumerate(grads) if grad is not None}
-        saved = saved_for(ctx, program.parts, given)
+        outputs = {i for i, grad in enumerate(grads) if grad is not None}
+        saved = saved_tensors_for(ctx, program.output_groups, outputs)
         if program.by_values:
             saved = [t if n is None else n for t, n in zip(saved, ctx.numbers)]
         boxed = [*saved, *tangents]
-        ctx.maybe_clear_saved_tensors()  # unless the backward is to run again
+        ctx.maybe_clear_saved_tensors()  # They stay if the backward runs again.
         del saved, tangents, grads
         with torch.no_grad():
             results = program.backward(boxed)
         gradients = (
             results
-            if len(given) == len(program.tangent_outputs)
-            else program.captured.flowing(given, results)
+            if len(outputs) == len(program.tangent_outputs)
+            else program.captured.flowing(outputs, results)
         )
         flat: list[Tensor | None] = [None] * ctx.count
         nodes = ctx.next_functions
@@ -309,7 +316,7 @@ class _Run(torch.autograd.Function):
             flat[index] = value
         if program.captured.observed:
             program.observe(results[len(program.gradient_inputs) :])
-        return None, *(flat if first_order else once(flat))
+        return None, *(flat if first_order else forbid_double_backward(flat))
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -317,20 +324,20 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    """The plan keeps its program as it was printed."""
+    """Return a copy of a graph; the plan keeps its program unchanged."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     return copy
 
 
-def _compiled(
+def _compile_graph(
     owner: nn.Module, graph: fx.Graph, groups: ProcessGroups, backend: str, boxed: bool = False
 ) -> Any:
-    """A function that runs the graph; boxed: it takes its inputs in a list, which it empties."""
+    """Return a function that runs the graph. boxed: it takes a list of inputs and empties it."""
     verify_in_flight(graph)
     if backend == "inductor":
         for node in graph.nodes:
-            if node.target is _IN_PLACE:  # its functionalization does not take that one
+            if node.target is _IN_PLACE:  # Inductor does not functionalize it.
                 node.target = c10d.all_reduce.default
         compiled = torch.compile(fx.GraphModule(owner, wire_dtypes(gloo_all_to_all(graph, groups))))
         return (lambda inputs: compiled(*inputs)) if boxed else compiled

@@ -1,4 +1,4 @@
-"""parallelize and shard_batch: a module and its batches on the devices of a mesh."""
+"""parallelize and shard_batch: put a module and its batches on the devices of a mesh."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..capture import (
-    check_module,
-)
+from ..capture import check_module
 from ..comm.process_groups import groups_of
 from ..compat.versions import check_parallelize
-from ..dtensor.storage import (
-    storable,
-    wrap_local,
-)
+from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec, SpecLike
@@ -43,28 +38,45 @@ def parallelize(
     regather: str = "auto",
     skip_passes: Sequence[str] = (),
 ) -> nn.Module:
-    """The model on a mesh: an nn.Module with the same forward, to be called by every process alike.
+    """Return a module with the same forward that computes on a mesh; every process calls it alike.
 
-    Parameters and buffers become DTensors laid out as marked (replicated without a mark) with rank
-    0's values; give the returned module's parameters to the optimizer. Plain tensor arguments are
-    the global batch, the same on every rank; DTensors are taken as laid out. Results come back
-    whole, but for those whose layout out_specs gives: DTensors, of the nearest layout that such
-    express (several axes on one dimension only in mesh order, and if they divide it). backend
-    "torch" runs the program operation by operation, "inductor" compiles it. Raises ShardingError if
-    there is no process group with one process a device, or if ranks differ in their programs or in
-    the shapes of arguments. strict=True: what would be listed as replicated_ops is an error.
-    rng="global": random numbers are those of one device, drawn by the place of an element; all
-    ranks need the same torch.manual_seed. "native": from PyTorch's generator. shard_updates="data":
-    every parameter, its gradient and the optimizer's state of it are stored in parts over that axis
-    besides its mark (ZeRO; arXiv 2004.13336). regather: whether weights are gathered again for the
-    backward: "always", "never" (they are kept), or "auto": if a GPU's memory would not do
-    otherwise. skip_passes: those of "bucket", "collective_matmul", "overlap" and "prefetch" that
-    are to be left out (README, Overlap); all ranks alike.
+    Parameters and buffers become DTensors with rank 0's values, laid out as marked or replicated.
+    Give the returned module's parameters to the optimizer. Plain tensor arguments are the global
+    batch, the same on every rank. DTensor arguments keep their layout. Results are whole tensors
+    unless out_specs gives a layout: then they are DTensors.
 
-    backend "xla" needs no process group: parameters become tensors on XLA, whose own partitioner
-    makes the program. pin: what it is told besides the layouts of inputs and results: the marks
-    ("user"), every layout that our own partitioner chose ("all"), or nothing ("none"). strict, rng
-    and regather are not for it: XLA draws random numbers itself.
+    Args:
+        model: The module for one device, with marks of mark_sharding on its parameters.
+        mesh: The mesh, with one process per device.
+        backend: "torch" runs the program operation by operation, "inductor" compiles it. "xla"
+            needs no process group: parameters become XLA tensors, and XLA partitions the program.
+        in_specs: Layouts of the arguments.
+        out_specs: Layouts of the results. A DTensor has the nearest layout that it can express:
+            several axes shard one dimension only in mesh order and if they divide it.
+        pin: For "xla", the layouts that XLA gets besides those of inputs and results: the marks
+            ("user"), every layout that our partitioner chose ("all"), or nothing ("none").
+        strict: Whether an operation of replicated_ops is an error. Not for "xla".
+        rng: "global": random numbers are those of one device, by the place of an element; all ranks
+            need the same torch.manual_seed. "native": from PyTorch's generator. Not for "xla".
+        shard_updates: An axis, such as "data". Every parameter, its gradient and its optimizer
+            state are stored sharded over that axis besides their mark (ZeRO; arXiv 2004.13336).
+        regather: Whether the backward gathers weights again: "always", "never" (they are kept), or
+            "auto": only if they would not fit a GPU's memory. Not for "xla".
+        skip_passes: Passes to leave out of "bucket", "collective_matmul", "overlap" and "prefetch";
+            the same on all ranks. Not for "xla".
+
+    Returns:
+        A ShardedModule, or an XlaModule for backend "xla".
+
+    Raises:
+        ShardingError: There is no process group with one process per device, or ranks differ in
+            their programs or in the shapes of arguments.
+
+    Example:
+        >>> mesh = Mesh(data=2, model=2)
+        >>> mark_sharding(model.weight, mesh, "model _")
+        >>> module = parallelize(model, mesh, in_specs="data _")
+        >>> module(batch).sum().backward()
     """
     if backend not in BACKENDS:
         raise ShardingError(
@@ -72,14 +84,14 @@ def parallelize(
             where=user_line(),
         )
     check_parallelize()
-    ours = {
+    partitioner_options = {
         "strict": strict,
         "rng": rng != "global",
         "regather": regather != "auto",
         "skip_passes": bool(skip_passes),
     }
-    others = ours if backend == "xla" else {"pin": pin != "user"}
-    for name in (name for name, is_set in others.items() if is_set):
+    unsupported = partitioner_options if backend == "xla" else {"pin": pin != "user"}
+    for name in (name for name, is_set in unsupported.items() if is_set):
         raise ShardingError(f"backend '{backend}' has no option {name}", where=user_line())
     if any(isinstance(m, ModuleProxy) for m in model.modules()):
         raise ShardingError(
@@ -106,12 +118,23 @@ def parallelize(
 
 
 def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
-    """This rank's part of a batch, all parts together as one global DTensor; nothing is sent.
+    """Return the global batch, a DTensor whose shard on this rank is `local`; nothing is sent.
 
-    local: the rows that a DistributedSampler gives this rank: of the same shape on every rank. The
-    global size of a sharded dimension is the local one times the number of shards. In a process
-    that runs on XLA: the batch of this host, whose rows go to its devices; all hosts' together as
-    one XLA tensor.
+    In a process that runs on XLA, `local` is the batch of this host. Its rows go to the host's
+    devices, and the result is one XLA tensor.
+
+    Args:
+        local: The rows that a DistributedSampler gives this rank, of the same shape on every rank.
+        mesh: The mesh of the module.
+        spec: The layout. The global size of a sharded dimension is the local size times the shards.
+
+    Raises:
+        ShardingError: The spec shards one dimension by axes out of mesh order.
+
+    Example:
+        >>> batch = shard_batch(torch.randn(8, 16), Mesh(data=2), "data _")
+        >>> batch.shape
+        torch.Size([16, 16])
     """
     if is_started():
         return place_batch(local, mesh, spec)

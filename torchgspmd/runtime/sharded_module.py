@@ -13,25 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..api import compile_plan
-from ..capture import (
-    ARGUMENT,
-    Captured,
-    Varying,
-    capture,
-    not_compiled,
-    opened,
-)
+from ..capture import ARGUMENT, Captured, Varying, capture, not_compiled, opened
 from ..comm.process_groups import groups_of
 from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, raise_difference
 from ..compat.private_apis import _pytree as pytree
 from ..dtensor.fused_optimizers import install_fused_optimizers
 from ..dtensor.install import install_dtensors
-from ..dtensor.storage import (
-    shard_module,
-    spec_of,
-    storable,
-)
+from ..dtensor.storage import shard_module, spec_of, storable
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
 from ..plan import Plan
@@ -39,7 +28,7 @@ from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from .joint_program import JointProgram
 from .module_proxy import ModuleProxy, as_text, leaf_key, mark_on, named_tensors
-from .submodule_calls import stand_alone
+from .submodule_calls import install_submodule_calls
 
 _MODES = (
     "torch.is_grad_enabled()",
@@ -51,10 +40,10 @@ _CALLS = "calls a module"
 
 
 class ShardedModule(ModuleProxy):
-    """What parallelize returns. Names of parameters, buffers and submodules are those of the model.
+    """Module of parallelize, with the model's names of parameters, buffers and submodules.
 
-    plan: the Plan of the latest call (None before the first). planning_seconds: how long making it
-    took.
+    plan: the Plan of the latest call, None before the first. planning_seconds: the time to compile
+    the latest new program.
     """
 
     def __init__(
@@ -66,9 +55,10 @@ class ShardedModule(ModuleProxy):
         out_specs: Any = None,
         hooks: bool = True,
         **options: Any,
-    ):
-        """hooks: whether those of the model are part of its programs; the hooks of those inside of
-        it are.
+    ) -> None:
+        """Store the model's tensors as DTensors.
+
+        hooks: whether programs include the model's own hooks. Hooks of submodules are included.
         """
         install_fused_optimizers()
         install_dtensors()
@@ -81,7 +71,7 @@ class ShardedModule(ModuleProxy):
         shard_module(
             model,
             {
-                name: _stored_spec_of(mark_on(t, mesh), tuple(t.shape), mesh)
+                name: _storable_mark(mark_on(t, mesh), tuple(t.shape), mesh)
                 for name, t in named_tensors(model)
             },
             mesh,
@@ -100,7 +90,7 @@ class ShardedModule(ModuleProxy):
             planning_seconds=0.0,
         )
         if hooks:
-            stand_alone(
+            install_submodule_calls(
                 model,
                 lambda submodule: ShardedModule(submodule, mesh, backend, hooks=False, **options),
             )
@@ -108,7 +98,7 @@ class ShardedModule(ModuleProxy):
 
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = args, kwargs
+        call = args, kwargs
         if kwargs or not all(isinstance(a, Tensor) and a.layout is torch.strided for a in args):
             args, kwargs = opened((args, kwargs))
             leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -120,7 +110,7 @@ class ShardedModule(ModuleProxy):
         key = (
             tree,
             tuple(leaf_keys),
-            self._current(),
+            self._structure_version(),
             self._modes(),
             self._trainable(),
             torch.is_grad_enabled(),
@@ -128,117 +118,134 @@ class ShardedModule(ModuleProxy):
             torch.get_autocast_dtype(self._groups.device_type),
             torch.get_default_dtype(),
         )
-        program = self._program(key, lambda: self._compile(args, kwargs, key, varying))
+        program = self._program_for(key, lambda: self._compile(args, kwargs, key, varying))
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
         if program.takes_numbers:
             signature ^= _hash(str(program.captured.numbers()))
         return program(
             leaves,
-            given,
-            RankCheck(self._groups, signature, lambda: self._differ(key, varying, program.draws)),
+            call,
+            RankCheck(
+                self._groups,
+                signature,
+                lambda: self._raise_difference(key, varying, program.draws),
+            ),
         )
 
-    def _kind(self, name: str, held: Any) -> Any:
-        if isinstance(held, DTensor):
-            return tuple(held.shape), held.dtype, held.placements
-        if isinstance(held, nn.Parameter):
+    def _kind(self, name: str, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return tuple(value.shape), value.dtype, value.placements
+        if isinstance(value, nn.Parameter):
             raise ShardingError(
                 f"parameter '{name}' is a plain tensor",
                 where=user_line(),
                 why="it was put into the model after parallelize",
-                fix="change the model before it is wrapped, or put in a DTensor (torch's distribute_tensor)",
+                fix="change the model before it is wrapped, "
+                "or put in a DTensor (torch's distribute_tensor)",
             )
-        return super()._kind(name, held)
+        return super()._kind(name, value)
 
-    def _differ(
-        self, key: Any, varying: Varying | None, draws: bool = False, made: Captured | None = None
+    def _raise_difference(
+        self,
+        key: Any,
+        varying: Varying | None,
+        draws: bool = False,
+        compiled: Captured | None = None,
     ) -> NoReturn:
-        """What every rank raises when they are about to do different things. made: all of them have
-        made a program, this one.
+        """Raise, on every rank, the ShardingError for ranks about to run different programs.
+
+        compiled: the program of this rank, if all ranks have built theirs.
         """
         passed = varying.now if varying else {}
-        arguments = [*filter(None, map(_shown, key[1])), *([str(passed)] if passed else [])]
+        arguments = [*filter(None, map(_argument_text, key[1])), *([str(passed)] if passed else [])]
         programs = [program.captured for program in self._programs.get(key, ())] + (
-            [made] if made else []
+            [compiled] if compiled else []
         )
-        owners = self._owners()
-        model = self._described() + [*zip(_MODES, map(str, key[-len(_MODES) :]))]
+        owners = self._attribute_prefixes()
+        model = self._description() + [*zip(_MODES, map(str, key[-len(_MODES) :]))]
         model += [
             pair for captured in programs for pair in captured.described(owners, besides=passed)
         ]
         raise_difference(
             self._groups,
             Account(
-                _CALLS, arguments, model, _generator_state() if draws else None, made is not None
+                _CALLS,
+                arguments,
+                model,
+                _generator_state() if draws else None,
+                compiled is not None,
             ),
         )
 
-    def _compare(
-        self, captured: Captured, tensors: Sequence[Tensor], differ: Callable[[], NoReturn]
+    def _check_tensors_alike(
+        self,
+        captured: Captured,
+        tensors: Sequence[Tensor],
+        raise_unnamed: Callable[[], NoReturn],
     ) -> None:
-        """ShardingError on every rank where tensors that are the same everywhere have other values
-        on one.
-        """
+        """Raise ShardingError on every rank if a whole tensor differs between ranks."""
         names = [i.name for i in captured.inputs if i.kind == ARGUMENT]
-        first = len(tensors) - len(captured.places)  # of those from attributes
-        given = [
+        first = len(tensors) - len(captured.places)  # index of the first attribute
+        whole = [
             (name, i < first, t)
             for i, (name, t) in enumerate(zip(names, tensors))
             if not isinstance(t, DTensor)
             and (i < first or captured.places[i - first].kind == "tensor")
         ]
-        given += [
+        whole += [
             (name, False, t)
-            for name, t in captured.kept_tensors(self._owners())
+            for name, t in captured.kept_tensors(self._attribute_prefixes())
             if not isinstance(t, DTensor)
         ]
-        check_alike(self._groups, given, differ)
+        check_alike(self._groups, whole, raise_unnamed)
 
     def _compile(
         self, args: tuple, kwargs: dict, key: Any, varying: Varying | None
     ) -> JointProgram:
         start = time.perf_counter()
         passed = varying.now if varying else {}
-        call = as_text(
-            (key[:2], key[3:], passed)
-        )  # without _current, which counts changes of this rank
+        # Leave out _structure_version, which counts changes of this rank.
+        call = as_text((key[:2], key[3:], passed))
         check_ranks(
-            self._groups, _hash(f"a program for {call}"), lambda: self._differ(key, varying)
+            self._groups,
+            _hash(f"a program for {call}"),
+            lambda: self._raise_difference(key, varying),
         )
         try:
-            made, tensors = self._planned(args, kwargs, varying)
+            plan, tensors = self._plan_call(args, kwargs, varying)
         except Exception as error:
             failure = Account(_CALLS, failure=f"{type(error).__name__}: {error}".splitlines()[0])
             check_ranks(
                 self._groups, _hash("no program"), lambda: all_gather_objects(self._groups, failure)
             )
             raise
-        captured = made.captured
+        captured = plan.captured
 
-        def differ() -> NoReturn:
-            self._differ(key, varying, made=captured)
+        def raise_on_difference() -> NoReturn:
+            self._raise_difference(key, varying, compiled=captured)
 
-        looked = [look.described() for look in captured.looks]
-        signature = _hash(as_text((call, looked, made.program.code)))
-        check_ranks(self._groups, signature, differ)
-        self._compare(captured, tensors, differ)
-        program = JointProgram(made, self._groups, self._model, tensors, self._backend, signature)
+        value_guards = [guard.described() for guard in captured.looks]
+        signature = _hash(as_text((call, value_guards, plan.program.code)))
+        check_ranks(self._groups, signature, raise_on_difference)
+        self._check_tensors_alike(captured, tensors, raise_on_difference)
+        program = JointProgram(plan, self._groups, self._model, tensors, self._backend, signature)
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         return program
 
-    def _planned(
+    def _plan_call(
         self, args: tuple, kwargs: dict, varying: Varying | None
     ) -> tuple[Plan, list[Tensor]]:
-        """And the tensors that it takes besides parameters and buffers."""
-        without = next(
+        """Return the plan, and the tensors that it takes besides parameters and buffers."""
+        on_meta = next(
             (name for name, t in named_tensors(self._model) if t.device.type == "meta"), None
         )
-        if without is not None:
+        if on_meta is not None:
             raise ShardingError(
-                f"'{without}' is on meta: it has no values",
+                f"'{on_meta}' is on meta: it has no values",
                 where=user_line(),
-                fix=f"model.to_empty(device='{self._groups.device_type}'), then initialize it or load its values",
+                fix=f"model.to_empty(device='{self._groups.device_type}'), "
+                "then initialize it or load its values",
             )
         captured = capture(
             self._model,
@@ -251,55 +258,52 @@ class ShardedModule(ModuleProxy):
             varying=varying,
         )
         state = captured.at_places()
-        wanted = [*spread_inputs(self._in_specs, args, kwargs, self._mesh), *(None for _ in state)]
+        specs = [*spread_inputs(self._in_specs, args, kwargs, self._mesh), *(None for _ in state)]
         tensors = [
             *(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)),
             *state,
         ]
-        wanted = [
+        required = [
             spec_of(t, self._mesh) if isinstance(t, DTensor) else spec
-            for t, spec in zip(tensors, wanted)
+            for t, spec in zip(tensors, specs)
         ]
-        made = compile_plan(
+        plan = compile_plan(
             captured,
             self._mesh,
-            wanted,
+            required,
             self._out_specs,
             stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
             plain=[not isinstance(t, DTensor) for t in tensors],
             device=self._groups.device_type,
             **self._options,
         )
-        return made, tensors
+        return plan, tensors
 
 
 def _stored_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec:
-    """How a parameter or buffer is stored; what was put into the model as a plain tensor is the
-    same on every rank.
-    """
+    """Return the stored layout of a parameter or buffer; a plain tensor is replicated."""
     return (
         spec_of(tensor, mesh) if isinstance(tensor, DTensor) else ShardSpec.replicated(tensor.dim())
     )
 
 
 def _distribute_state(module: ShardedModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Takes from whole tensors, the same on every rank, what this rank stores of them; nothing is
-    sent.
-    """
+    """Shard the whole tensors of a state_dict, the same on every rank; nothing is sent."""
     for name, tensor in named_tensors(module._model):
-        given = state.get(prefix + name)
+        loaded = state.get(prefix + name)
         if (
             isinstance(tensor, DTensor)
-            and isinstance(given, Tensor)
-            and not isinstance(given, DTensor)
-            and given.shape == tensor.shape
+            and isinstance(loaded, Tensor)
+            and not isinstance(loaded, DTensor)
+            and loaded.shape == tensor.shape
         ):
             state[prefix + name] = distribute_tensor(
-                given.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None
+                loaded.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None
             )
 
 
-def _stored_spec_of(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
+def _storable_mark(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
+    """Return the layout in which a marked parameter or buffer is stored."""
     if mark is None:
         return ShardSpec.replicated(len(shape))
     trimmed = ShardSpec(tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in mark.dims))
@@ -312,8 +316,8 @@ def _leaf_key(leaf: Any) -> Any:
     return leaf_key(leaf)
 
 
-def _shown(key: Any) -> str | None:
-    """Of what is known of an argument: the shape of a tensor, or a number or text."""
+def _argument_text(key: Any) -> str | None:
+    """Return the shape of a tensor, a number or a text from an argument's key, else None."""
     if isinstance(key, tuple) and isinstance(key[0], tuple):
         return str(list(key[0]))
     return as_text(key)[:40] if isinstance(key, str) and key != "None" else None
