@@ -295,7 +295,7 @@ def elements(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def cut(x: Tensor, box: Box) -> Tensor:
+def slice_box(x: Tensor, box: Box) -> Tensor:
     """Return the view of a tensor that a box describes."""
     for d, (start, stop) in enumerate(box):
         x = x.narrow(d, start, stop - start)
@@ -304,7 +304,7 @@ def cut(x: Tensor, box: Box) -> Tensor:
 
 def pack(x: Tensor, boxes: Sequence[Box]) -> Tensor:
     """Return the boxes of x, flattened and concatenated."""
-    return torch.cat([cut(x, box).reshape(-1) for box in boxes]) if boxes else x.new_empty(0)
+    return torch.cat([slice_box(x, box).reshape(-1) for box in boxes]) if boxes else x.new_empty(0)
 
 
 def unpack(
@@ -318,8 +318,8 @@ def unpack(
     """Return the new shard from the received boxes and the box that stays; padding is `fill`."""
     result = x.new_full(shape, fill)
     if keep is not None:
-        cut(result, keep[1]).copy_(cut(x, keep[0]))
+        slice_box(result, keep[1]).copy_(slice_box(x, keep[0]))
     for box, part in zip(boxes, moved.split([elements(box) for box in boxes])):
-        target = cut(result, box)
+        target = slice_box(result, box)
         target.copy_(part.view(target.shape))
     return result

@@ -18,15 +18,15 @@ class BucketMemory:
 
     def __init__(self) -> None:
         self.storage: torch.UntypedStorage | None = None
-        self.alone = 0  # reference count of the storage while no tensor uses it
+        self.idle_count = 0  # reference count of the storage while no tensor uses it
 
     def empty(self, like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         """Return a vector on the device of `like`, in the last one's memory if that is free."""
         if like.device.type != "cpu":
             return like.new_empty([size], dtype=dtype)
-        if self.storage is None or _use_count(self.storage) != self.alone:
+        if self.storage is None or _use_count(self.storage) != self.idle_count:
             self.storage = torch.UntypedStorage(size * dtype.itemsize)
-            self.alone = _use_count(self.storage)
+            self.idle_count = _use_count(self.storage)
         return torch.empty(0, dtype=dtype).set_(self.storage)
 
 

@@ -80,7 +80,7 @@ def groups_of(mesh: Mesh, device_type: str) -> ProcessGroups:
     return groups
 
 
-def known_groups(device_mesh: DeviceMesh) -> ProcessGroups | None:
+def find_groups(device_mesh: DeviceMesh) -> ProcessGroups | None:
     """Return the process groups of the mesh that has this DeviceMesh; None for other ones."""
     return next((groups for groups in _GROUPS.values() if groups.device_mesh == device_mesh), None)
 

@@ -87,6 +87,7 @@ class _PerDevice(list):
 
 
 def _map(args: Any, mine: Callable) -> Any:
+    """Replace the per-device values in arguments by those of one device."""
     if isinstance(args, _PerDevice):
         return mine(args)
     if isinstance(args, (tuple, list)):
@@ -99,6 +100,7 @@ def _map(args: Any, mine: Callable) -> Any:
 def _in_groups(
     axes: str, mesh: Mesh, x: list[Tensor], run: Callable[[list[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
+    """Apply `run` to the tensors of every group of devices over `axes`."""
     results: list[Any] = [None] * mesh.size
     for group in mesh.groups(split_axes(axes)):
         for rank, result in zip(group, run([x[rank] for rank in group])):

@@ -9,7 +9,7 @@ g.norm(dim=0).square_()             is an error, as all nonlinear ops in place o
 loss + 0.01 * p.pow(2).sum()        is an error, a plain tensor beside a DTensor; so is loss += ...
 f"{clip_grad_norm_(...):.2f}"       is an error, and so are numpy() and tolist()
 y.gather(-1, index).square()        is an error if dimension -1 is sharded
-y.cumsum(-1)                        is per shard (2.13: if dim -1, counted from the end, is sharded)
+y.cumsum(-1)                        is per shard (2.13: for a sharded dim counted from the end)
 F.conv1d(x, w)                      is per shard if another dimension than the batch is sharded
 y.mean(), y.max(0).indices          are means of uneven shards, and indices in each shard (2.9)
 F.mse_loss(sharded, target)         has n times the gradient over n devices, as other mean losses
@@ -180,6 +180,7 @@ def _in_place(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def _can_stay_pending(op: OpOverload, args: tuple) -> bool:
+    """Whether a pending sum stays valid under an in-place operation."""
     pending = [p for p in args[0].placements if p.is_partial()]
     if not pending or any(p != Partial() for p in pending):
         return not pending
@@ -188,7 +189,7 @@ def _can_stay_pending(op: OpOverload, args: tuple) -> bool:
 
 
 def _out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Run an operation with `out`, of which DTensor ignores the mesh."""
+    """Compute into `out`; DTensor looks for its mesh only among the operands."""
     result = op.overloadpacket(
         *args, **{name: value for name, value in kwargs.items() if name != "out"}
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from ..comm.process_groups import known_groups
+from ..comm.process_groups import find_groups
 from ..compat.operators import AbsentOperator
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
@@ -38,7 +38,7 @@ def as_before(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def is_ours(tensor: Any) -> bool:
     """Whether a value is a DTensor on a mesh of parallelize."""
-    return isinstance(tensor, DTensor) and known_groups(tensor.device_mesh) is not None
+    return isinstance(tensor, DTensor) and find_groups(tensor.device_mesh) is not None
 
 
 def our_dtensors(args: tuple, kwargs: dict) -> list[DTensor]:

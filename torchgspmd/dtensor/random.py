@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.process_groups import known_groups
+from ..comm.process_groups import find_groups
 from ..comm.rank_check import check_ranks
 from ..comm.rank_mismatch import Account, raise_difference
 from ..compat.operators import aten
@@ -71,7 +71,7 @@ def _draw(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     ours = our_dtensors(args, kwargs)
     if not ours or ours[0].device.type == "meta":
         return as_before(op, args, kwargs)
-    one, groups = ours[0], known_groups(ours[0].device_mesh)
+    one, groups = ours[0], find_groups(ours[0].device_mesh)
     state, does = (
         _state_hash(kwargs.get("generator"), one.device),
         f"draws random numbers for a DTensor at {user_line()}",

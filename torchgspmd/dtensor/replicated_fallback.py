@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from ..comm.process_groups import known_groups
+from ..comm.process_groups import find_groups
 from ..comm.rank_check import check_ranks
 from ..comm.rank_mismatch import Account, raise_difference
 from ..compat.private_apis import OpOverload
@@ -41,7 +41,7 @@ def install_fallback() -> None:
 
 def is_distributed(tensor: DTensor) -> bool:
     """Whether devices of a mesh of parallelize have different shards or terms of a tensor."""
-    return known_groups(tensor.device_mesh) is not None and not all(
+    return find_groups(tensor.device_mesh) is not None and not all(
         p.is_replicate() for p in tensor.placements
     )
 
@@ -58,7 +58,7 @@ def full_tensor(tensor: DTensor) -> Tensor:
 def check_read_by_all(tensor: DTensor) -> None:
     """Raise ShardingError on every rank, before any of them waits, unless all ranks read it."""
     groups, does = (
-        known_groups(tensor.device_mesh),
+        find_groups(tensor.device_mesh),
         f"reads a DTensor, of which each device has a part, at {user_line()}",
     )
     check_ranks(groups, zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does)))
@@ -85,7 +85,7 @@ def _with_fallback(before: Callable) -> Callable:
             ours = [
                 t
                 for t in pytree.tree_leaves((args, kwargs))
-                if isinstance(t, DTensor) and known_groups(t.device_mesh)
+                if isinstance(t, DTensor) and find_groups(t.device_mesh)
             ]
             is_of_layouts = isinstance(error, NotImplementedError) or any(
                 words in str(error) for words in _FAILED

@@ -37,7 +37,7 @@ def saved_tensors_for(ctx: Any, groups: dict[int, int], outputs: set[int]) -> Se
     """Return the tensors that forward saved, for a backward from these outputs.
 
     groups: the independent graph of each output (Captured.parts). Tensors stay saved until each
-    graph has had a backward, since eager PyTorch does not free a graph without one either.
+    graph has had a backward. Eager PyTorch frees no graph without a backward either.
     """
     if not groups:
         return ctx.saved_tensors

@@ -282,7 +282,8 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         program: JointProgram = ctx.program
-        if all(grad is None for grad in grads):  # A later node may need no gradient of this one.
+        # Autograd may reach this node without a gradient of any output.
+        if all(grad is None for grad in grads):
             return (None,) * (1 + ctx.count)
         tangents = [
             torch.zeros(shape, dtype=dtype, device=device)

@@ -69,8 +69,8 @@ def parallelize(
         A ShardedModule, or an XlaModule for backend "xla".
 
     Raises:
-        ShardingError: There is no process group with one process per device, or ranks differ in
-            their programs or in the shapes of arguments.
+        ShardingError: There is no process group with one process per device, or programs or
+            shapes of arguments differ between ranks.
 
     Example:
         >>> mesh = Mesh(data=2, model=2)

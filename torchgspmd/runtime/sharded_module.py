@@ -203,6 +203,7 @@ class ShardedModule(ModuleProxy):
     def _compile(
         self, args: tuple, kwargs: dict, key: Any, varying: Varying | None
     ) -> JointProgram:
+        """Compile the program of a call and check that all ranks compile the same."""
         start = time.perf_counter()
         passed = varying.now if varying else {}
         # Leave out _structure_version, which counts changes of this rank.

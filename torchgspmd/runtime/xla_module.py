@@ -128,6 +128,7 @@ class XlaModule(ModuleProxy):
         return super()._kind(name, value)
 
     def _compile(self, args: tuple, kwargs: dict, varying: Varying) -> _Program:
+        """Compile the program of a call."""
         begin = time.perf_counter()
         mesh, (enabled, dtype) = self._mesh, _autocast()
         with torch.autocast("cpu", dtype, enabled=enabled):
@@ -249,7 +250,7 @@ class _Program:
         separate(backward).set_codegen(BoxedCodeGen())
         constants = on_device(self.captured.constants, device)
         self.forward, self.backward = (
-            _Watched(fx.GraphModule(constants, g)) for g in (forward, backward)
+            _ReportingGraph(fx.GraphModule(constants, g)) for g in (forward, backward)
         )
 
     def __call__(self, leaves: list, call: tuple[tuple, dict]) -> Any:
@@ -287,7 +288,7 @@ class _Program:
         return results[: self.outputs], results[count:]
 
 
-class _Watched:
+class _ReportingGraph:
     """A callable graph that reports host operations on its first call."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -323,7 +324,8 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         program: _Program = ctx.program
-        if all(grad is None for grad in grads):  # A later node may need no gradient of this one.
+        # Autograd may reach this node without a gradient of any output.
+        if all(grad is None for grad in grads):
             return (None,) * (1 + ctx.count)
         outputs = {i for i, grad in enumerate(grads) if grad is not None}
         tangents = [
