@@ -29,8 +29,8 @@ from ..shard_spec import Axes, ShardSpec, nests
 
 Box = tuple[tuple[int, int], ...]  # (first row, row past the last) of every dimension
 Boxes = tuple[np.ndarray, np.ndarray]  # first and past-the-last rows, each [dimensions, devices]
-WAYS = 64  # Number of ways to divide the sending among replicas that are compared.
-MANY = 256  # Groups of more devices get an estimated cost instead of a count.
+MAX_WAYS = 64  # Number of ways to divide the sending among replicas that are compared.
+MAX_COUNTED_DEVICES = 256  # Groups of more devices get an estimated cost instead of a count.
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def exchange(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: Shard
     undivided = _undivided(mesh, shape, before, after)
     sharing = [a for a in undivided.axes if a not in undivided.before.sharding_axes]
     dims = sorted(range(len(shape)), key=lambda d: before.dims[d] == after.dims[d])
-    ways = itertools.islice(itertools.product(dims, repeat=len(sharing)), WAYS)
+    ways = itertools.islice(itertools.product(dims, repeat=len(sharing)), MAX_WAYS)
     return min(
         (
             replace(
@@ -195,7 +195,7 @@ def lacking(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardS
         shape[d] % mesh.count(axes) for d in changed for axes in (before.dims[d], after.dims[d])
     ):
         undivided = _undivided(mesh, shape, before, after)
-        return undivided.received() if mesh.count(undivided.axes) <= MANY else 0
+        return undivided.received() if mesh.count(undivided.axes) <= MAX_COUNTED_DEVICES else 0
     required, local = math.prod(after.local_shape(shape, mesh)), 1
     for n, b, a in zip(shape, before.dims, after.dims):
         short, long = sorted((b, a), key=len)
@@ -220,7 +220,7 @@ def busiest(
         if b != a
         for axes in (b, a)
     ):
-        few = mesh.count(undivided.axes) <= MANY
+        few = mesh.count(undivided.axes) <= MAX_COUNTED_DEVICES
         count = (
             exchange(mesh, shape, before, after).busiest()
             if few
