@@ -16,8 +16,14 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (  # a file imports only from the lines below its own
     ("__main__",),
     ("__init__",),
-    ("runtime.sharded_module",),
-    ("runtime.xla_module", "compare_with_xla", "doctor"),
+    ("runtime.parallelize",),
+    (
+        "runtime.sharded_module",
+        "runtime.joint_program",
+        "runtime.xla_module",
+        "compare_with_xla",
+        "doctor",
+    ),
     ("api", "runtime.submodule_calls"),
     ("dump", "fix_candidates"),
     ("plan",),

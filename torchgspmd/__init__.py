@@ -11,7 +11,7 @@ from .errors import ShardingError
 from .mesh import Mesh
 from .plan import Plan
 from .rules.custom import rule
-from .runtime.sharded_module import parallelize, shard_batch
+from .runtime.parallelize import parallelize, shard_batch
 from .shard_spec import UNCONSTRAINED, ShardSpec
 
 __all__ = [

@@ -1,3 +1,1 @@
-"""Communication: what a collective is, what it costs, how it is simulated, how torch.distributed
-does it.
-"""
+"""Communication: collectives as graph nodes, their cost, simulation and process groups."""

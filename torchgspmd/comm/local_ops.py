@@ -1,4 +1,4 @@
-"""What a device does alone: take its part of a tensor, and overwrite padding."""
+"""Operations of one device without communication: slice a shard or window, mask padding."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from ..halo import Window
 
 
 def take_part(x: Tensor, dim: int, index: int, count: int) -> Tensor:
-    """Part number `index` of `count` equal ones along a dimension; the last ones are padded with
-    zeros.
-    """
+    """Return shard number `index` of `count` equal ones; zeros pad the last ones."""
     size = x.shape[dim]
     rows = -(-size // count)
     if rows * count != size:
@@ -23,7 +21,7 @@ def take_part(x: Tensor, dim: int, index: int, count: int) -> Tensor:
 
 
 def take_window(x: Tensor, dim: int, index: int, text: str) -> Tensor:
-    """The rows of a device's window out of a dimension that it has whole."""
+    """Return the rows of a device's window of a replicated dimension."""
     window, size = Window.parse(text), x.shape[dim]
     pieces = [
         (place, x.narrow(dim, row, rows)) for _, row, place, rows in window.pieces(index, size, 1)
@@ -38,28 +36,27 @@ def join_pieces(
     like: Tensor,
     unspecified: float = 0.0,
 ) -> Tensor:
-    """A window of pieces that start at given rows of it, in order; its fill where there is none."""
-    shape, parts, row = list(like.shape), [], 0
+    """Return a window of (first row, piece) pairs in order; gaps get the window's fill value."""
+    shape, segments, row = list(like.shape), [], 0
     fill = as_dtype(unspecified if window.fill is None else window.fill, like.dtype)
     for place, piece in [*pieces, (window.length, None)]:
         if place > row:
-            parts.append(like.new_full([*shape[:dim], place - row, *shape[dim + 1 :]], fill))
+            segments.append(like.new_full([*shape[:dim], place - row, *shape[dim + 1 :]], fill))
         if piece is not None:
-            parts.append(piece)
+            segments.append(piece)
             row = place + piece.shape[dim]
-    return torch.cat(parts, dim)
+    return torch.cat(segments, dim)
 
 
 def only_first(x: Tensor, index: int) -> Tensor:
-    """x on the device with index 0, zeros on the others."""
+    """Return x on the device with index 0, zeros on the others."""
     return x if index == 0 else torch.zeros_like(x)
 
 
 def mask_padding(x: Tensor, dim: int, index: int, size: int, fill: float) -> Tensor:
-    """x, part number `index` of a dimension of global length `size`, with `fill` in the rows past
-    its end.
+    """Return x with `fill` in the rows past the global end of a dimension of length `size`.
 
-    By selection and not by multiplication: what stands there may be NaN.
+    x is shard number `index`. Padding is selected away, not multiplied: it may be NaN.
     """
     rows = x.shape[dim]
     inside = torch.arange(rows, device=x.device) + index * rows < size
@@ -67,7 +64,7 @@ def mask_padding(x: Tensor, dim: int, index: int, size: int, fill: float) -> Ten
 
 
 def as_dtype(fill: float, dtype: torch.dtype) -> float | int | bool:
-    """A fill value as a number of the type; infinities become the extreme of an integer type."""
+    """Return a fill value as a number of the dtype; integers get their extreme for infinity."""
     if dtype.is_floating_point or dtype.is_complex or not math.isinf(fill):
         return fill if dtype.is_floating_point or dtype.is_complex else int(fill)
     if dtype == torch.bool:

@@ -1,9 +1,8 @@
-"""Whether all ranks are about to do the same: a number that each has, sent by each to all, in one
-small all_to_all.
+"""Check that all ranks are about to run the same program: one small all_to_all of a number.
 
-The first sum of a program may travel in that message: data parallelism sums nothing but a loss
-before its gradients. On two gloo processes an all_reduce of more than two elements takes 0.4 to 0.8
-ms of CPU time, an all_to_all of up to 256 bytes 0.2 ms; a small model's step takes 25.
+The first sum of a program may travel in that message: data parallelism sums only a loss before its
+gradients. On two gloo processes, an all_reduce of more than two elements takes 0.4 to 0.8 ms of CPU
+time. An all_to_all of up to 256 bytes takes 0.2 ms, a step of a small model 25 ms.
 """
 
 from __future__ import annotations
@@ -19,24 +18,25 @@ from torch import Tensor
 
 from .process_groups import ProcessGroups
 
-SAMPLE = 2**16  # elements of a tensor that are compared
-ROUNDING = 1e-3  # relative difference of what may be the same; of other values it is about 1
-ROOM = (
-    7  # elements of a sum that may travel along; the message has this length with and without one
-)
+SAMPLE = 2**16  # Number of elements of a tensor that are compared.
+ROUNDING = 1e-3  # Relative tolerance for equal values; different values differ by about 1.
+ROOM = 7  # Number of elements of a sum that a message has room for, used or not.
 
 
 class RankCheck:
-    """One comparison of a number (63 bits) between all ranks: first `begin`, then `check`. Every
-    rank must come to both.
+    """One comparison of a 63-bit number between all ranks.
+
+    Every rank calls `begin`, then `check`. on_difference: called on every rank if the numbers
+    differ; it raises.
     """
 
-    def __init__(self, groups: ProcessGroups, number: int, otherwise: Callable[[], None]):
-        """otherwise: what every rank calls if the numbers differ; it raises."""
-        self.groups, self.number, self.otherwise = groups, number, otherwise
+    def __init__(
+        self, groups: ProcessGroups, number: int, on_difference: Callable[[], None]
+    ) -> None:
+        self.groups, self.number, self.on_difference = groups, number, on_difference
 
     def begin(self, term: Tensor | None = None) -> RankCheck:
-        """term: this rank's term of a sum over all ranks, for which there `is_room`."""
+        """Send the number and `term`, this rank's term of a sum over all ranks that `fits`."""
         self.term, groups = term, self.groups
         message = torch.full([groups.mesh.size, 1 + ROOM], self.number, device=groups.checked_on)
         if term is not None:
@@ -48,50 +48,47 @@ class RankCheck:
         return self
 
     def check(self) -> None:
-        """Waits for the answer."""
+        """Wait for the numbers of all ranks and compare them."""
         self.work.wait()
         if self.received[:, 0].tolist() != [self.number] * len(self.received):
-            self.otherwise()
+            self.on_difference()
 
     def total(self) -> Tensor:
-        """Waits for the answer and for the sum that travelled along; the same on every rank."""
+        """Check the numbers and return the sum of the terms, the same on every rank."""
         self.check()
         return _terms(self.received, self.term).sum(0).to(self.term.dtype).view(self.term.shape)
 
 
 def _terms(message: Tensor, term: Tensor) -> Tensor:
-    """[ranks, elements] of a message"""
+    """Return the terms [ranks, elements] in a message."""
     return message.view(torch.float64)[:, 1 : 1 + term.numel()]
 
 
-def check_ranks(groups: ProcessGroups, number: int, otherwise: Callable[[], None]) -> None:
-    """Calls `otherwise` on every rank unless all have the same number."""
-    RankCheck(groups, number, otherwise).begin().check()
+def check_ranks(groups: ProcessGroups, number: int, on_difference: Callable[[], None]) -> None:
+    """Call `on_difference` on every rank unless all have the same number."""
+    RankCheck(groups, number, on_difference).begin().check()
 
 
-def gathered(groups: ProcessGroups, mine: Any) -> list[Any]:
-    """What each rank has. Ranks that disagree all come here, each with an Account
-    (disagreement.py).
-    """
-    found: list[Any] = [None] * groups.mesh.size
-    dist.all_gather_object(found, mine, group=groups.checks)
-    return found
+def all_gather_objects(groups: ProcessGroups, mine: Any) -> list[Any]:
+    """Return the object of every rank; ranks that differ exchange Accounts (rank_mismatch.py)."""
+    objects: list[Any] = [None] * groups.mesh.size
+    dist.all_gather_object(objects, mine, group=groups.checks)
+    return objects
 
 
 def differing(groups: ProcessGroups, tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Which of these tensors, that should be the same everywhere, have other values on a rank than
-    on rank 0: (place, first such rank).
-    """
-    found = gathered(groups, [_fingerprint(t) for t in tensors])
-    apart = [
-        [not _alike(own, found[0][i]) for own in column] for i, column in enumerate(zip(*found))
+    """Return (index, first rank) of every tensor whose values on a rank differ from rank 0's."""
+    rows = all_gather_objects(groups, [_fingerprint(t) for t in tensors])
+    differences = [
+        [not _is_close(own, rows[0][i]) for own in column] for i, column in enumerate(zip(*rows))
     ]
-    return [(i, row.index(True)) for i, row in enumerate(apart) if any(row)]
+    return [(i, column.index(True)) for i, column in enumerate(differences) if any(column)]
 
 
 def _fingerprint(tensor: Tensor) -> int | tuple[float, float]:
-    """Of integers another one for other values; of floats a norm and an irregular mean. Of a large
-    tensor a part is read.
+    """Return a checksum of integers, or a norm and an irregular mean of floats.
+
+    Of a large tensor only a sample is read.
     """
     values = tensor.detach().flatten()
     values = values[:: max(1, len(values) // SAMPLE)].cpu()
@@ -108,16 +105,17 @@ def _fingerprint(tensor: Tensor) -> int | tuple[float, float]:
     return norm, (weights @ values).item() / (norm or 1.0)
 
 
-def _alike(one: int | tuple[float, float], other: int | tuple[float, float]) -> bool:
-    """Floats that ranks compute alike may differ by rounding."""
+def _is_close(one: int | tuple[float, float], other: int | tuple[float, float]) -> bool:
+    """Whether two fingerprints are equal; those of floats may differ by rounding."""
     if isinstance(one, int):
         return one == other
     return math.isclose(one[0], other[0], rel_tol=ROUNDING) and abs(one[1] - other[1]) <= ROUNDING
 
 
-def is_room(groups: ProcessGroups, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> bool:
-    """Whether a sum of this shape over so many ranks may travel with a comparison, which it must
-    not delay.
+def fits(groups: ProcessGroups, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> bool:
+    """Whether a sum of this shape over `ranks` ranks may travel in the message of a comparison.
+
+    It must not delay the comparison.
     """
     same_device = groups.checked_on.type == groups.device_type
     return (

@@ -1,7 +1,6 @@
-"""What ranks tell each other when a comparison (agreement.py) has found them about to do different
-things, and the error of that.
+"""Errors for ranks whose programs, arguments, models or random states differ (see rank_check.py).
 
-A difference is raised on every rank, before anything is sent that another rank would wait for.
+Ranks exchange an Account. The error is raised on every rank, before any rank could wait forever.
 """
 
 from __future__ import annotations
@@ -14,28 +13,28 @@ from torch import Tensor
 
 from ..errors import ShardingError, user_line
 from .process_groups import ProcessGroups
-from .rank_check import differing, gathered
+from .rank_check import all_gather_objects, differing
 
-_SHOWN, _SHORT = 3, 60  # differences in a message, and characters of a value
+_MAX_DIFFERENCES, _MAX_CHARACTERS = 3, 60  # in a message, in a value
 
-Described = Sequence[tuple[str, str]]  # names and values, as every process writes them
+Description = Sequence[tuple[str, str]]  # (name, value), written alike by every process
 
 
 @dataclass(frozen=True)
 class Account:
-    """What one rank is about to do, and with what."""
+    """What one rank is about to run, and the inputs of it."""
 
     does: str  # "calls a module"
     arguments: Sequence[str] = ()
-    model: Described = ()  # what the programs of the module depend on
-    generator: int | None = None  # the state of torch's, if it draws random numbers
-    is_made: bool = False  # it has made a program
-    failure: str = ""  # why it could not
+    model: Description = ()  # names and values that the programs of the module depend on
+    generator: int | None = None  # state of torch's generator, if random numbers are drawn
+    is_made: bool = False  # whether the rank has built its program
+    failure: str = ""  # the error of building it
 
 
 def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
-    """Every rank comes here, with its account."""
-    accounts = gathered(groups, mine)
+    """Raise the ShardingError for the differences between the accounts of all ranks."""
+    accounts = all_gather_objects(groups, mine)
     if any(account.does != accounts[0].does for account in accounts):
         raise ShardingError(
             "the ranks do different things",
@@ -52,7 +51,7 @@ def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
             fix="the error of that rank says more; forward has to do the same on every rank",
         )
     arguments = [account.arguments for account in accounts]
-    if any(given != arguments[0] for given in arguments):
+    if any(own != arguments[0] for own in arguments):
         raise ShardingError(
             "the arguments differ between ranks",
             where=user_line(),
@@ -61,16 +60,20 @@ def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
                 for r, a in enumerate(arguments)
                 if a != arguments[0] or r == 0
             ),
-            fix="give every rank the same numbers and global batch, or its own part as a DTensor made by shard_batch",
+            fix="give every rank the same numbers and global batch, "
+            "or its own part as a DTensor made by shard_batch",
         )
-    found = _differences([account.model for account in accounts])
+    differences = _differences([account.model for account in accounts])
     if all(account.is_made for account in accounts):
-        alone = "let forward do the same on every rank; what one of them does alone goes behind the call"
+        fix = (
+            "let forward do the same on every rank; "
+            "what one of them does alone goes behind the call"
+        )
         raise ShardingError(
             "the ranks have made different programs",
             where=user_line(),
-            why=found or "the model, its marks or the versions of torch differ between ranks",
-            fix=alone if found else None,
+            why=differences or "the model, its marks or the versions of torch differ between ranks",
+            fix=fix if differences else None,
         )
     if len({account.generator for account in accounts} - {None}) > 1:
         raise ShardingError(
@@ -82,44 +85,50 @@ def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
     raise ShardingError(
         "the models differ between ranks",
         where=user_line(),
-        why=found
-        or "of one a mode, an attribute, a buffer or a submodule has changed since the last call, of another not",
+        why=differences
+        or "of one a mode, an attribute, a buffer or a submodule has changed since the last call, "
+        "of another not",
         fix="change the model on every rank alike",
     )
 
 
 def check_alike(
     groups: ProcessGroups,
-    given: Sequence[tuple[str, bool, Tensor]],
-    otherwise: Callable[[], NoReturn],
+    tensors: Sequence[tuple[str, bool, Tensor]],
+    raise_unnamed: Callable[[], NoReturn],
 ) -> None:
-    """ShardingError on every rank where one of these tensors has other values on one: their names,
-    and whether each is an argument. otherwise: raises it for those without a name.
+    """Raise ShardingError on every rank if a tensor's values differ between ranks.
+
+    tensors: (name, whether it is an argument, tensor). raise_unnamed: raises the error for a tensor
+    without a name.
     """
-    for place, rank in differing(groups, [tensor for _, _, tensor in given]):
-        name, is_argument, _ = given[place]
+    for index, rank in differing(groups, [tensor for _, _, tensor in tensors]):
+        name, is_argument, _ = tensors[index]
         if not name:
-            otherwise()
+            raise_unnamed()
         if is_argument:
             raise ShardingError(
                 f"argument '{name}' has other values on rank {rank} than on rank 0",
                 where=user_line(),
                 why="a plain tensor is the global one, of which each rank takes its part",
-                fix="give every rank the same global batch, or its own part as a DTensor made by shard_batch",
+                fix="give every rank the same global batch, "
+                "or its own part as a DTensor made by shard_batch",
             )
         raise ShardingError(
             f"'{name}' has other values on rank {rank} than on rank 0",
             where=user_line(),
             why="a tensor that a module keeps is the same on every rank, as on one device",
-            fix="compute it from the same random numbers, or register it as a buffer before parallelize: rank 0's counts",
+            fix="compute it from the same random numbers, "
+            "or register it as a buffer before parallelize: rank 0's counts",
         )
 
 
-def _differences(models: Sequence[Described]) -> str:
-    """Which names have other values on a rank than on rank 0, and which values; names that one rank
-    only has, if there are no others.
+def _differences(models: Sequence[Description]) -> str:
+    """Return a text with the names whose values differ from rank 0's.
+
+    Names that only one rank has are listed if there are no other differences.
     """
-    found, of_one = [], []
+    differences, on_one_rank = [], []
     columns = [_by_name(model) for model in models]
     for name in dict.fromkeys(name for column in columns for name in column):
         rank = next(
@@ -129,19 +138,22 @@ def _differences(models: Sequence[Described]) -> str:
         if rank is not None:
             values = [column.get(name) for column in (columns[0], columns[rank])]
             if None in values:
-                of_one.append(f"{name} matters on rank {rank if values[0] is None else 0} only")
-            elif any(len(value) > _SHORT for value in values):
-                found.append(f"{name} is another on rank {rank} than on rank 0")
+                on_one_rank.append(
+                    f"{name} matters on rank {rank if values[0] is None else 0} only"
+                )
+            elif any(len(value) > _MAX_CHARACTERS for value in values):
+                differences.append(f"{name} is another on rank {rank} than on rank 0")
             else:
-                found.append(f"{name} is {values[0]} on rank 0 and {values[1]} on rank {rank}")
-    found = found or of_one
-    return "; ".join(
-        [*found[:_SHOWN], *([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])]
-    )
+                differences.append(
+                    f"{name} is {values[0]} on rank 0 and {values[1]} on rank {rank}"
+                )
+    differences = differences or on_one_rank
+    more = len(differences) - _MAX_DIFFERENCES
+    return "; ".join([*differences[:_MAX_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
 
 
-def _by_name(model: Described) -> dict[str, str]:
-    """Of several values of one name, all."""
+def _by_name(model: Description) -> dict[str, str]:
+    """Return the values by name; several values of one name are joined."""
     table: dict[str, list[str]] = {}
     for name, value in model:
         table.setdefault(name, []).append(value)

@@ -1,13 +1,13 @@
-"""Collective matmul: einsums whose operand is gathered, or whose result is scattered, in parts that
-travel round a ring.
+"""Collective matmul: einsums that gather an operand or scatter the result in chunks round a ring.
 
-While a device multiplies with one part, the next one is on its way from its neighbour; an
-all_gather's, or a reduce_scatter's, bytes are sent in n - 1 permutes. One call of a program,
-whatever the number of devices: the loop is in here. Source: windowed einsum, arXiv 2105.04663,
-section 4 and 5; arXiv 2211.05322 calls it collective matmul.
+    gather    In step t device i multiplies chunk i + t and passes it on to device i - 1.
+    scatter   In step t device i adds its term of block i + t + 1 to the sum from device i + 1.
+              It passes the sum on to device i - 1.
 
-    gather    device i multiplies part i + t in step t, and passes it on to device i - 1
-    scatter   device i adds its term of block i + t + 1 to what came from device i + 1, and passes it on to device i - 1
+While a device multiplies one chunk, the next one is on its way from its neighbour. The bytes of an
+all_gather or a reduce_scatter are sent in n - 1 permutes. The program has one call for any number
+of devices: the loop is in this file. Source: windowed einsum, arXiv 2105.04663, sections 4 and 5;
+arXiv 2211.05322 calls it collective matmul.
 """
 
 from __future__ import annotations
@@ -34,33 +34,28 @@ def gather_einsum(
     sides: tuple[int, ...],
     keep: bool,
 ) -> Any:
-    """(*results, the gathered tensor if keep): x, gathered at `dim` over `axes`, in every equation,
-    where it is operand number `side`, with the other one.
+    """Return (*results, the gathered tensor if keep) of einsums of gathered x with other operands.
+
+    x is gathered at `dim` over `axes`. In each equation it is operand number `side`.
     """
     _only_in_graphs("gather_einsum")
 
 
 def einsum_scatter(a: Any, b: Any, dim: int, axes: str, equation: str) -> Any:
-    """The result of the equation, a term on every device, summed over `axes` and scattered at
-    `dim`.
-    """
+    """Reduce-scatter an einsum: its results are summed over `axes` and scattered at `dim`."""
     _only_in_graphs("einsum_scatter")
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A device's place among those of its group. ranks: their numbers in the process group, in the
-    order of the axes.
-    """
+    """A device's position in its group. ranks: positions in the process group, in axes order."""
 
     name: str
     ranks: tuple[int, ...]
     me: int
 
     def pass_on(self, x: Tensor) -> Tensor:
-        """Begins to send a tensor to the device before this one; to be waited for: what comes from
-        the one behind.
-        """
+        """Start to send x to the previous device; return the pending tensor from the next one."""
         sends, receives = (
             [
                 x.numel() if rank == self.ranks[(self.me + step) % len(self.ranks)] else 0
@@ -71,35 +66,34 @@ class Ring:
         return c10d.all_to_all_single(x.reshape(-1), receives, sends, self.name)
 
 
-def part(
+def einsum_chunk(
     equation: str,
     letter: str,
     operands: Sequence[Tensor],
     index: int,
     count: int,
-    given: int | None = None,
+    chunked: int | None = None,
 ) -> Tensor:
-    """The equation with part number `index` of a letter's dimension. given: an operand that is that
-    part already.
+    """Return the einsum of chunk number `index` of a letter's dimension.
+
+    chunked: the number of an operand that is that chunk already.
     """
-    cut = []
+    chunks = []
     for i, (letters, x) in enumerate(zip(equation.split("->")[0].split(","), operands)):
-        if letter in letters and i != given:
+        if letter in letters and i != chunked:
             rows = x.shape[letters.index(letter)] // count
             x = x.narrow(letters.index(letter), index * rows, rows)
-        cut.append(x)
-    return torch.einsum(equation, *cut)
+        chunks.append(x)
+    return torch.einsum(equation, *chunks)
 
 
-def join(equation: str, letter: str, parts: Sequence[Tensor]) -> Tensor:
-    """Results for all parts of a letter as that for the whole: behind each other, or summed where
-    the letter is summed over.
-    """
+def join_chunks(equation: str, letter: str, results: Sequence[Tensor]) -> Tensor:
+    """Return the result of the whole einsum: concatenated along `letter`, or summed over it."""
     out = equation.split("->")[1]
     return (
-        torch.cat(list(parts), out.index(letter))
+        torch.cat(list(results), out.index(letter))
         if letter in out
-        else functools.reduce(operator.iadd, parts)
+        else functools.reduce(operator.iadd, results)
     )
 
 
@@ -114,7 +108,7 @@ def ring_gather_einsum(
     ranks: Sequence[int],
     me: int,
 ) -> tuple[Tensor, ...]:
-    """gather_einsum on one device."""
+    """Compute gather_einsum on one device."""
     ring, n = Ring(name, tuple(ranks), me), len(ranks)
     letters = [e.split("->")[0].split(",")[side][dim] for e, side in zip(equations, sides)]
     x = x.contiguous()
@@ -124,14 +118,14 @@ def ring_gather_einsum(
         index = (me + step) % n
         coming = ring.pass_on(x) if step < n - 1 else x
         chunks[index] = x if keep else None
-        for parts, equation, letter, side, other in zip(results, equations, letters, sides, others):
-            parts[index] = part(
-                equation, letter, (other, x) if side else (x, other), index, n, given=side
+        for row, equation, letter, side, other in zip(results, equations, letters, sides, others):
+            row[index] = einsum_chunk(
+                equation, letter, (other, x) if side else (x, other), index, n, chunked=side
             )
         x = c10d.wait_tensor(coming).view(x.shape) if step < n - 1 else x
     joined = [
-        join(equation, letter, parts)
-        for equation, letter, parts in zip(equations, letters, results)
+        join_chunks(equation, letter, row)
+        for equation, letter, row in zip(equations, letters, results)
     ]
     return (*joined, torch.cat(chunks, dim)) if keep else tuple(joined)
 
@@ -139,12 +133,12 @@ def ring_gather_einsum(
 def ring_einsum_scatter(
     a: Tensor, b: Tensor, dim: int, equation: str, name: str, ranks: Sequence[int], me: int
 ) -> Tensor:
-    """einsum_scatter on one device."""
+    """Compute einsum_scatter on one device."""
     ring, n = Ring(name, tuple(ranks), me), len(ranks)
     letter = equation.split("->")[1][dim]
-    total = part(equation, letter, (a, b), (me + 1) % n, n)
+    total = einsum_chunk(equation, letter, (a, b), (me + 1) % n, n)
     for step in range(1, n):
         coming = ring.pass_on(total.contiguous())
-        term = part(equation, letter, (a, b), (me + step + 1) % n, n)
+        term = einsum_chunk(equation, letter, (a, b), (me + step + 1) % n, n)
         total = term.add_(c10d.wait_tensor(coming).view(term.shape))
     return total.contiguous()

@@ -1,8 +1,7 @@
-"""All devices of a mesh in one process, in lockstep: every node is run for each device before the
-next one.
+"""Lockstep simulator: all devices of a mesh in one process, without a process group.
 
-No process group is needed. Values are lists with one tensor a device; collectives are what they
-mean.
+Every node runs on each device before the next node. Values are lists with one tensor per device.
+Collectives are computed on these lists.
 """
 
 from __future__ import annotations
@@ -45,11 +44,9 @@ COMBINE: dict[str, Callable] = {
 
 
 class Simulator(fx.Interpreter):
-    """Runs the program of one device for all of them. Inputs and results are lists over the
-    devices.
-    """
+    """Interpreter of a device program for all devices; inputs and results are lists over these."""
 
-    def __init__(self, program: fx.GraphModule, mesh: Mesh):
+    def __init__(self, program: fx.GraphModule, mesh: Mesh) -> None:
         super().__init__(program)
         self.mesh = mesh
 
@@ -86,12 +83,11 @@ class Simulator(fx.Interpreter):
 
 
 class _PerDevice(list):
-    """One value a device; a list among the arguments of an operation that is not such a value stays
-    a list.
-    """
+    """List with one value per device; other lists are arguments of an operation."""
 
 
 def _map(args: Any, mine: Callable) -> Any:
+    """Replace the per-device values in arguments by those of one device."""
     if isinstance(args, _PerDevice):
         return mine(args)
     if isinstance(args, (tuple, list)):
@@ -104,6 +100,7 @@ def _map(args: Any, mine: Callable) -> Any:
 def _in_groups(
     axes: str, mesh: Mesh, x: list[Tensor], run: Callable[[list[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
+    """Apply `run` to the tensors of every group of devices over `axes`."""
     results: list[Any] = [None] * mesh.size
     for group in mesh.groups(split_axes(axes)):
         for rank, result in zip(group, run([x[rank] for rank in group])):
@@ -118,7 +115,7 @@ def _all_reduce(mesh: Mesh, x: list[Tensor], reduction: str, axes: str) -> list[
 
 
 def _all_gather(mesh: Mesh, x: list[Tensor], dim: int, axes: str) -> list[Tensor]:
-    return _in_groups(axes, mesh, x, lambda parts: [torch.cat(parts, dim)] * len(parts))
+    return _in_groups(axes, mesh, x, lambda shards: [torch.cat(shards, dim)] * len(shards))
 
 
 def _reduce_scatter(
@@ -134,10 +131,10 @@ def _reduce_scatter(
 def _all_to_all(
     mesh: Mesh, x: list[Tensor], gather_dim: int, scatter_dim: int, axes: str
 ) -> list[Tensor]:
-    def run(parts: list[Tensor]) -> list[Tensor]:
+    def run(shards: list[Tensor]) -> list[Tensor]:
         return [
-            torch.cat([take_part(p, scatter_dim, i, len(parts)) for p in parts], gather_dim)
-            for i in range(len(parts))
+            torch.cat([take_part(x, scatter_dim, i, len(shards)) for x in shards], gather_dim)
+            for i in range(len(shards))
         ]
 
     return _in_groups(axes, mesh, x, run)
@@ -152,8 +149,8 @@ def _permute(
     for group in mesh.groups(plan.axes):
         for place, rank in enumerate(group):
             arriving = [transfers[r].sends[place] for r in group]
-            parts = [pack(x[r], [box]) for r, box in zip(group, arriving) if box is not None]
-            moved = torch.cat(parts) if parts else x[rank].new_empty(0)
+            boxes = [pack(x[r], [box]) for r, box in zip(group, arriving) if box is not None]
+            moved = torch.cat(boxes) if boxes else x[rank].new_empty(0)
             results[rank] = unpack(
                 x[rank],
                 moved,
@@ -168,17 +165,17 @@ def _permute(
 def _halo(mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int) -> list[Tensor]:
     window = Window.parse(text)
 
-    def run(parts: list[Tensor]) -> list[Tensor]:
-        def mine(index: int) -> Tensor:
+    def run(shards: list[Tensor]) -> list[Tensor]:
+        def window_of(index: int) -> Tensor:
             pieces = [
-                (place, parts[owner].narrow(dim, row, rows))
-                for owner, row, place, rows in window.pieces(index, size, len(parts))
+                (place, shards[owner].narrow(dim, row, rows))
+                for owner, row, place, rows in window.pieces(index, size, len(shards))
             ]
             return join_pieces(
-                pieces, window, dim, parts[0], math.nan if parts[0].is_floating_point() else 0
+                pieces, window, dim, shards[0], math.nan if shards[0].is_floating_point() else 0
             )
 
-        return [mine(i) for i in range(len(parts))]
+        return [window_of(i) for i in range(len(shards))]
 
     return _in_groups(axes, mesh, x, run)
 
@@ -222,37 +219,35 @@ _COLLECTIVES: dict[Callable, Callable] = {
 
 
 def split_global(tensor: Tensor, spec: ShardSpec, mesh: Mesh, poison: bool = False) -> list[Tensor]:
-    """The parts of a global tensor. poison: NaN in the padding of floating ones, to see whether it
-    leaks.
-    """
-    parts = []
+    """Return the shards of a global tensor. poison: pad with NaN to detect leaking padding."""
+    shards = []
     for rank in range(mesh.size):
-        part, c = tensor, mesh.coordinates(rank)
+        shard, c = tensor, mesh.coordinates(rank)
         for d, axes in enumerate(spec.dims):
             if axes:
                 count = mesh.count(axes)
                 rows = -(-tensor.shape[d] // count) * count
-                if rows != part.shape[d]:
-                    fill = float("nan") if part.is_floating_point() else 0
-                    part = F.pad(
-                        part,
-                        [0, 0] * (part.dim() - 1 - d) + [0, rows - part.shape[d]],
+                if rows != shard.shape[d]:
+                    fill = float("nan") if shard.is_floating_point() else 0
+                    shard = F.pad(
+                        shard,
+                        [0, 0] * (shard.dim() - 1 - d) + [0, rows - shard.shape[d]],
                         value=fill if poison else 0,
                     )
-                part = take_part(part, d, mesh.index(axes, c), count)
-        parts.append(part)
-    return parts
+                shard = take_part(shard, d, mesh.index(axes, c), count)
+        shards.append(shard)
+    return shards
 
 
-def join_global(parts: list[Tensor], spec: ShardSpec, shape: Sequence[int], mesh: Mesh) -> Tensor:
-    """The global tensor of given parts; those of different devices along unused axes must agree."""
+def join_global(shards: list[Tensor], spec: ShardSpec, shape: Sequence[int], mesh: Mesh) -> Tensor:
+    """Return the global tensor of shards; replicas must agree."""
     rows = spec.local_shape(shape, mesh)
-    result = parts[0].new_empty([n * mesh.count(axes) for n, axes in zip(rows, spec.dims)])
+    result = shards[0].new_empty([n * mesh.count(axes) for n, axes in zip(rows, spec.dims)])
     for rank in reversed(range(mesh.size)):
         c = mesh.coordinates(rank)
         where = tuple(
             slice(mesh.index(axes, c) * n, (mesh.index(axes, c) + 1) * n)
             for n, axes in zip(rows, spec.dims)
         )
-        result[where] = parts[rank]
+        result[where] = shards[rank]
     return result[tuple(slice(0, n) for n in shape)].contiguous()

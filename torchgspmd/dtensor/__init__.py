@@ -1,1 +1,1 @@
-"""Parameters as DTensors, and what torch's DTensor does not do with them."""
+"""Parameters as DTensors, and operations that torch's DTensor lacks or gets wrong."""

@@ -1,19 +1,18 @@
-"""What programs written for one device do to parameters, and torch's DTensor by itself does not, or
-does wrong without a word.
+"""Fix what torch's DTensor lacks or silently gets wrong in programs written for one device.
 
-p.data = other                      sets what the DTensor says of itself, not what it stores
-p.grad.norm().item()                is this device's term of a reduction that is pending
-w[3] = 0, w.chunk(3)[0].zero_()     are lost where dimension 0 is sharded (views.py)
-p.normal_(), torch.randn_like(p)    draw the same numbers in every part, on CPUs (drawn.py)
-torch.linalg.qr(p)                  is an error, as of all that DTensor has no layouts for (on_whole.py)
-g.norm(dim=0).square_()             is an error, as of all that is not linear and in place of what is pending
+p.data = other                      sets the DTensor's metadata, not its local shard
+p.grad.norm().item()                is this device's term of a pending reduction
+w[3] = 0, w.chunk(3)[0].zero_()     are lost if dimension 0 is sharded (view_writeback.py)
+p.normal_(), torch.randn_like(p)    draw the same numbers in every shard on CPUs (random.py)
+torch.linalg.qr(p)                  is an error, as all ops without layouts (replicated_fallback.py)
+g.norm(dim=0).square_()             is an error, as all nonlinear ops in place on pending tensors
 loss + 0.01 * p.pow(2).sum()        is an error, a plain tensor beside a DTensor; so is loss += ...
 f"{clip_grad_norm_(...):.2f}"       is an error, and so are numpy() and tolist()
-y.gather(-1, index).square()        is an error, where dimension -1 is sharded
-y.cumsum(-1)                        is of each device's part alone (2.13: where the sharded dimension is counted from the end)
-F.conv1d(x, w)                      is of parts, where not the batch is sharded
-y.mean(), y.max(0).indices          are of the means of parts of different sizes, and in each part (2.9)
-F.mse_loss(sharded, target)         has n times the gradient over n devices; so have other losses that are means
+y.gather(-1, index).square()        is an error if dimension -1 is sharded
+y.cumsum(-1)                        is per shard (2.13: for a sharded dim counted from the end)
+F.conv1d(x, w)                      is per shard if another dimension than the batch is sharded
+y.mean(), y.max(0).indices          are means of uneven shards, and indices in each shard (2.9)
+F.mse_loss(sharded, target)         has n times the gradient over n devices, as other mean losses
 """
 
 from __future__ import annotations
@@ -31,8 +30,14 @@ from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, user_line
 from .op_handlers import as_before, handle, is_ours
 from .random import install_random
-from .replicated_fallback import install_fallback, is_cut, like, on_whole, whole
-from .view_writeback import become, install_views
+from .replicated_fallback import (
+    distribute_like,
+    full_tensor,
+    install_fallback,
+    is_distributed,
+    run_replicated,
+)
+from .view_writeback import install_views, replace_data
 
 _DATA, _NUMPY, _TOLIST = Tensor.data, Tensor.numpy, Tensor.tolist
 _ITEM = aten._local_scalar_dense.default
@@ -47,11 +52,11 @@ _LOSSES = (
 _NOT_LINEAR = (aten.pow_.Scalar, aten.clamp_.default, aten.sqrt_.default, aten.rsqrt_.default)
 _SCANS = tuple(getattr(aten, name).default for name in ("cumsum", "cumprod", "logcumsumexp"))
 _CONVOLUTIONS = aten.convolution.default, aten.convolution_backward.default
-_OF_PARTS = tuple(
+_WRONG_ON_UNEVEN_SHARDS = tuple(
     getattr(getattr(aten, name), overload)
     for name, overload in (("max", "dim"), ("min", "dim"), ("mean", "default"), ("mean", "dim"))
-)  # as torch 2.9 has them
-_MEAN, _SUM = 1, 2  # reductions
+)  # wrong in torch 2.9 only
+_MEAN, _SUM = 1, 2  # values of the argument `reduction` of losses
 _IN_PLACE = tuple(
     getattr(getattr(aten, name), overload)
     for overload, names in {
@@ -83,50 +88,51 @@ _OUT = (
 
 
 def install_dtensors() -> None:
-    """From here on, for all DTensors of this process; what communicates, for those on the meshes of
-    parallelize.
+    """Install the fixes for all DTensors of this process.
 
-    A plain tensor beside a DTensor is the whole tensor, the same on every rank.
+    Fixes that communicate apply only to DTensors on the meshes of parallelize. A plain tensor
+    beside a DTensor is the whole tensor, the same on every rank.
     """
     install_views()
-    DTensor.data = property(_DATA.__get__, _assign)
+    DTensor.data = property(_DATA.__get__, _set_data)
     DTensor.__format__, DTensor.numpy, DTensor.tolist = _format, _numpy, _tolist
     handle(
         {
             _ITEM: _item,
             aten.gather.default: _gather,
-            **dict.fromkeys(_IN_PLACE, _into_plain),
+            **dict.fromkeys(_IN_PLACE, _in_place),
             **dict.fromkeys(_OUT, _out),
             **dict.fromkeys(_SCANS, _scan),
-            **dict.fromkeys((*_NOT_LINEAR, *_foreach_in_place()), _of_reduced),
+            **dict.fromkeys((*_NOT_LINEAR, *_foreach_in_place()), _reduce_first),
             **dict.fromkeys(_CONVOLUTIONS, _convolution),
         }
     )
     if torch.__version__ < "2.10":
-        handle(dict.fromkeys(_OF_PARTS, _of_whole))
+        handle(dict.fromkeys(_WRONG_ON_UNEVEN_SHARDS, _replicate_first))
     for name in _LOSSES:
-        handle({getattr(aten, name).default: _mean_of_sum(0)})
+        handle({getattr(aten, name).default: _mean_from_sum(0)})
         if find("aten", f"{name}_backward"):
-            handle({getattr(aten, f"{name}_backward").default: _mean_of_sum(1)})
+            handle({getattr(aten, f"{name}_backward").default: _mean_from_sum(1)})
     DTensor._op_dispatcher._allow_implicit_replication = True
     install_random()
     install_fallback()
 
 
-def _assign(self: DTensor, value: Tensor) -> None:
-    """value: a DTensor, or a whole tensor; nothing is sent, unless it is laid out otherwise.
-    ShardingError where it does not fit.
+def _set_data(self: DTensor, value: Tensor) -> None:
+    """Set `data` to a DTensor or a whole tensor; nothing is sent unless layouts differ.
+
+    Raise ShardingError for another shape, dtype or mesh.
     """
     if value.shape != self.shape or value.dtype != self.dtype:
         raise ShardingError(
-            f"the data of a DTensor, {self.dtype} of shape {list(self.shape)}, is set to {value.dtype} of shape "
-            f"{list(value.shape)}",
+            f"the data of a DTensor, {self.dtype} of shape {list(self.shape)}, "
+            f"is set to {value.dtype} of shape {list(value.shape)}",
             where=user_line(),
             why="programs were made for the one that was there",
             fix="model.to(dtype) changes types; change shapes before the model is wrapped",
         )
     if not isinstance(value, DTensor):
-        value = like(self, value)
+        value = distribute_like(self, value)
     elif value.device_mesh != self.device_mesh:
         raise ShardingError(
             f"the data of a DTensor on {self.device_mesh} is set to one on {value.device_mesh}",
@@ -135,42 +141,46 @@ def _assign(self: DTensor, value: Tensor) -> None:
         )
     else:
         value = value.redistribute(placements=self.placements)
-    become(self, value)
+    replace_data(self, value)
 
 
 def _format(self: DTensor, spec: str) -> str:
-    """As Tensor's: of one without dimensions that of its number."""
+    """Format a 0-d DTensor as its number, as Tensor does."""
     return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
 
 def _numpy(self: DTensor, **options: Any) -> Any:
     return (
-        whole(self.detach() if options.get("force") else self).numpy(**options)
+        full_tensor(self.detach() if options.get("force") else self).numpy(**options)
         if is_ours(self)
         else _NUMPY(self, **options)
     )
 
 
 def _tolist(self: DTensor) -> list:
-    return whole(self).tolist() if is_ours(self) else _TOLIST(self)
+    return full_tensor(self).tolist() if is_ours(self) else _TOLIST(self)
 
 
 def _item(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    return (whole(args[0]) if is_ours(args[0]) else args[0].to_local()).item()
+    return (full_tensor(args[0]) if is_ours(args[0]) else args[0].to_local()).item()
 
 
-def _into_plain(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """In place; a plain tensor stays one, and what is pending of a DTensor is reduced before,
-    unless it is a sum that stays one.
+def _in_place(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Run an operation in place; reduce a pending DTensor first unless its sum can stay pending.
+
+    A plain tensor stays plain.
     """
     if isinstance(args[0], DTensor):
-        return (as_before if op in _LINEAR and _stays_a_sum(op, args) else _of_reduced)(
+        return (as_before if op in _LINEAR and _can_stay_pending(op, args) else _reduce_first)(
             op, args, kwargs
         )
-    return op(args[0], *(whole(a) if isinstance(a, DTensor) else a for a in args[1:]), **kwargs)
+    return op(
+        args[0], *(full_tensor(a) if isinstance(a, DTensor) else a for a in args[1:]), **kwargs
+    )
 
 
-def _stays_a_sum(op: OpOverload, args: tuple) -> bool:
+def _can_stay_pending(op: OpOverload, args: tuple) -> bool:
+    """Whether a pending sum stays valid under an in-place operation."""
     pending = [p for p in args[0].placements if p.is_partial()]
     if not pending or any(p != Partial() for p in pending):
         return not pending
@@ -179,28 +189,31 @@ def _stays_a_sum(op: OpOverload, args: tuple) -> bool:
 
 
 def _out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """DTensor looks for its mesh among the operands, if there are any."""
-    found = op.overloadpacket(
+    """Compute into `out`; DTensor looks for its mesh only among the operands."""
+    result = op.overloadpacket(
         *args, **{name: value for name, value in kwargs.items() if name != "out"}
     )
     return (
-        kwargs["out"].copy_(found)
-        if kwargs["out"].shape == found.shape
+        kwargs["out"].copy_(result)
+        if kwargs["out"].shape == result.shape
         else as_before(op, args, kwargs)
     )
 
 
-def _of_reduced(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """In place of a DTensor, or of a list of them, whose pending reductions are done before; so are
-    those of the other operands.
-    """
-    first = [*map(_settle, args[0])] if isinstance(args[0], (list, tuple)) else _settle(args[0])
-    return as_before(op, (first, *map(_reduced, args[1:])), kwargs)
+def _reduce_first(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Reduce all pending operands, then run an operation in place on one or more DTensors."""
+    first = (
+        [*map(_reduce_in_place, args[0])]
+        if isinstance(args[0], (list, tuple))
+        else _reduce_in_place(args[0])
+    )
+    return as_before(op, (first, *map(_reduce, args[1:])), kwargs)
 
 
-def _reduced(value: Any) -> Any:
+def _reduce(value: Any) -> Any:
+    """Return a DTensor, or a list of them, without pending reductions."""
     if isinstance(value, (list, tuple)):
-        return [*map(_reduced, value)]
+        return [*map(_reduce, value)]
     if (
         not isinstance(value, DTensor)
         or not any(p.is_partial() for p in value.placements)
@@ -212,15 +225,15 @@ def _reduced(value: Any) -> Any:
     )
 
 
-def _settle(tensor: DTensor) -> DTensor:
-    reduced = _reduced(tensor)
+def _reduce_in_place(tensor: DTensor) -> DTensor:
+    reduced = _reduce(tensor)
     if reduced is not tensor:
         tensor._local_tensor, tensor._spec = reduced._local_tensor, reduced._spec
     return tensor
 
 
 def _foreach_in_place() -> list[OpOverload]:
-    """All such operations on lists of tensors."""
+    """Return all in-place operations on lists of tensors."""
     packets = [
         getattr(aten, name)
         for name in dir(torch)
@@ -235,12 +248,13 @@ def _foreach_in_place() -> list[OpOverload]:
 
 
 def _scan(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Scan along a dimension counted from the start: DTensor mistakes negative ones."""
     tensor, dim, *rest = args
     return as_before(op, (tensor, dim % max(tensor.dim(), 1), *rest), kwargs)
 
 
 def _gather(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Along a whole dimension: what DTensor makes of parts of one fails in the next operation."""
+    """Gather along a replicated dimension; DTensor's result of a sharded one is unusable."""
     tensor, dim, *rest = args
     if is_ours(tensor) and any(p.is_shard(dim % max(tensor.dim(), 1)) for p in tensor.placements):
         tensor = tensor.redistribute(
@@ -251,37 +265,40 @@ def _gather(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return as_before(op, (tensor, dim, *rest), kwargs)
 
 
-def _of_whole(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    return on_whole(op, args, kwargs, args[0]) if is_cut(args[0]) else as_before(op, args, kwargs)
+def _replicate_first(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    return (
+        run_replicated(op, args, kwargs, args[0])
+        if is_distributed(args[0])
+        else as_before(op, args, kwargs)
+    )
 
 
 def _convolution(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Of whole tensors, unless the batch alone is sharded: DTensor takes any dimension but the last
-    for it.
-    """
-    *inputs, weight = args[: 3 if op is _CONVOLUTIONS[1] else 2]  # the gradient comes before
-    by_batch = all(
+    """Convolve whole tensors unless only the batch is sharded: DTensor gets the rest wrong."""
+    *inputs, weight = args[: 3 if op is _CONVOLUTIONS[1] else 2]  # a gradient comes first
+    batch_only = all(
         p == Shard(0) or p.is_replicate()
         for t in inputs
         if isinstance(t, DTensor)
         for p in t.placements
     )
-    if by_batch and not (isinstance(weight, DTensor) and is_cut(weight)):
+    if batch_only and not (isinstance(weight, DTensor) and is_distributed(weight)):
         return as_before(op, args, kwargs)
     operands = [t for t in (*inputs, weight) if isinstance(t, DTensor)]
     return (
-        on_whole(op, args, kwargs, operands[0])
+        run_replicated(op, args, kwargs, operands[0])
         if is_ours(operands[0])
         else as_before(op, args, kwargs)
     )
 
 
-def _mean_of_sum(gradients: int) -> Callable:
-    """For a loss that is a mean, or the gradient of one: from that of the sum. gradients: how many
-    come before the operands.
+def _mean_from_sum(gradients: int) -> Callable:
+    """Return a handler that computes a mean loss, or its gradient, from the summed loss.
+
+    gradients: the number of gradients before the operands.
     """
 
-    def computed(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    def compute(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         arguments = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
         if arguments.get("reduction", _MEAN) != _MEAN:
             return as_before(op, args, kwargs)
@@ -294,4 +311,4 @@ def _mean_of_sum(gradients: int) -> Callable:
         result = as_before(op, (), arguments)
         return result if gradients else result / count
 
-    return computed
+    return compute

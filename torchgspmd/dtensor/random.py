@@ -1,12 +1,12 @@
-"""Random numbers on DTensors: those of one device, of which every rank takes its part.
+"""Random numbers on DTensors: the numbers of one device, of which every rank takes its shard.
 
-    model.to_empty(device="cpu"); model.reset_parameters()          after parallelize of a model on meta
+    model.to_empty(device="cpu"); model.reset_parameters()    # after parallelize of a meta model
     p.add_(torch.randn_like(p), alpha=0.01)
-    F.dropout(y, 0.1)                                               of a sharded result
+    F.dropout(y, 0.1)                                         # y: a sharded result
 
-By itself torch's DTensor draws the same numbers in every part of a tensor on CPUs, and such as
-depend on the mesh on GPUs. Here each rank draws those of the whole tensor, from generators in the
-same state, which is compared.
+torch's DTensor draws the same numbers in every shard on CPUs. On GPUs its numbers depend on the
+mesh. Here each rank draws the numbers of the whole tensor. Ranks compare the states of their
+generators first.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.process_groups import known_groups
+from ..comm.process_groups import find_groups
 from ..comm.rank_check import check_ranks
 from ..comm.rank_mismatch import Account, raise_difference
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..errors import user_line
-from .op_handlers import as_before, handle, ours_of
-from .replicated_fallback import like, on_whole, store
+from .op_handlers import as_before, handle, our_dtensors
+from .replicated_fallback import distribute_like, run_replicated, store_full
 
 _FILLED = tuple(
     getattr(packet, overload)
@@ -40,7 +40,7 @@ _FILLED = tuple(
     )
     for overload in packet.overloads()
     if overload not in ("out", "Tensor")
-)  # whatever was there before
+)  # in place, independent of the old values
 _LIKE = tuple(
     getattr(packet, overload)
     for packet in (aten.rand_like, aten.randn_like, aten.randint_like)
@@ -62,17 +62,18 @@ _OTHERS = (
 
 
 def install_random() -> None:
-    """From here on, for DTensors on the meshes of parallelize."""
-    handle(dict.fromkeys((*_FILLED, *_LIKE, *_OTHERS), _drawn))
+    """Install handlers of random operations for DTensors on the meshes of parallelize."""
+    handle(dict.fromkeys((*_FILLED, *_LIKE, *_OTHERS), _draw))
 
 
-def _drawn(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    ours = ours_of(args, kwargs)
+def _draw(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Draw the numbers of a whole tensor and return or store this rank's shard."""
+    ours = our_dtensors(args, kwargs)
     if not ours or ours[0].device.type == "meta":
         return as_before(op, args, kwargs)
-    one, groups = ours[0], known_groups(ours[0].device_mesh)
+    one, groups = ours[0], find_groups(ours[0].device_mesh)
     state, does = (
-        _state(kwargs.get("generator"), one.device),
+        _state_hash(kwargs.get("generator"), one.device),
         f"draws random numbers for a DTensor at {user_line()}",
     )
     check_ranks(
@@ -81,17 +82,17 @@ def _drawn(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         lambda: raise_difference(groups, Account(does, generator=state)),
     )
     if op in _OTHERS:
-        return on_whole(op, args, kwargs, one)
+        return run_replicated(op, args, kwargs, one)
     whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
     values = op(whole, *args[1:], **kwargs)
     if op in _LIKE:
-        return like(one, values)
-    store(one, values)
+        return distribute_like(one, values)
+    store_full(one, values)
     return one
 
 
-def _state(generator: torch.Generator | None, device: torch.device) -> int:
-    """A number that is the same for generators in the same state."""
+def _state_hash(generator: torch.Generator | None, device: torch.device) -> int:
+    """Return a hash of the state of a generator; None: the default one of the device."""
     if generator is not None:
         state: Tensor = generator.get_state()
     else:

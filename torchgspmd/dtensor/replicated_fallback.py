@@ -1,11 +1,11 @@
-"""Operations that torch's DTensor has no way for, computed of whole tensors: right, not fast.
+"""Fallback for operations that torch's DTensor cannot shard: compute them on whole tensors.
 
     torch._foreach_copy_(ps, qs)            no sharding strategy
-    g.norm().add_(eps)                      in place of what is pending
+    g.norm().add_(eps)                      in place on a pending tensor
     torch.linalg.qr(p), p[g > 0]            sharding propagation failed
 
-What is written in place is stored in its parts again; results are replicated. Optimizers and loops
-written for one device do such things; a program that parallelize has made does not come here.
+The fallback is correct, not fast. Tensors written in place are sharded again; results are
+replicated. Optimizers and loops written for one device need it. Programs of parallelize do not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from ..comm.process_groups import known_groups
+from ..comm.process_groups import find_groups
 from ..comm.rank_check import check_ranks
 from ..comm.rank_mismatch import Account, raise_difference
 from ..compat.private_apis import OpOverload
@@ -31,97 +31,93 @@ _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"  # from torch 2.10 on
 
 
 def install_fallback() -> None:
-    """From here on, for DTensors on the meshes of parallelize."""
+    """Install the fallback for DTensors on the meshes of parallelize."""
     dispatcher: Any = DTensor._op_dispatcher
     name = _PROPAGATE if hasattr(dispatcher, _PROPAGATE) else "dispatch"
     before = getattr(dispatcher, name)
     if not hasattr(before, "__wrapped__"):
-        setattr(dispatcher, name, _or_on_whole(before))
+        setattr(dispatcher, name, _with_fallback(before))
 
 
-def is_cut(tensor: DTensor) -> bool:
-    """Whether devices that we know have different parts or terms of it."""
-    return known_groups(tensor.device_mesh) is not None and not all(
+def is_distributed(tensor: DTensor) -> bool:
+    """Whether devices of a mesh of parallelize have different shards or terms of a tensor."""
+    return find_groups(tensor.device_mesh) is not None and not all(
         p.is_replicate() for p in tensor.placements
     )
 
 
-def whole(tensor: DTensor) -> Tensor:
-    """Its values, for which all ranks have to ask if devices have parts of them."""
-    if not is_cut(tensor):
+def full_tensor(tensor: DTensor) -> Tensor:
+    """Return the whole values of a DTensor; all ranks must call it if the tensor is sharded."""
+    if not is_distributed(tensor):
         return tensor.to_local()
     check_read_by_all(tensor)
-    values = tensor.full_tensor()  # with gaps, if a minor dimension was gathered
+    values = tensor.full_tensor()  # It has gaps if a minor dimension was gathered.
     return values.contiguous() if tensor.is_contiguous() else values
 
 
 def check_read_by_all(tensor: DTensor) -> None:
-    """ShardingError on every rank, before any of them waits, unless all of them read one of which
-    they have parts.
-    """
+    """Raise ShardingError on every rank, before any of them waits, unless all ranks read it."""
     groups, does = (
-        known_groups(tensor.device_mesh),
+        find_groups(tensor.device_mesh),
         f"reads a DTensor, of which each device has a part, at {user_line()}",
     )
     check_ranks(groups, zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does)))
 
 
-def like(tensor: DTensor, values: Tensor) -> DTensor:
-    """A DTensor of whole values, laid out as another one; nothing is sent."""
+def distribute_like(tensor: DTensor, values: Tensor) -> DTensor:
+    """Return whole values as a DTensor with the layout of another; nothing is sent."""
     return distribute_tensor(
         values.detach().to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
     )
 
 
-def _or_on_whole(before: Callable) -> Callable:
+def _with_fallback(before: Callable) -> Callable:
+    """Wrap a dispatch function: operations that it cannot shard are computed on whole tensors."""
+
     @functools.wraps(before)
-    def dispatched(op: OpOverload, args: tuple, kwargs: dict, *others: Any) -> Any:
+    def dispatch(op: OpOverload, args: tuple, kwargs: dict, *others: Any) -> Any:
         log = logging.getLogger("torch._subclasses.fake_tensor")
-        was, log.disabled = log.disabled, True  # it would show a traceback of what is caught here
+        was, log.disabled = log.disabled, True  # It would log a traceback of the caught error.
         try:
             return before(op, args, kwargs, *others)
-        except (
-            NotImplementedError,
-            RuntimeError,
-            AssertionError,
-        ) as error:  # of layouts only: all ranks come to this alike
+        # Errors about layouts are raised on all ranks alike.
+        except (NotImplementedError, RuntimeError, AssertionError) as error:
             ours = [
                 t
                 for t in pytree.tree_leaves((args, kwargs))
-                if isinstance(t, DTensor) and known_groups(t.device_mesh)
+                if isinstance(t, DTensor) and find_groups(t.device_mesh)
             ]
             is_of_layouts = isinstance(error, NotImplementedError) or any(
                 words in str(error) for words in _FAILED
             )
-            if not (
-                ours and is_of_layouts and op.namespace == "aten"
-            ):  # no communication: one rank may be at it alone
+            # Other namespaces communicate, and one rank may run them alone.
+            if not (ours and is_of_layouts and op.namespace == "aten"):
                 raise
         finally:
             log.disabled = was
-        return on_whole(op, args, kwargs, ours[0])
+        return run_replicated(op, args, kwargs, ours[0])
 
-    return dispatched
+    return dispatch
 
 
-def on_whole(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> Any:
-    """The operation on whole tensors; one: of the DTensors among them."""
+def run_replicated(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> Any:
+    """Compute an operation on whole tensors. one: any DTensor among its arguments."""
     wholes: dict[int, tuple[DTensor, Tensor]] = {}
 
-    def opened(value: Any) -> Any:
+    def unwrap(value: Any) -> Any:
         if isinstance(value, DTensor):
-            return wholes.setdefault(id(value), (value, whole(value)))[1]
+            return wholes.setdefault(id(value), (value, full_tensor(value)))[1]
         return value
 
-    results = op(*pytree.tree_map(opened, args), **pytree.tree_map(opened, kwargs))
-    for value in _written(op, args, kwargs):
+    results = op(*pytree.tree_map(unwrap, args), **pytree.tree_map(unwrap, kwargs))
+    for value in _mutated_arguments(op, args, kwargs):
         if isinstance(value, DTensor):
-            store(value, wholes[id(value)][1])
+            store_full(value, wholes[id(value)][1])
     owners = {
         id(values): tensor for tensor, values in wholes.values() if values.shape == tensor.shape
     }
 
-    def closed(value: Any) -> Any:
+    def wrap(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         replicated = [Replicate()] * one.device_mesh.ndim
@@ -131,11 +127,11 @@ def on_whole(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> Any:
             else DTensor.from_local(value, one.device_mesh, replicated, run_check=False)
         )
 
-    return pytree.tree_map(closed, results)
+    return pytree.tree_map(wrap, results)
 
 
-def _written(op: OpOverload, args: tuple, kwargs: dict) -> list:
-    """The tensors that an operation changes."""
+def _mutated_arguments(op: OpOverload, args: tuple, kwargs: dict) -> list:
+    """Return the tensors that an operation mutates."""
     named = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
     changed = [
         named.get(a.name)
@@ -145,12 +141,12 @@ def _written(op: OpOverload, args: tuple, kwargs: dict) -> list:
     return pytree.tree_leaves(changed)
 
 
-def store(tensor: DTensor, values: Tensor) -> None:
-    """Gives a DTensor these values; what was pending is not any more."""
+def store_full(tensor: DTensor, values: Tensor) -> None:
+    """Store whole values in a DTensor, sharded again; a pending one becomes replicated."""
     if values is tensor._local_tensor:
         return
     if values.shape == tensor.shape and not any(p.is_partial() for p in tensor.placements):
-        tensor._local_tensor.copy_(like(tensor, values)._local_tensor)
+        tensor._local_tensor.copy_(distribute_like(tensor, values)._local_tensor)
         return
     replicated = DTensor.from_local(
         values, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False

@@ -1,13 +1,13 @@
-"""Parameters as DTensors, and the boundary between what a DTensor stores and what the program
-computes on.
+"""Storage of parameters as DTensors, and its conversion to the shards that a program computes on.
 
-DTensor keeps the last shards of a dimension that does not divide short; the program has equal
-shards with padding.
+On a dimension that does not divide, DTensor stores short last shards. A program has equal shards
+with padding.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,31 +25,31 @@ from ..shard_spec import ShardSpec
 
 
 def storable(spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
-    """The nearest layout that a DTensor expresses: several axes on one dimension in mesh order and
-    only if they divide it.
+    """Return the nearest layout that a DTensor can express.
 
-    Where it is coarser than the spec, the program slices (for free) and gathers the gradient.
+    Several axes shard one dimension only in mesh order and only if they divide it. Where the result
+    is coarser than the spec, the program slices (for free) and gathers the gradient.
     """
     dims = []
     for size, axes in zip(shape, spec.dims):
-        kept = axes
-        while len(kept) > 1 and (
-            size % mesh.count(kept) or list(kept) != [a for a in mesh.names if a in kept]
+        while len(axes) > 1 and (
+            size % mesh.count(axes) or list(axes) != [a for a in mesh.names if a in axes]
         ):
-            kept = kept[:-1]
-        dims.append(kept)
+            axes = axes[:-1]
+        dims.append(axes)
     return ShardSpec(tuple(dims))
 
 
 def placements(spec: ShardSpec, mesh: Mesh) -> list[Placement]:
-    """One placement a mesh axis."""
-    of = {axis: d for d, axes in enumerate(spec.dims) for axis in axes}
-    return [Shard(of[name]) if name in of else Replicate() for name in mesh.names]
+    """Return the DTensor placements of a layout, one per mesh axis."""
+    dim_of = {axis: d for d, axes in enumerate(spec.dims) for axis in axes}
+    return [Shard(dim_of[name]) if name in dim_of else Replicate() for name in mesh.names]
 
 
 def spec_of(tensor: DTensor, mesh: Mesh) -> ShardSpec:
-    """The layout of a DTensor on the plan's mesh; ShardingError for one on another mesh or with a
-    pending sum.
+    """Return the layout of a DTensor on the plan's mesh.
+
+    Raise ShardingError for a DTensor on another mesh or with a pending sum.
     """
     if (
         tuple(tensor.device_mesh.shape) != mesh.shape
@@ -65,7 +65,8 @@ def spec_of(tensor: DTensor, mesh: Mesh) -> ShardSpec:
             dims[placement.dim] += (name,)
         elif not isinstance(placement, Replicate):
             raise ShardingError(
-                f"a DTensor with placement {placement} is given; only Shard and Replicate are taken",
+                f"a DTensor with placement {placement} is given; "
+                "only Shard and Replicate are taken",
                 where=user_line(),
                 fix="redistribute it first",
             )
@@ -73,9 +74,7 @@ def spec_of(tensor: DTensor, mesh: Mesh) -> ShardSpec:
 
 
 def distribute(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceMesh) -> DTensor:
-    """A tensor that all ranks have (rank 0's values count) as a DTensor; one on meta keeps no
-    values.
-    """
+    """Return a tensor that all ranks have as a DTensor with rank 0's values; meta stays meta."""
     where = placements(spec, mesh)
     if tensor.is_meta:
         coordinates = mesh.coordinates(device_mesh.get_rank())
@@ -95,7 +94,7 @@ def distribute(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceM
 def stored_shape(
     spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh, coordinates: Coordinates
 ) -> tuple[int, ...]:
-    """Shape of the shard that a DTensor keeps on one device: without padding."""
+    """Return the shape of the shard that a DTensor stores on one device, without padding."""
     result = []
     for size, axes in zip(shape, spec.dims):
         rows = -(-size // mesh.count(axes))
@@ -106,52 +105,53 @@ def stored_shape(
 def shard_module(
     module: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, device_mesh: DeviceMesh
 ) -> None:
-    """Puts DTensors in place of a module's parameters and buffers; tied ones stay tied. By
-    assignment: a recurrent layer lists its own.
+    """Replace a module's parameters and buffers by DTensors; tied ones stay tied.
+
+    They are set as attributes, since recurrent layers keep lists of their weights.
     """
-    made: dict[int, Tensor] = {}
+    replacements: dict[int, Tensor] = {}
     for prefix, owner in module.named_modules():
         for table in (owner._parameters, owner._buffers):
             for name, tensor in list(table.items()):
                 if tensor is None or isinstance(tensor, DTensor):
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in replacements:
                     stored = distribute(
                         tensor, specs[f"{prefix}.{name}" if prefix else name], mesh, device_mesh
                     )
-                    made[id(tensor)] = (
+                    replacements[id(tensor)] = (
                         nn.Parameter(stored, tensor.requires_grad)
                         if table is owner._parameters
                         else stored
                     )
-                    copy_mark(tensor, made[id(tensor)])
-                setattr(owner, name, made[id(tensor)])
+                    copy_mark(tensor, replacements[id(tensor)])
+                setattr(owner, name, replacements[id(tensor)])
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What a DTensor stores here; a plain tensor itself."""
+    """Return the local shard of a DTensor, or the plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """A plain tensor of the values of a DTensor; a plain tensor itself."""
+    """Return the whole values of a DTensor, or the plain tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradient_like(local: Tensor, parameter: DTensor) -> DTensor:
-    """A gradient as a DTensor laid out as its parameter. (DTensor's `__init__` does nothing, in 3
-    of 5 us.)
+    """Return a gradient as a DTensor with the layout of its parameter.
+
+    `__new__` skips `__init__`, which does nothing and takes 3 of 5 us.
     """
     return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
 
 
 def takes_gradient(parameter: DTensor, accumulator: Any) -> bool:
-    """Whether all that the running backward does with the parameter's gradient is to make it
-    `parameter.grad`.
+    """Whether the running backward would only assign the gradient to `parameter.grad`.
 
-    accumulator: the node of autograd's graph that would do it. It detaches the gradient first: 14
-    us for a DTensor, so that we rather do it ourselves, as FSDP2 does. False under
-    torch.autograd.grad, where there is a gradient already, and where there are hooks.
+    accumulator: autograd's node for that assignment. It detaches the gradient first, 14 us for a
+    DTensor; so we assign it ourselves, as FSDP2 does. False under torch.autograd.grad, for a
+    parameter that has a gradient already, and with hooks.
     """
     if (
         not parameter.is_leaf
@@ -163,14 +163,14 @@ def takes_gradient(parameter: DTensor, accumulator: Any) -> bool:
         return False
     try:
         return _will_engine_execute_node(accumulator)
-    except RuntimeError:  # torch.autograd.grad asks for this gradient
+    except RuntimeError:  # torch.autograd.grad computes this gradient.
         return False
 
 
 def wrap_local(
     local: Tensor, spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh, device_mesh: DeviceMesh
 ) -> DTensor:
-    """A stored shard as a DTensor of global shape; differentiable."""
+    """Return a stored shard as a DTensor of global shape; the conversion is differentiable."""
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return DTensor.from_local(
         local,
@@ -185,10 +185,11 @@ def wrap_local(
 def pad_stored(
     graph: fx.Graph, node: fx.Node, stored: tuple[int, ...], padded: tuple[int, ...]
 ) -> None:
-    """Behind an input that is a stored shard: the padding that the program expects."""
+    """Pad an input that is a stored shard to the shape that the program expects."""
     if stored != padded:
-        pads = [p for have, want in reversed(list(zip(stored, padded))) for p in (0, want - have)]
-        _behind(
+        sizes = reversed(list(zip(stored, padded)))
+        pads = [p for size, padded_size in sizes for p in (0, padded_size - size)]
+        _insert_after(
             graph, node, lambda: graph.call_function(aten.constant_pad_nd.default, (node, pads))
         )
 
@@ -196,34 +197,35 @@ def pad_stored(
 def slice_global(
     graph: fx.Graph, node: fx.Node, spec: ShardSpec, mesh: Mesh, coordinates: Coordinates
 ) -> None:
-    """Behind an input that is a global tensor: this device's part of it."""
+    """Slice an input that is a global tensor to this device's shard."""
 
-    def parts() -> fx.Node:
-        part = node
+    def slices() -> fx.Node:
+        local = node
         for d, axes in enumerate(spec.dims):
             if axes:
-                part = graph.call_function(
-                    take_part, (part, d, mesh.index(axes, coordinates), mesh.count(axes))
+                local = graph.call_function(
+                    take_part, (local, d, mesh.index(axes, coordinates), mesh.count(axes))
                 )
-        return part
+        return local
 
     if spec.sharding_axes:
-        _behind(graph, node, parts)
+        _insert_after(graph, node, slices)
 
 
 def cut_padding(
     graph: fx.Graph, value: fx.Node, stored: tuple[int, ...], padded: tuple[int, ...]
 ) -> fx.Node:
-    """A result without its padding."""
-    for d, (have, want) in enumerate(zip(padded, stored)):
-        if have != want:
-            value = graph.call_function(aten.narrow.default, (value, d, 0, want))
+    """Return a result without its padding."""
+    for d, (padded_size, size) in enumerate(zip(padded, stored)):
+        if padded_size != size:
+            value = graph.call_function(aten.narrow.default, (value, d, 0, size))
     return graph.call_function(aten.contiguous.default, (value,)) if stored != padded else value
 
 
 def strided_like(graph: fx.Graph, value: fx.Node, parameter: Tensor) -> fx.Node:
-    """A gradient with the order of memory that its parameter has: fused optimizers go through both
-    without asking.
+    """Return a gradient in the memory format of its parameter.
+
+    Fused optimizers assume equal strides without a check.
     """
     order = memory_format(local_of(parameter))
     return (
@@ -234,7 +236,7 @@ def strided_like(graph: fx.Graph, value: fx.Node, parameter: Tensor) -> fx.Node:
 
 
 def memory_format(tensor: Tensor) -> torch.memory_format:
-    """In which a tensor is without gaps; the usual one where it is in none."""
+    """Return the memory format in which a tensor is dense; contiguous if there is none."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(tensor.dim())
     return (
@@ -244,13 +246,11 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
     )
 
 
-def _behind(graph: fx.Graph, node: fx.Node, make) -> None:
-    """Inserts nodes before the first operation and lets all users of `node` but them use the
-    result.
-    """
+def _insert_after(graph: fx.Graph, node: fx.Node, create: Callable[[], fx.Node]) -> None:
+    """Insert nodes before the first operation; all other users of `node` use their result."""
     users = list(node.users)
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
-        made = make()
+        replacement = create()
     for user in users:
-        user.replace_input_with(node, made)
+        user.replace_input_with(node, replacement)

@@ -1,11 +1,11 @@
-"""Views of DTensors that share no memory with them: what is written into such a part is written
-into the whole, too.
+"""Write-back of views: in-place changes of a DTensor's view change its base, too.
 
     w[3] = 0, w[3].zero_()
     for q in w.chunk(3): nn.init.xavier_uniform_(q)
     for row in w: row /= row.norm()
 
-Where a sharded dimension is cut, torch's DTensor gathers; the part then knows what it is a part of.
+torch's DTensor gathers to slice a sharded dimension, so the view shares no memory with its base.
+Such a view records its base in `_view_of`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, user_line
 from .op_handlers import as_before, handle, is_ours
-from .replicated_fallback import check_read_by_all, is_cut, like, on_whole, whole
+from .replicated_fallback import (
+    check_read_by_all,
+    distribute_like,
+    full_tensor,
+    is_distributed,
+    run_replicated,
+)
 
 _SETITEM, _COPY = Tensor.__setitem__, Tensor.copy_
-_CUTS = (
+_SLICES = (
     aten.slice.Tensor,
     aten.select.int,
     aten.split.Tensor,
@@ -51,17 +57,17 @@ _RESHAPES = (
     "squeeze",
     "unsqueeze",
     "expand",
-)  # methods: what others do with DTensors calls the operations
-_TURNS = (
+)  # methods; other views of DTensors go through the dispatcher
+_RESHAPES_IN_PLACE = (
     "t_",
     "transpose_",
     "swapaxes_",
     "swapdims_",
     "squeeze_",
     "unsqueeze_",
-)  # in place, of the shape alone
-_OF_METADATA = {
-    *_TURNS,
+)
+_METADATA_ONLY = {
+    *_RESHAPES_IN_PLACE,
     "as_strided_",
     "detach_",
     "requires_grad_",
@@ -74,127 +80,129 @@ _OF_METADATA = {
     "sparse_resize_",
     "sparse_resize_and_clear_",
 }
-_CHANGES = [
+_MUTATIONS = [
     name
     for name in dir(Tensor)
-    if name.endswith("_") and not name.startswith("_") and name not in _OF_METADATA
+    if name.endswith("_") and not name.startswith("_") and name not in _METADATA_ONLY
 ]
-_CHANGES += [
+_MUTATIONS += [
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor")
 ]
 
 
 def install_views() -> None:
-    """From here on, for DTensors on the meshes of parallelize."""
-    handle(dict.fromkeys(_CUTS, _cut))
+    """Install the write-back of views for DTensors on the meshes of parallelize."""
+    handle(dict.fromkeys(_SLICES, _slice))
     DTensor.__setitem__ = _setitem
     for name in _RESHAPES:
-        setattr(DTensor, name, _reshaping(getattr(Tensor, name)))
+        setattr(DTensor, name, _reshape_method(getattr(Tensor, name)))
     for name in ("T", "mT"):
-        setattr(DTensor, name, property(_reshaping(getattr(Tensor, name).__get__)))
-    for name in _CHANGES:
-        setattr(DTensor, name, _changing(getattr(Tensor, name)))
-    for name in _TURNS:
-        setattr(DTensor, name, _turning(name.removesuffix("_")))
+        setattr(DTensor, name, property(_reshape_method(getattr(Tensor, name).__get__)))
+    for name in _MUTATIONS:
+        setattr(DTensor, name, _mutation_method(getattr(Tensor, name)))
+    for name in _RESHAPES_IN_PLACE:
+        setattr(DTensor, name, _in_place_reshape_method(name.removesuffix("_")))
 
 
-def become(tensor: DTensor, other: DTensor) -> None:
-    """Gives a DTensor the shape, the layout and the memory of another one."""
+def replace_data(tensor: DTensor, other: DTensor) -> None:
+    """Give a DTensor the shape, the layout and the memory of another one."""
     Tensor.data.__set__(tensor, other)
     tensor._local_tensor, tensor._spec = other._local_tensor.detach(), other._spec
 
 
-def _turning(name: str) -> Callable:
-    """A method that turns a DTensor in place, which keeps the shape that it was made with
-    otherwise.
-    """
+def _in_place_reshape_method(name: str) -> Callable:
+    """Return a method such as t_ that also updates the shape of a DTensor."""
     method = getattr(Tensor, f"{name}_")
 
     @functools.wraps(method)
-    def turning(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    def reshape(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
         if not is_ours(self) or torch.is_grad_enabled() and self.requires_grad:
             return method(self, *args, **kwargs)
-        become(self, getattr(self, name)(*args, **kwargs))
-        if hasattr(self, "_part_of"):
-            owner, view = self._part_of
-            self._part_of = owner, lambda values: getattr(view(values), name)(*args, **kwargs)
+        replace_data(self, getattr(self, name)(*args, **kwargs))
+        if hasattr(self, "_view_of"):
+            owner, view = self._view_of
+            self._view_of = owner, lambda values: getattr(view(values), name)(*args, **kwargs)
         return self
 
-    return turning
+    return reshape
 
 
-def _cut(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _slice(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Run a slicing operation and record the base of its results."""
     base, spec = args[0], args[0]._spec
     if torch.__version__ < "2.10":
-        base._spec = copy(spec)  # the part gets it, with the part's shape
+        base._spec = copy(spec)  # The view gets this one and changes its shape.
     try:
-        found = as_before(op, args, kwargs)
-    except RuntimeError:  # of a layout that is not had so
-        if not (is_ours(base) and is_cut(base)):
+        results = as_before(op, args, kwargs)
+    except RuntimeError:  # The layout has no such slice.
+        if not (is_ours(base) and is_distributed(base)):
             raise
-        found = on_whole(op, args, kwargs, base)
+        results = run_replicated(op, args, kwargs, base)
     finally:
         base._spec = spec
-    if _loses_parts(base):
-        for i, part in enumerate([found] if isinstance(found, Tensor) else found):
-            _remember(part, base, lambda values, i=i: _nth(op(values, *args[1:], **kwargs), i))
-    return found
+    if _views_may_copy(base):
+        for i, view in enumerate([results] if isinstance(results, Tensor) else results):
+            _record_base(view, base, lambda values, i=i: _nth(op(values, *args[1:], **kwargs), i))
+    return results
 
 
-def _nth(found: Any, i: int) -> Tensor:
-    return found if isinstance(found, Tensor) else found[i]
+def _nth(results: Any, i: int) -> Tensor:
+    return results if isinstance(results, Tensor) else results[i]
 
 
-def _reshaping(method: Callable) -> Callable:
+def _reshape_method(method: Callable) -> Callable:
+    """Return a view method that records the base of its result."""
+
     @functools.wraps(method)
-    def reshaping(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        if not _loses_parts(self):
+    def reshape(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        if not _views_may_copy(self):
             return method(self, *args, **kwargs)
         try:
-            found = method(self, *args, **kwargs)
-        except RuntimeError:  # what is cut does not become that
-            found = method(_replicated(self), *args, **kwargs)
-        _remember(found, self, lambda values: method(values, *args, **kwargs))
-        return found
-
-    return reshaping
-
-
-def _loses_parts(base: DTensor) -> bool:
-    """Whether views of it may share no memory with it, or with what it is a part of."""
-    return is_ours(base) and (is_cut(base) or hasattr(base, "_part_of"))
-
-
-def _remember(part: DTensor, base: DTensor, view: Callable[[Tensor], Tensor]) -> None:
-    """view: the part of whole values. Of a part of a part, what both are parts of: where one is a
-    copy, so it is there.
-    """
-    if hasattr(base, "_part_of"):
-        owner, before = base._part_of
-        part._part_of = owner, lambda values: view(before(values))
-    elif not _share_memory(part, base):
-        one = torch.empty_strided(base.shape, base.stride(), device="meta")
-        if _storage(view(one)) == _storage(one):  # on one device it is no copy
-            part._part_of = base, view
-
-
-def _changing(method: Callable) -> Callable:
-    """A method that changes a DTensor in place, and with it what it is a part of."""
-
-    @functools.wraps(method)
-    def changing(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        result = method(self, *args, **kwargs)
-        if isinstance(self, DTensor):
-            _spread(self)
+            result = method(self, *args, **kwargs)
+        except RuntimeError:  # The sharded layout has no such view.
+            result = method(_replicate(self), *args, **kwargs)
+        _record_base(result, self, lambda values: method(values, *args, **kwargs))
         return result
 
-    return changing
+    return reshape
 
 
-def _spread(part: DTensor) -> None:
-    """Changes what it is a part of as it has been changed."""
-    owner, view = getattr(part, "_part_of", (None, None))
+def _views_may_copy(base: DTensor) -> bool:
+    """Whether views of a DTensor may share no memory with it or with its own base."""
+    return is_ours(base) and (is_distributed(base) or hasattr(base, "_view_of"))
+
+
+def _record_base(part: DTensor, base: DTensor, view: Callable[[Tensor], Tensor]) -> None:
+    """Record (base, view) in a view that shares no memory; view: computes the part of whole values.
+
+    A view of a view records the outermost base.
+    """
+    if hasattr(base, "_view_of"):
+        owner, before = base._view_of
+        part._view_of = owner, lambda values: view(before(values))
+    elif not _share_memory(part, base):
+        one = torch.empty_strided(base.shape, base.stride(), device="meta")
+        if _storage(view(one)) == _storage(one):  # On one device the result is a view, not a copy.
+            part._view_of = base, view
+
+
+def _mutation_method(method: Callable) -> Callable:
+    """Return an in-place method that also changes the base of a view."""
+
+    @functools.wraps(method)
+    def mutate(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        if isinstance(self, DTensor):
+            _write_back(self)
+        return result
+
+    return mutate
+
+
+def _write_back(part: DTensor) -> None:
+    """Write the values of a changed view into its base."""
+    owner, view = getattr(part, "_view_of", (None, None))
     if owner is None:
         return
     if torch.is_grad_enabled() and (owner.requires_grad or part.requires_grad):
@@ -202,11 +210,12 @@ def _spread(part: DTensor) -> None:
             "a part of a sharded tensor is changed in place while gradients are recorded",
             where=user_line(),
             why="the part was gathered, and autograd would not know that the whole has changed",
-            fix="assign to entries (y[..., 0] = 0), which it knows of, or make a new tensor (torch.where, torch.cat)",
+            fix="assign to entries (y[..., 0] = 0), which it knows of, "
+            "or make a new tensor (torch.where, torch.cat)",
         )
-    values = whole(owner)
-    view(values).copy_(whole(part))
-    _COPY(owner, like(owner, values))
+    values = full_tensor(owner)
+    view(values).copy_(full_tensor(part))
+    _COPY(owner, distribute_like(owner, values))
 
 
 def _share_memory(one: DTensor, other: DTensor) -> bool:
@@ -218,31 +227,32 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _setitem(self: DTensor, index: Any, value: Any) -> None:
+    """Assign to entries of a DTensor, also along sharded dimensions."""
     mask = (
         isinstance(index, DTensor)
         and index.dtype is torch.bool
         and index.shape == self.shape
         and not isinstance(value, Tensor)
     )
-    if not (mask or is_cut(self)):
+    if not (mask or is_distributed(self)):
         _SETITEM(self, index, value)
     elif mask:
-        _COPY(self, torch.where(index, value, self))  # nothing is sent
+        _COPY(self, torch.where(index, value, self))  # Nothing is sent.
     else:
         check_read_by_all(self)
-        entries = tuple(_replicated(e) for e in (index if isinstance(index, tuple) else (index,)))
-        values = _replicated(self).clone()
-        _SETITEM(values, entries, _replicated(value))
+        entries = tuple(_replicate(e) for e in (index if isinstance(index, tuple) else (index,)))
+        values = _replicate(self).clone()
+        _SETITEM(values, entries, _replicate(value))
         _COPY(
             self,
             values.redistribute(
                 placements=[Replicate() if p.is_partial() else p for p in self.placements]
             ),
         )
-    _spread(self)
+    _write_back(self)
 
 
-def _replicated(value: Any) -> Any:
+def _replicate(value: Any) -> Any:
     return (
         value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
         if isinstance(value, DTensor)

@@ -1,1 +1,1 @@
-"""Modules that run programs."""
+"""Runtime: modules that compile and run programs on a mesh."""

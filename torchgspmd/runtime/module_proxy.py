@@ -1,4 +1,4 @@
-"""A module's parameters and buffers, by name and place; and what a call of it depends on."""
+"""ModuleProxy: a module that stands for a model and caches programs by what its calls depend on."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..errors import ShardingError, did_you_mean, user_line
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 
-MANY = 8  # programs for calls that are alike, which differ by the attributes that forward read
+MAX_PROGRAMS = 8  # Most programs per key, which differ in the attributes that forward reads.
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers under all of their names."""
+    """Return parameters and buffers under all of their names."""
     return [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -34,14 +34,14 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def slot_of(model: nn.Module, name: str) -> tuple[dict, str]:
-    """The table that holds a parameter or buffer, and its name there."""
+    """Return the table (dict) of a parameter or buffer, and its name in it."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
     return (owner._parameters if last in owner._parameters else owner._buffers), last
 
 
 def mark_on(tensor: Tensor, mesh: Mesh) -> ShardSpec | None:
-    """The layout that a parameter or buffer is marked with."""
+    """Return the layout that a parameter or buffer is marked with, or None."""
     mark = recorded_mark(tensor)
     if mark is not None and mark[0] != mesh:
         raise ShardingError(
@@ -53,11 +53,10 @@ def mark_on(tensor: Tensor, mesh: Mesh) -> ShardSpec | None:
 
 
 def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
-    """Marks every trained parameter to be stored, and so updated, in parts over one more axis
-    (arXiv 2004.13336).
+    """Mark every trained parameter to be stored and updated sharded over one more axis (ZeRO).
 
-    The dimension that is cut is the largest that divides, else the largest; one that other axes
-    shard already only if no other is long enough.
+    The axis shards the largest dimension that it divides, otherwise the largest. A dimension that
+    other axes shard is taken only if no other is long enough. Source: arXiv 2004.13336.
     """
     if axis not in mesh.names:
         raise ShardingError(
@@ -80,23 +79,24 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
 
 
 def leaf_key(leaf: Any) -> Any:
-    """What of an argument the compiled program depends on."""
+    """Return the key of an argument: what a compiled program depends on."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return _content(leaf, ())
 
 
 def _content(value: Any, around: tuple[int, ...]) -> Any:
-    """What two objects have to agree in; functions and modules are themselves, as another may come
-    to lie at the address of one.
+    """Return a key that equal objects share.
+
+    A function or module is its own key, since its address may be reused.
     """
     attributes = getattr(value, "__dict__", None)
     if callable(value):
-        itself = value if isinstance(value, Hashable) else repr(value)
+        identity = value if isinstance(value, Hashable) else repr(value)
         return (
-            itself
+            identity
             if isinstance(value, (type, nn.Module)) or not attributes
-            else (itself, _content(attributes, around))
+            else (identity, _content(attributes, around))
         )
     if id(value) in around:
         return "itself"
@@ -106,7 +106,7 @@ def _content(value: Any, around: tuple[int, ...]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value), *(_content(v, around) for v in value)
     if isinstance(value, (set, frozenset)):
-        return type(value), *sorted(map(repr, value))  # their order is another one in each process
+        return type(value), *sorted(map(repr, value))  # Their order differs between processes.
     return (
         repr(value)
         if attributes is None
@@ -115,40 +115,39 @@ def _content(value: Any, around: tuple[int, ...]) -> Any:
 
 
 def as_text(key: Any) -> str:
-    """A key, or part of one, as every process writes it: without addresses."""
+    """Return the text of a key without addresses, the same in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(key))
 
 
 class ModuleProxy(nn.Module):
-    """Stands for a model: names of parameters, buffers and submodules are the model's, and so are
-    attributes and methods.
+    """Proxy of a model, with the parameters, buffers, submodules, attributes and methods of it.
 
-    Keeps the programs that were made of it, and notices when the model is not any more what they
-    were made from: submodules, hooks, shapes and types (`_current`), attributes that forward read
+    It caches programs and notices when the model has changed since a program was compiled:
+    submodules, hooks, shapes and dtypes (`_structure_version`), attributes that forward reads
     (capture/state/guards.py), modes and frozen parameters.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.__dict__.update(training=model.training, _programs={}, _known={}, _state=State())
-        self._stand_for(model)
+        self.__dict__.update(training=model.training, _programs={}, _version_of={}, _state=State())
+        self._attach(model)
 
-    def _stand_for(self, model: nn.Module) -> None:
+    def _attach(self, model: nn.Module) -> None:
         self.__dict__.update(
             _model=model,
             _parameters=model._parameters,
             _buffers=model._buffers,
             _modules=model._modules,
         )
-        self._look()
+        self._read_structure()
 
-    def _look(self) -> None:
-        """Takes in what the model consists of."""
+    def _read_structure(self) -> None:
+        """Record the modules, hooks, parameters and buffers of the model."""
         everything = list(self._model.modules())
         tables = [table for m in everything for table in (m._modules, m._parameters, m._buffers)]
         hooks = [table for m in everything for table in (m._forward_pre_hooks, m._forward_hooks)]
         kinds = (
-            *((name, self._kind(name, held)) for table in tables for name, held in table.items()),
+            *((name, self._kind(name, value)) for table in tables for name, value in table.items()),
             *(tuple(table.values()) for table in hooks),
         )
         self.__dict__.update(
@@ -161,42 +160,39 @@ class ModuleProxy(nn.Module):
                 for name, p in m._parameters.items()
                 if p is not None
             ],
-            _version=self._known.setdefault(kinds, len(self._known)),
+            _version=self._version_of.setdefault(kinds, len(self._version_of)),
         )
 
-    def _kind(self, name: str, held: Any) -> Any:
-        """What a program depends on of a parameter, buffer or submodule, or of None in the place of
-        one.
-        """
-        return (tuple(held.shape), held.dtype) if isinstance(held, Tensor) else held
+    def _kind(self, name: str, value: Any) -> Any:
+        """Return what programs depend on of a parameter, buffer, submodule or None in a table."""
+        return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
-    def _current(self) -> int:
-        """A number for what the model consists of: modules, their hooks, and the kinds of their
-        parameters and buffers.
-        """
-        held = [*chain.from_iterable(map(dict.values, self._tables))]
-        if len(held) != len(self._seen) or not all(map(is_, held, self._seen)):
-            self._look()
+    def _structure_version(self) -> int:
+        """Return a number for the model's modules, hooks and kinds of parameters and buffers."""
+        values = [*chain.from_iterable(map(dict.values, self._tables))]
+        if len(values) != len(self._seen) or not all(map(is_, values, self._seen)):
+            self._read_structure()
         return self._version
 
-    def _described(self) -> list[tuple[str, str]]:
-        """What programs depend on of the model besides what forward reads, by names that are the
-        same in every process.
+    def _description(self) -> list[tuple[str, str]]:
+        """Return (name, value) of what programs depend on besides the attributes forward reads.
+
+        Names and values are the same in every process.
         """
         modules, tensors = (
             self._model.named_modules(remove_duplicate=False),
             named_tensors(self._model),
         )
-        found = [(name or "the model", m) for name, m in modules]
+        named = [(name or "the model", m) for name, m in modules]
         return [
-            *((f"the class of {name}", type(m).__qualname__) for name, m in found),
-            *((f"the mode of {name}", "train" if m.training else "eval") for name, m in found),
+            *((f"the class of {name}", type(m).__qualname__) for name, m in named),
+            *((f"the mode of {name}", "train" if m.training else "eval") for name, m in named),
             *(
                 (
                     f"the number of hooks of {name}",
                     str(len(m._forward_hooks) + len(m._forward_pre_hooks)),
                 )
-                for name, m in found
+                for name, m in named
             ),
             *(
                 (
@@ -208,16 +204,12 @@ class ModuleProxy(nn.Module):
             *((f"requires_grad of {name}", str(t.requires_grad)) for name, t in tensors),
         ]
 
-    def _owners(self) -> dict[int, str]:
-        """What the names of attributes begin with, by the id of the table in which a module has
-        them.
-        """
+    def _attribute_prefixes(self) -> dict[int, str]:
+        """Return the prefix of attribute names by the id of a submodule's `__dict__`."""
         return {id(m.__dict__): f"{name}." for name, m in self._model.named_modules() if name}
 
-    def _program(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The program for calls of this key: made where there is none, or only such as read other
-        attributes than those of now.
-        """
+    def _program_for(self, key: Any, compile_program: Callable[[], Any]) -> Any:
+        """Return the program for calls of a key; compile one if no cached one's guards hold."""
         if is_transforming():
             raise ShardingError(
                 "torch.func transforms a module on a mesh",
@@ -226,8 +218,8 @@ class ModuleProxy(nn.Module):
                 fix="call torch.func.vmap or grad in its forward, or use backward()",
             )
         if self._is_forwarding():
-            with self._forward_of_the_model(self._own_forward):
-                return self._program(key, make)
+            with self._forward_replaced(self._own_forward):
+                return self._program_for(key, compile_program)
         programs = self._programs.setdefault(key, [])
         for program in programs:
             if program.captured.holds():
@@ -235,25 +227,24 @@ class ModuleProxy(nn.Module):
         for program in self._all_programs():
             for place in program.captured.reads.changed():
                 self._state.vary(*place)
-        if len(programs) == MANY:
+        if len(programs) == MAX_PROGRAMS:
             names = ", ".join(
                 sorted(
                     {f"'{name}'" for program in programs for name in program.captured.differing()}
                 )
             )
             warnings.warn(
-                f"a program has been made anew {MANY} times, since forward reads {names} of the model, which changes between "
+                f"a program has been made anew {MAX_PROGRAMS} times, "
+                f"since forward reads {names} of the model, which changes between "
                 "calls: pass it to forward as a tensor, or register a buffer and copy_() into it",
                 stacklevel=3,
             )
             del programs[0]
-        programs.append(make())
+        programs.append(compile_program())
         return programs[-1]
 
     def _varying(self, tree: Any, leaves: list, keys: list) -> Varying:
-        """The floats among the leaves of arguments that vary; of these the keys are to name the
-        type only.
-        """
+        """Return the varying floats among the leaves, and reduce their keys to the type."""
         varying = self._state.varying.setdefault(
             (tree, tuple(type(leaf) for leaf in leaves)), Varying()
         )
@@ -265,12 +256,12 @@ class ModuleProxy(nn.Module):
         return [*chain.from_iterable(self._programs.values())]
 
     def _is_forwarding(self) -> bool:
-        """Whether a method of the model is under way, in which calls of the model come here."""
+        """Whether a method of the model is running, so that calls of the model come here."""
         return self._model.__dict__.get("forward") == self.forward
 
     @contextmanager
-    def _forward_of_the_model(self, forward: Callable | None) -> Iterator[None]:
-        """Meanwhile that is this one; None: that of its class."""
+    def _forward_replaced(self, forward: Callable | None) -> Iterator[None]:
+        """Set the model's forward within a `with` block; None: that of its class."""
         before = self._set_forward(forward)
         try:
             yield
@@ -278,7 +269,7 @@ class ModuleProxy(nn.Module):
             self._set_forward(before)
 
     def _set_forward(self, forward: Callable | None) -> Callable | None:
-        """What it was before."""
+        """Set the model's forward and return the previous one."""
         before = self._model.__dict__.pop("forward", None)
         if forward is not None:
             self._model.__dict__["forward"] = forward
@@ -288,16 +279,18 @@ class ModuleProxy(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found = getattr(self.__dict__["_model"], name)
-        if not isinstance(found, MethodType) or found.__self__ is not self._model:
-            return found
+            attribute = getattr(self.__dict__["_model"], name)
+        if not isinstance(attribute, MethodType) or attribute.__self__ is not self._model:
+            return attribute
 
-        @wraps(found)
-        def method(*args: Any, **kwargs: Any) -> Any:  # such as generate, that calls the model
+        @wraps(attribute)
+        def method(
+            *args: Any, **kwargs: Any
+        ) -> Any:  # For example generate, which calls the model.
             if not self._is_forwarding():
                 self.__dict__["_own_forward"] = self._model.__dict__.get("forward")
-            with self._forward_of_the_model(self.forward):
-                return found(*args, **kwargs)
+            with self._forward_replaced(self.forward):
+                return attribute(*args, **kwargs)
 
         return method
 
@@ -314,9 +307,9 @@ class ModuleProxy(nn.Module):
             delattr(self._model, name)
 
     def __deepcopy__(self, memo: dict) -> ModuleProxy:
-        """A module of its own on the same devices."""
-        made = memo[id(self)] = type(self).__new__(type(self))
-        made.__dict__.update(
+        """Return a copy on the same devices."""
+        proxy = memo[id(self)] = type(self).__new__(type(self))
+        proxy.__dict__.update(
             {
                 name: copy.copy(value) if isinstance(value, dict) else value
                 for name, value in self.__dict__.items()
@@ -324,26 +317,27 @@ class ModuleProxy(nn.Module):
             _programs={},
             _state=State(),
         )
-        made._stand_for(copy.deepcopy(self._model, memo))
-        return made
+        proxy._attach(copy.deepcopy(self._model, memo))
+        return proxy
 
     def __getstate__(self) -> Any:
         raise ShardingError(
             "a module on a mesh cannot be pickled",
             where=user_line(),
             why="its processes would have to be there when it is read",
-            fix="save its state_dict(), with torch.distributed.checkpoint for one that can be read on every mesh",
+            fix="save its state_dict(), "
+            "with torch.distributed.checkpoint for one that can be read on every mesh",
         )
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """In the place of nn.Module's: always a ShardingError."""
+        """Raise ShardingError; nn.Module.compile does not apply."""
         raise ShardingError(
             "a module on a mesh is compiled by its backend",
             where=user_line(),
             fix="parallelize(..., backend='inductor')",
         )
 
-    def __getitem__(self, key: Any) -> Any:  # those of nn.Sequential, ModuleList and ModuleDict
+    def __getitem__(self, key: Any) -> Any:  # nn.Sequential, ModuleList, ModuleDict
         return self._model[key]
 
     def __len__(self) -> int:
@@ -356,10 +350,10 @@ class ModuleProxy(nn.Module):
         return iter(self._model)
 
     def _trainable(self) -> tuple[bool, ...]:
-        """Whether each parameter requires a gradient."""
+        """Return requires_grad of each parameter."""
         return tuple(map(_REQUIRES_GRAD, [table[name] for table, name in self._slots]))
 
     def _modes(self) -> tuple[bool, ...]:
-        """Whether each module is training, this one as the model itself."""
+        """Return the training mode of each module; the proxy's mode becomes the model's."""
         self._model.training = self.training
         return tuple(map(_TRAINING, self._everything))

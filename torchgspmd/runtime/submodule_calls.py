@@ -1,7 +1,6 @@
-"""Submodules of a model on a mesh that are called by themselves: `model.encoder(x)`, or from a
-method of it such as `generate`.
+"""Direct calls of submodules of a sharded model: `model.encoder(x)`, or from a method `generate`.
 
-In a program their forward is part of it, as it is written. Outside it is a program of its own, on
+Inside a program, a submodule's forward is traced as usual. Outside, it is a program of its own on
 the same parameters.
 """
 
@@ -16,15 +15,12 @@ from torch import nn
 
 from ..capture import is_capturing
 
-_PARAMETRIZATIONS = (
-    "parametrizations"  # torch.nn.utils.parametrize: what computes parameters runs on these
-)
+# Modules of torch.nn.utils.parametrize compute parameters, and stay as they are.
+_PARAMETRIZATIONS = "parametrizations"
 
 
-def stand_alone(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Lets every submodule compute by itself; wrap: makes a module of it that is called in its
-    place.
-    """
+def install_submodule_calls(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Replace the forward of every submodule; wrap: returns the sharded module that is called."""
     for name, module in model.named_modules():
         has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
         if module is not model and has_forward and _PARAMETRIZATIONS not in name.split("."):
@@ -32,23 +28,26 @@ def stand_alone(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> Non
 
 
 class SubmoduleCall:
-    """In the place of a submodule's forward. written: the one that was put into the instance
-    before; None: that of its class.
+    """Replacement of a submodule's forward.
+
+    own_forward: the forward that was set on the instance before; None: that of its class.
     """
 
     def __init__(
-        self, module: nn.Module, wrap: Callable[[nn.Module], nn.Module], written: Callable | None
-    ):
-        self.module, self.wrap, self.written, self.wrapped = module, wrap, written, None
-        self.__wrapped__ = written or MethodType(
-            type(module).forward, module
-        )  # whose signature this has
+        self,
+        module: nn.Module,
+        wrap: Callable[[nn.Module], nn.Module],
+        own_forward: Callable | None,
+    ) -> None:
+        self.module, self.wrap, self.own_forward = module, wrap, own_forward
+        self.wrapped: nn.Module | None = None
+        self.__wrapped__ = own_forward or MethodType(type(module).forward, module)  # the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_capturing():
             return (
-                self.written(*args, **kwargs)
-                if self.written
+                self.own_forward(*args, **kwargs)
+                if self.own_forward
                 else type(self.module).forward(self.module, *args, **kwargs)
             )
         if self.wrapped is None:
@@ -58,5 +57,5 @@ class SubmoduleCall:
 
     def __deepcopy__(self, memo: dict) -> SubmoduleCall:
         return SubmoduleCall(
-            copy.deepcopy(self.module, memo), self.wrap, copy.deepcopy(self.written, memo)
+            copy.deepcopy(self.module, memo), self.wrap, copy.deepcopy(self.own_forward, memo)
         )

@@ -1,6 +1,4 @@
-"""parallelize for backend "xla": one process a host computes on all devices of the mesh, through
-torch_xla.
-"""
+"""XlaModule: backend "xla" of parallelize, with one process per host through torch_xla."""
 
 from __future__ import annotations
 
@@ -42,21 +40,26 @@ from ..xla_backend.recompute import mark_repeated, separate
 from ..xla_backend.runtime import start
 from ..xla_backend.sharding import check
 from ..xla_backend.state import pin, place, place_tensor, sync
+from .autograd_boundary import (
+    detach_aliases,
+    detach_inputs,
+    forbid_double_backward,
+    saved_tensors_for,
+)
 from .module_proxy import ModuleProxy, leaf_key, mark_on, named_tensors, slot_of
-from .once import apart, once, saved_for, without_history
 
 
 class XlaModule(ModuleProxy):
-    """What parallelize returns. Parameters and buffers are XLA tensors of global shape, laid out as
-    marked.
+    """Module of parallelize with backend "xla"; parameters are XLA tensors, laid out as marked.
 
-    Everything is lazy: forward, backward and optimizer are one XLA program a step, run when the
-    optimizer has stepped or a value is read. planning_seconds: how long it took to prepare the
-    latest new program. There is no plan: XLA makes the program (compare_with_xla shows what it
-    makes of a plan's).
+    Execution is lazy: forward, backward and optimizer are one XLA program per step. It runs after
+    an optimizer step or when a value is read. planning_seconds: the time to prepare the latest new
+    program. There is no plan: XLA partitions the program (see compare_with_xla).
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, in_specs: Any, out_specs: Any, pin: str):
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, in_specs: Any, out_specs: Any, pin: str
+    ) -> None:
         if pin not in PINS:
             raise ShardingError(
                 f"there is no pin '{pin}'; there are {', '.join(map(repr, PINS))}",
@@ -78,53 +81,54 @@ class XlaModule(ModuleProxy):
             planning_seconds=0.0,
         )
         super().__init__(model)
-        self._follow_optimizers()
+        self._hook_optimizers()
 
-    def _follow_optimizers(self) -> None:
+    def _hook_optimizers(self) -> None:
         hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
     def __deepcopy__(self, memo: dict) -> XlaModule:
-        made = super().__deepcopy__(memo)
-        made.__dict__.update(
-            _placed=place(made._model, self._specs, self._mesh, self._device), _versions=None
+        module = super().__deepcopy__(memo)
+        module.__dict__.update(
+            _placed=place(module._model, self._specs, self._mesh, self._device), _versions=None
         )
-        made._follow_optimizers()
-        return made
+        module._hook_optimizers()
+        return module
 
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_inference_mode_enabled():  # of whose tensors torch_xla can make none
+        if torch.is_inference_mode_enabled():  # torch_xla cannot create inference tensors.
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(*args, **kwargs)
-        given = args, kwargs
-        args, kwargs = opened(given)
+        call = args, kwargs
+        args, kwargs = opened(call)
         leaves, tree = pytree.tree_flatten((args, kwargs))
         leaf_keys = [*map(leaf_key, leaves)]
         varying = self._varying(tree, leaves, leaf_keys)
         key = (
             tree,
             tuple(leaf_keys),
-            self._current(),
+            self._structure_version(),
             self._modes(),
             torch.is_grad_enabled(),
             self._trainable(),
             _autocast(),
             torch.get_default_dtype(),
         )
-        program = self._program(key, lambda: self._compile(args, kwargs, varying))
-        self._settle()
-        return program(leaves, given)
+        program = self._program_for(key, lambda: self._compile(args, kwargs, varying))
+        self._pin_changed()
+        return program(leaves, call)
 
-    def _kind(self, name: str, held: Any) -> Any:
-        if isinstance(held, nn.Parameter) and held.device not in (
+    def _kind(self, name: str, value: Any) -> Any:
+        if isinstance(value, nn.Parameter) and value.device not in (
             self._device,
             torch.device("meta"),
         ):
-            raise self._elsewhere(name, held)
-        return super()._kind(name, held)
+            raise self._device_error(name, value)
+        return super()._kind(name, value)
 
     def _compile(self, args: tuple, kwargs: dict, varying: Varying) -> _Program:
+        """Compile the program of a call."""
         begin = time.perf_counter()
         mesh, (enabled, dtype) = self._mesh, _autocast()
         with torch.autocast("cpu", dtype, enabled=enabled):
@@ -137,14 +141,14 @@ class XlaModule(ModuleProxy):
                 state=self._state,
                 varying=varying,
             )
-        wanted = [
+        required = [
             *spread_inputs(self._in_specs, args, kwargs, mesh),
             *(None for _ in captured.places),
         ]
-        made = lay_out(
+        annotated = lay_out(
             captured,
             mesh,
-            wanted,
+            required,
             self._out_specs,
             stored={
                 i.name: self._specs.get(i.name, ShardSpec.replicated(len(i.shape)))
@@ -154,25 +158,23 @@ class XlaModule(ModuleProxy):
             parts=self._pin == "all",
             expand=unpartitioned,
         )
-        program = _Program(made, self._model, mesh, self._device, self._pin)
+        program = _Program(annotated, self._model, mesh, self._device, self._pin)
         self.__dict__["planning_seconds"] = time.perf_counter() - begin
         return program
 
-    def _settle(self) -> None:
-        """Before a call: what has been assigned or loaded meanwhile is laid out again, and
-        computed.
-        """
+    def _pin_changed(self) -> None:
+        """Pin the layouts of parameters and buffers again if any was assigned or loaded."""
         tensors = [table[key] for table, key, _ in self._placed]
         if self._versions == [(id(t), t._version) for t in tensors]:
             return
         for tensor, (_, key, spec) in zip(tensors, self._placed):
             if tensor.device != self._device:
-                raise self._elsewhere(key, tensor)
+                raise self._device_error(key, tensor)
             pin(tensor, self._mesh, spec)
         sync()
         self.__dict__["_versions"] = [(id(t), t._version) for t in tensors]
 
-    def _elsewhere(self, name: str, tensor: Tensor) -> ShardingError:
+    def _device_error(self, name: str, tensor: Tensor) -> ShardingError:
         return ShardingError(
             f"'{name}' is on {tensor.device}, not on {self._device}",
             where=user_line(),
@@ -181,9 +183,7 @@ class XlaModule(ModuleProxy):
         )
 
     def _finish_step(self, optimizer: Optimizer) -> None:
-        """After an optimizer's step: what it keeps of a parameter is laid out as the parameter; the
-        step is run.
-        """
+        """Lay out an optimizer's states as their parameters, and run the step."""
         specs = {id(table[key]): spec for table, key, spec in self._placed}
         mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in specs]
         for parameter in mine:
@@ -201,10 +201,12 @@ class XlaModule(ModuleProxy):
                     pin(tensor, self._mesh, specs[id(parameter)])
         if mine:
             self.__dict__["_versions"] = None
-            self._settle()
+            self._pin_changed()
 
 
 def _after_step(module: weakref.ref) -> Any:
+    """Return an optimizer hook that does not keep the module alive."""
+
     def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if module() is not None:
             module()._finish_step(optimizer)
@@ -213,27 +215,28 @@ def _after_step(module: weakref.ref) -> Any:
 
 
 class _Program:
-    """One call as two graphs of lazy operations, and how they are fed."""
+    """The forward and backward graph of lazy operations for one call."""
 
     def __init__(
-        self, made: Annotated, model: nn.Module, mesh: Mesh, device: torch.device, pin: str
-    ):
-        self.captured, self.mesh, self.device = made.captured, mesh, device
+        self, annotated: Annotated, model: nn.Module, mesh: Mesh, device: torch.device, pin: str
+    ) -> None:
+        self.captured, self.mesh, self.device = annotated.captured, mesh, device
         inputs, outputs = self.captured.inputs, self.captured.outputs
         self.slots = [slot_of(model, i.name) for i in inputs if i.kind in (PARAMETER, BUFFER)]
         self.gradient_inputs = [o.input for o in outputs if o.kind == GRADIENT]
-        self.apart, self.parts = self.captured.without_gradient(), self.captured.parts()
+        self.inputs_without_gradient = self.captured.without_gradient()
+        self.output_groups = self.captured.parts()
         self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in outputs if o.kind == MUTATION]
         self.outputs = sum(o.kind == OUTPUT for o in outputs)
-        graph = decide(made, keep_marks=True) if pin == "all" else made.graph
+        graph = decide(annotated, keep_marks=True) if pin == "all" else annotated.graph
         placed = [n.meta["spec"].closed() for n in graph.nodes if n.op == "placeholder"]
         self.arguments = [
             check(spec, mesh, f"argument '{i.name}'")
             for i, spec in zip(inputs, placed)
             if i.kind == ARGUMENT
         ]
-        pinned = {i: spec.closed() for i, spec in enumerate(made.results) if spec is not None}
+        pinned = {i: spec.closed() for i, spec in enumerate(annotated.results) if spec is not None}
         pinned |= {
             i: placed[o.input] for i, o in enumerate(outputs) if o.kind in (GRADIENT, MUTATION)
         }
@@ -247,11 +250,11 @@ class _Program:
         separate(backward).set_codegen(BoxedCodeGen())
         constants = on_device(self.captured.constants, device)
         self.forward, self.backward = (
-            _Watched(fx.GraphModule(constants, g)) for g in (forward, backward)
+            _ReportingGraph(fx.GraphModule(constants, g)) for g in (forward, backward)
         )
 
-    def __call__(self, leaves: list, given: tuple[tuple, dict]) -> Any:
-        """leaves: those of what is given, (args, kwargs)."""
+    def __call__(self, leaves: list, call: tuple[tuple, dict]) -> Any:
+        """Run a call (args, kwargs) with these leaves."""
         tensors = [
             *(leaf for leaf in leaves if isinstance(leaf, Tensor)),
             *self.captured.at_places(),
@@ -265,7 +268,7 @@ class _Program:
         originals = [*flat[: len(self.slots)], *tensors]
         with torch.autocast("xla", enabled=False):
             outs = (
-                _Run.apply(self, *without_history(flat, self.apart))
+                _Run.apply(self, *detach_inputs(flat, self.inputs_without_gradient))
                 if self.captured.has_backward
                 else self.run_forward(flat)[0]
             )
@@ -273,10 +276,10 @@ class _Program:
             for index in self.mutated:
                 if originals[index] is not flat[index]:
                     originals[index].copy_(flat[index])
-        return self.captured.result(outs, given)
+        return self.captured.result(outs, call)
 
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """(outputs, saved values); writes what the program changes in place."""
+        """Return (outputs, saved values) and write the mutated inputs."""
         with torch.no_grad():
             results = self.forward(*flat)
             count = self.outputs + len(self.mutated)
@@ -285,10 +288,10 @@ class _Program:
         return results[: self.outputs], results[count:]
 
 
-class _Watched:
-    """A graph to call; the first time, what the host computes of it is reported."""
+class _ReportingGraph:
+    """A callable graph that reports host operations on its first call."""
 
-    def __init__(self, module: fx.GraphModule):
+    def __init__(self, module: fx.GraphModule) -> None:
         self.module, self.new = module, True
 
     def __call__(self, *inputs: Any) -> Any:
@@ -299,12 +302,12 @@ class _Watched:
 
 
 class _Run(torch.autograd.Function):
-    """One node in autograd's graph for the whole program."""
+    """Autograd node of a whole program."""
 
     @staticmethod
     def forward(ctx: Any, program: _Program, *flat: Tensor) -> tuple[Tensor, ...]:
         outs, saved = program.run_forward(flat)
-        outs = apart(outs, program.tangent_outputs)
+        outs = detach_aliases(outs, program.tangent_outputs)
         ctx.program, ctx.count = program, len(flat)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
@@ -321,22 +324,25 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         program: _Program = ctx.program
-        if all(
-            grad is None for grad in grads
-        ):  # autograd comes here from a node that needs nothing of it
+        # Autograd may reach this node without a gradient of any output.
+        if all(grad is None for grad in grads):
             return (None,) * (1 + ctx.count)
-        given = {i for i, grad in enumerate(grads) if grad is not None}
+        outputs = {i for i, grad in enumerate(grads) if grad is not None}
         tangents = [
             torch.zeros_like(like) if grads[i] is None else grads[i]
             for i, like in zip(program.tangent_outputs, ctx.like)
         ]
         with torch.no_grad(), torch.autocast("xla", enabled=False):
-            results = program.backward([*saved_for(ctx, program.parts, given), *tangents])
+            results = program.backward(
+                [*saved_tensors_for(ctx, program.output_groups, outputs), *tangents]
+            )
         flat: list[Tensor | None] = [None] * ctx.count
-        for index, value in zip(program.gradient_inputs, program.captured.flowing(given, results)):
+        for index, value in zip(
+            program.gradient_inputs, program.captured.flowing(outputs, results)
+        ):
             flat[index] = value
         program.captured.observe(results[len(program.gradient_inputs) :])
-        return None, *(once(flat) if torch.is_grad_enabled() else flat)
+        return None, *(forbid_double_backward(flat) if torch.is_grad_enabled() else flat)
 
 
 def _stored_spec(name: str, tensor: Tensor, mesh: Mesh) -> ShardSpec:

@@ -1,0 +1,78 @@
+"""Boundary of autograd and a program: tensors without gradients, no second-order gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import ShardingError, user_line
+
+
+def detach_aliases(outputs: Sequence[Tensor], differentiable: Sequence[int]) -> Sequence[Tensor]:
+    """Detach outputs without a gradient that alias one with a gradient: y.detach() beside y."""
+    if len(outputs) == len(differentiable):
+        return outputs
+    with_gradient = {id(outputs[i]) for i in differentiable}
+    return [
+        y.detach() if id(y) in with_gradient and i not in differentiable else y
+        for i, y in enumerate(outputs)
+    ]
+
+
+def detach_inputs(inputs: list[Tensor], indices: Sequence[int]) -> list[Tensor]:
+    """Return the inputs, detached at `indices`: the program computes no gradients of these.
+
+    Example: forward uses only `self.hidden.detach()`. The backward must not go on there.
+    """
+    for i in indices:
+        if inputs[i].requires_grad:
+            inputs[i] = inputs[i].detach()
+    return inputs
+
+
+def saved_tensors_for(ctx: Any, groups: dict[int, int], outputs: set[int]) -> Sequence[Tensor]:
+    """Return the tensors that forward saved, for a backward from these outputs.
+
+    groups: the independent graph of each output (Captured.parts). Tensors stay saved until each
+    graph has had a backward. Eager PyTorch frees no graph without a backward either.
+    """
+    if not groups:
+        return ctx.saved_tensors
+    saved, before = getattr(ctx, "pending_saved", None) or (ctx.saved_tensors, set())
+    used = before | {groups[i] for i in outputs}
+    ctx.pending_saved = None if used == {*groups.values()} else (saved, used)
+    return saved
+
+
+def forbid_double_backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of a backward with create_graph=True; differentiating them is an error.
+
+    The backward program is not differentiable, so a second backward would silently lose a term.
+    """
+    guarded = iter(
+        _FirstOrderOnly.apply(
+            torch.zeros((), requires_grad=True), *(g for g in gradients if g is not None)
+        )
+    )
+    return [None if g is None else next(guarded) for g in gradients]
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    """Identity whose backward raises ShardingError."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(g.detach() for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise ShardingError(
+            "a gradient of a sharded module is differentiated again",
+            where=user_line(),
+            why="its backward is a program, of which there is no backward",
+            fix="compute in the module's forward what needs both, "
+            "with torch.autograd.grad(..., create_graph=True)",
+        )

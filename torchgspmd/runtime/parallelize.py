@@ -1,0 +1,150 @@
+"""parallelize and shard_batch: put a module and its batches on the devices of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..capture import check_module
+from ..comm.process_groups import groups_of
+from ..compat.versions import check_parallelize
+from ..dtensor.storage import storable, wrap_local
+from ..errors import ShardingError, user_line
+from ..mesh import Mesh
+from ..shard_spec import ShardSpec, SpecLike
+from ..xla_backend.batch import place_batch
+from ..xla_backend.runtime import is_started
+from .module_proxy import ModuleProxy
+from .module_proxy import shard_updates as mark_updates
+from .sharded_module import ShardedModule
+from .xla_module import XlaModule
+
+BACKENDS = ("torch", "inductor", "xla")
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    backend: str = "torch",
+    in_specs: Any = None,
+    out_specs: Any = None,
+    pin: str = "user",
+    strict: bool = False,
+    rng: str = "global",
+    shard_updates: str | None = None,
+    regather: str = "auto",
+    skip_passes: Sequence[str] = (),
+) -> nn.Module:
+    """Return a module with the same forward that computes on a mesh; every process calls it alike.
+
+    Parameters and buffers become DTensors with rank 0's values, laid out as marked or replicated.
+    Give the returned module's parameters to the optimizer. Plain tensor arguments are the global
+    batch, the same on every rank. DTensor arguments keep their layout. Results are whole tensors
+    unless out_specs gives a layout: then they are DTensors.
+
+    Args:
+        model: The module for one device, with marks of mark_sharding on its parameters.
+        mesh: The mesh, with one process per device.
+        backend: "torch" runs the program operation by operation, "inductor" compiles it. "xla"
+            needs no process group: parameters become XLA tensors, and XLA partitions the program.
+        in_specs: Layouts of the arguments.
+        out_specs: Layouts of the results. A DTensor has the nearest layout that it can express:
+            several axes shard one dimension only in mesh order and if they divide it.
+        pin: For "xla", the layouts that XLA gets besides those of inputs and results: the marks
+            ("user"), every layout that our partitioner chose ("all"), or nothing ("none").
+        strict: Whether an operation of replicated_ops is an error. Not for "xla".
+        rng: "global": random numbers are those of one device, by the place of an element; all ranks
+            need the same torch.manual_seed. "native": from PyTorch's generator. Not for "xla".
+        shard_updates: An axis, such as "data". Every parameter, its gradient and its optimizer
+            state are stored sharded over that axis besides their mark (ZeRO; arXiv 2004.13336).
+        regather: Whether the backward gathers weights again: "always", "never" (they are kept), or
+            "auto": only if they would not fit a GPU's memory. Not for "xla".
+        skip_passes: Passes to leave out of "bucket", "collective_matmul", "overlap" and "prefetch";
+            the same on all ranks. Not for "xla".
+
+    Returns:
+        A ShardedModule, or an XlaModule for backend "xla".
+
+    Raises:
+        ShardingError: There is no process group with one process per device, or programs or
+            shapes of arguments differ between ranks.
+
+    Example:
+        >>> mesh = Mesh(data=2, model=2)
+        >>> mark_sharding(model.weight, mesh, "model _")
+        >>> module = parallelize(model, mesh, in_specs="data _")
+        >>> module(batch).sum().backward()
+    """
+    if backend not in BACKENDS:
+        raise ShardingError(
+            f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}",
+            where=user_line(),
+        )
+    check_parallelize()
+    partitioner_options = {
+        "strict": strict,
+        "rng": rng != "global",
+        "regather": regather != "auto",
+        "skip_passes": bool(skip_passes),
+    }
+    unsupported = partitioner_options if backend == "xla" else {"pin": pin != "user"}
+    for name in (name for name, is_set in unsupported.items() if is_set):
+        raise ShardingError(f"backend '{backend}' has no option {name}", where=user_line())
+    if any(isinstance(m, ModuleProxy) for m in model.modules()):
+        raise ShardingError(
+            "a module is on a mesh already",
+            where=user_line(),
+            fix="wrap the outermost module, once",
+        )
+    check_module(model)
+    if shard_updates is not None:
+        mark_updates(model, mesh, shard_updates)
+    if backend == "xla":
+        return XlaModule(model, mesh, in_specs, out_specs, pin)
+    return ShardedModule(
+        model,
+        mesh,
+        backend,
+        in_specs,
+        out_specs,
+        strict=strict,
+        rng=rng,
+        regather=regather,
+        skip_passes=skip_passes,
+    )
+
+
+def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
+    """Return the global batch, a DTensor whose shard on this rank is `local`; nothing is sent.
+
+    In a process that runs on XLA, `local` is the batch of this host. Its rows go to the host's
+    devices, and the result is one XLA tensor.
+
+    Args:
+        local: The rows that a DistributedSampler gives this rank, of the same shape on every rank.
+        mesh: The mesh of the module.
+        spec: The layout. The global size of a sharded dimension is the local size times the shards.
+
+    Raises:
+        ShardingError: The spec shards one dimension by axes out of mesh order.
+
+    Example:
+        >>> batch = shard_batch(torch.randn(8, 16), Mesh(data=2), "data _")
+        >>> batch.shape
+        torch.Size([16, 16])
+    """
+    if is_started():
+        return place_batch(local, mesh, spec)
+    groups = groups_of(mesh, local.device.type)
+    parsed = ShardSpec.parse(spec).check(mesh, local.shape, "the batch")
+    shape = tuple(n * mesh.count(axes) for n, axes in zip(local.shape, parsed.dims))
+    if storable(parsed, shape, mesh) != parsed.closed():
+        raise ShardingError(
+            f"'{parsed}' shards one dimension by axes out of mesh order",
+            where=user_line(),
+            fix="name them in mesh order",
+        )
+    return wrap_local(local, parsed, shape, mesh, groups.device_mesh)
