@@ -71,7 +71,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.ln(x)).flatten(0, 1), targets.flatten())
 
 
-# ---------------------------------------------------------------------------------------------- by hand
+# ------------------------------------------------------------------------------------------ by hand
 
 
 class _Copy(torch.autograd.Function):
@@ -193,7 +193,7 @@ def by_hand_sharded(model: GPT) -> nn.Module:
     return model
 
 
-# ---------------------------------------------------------------------------------------------- the variants
+# ------------------------------------------------------------------------------------- the variants
 
 
 def mark(model: GPT, mesh: gspmd.Mesh, layout: str) -> None:

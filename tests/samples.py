@@ -62,7 +62,7 @@ def named(text: str, overload: str = "default") -> list[Any]:
     return [getattr(getattr(aten, name), overload) for name in text.split()]
 
 
-# ------------------------------------------------------------------------------------------ elementwise
+# -------------------------------------------------------------------------------------- elementwise
 
 sample(
     named(
@@ -184,7 +184,7 @@ sample(aten.view_as_real.default, lambda: torch.randn(4, 5, dtype=torch.complex6
 sample(aten.view_as_complex.default, real(4, 5, 2))
 sample(ours.mark_sharding.default, real(4, 5), "m=2", "? ?")
 
-# ------------------------------------------------------------------------------------------ contractions
+# ------------------------------------------------------------------------------------- contractions
 
 sample(ours.einsum.default, "mk,kn->mn", real(4, 7), real(7, 5))
 sample(ours.einsum.default, "bsk,nk->bsn", real(2, 5, 7), real(4, 7))
@@ -223,7 +223,7 @@ def _cdist_backward(p: float) -> Callable[[], tuple[tuple, dict]]:
 
 SAMPLES[aten._cdist_backward.default] = [_cdist_backward(2.0), _cdist_backward(1.0)]
 
-# ------------------------------------------------------------------------------------------ linear algebra
+# ----------------------------------------------------------------------------------- linear algebra
 
 
 def definite(*shape: int) -> Callable[[], Tensor]:
@@ -292,7 +292,7 @@ sample(
     True,
 )
 
-# ------------------------------------------------------------------------------------------ making tensors
+# ----------------------------------------------------------------------------------- making tensors
 
 sample([aten.full.default], [4, 5], 2.0)
 sample([aten.zeros.default, aten.ones.default], [4, 5])
@@ -330,7 +330,7 @@ sample(
 )
 sample(aten.binomial.default, lambda: torch.full((4, 5), 9.0), unit(4, 5))
 
-# ------------------------------------------------------------------------------------------ looking up
+# --------------------------------------------------------------------------------------- looking up
 
 sample(aten.embedding.default, real(7, 4), ints(7, 3, 5))
 sample(aten.embedding.default, real(4, 5), ints(4, 5))
@@ -389,7 +389,7 @@ sample(
     [True, True],
 )
 
-# ------------------------------------------------------------------------------------------ normalization
+# ------------------------------------------------------------------------------------ normalization
 
 sample([aten._softmax.default, aten._log_softmax.default], real(4, 5, 7), 1, False)
 sample([aten._softmax.default, aten._log_softmax.default], real(4, 5), -1, False)
@@ -440,7 +440,7 @@ SAMPLES[aten.native_layer_norm_backward.default] = [
     _layer_norm_backward(True, [False, True, True]),
 ]
 
-# ------------------------------------------------------------------------------------------ reductions
+# --------------------------------------------------------------------------------------- reductions
 
 sample([aten.sum.dim_IntList, aten.amax.default, aten.amin.default], real(4, 5, 7), [1])
 sample([aten.sum.dim_IntList, aten.amax.default, aten.amin.default], real(4, 5, 7), [0, -1], True)
@@ -468,7 +468,7 @@ sample(aten.kthvalue.default, real(4, 5), 2, 1)
 sample([aten.kthvalue.default], real(4, 5, 7), 3)
 sample(aten.mode.default, ints(3, 4, 5, 7))
 
-# ------------------------------------------------------------------------------------------ rearranging
+# -------------------------------------------------------------------------------------- rearranging
 
 VIEWS = named("view _unsafe_view reshape")
 sample(VIEWS, real(4, 6), [2, 2, 3, 2])
@@ -524,7 +524,7 @@ sample(aten.select.int, real(4, 5, 7), 1, 2)
 sample(aten.select.int, real(4, 5, 7), -1, -1)
 sample(aten.select_backward.default, real(4, 7), [4, 5, 7], 1, 2)
 
-# ------------------------------------------------------------------------------------------ writing by index
+# --------------------------------------------------------------------------------- writing by index
 
 sample(
     aten.scatter.src,
@@ -566,7 +566,7 @@ sample([aten.index.Tensor, aten._unsafe_index.Tensor], real(4, 7, 5), [None, int
 sample([aten.index.Tensor], real(7, 4, 5), [ints(7, 6), ints(4, 6)])
 sample([aten.index.Tensor], real(7, 4, 5), [ints(7, 6), None, ints(5, 6)])
 
-# ------------------------------------------------------------------------------------------ convolutions and windows
+# ------------------------------------------------------------------------- convolutions and windows
 
 
 def _backward_of(forward: Any, backward: Any, first: Callable, *args: Any) -> None:

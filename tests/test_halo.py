@@ -191,7 +191,7 @@ def test_processes_exchange_halos(mesh, spec, backend):
     assert "holds" in done.stdout
 
 
-# ------------------------------------------------------------------------------------------ pooling, moving rows
+# ----------------------------------------------------------------------------- pooling, moving rows
 
 
 def random_pool(draw: random.Random):

@@ -271,7 +271,7 @@ def test_sends_no_more_than_shardy(mesh, shape, before, after, theirs):
     ]
 
 
-# ------------------------------------------------------------------------------------------ executed
+# ----------------------------------------------------------------------------------------- executed
 
 
 def layouts(rank: int, names: tuple[str, ...], pending: bool) -> list[ShardSpec]:

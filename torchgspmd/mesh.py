@@ -166,7 +166,7 @@ class Mesh:
                 for moving in itertools.product(*(range(mesh._sizes[a]) for a in axes))
             ]
 
-    # -------------------------------------------------------------------------------------- parts of axes
+    # -------------------------------------------------------------------------------- parts of axes
 
     def split(self, parts: Mapping[str, tuple[int, ...]]) -> Mesh:
         """The same devices in the same order, with axes of it as several: {"model": (2, 4)} for

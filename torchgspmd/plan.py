@@ -65,7 +65,7 @@ class Plan:
         self.seconds = seconds  # what planning took, by phase
         self.captured, self.sharded, self.layouts = captured, sharded, layouts
 
-    # -------------------------------------------------------------------------------------- what was decided
+    # ----------------------------------------------------------------------------- what was decided
 
     @cached_property
     def in_specs(self) -> tuple[ShardSpec, ...]:
@@ -159,7 +159,7 @@ class Plan:
             ]
         )
 
-    # -------------------------------------------------------------------------------------- running it
+    # ----------------------------------------------------------------------------------- running it
 
     def simulate(self, *args: Any, _poison: bool = False, **kwargs: Any) -> Any:
         """Runs the program of every device of the mesh in this process; takes and returns global
