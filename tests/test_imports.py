@@ -19,7 +19,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ("runtime.sharded_module",),
     ("runtime.xla_module", "compare_with_xla", "doctor"),
     ("api", "runtime.submodule_calls"),
-    ("dump", "fix_candidates"),
+    ("dump", "fix_candidates", "annotated_program"),
     ("plan",),
     ("xla_backend",),
     ("runtime.module_proxy",),

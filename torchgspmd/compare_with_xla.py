@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .api import decide, lay_out
+from .annotated_program import decide, lay_out
 from .capture import ARGUMENT, BUFFER, PARAMETER
 from .comm.collective import Collective
 from .errors import ShardingError, user_line
