@@ -22,7 +22,7 @@ from .capture import (
 from .compat.private_apis import _pytree as pytree
 from .dtensor.storage import storable
 from .errors import ShardingError
-from .fx_passes import Layouts, Rules, expand, partition, propagate
+from .fx_passes import Layouts, Rules, decompose_ops, partition, propagate
 from .fx_passes.expand.split_axes import merge_axes, required_splits
 from .fx_passes.expand.split_fused import ops_to_split
 from .fx_passes.expand.split_products import split_products
@@ -37,24 +37,27 @@ _MARK = mark_sharding_op._opoverload
 
 
 def _ignore(*_: Any) -> None:
-    """In place of a clock or a dump."""
+    """Do nothing: stands for a clock or a dump."""
 
 
 @dataclass
 class Annotated:
-    """A captured program with a layout for every value: what partition works on, or a partitioner
-    that is not ours.
+    """A captured program with a layout for every value: the input of a partitioner, ours or XLA's.
+
+    graph: the program, with a rule for every operation that can have one; nodes have meta["spec"],
+    marks have meta["mark"]. fixed_inputs: layouts of the inputs that partition may not choose.
+    results: the layouts asked for, of the outputs. products_cut: some products are computed piece
+    by piece (see fx_passes/expand/split_products.py). stored: outputs that have a layout leave the
+    program as DTensors.
     """
 
     captured: Captured
-    graph: fx.Graph  # operations that have rules, where they can be had; meta["spec"], meta["mark"]
+    graph: fx.Graph
     layouts: Layouts
-    given: dict[fx.Node, ShardSpec]  # layouts of inputs that are settled
-    results: list[ShardSpec | None]  # those asked for, of the outputs
-    # whether products are computed by parts, since they are cut (see
-    # fx_passes/expand/split_products.py)
-    parted: bool = False
-    stored: bool = False  # whether what has a layout leaves the program as DTensors
+    fixed_inputs: dict[fx.Node, ShardSpec]
+    results: list[ShardSpec | None]
+    products_cut: bool = False
+    stored: bool = False
 
 
 @without_gc()
@@ -67,15 +70,17 @@ def lay_out(
     *,
     whole: bool = False,
     parts: bool = False,
-    pieces: bool = False,
-    expand: Callable = expand,
+    cut_products: bool = False,
+    expand: Callable = decompose_ops,
     rules: Rules | None = None,
     clock: Callable = _ignore,
     dump: Callable = _ignore,
 ) -> Annotated:
-    """The passes before partition. whole: results without a spec are replicated; parts: layouts may
-    use parts of axes, on a mesh that is split for it; pieces: products that are cut may be computed
-    by parts; expand: how operations are taken apart.
+    """Run the passes before partition: expand and propagate.
+
+    whole: results without a spec are replicated. parts: layouts may use sub-axes such as
+    `model:(1)2`, on a mesh that is split for them. cut_products: products whose result is cut may
+    be computed piece by piece. expand: the pass that decomposes operations.
     """
     rules = rules or Rules()
     graph = expand(captured.graph)
@@ -83,20 +88,20 @@ def lay_out(
     clock("expand")
     results = _result_specs(captured, graph, out_specs, mesh, whole)
     inputs = _input_specs(captured, mesh, arguments, stored or {})
-    asked = [out for out in captured.outputs if out.kind == OUTPUT]
+    outputs = [out for out in captured.outputs if out.kind == OUTPUT]
     results = [
         inputs[out.input] or spec if out.open and out.input >= 0 else spec
-        for spec, out in zip(results, asked)
+        for spec, out in zip(results, outputs)
     ]
     layouts = _propagate(captured, graph, mesh, inputs, results, rules)
     if splitting := ops_to_split(graph, layouts, rules):
         graph = expand(graph, splitting)
         layouts = _propagate(captured, graph, mesh, inputs, results, rules)
-    if parted := pieces and split_products(graph, layouts, rules):
+    if products_cut := cut_products and split_products(graph, layouts, rules):
         layouts = _propagate(captured, graph, mesh, inputs, results, rules)
     fine = mesh
-    while parts and (wanted := required_splits(graph, layouts, rules)):
-        fine = fine.split(wanted)
+    while parts and (splits := required_splits(graph, layouts, rules)):
+        fine = fine.split(splits)
         inputs, results = (
             [spec and spec.map_axes(fine.refine) for spec in specs] for specs in (inputs, results)
         )
@@ -107,49 +112,58 @@ def lay_out(
     for node in graph.nodes:
         if node.target is _MARK:
             node.meta["mark"] = layouts.spec[node]
-    given = {n: layouts.spec[n] for n, spec in zip(placeholders, inputs) if spec is not None}
+    fixed_inputs = {n: layouts.spec[n] for n, spec in zip(placeholders, inputs) if spec is not None}
     for node, inp in zip(placeholders, captured.inputs):
         if (
             inp.kind == TANGENT
             and results[inp.output] is not None
             and not any(results[inp.output].open)
         ):
-            given[node] = results[inp.output]
-    return Annotated(captured, graph, layouts, given, results, parted, whole)
+            fixed_inputs[node] = results[inp.output]
+    return Annotated(captured, graph, layouts, fixed_inputs, results, products_cut, whole)
 
 
 def decide(
-    made: Annotated,
+    annotated: Annotated,
     plain: Sequence[bool] = (),
     rules: Rules | None = None,
     keep_marks: bool = False,
     memories: Memories | None = None,
 ) -> fx.Graph:
-    """Partition: what every device holds of every value, with the collectives between. plain: as in
-    compile_plan; memories: as in partition; keep_marks too, for a partitioner that has no way past
-    a mark that is as cheap as ours.
+    """Partition: choose the layout of every value and insert the collectives.
+
+    plain: as in compile_plan. memories, keep_marks: as in partition; keep_marks is for XLA, which
+    has no cheap way past a mark.
     """
-    placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
-    wanted = _outputs(made, placeholders, plain)
-    mesh = made.layouts.mesh
+    placeholders = [n for n in annotated.graph.nodes if n.op == "placeholder"]
+    outputs = _required_outputs(annotated, placeholders, plain)
+    mesh = annotated.layouts.mesh
     leaving = (
         (lambda spec, shape: storable(spec, shape, mesh).map_axes(mesh.whole))
-        if made.stored
+        if annotated.stored
         else None
     )
-    values, cotangents = made.graph.output_node().args[0], {}
-    for node, given in zip(placeholders, made.captured.inputs) if made.stored else ():
-        spec = made.results[given.output] if given.kind == TANGENT else None
-        if spec is not None and any(spec.open):  # it comes as its output has left
-            cotangents[node], wanted[given.output] = (values[given.output], spec), node
+    values, cotangents = annotated.graph.output_node().args[0], {}
+    for node, inp in zip(placeholders, annotated.captured.inputs) if annotated.stored else ():
+        spec = annotated.results[inp.output] if inp.kind == TANGENT else None
+        if spec is not None and any(spec.open):  # a cotangent has the layout of its output
+            cotangents[node], outputs[inp.output] = (values[inp.output], spec), node
     sharded = partition(
-        made.graph, mesh, made.given, wanted, rules, keep_marks, memories, leaving, cotangents
+        annotated.graph,
+        mesh,
+        annotated.fixed_inputs,
+        outputs,
+        rules,
+        keep_marks,
+        memories,
+        leaving,
+        cotangents,
     )
     return merge_axes(verify_partition(sharded, mesh), mesh)
 
 
 def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:
-    """Without axes of size 1, which shard nothing."""
+    """Return the spec without axes of size 1, which shard nothing."""
     return ShardSpec(
         tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims), spec.open
     )
@@ -161,31 +175,34 @@ def _input_specs(
     arguments: list[ShardSpec | None],
     stored: Mapping[str, ShardSpec],
 ) -> list[ShardSpec | None]:
-    """What is settled about every input of the graph."""
-    rest = iter(arguments)
-    found = []
-    for given in captured.inputs:
+    """Return the layout that is required of every input of the graph, None if there is none."""
+    remaining = iter(arguments)
+    specs = []
+    for inp in captured.inputs:
         spec = (
-            next(rest)
-            if given.kind == ARGUMENT
-            else stored.get(given.name)
-            if given.kind != TANGENT
+            next(remaining)
+            if inp.kind == ARGUMENT
+            else stored.get(inp.name)
+            if inp.kind != TANGENT
             else None
         )
         if spec is None:
-            spec = given.mark
-        found.append(
-            _drop_trivial(spec.check(mesh, given.shape, f"{given.kind} '{given.name}'"), mesh)
+            spec = inp.mark
+        specs.append(
+            _drop_trivial(spec.check(mesh, inp.shape, f"{inp.kind} '{inp.name}'"), mesh)
             if spec is not None
             else None
         )
-    return found
+    return specs
 
 
 def _result_specs(
     captured: Captured, graph: fx.Graph, out_specs: Any, mesh: Mesh, whole: bool
 ) -> list[ShardSpec | None]:
-    """The specs asked for, for every flat output of the function; whole: others are replicated."""
+    """Return the required spec, or None, of every flat output of the function.
+
+    whole: outputs without a spec are replicated.
+    """
     outs = [out for out in captured.outputs if out.kind == OUTPUT]
     values = graph.output_node().args[0][: len(outs)]
     leaves = list(captured.result_leaves)
@@ -196,10 +213,10 @@ def _result_specs(
         None if spec is None else _drop_trivial(spec, mesh)
         for spec in spread(out_specs, tree, mesh, "the result")
     ]
-    specs += [None] * (len(values) - len(specs))  # what is put into arguments and attributes
+    specs += [None] * (len(values) - len(specs))  # outputs put into arguments and attributes
     return (
         [
-            _returned(spec, out, tuple(v.meta["val"].shape), mesh)
+            _result_on_processes(spec, out, tuple(v.meta["val"].shape), mesh)
             for spec, out, v in zip(specs, outs, values)
         ]
         if whole
@@ -207,29 +224,38 @@ def _result_specs(
     )
 
 
-def _returned(spec: ShardSpec | None, out: Output, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
-    """The layout of a result on real processes: a whole tensor, unless another is asked for."""
+def _result_on_processes(
+    spec: ShardSpec | None, out: Output, shape: tuple[int, ...], mesh: Mesh
+) -> ShardSpec:
+    """Return the layout of a result on real processes: replicated, unless another is required."""
     if spec is None:
-        return _as_laid_out(len(shape)) if out.open else ShardSpec.replicated(len(shape))
+        return _unconstrained(len(shape)) if out.open else ShardSpec.replicated(len(shape))
     return spec if any(spec.open) else storable(spec, shape, mesh)
 
 
-def _as_laid_out(rank: int) -> ShardSpec:
+def _unconstrained(rank: int) -> ShardSpec:
     return ShardSpec.parse((UNCONSTRAINED,) * rank)
 
 
 def _propagate(
-    captured: Captured, graph: fx.Graph, mesh: Mesh, inputs, results, rules: Rules
+    captured: Captured,
+    graph: fx.Graph,
+    mesh: Mesh,
+    inputs: Sequence[ShardSpec | None],
+    results: Sequence[ShardSpec | None],
+    rules: Rules,
 ) -> Layouts:
-    """Seeds: inputs, marks, outputs. Ties: gradients and updates with their inputs, cotangents with
-    their outputs.
+    """Propagate layouts from inputs, marks and outputs.
+
+    Tied values get equal layouts: gradients and updates with their inputs, cotangents with their
+    outputs.
     """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     returned = graph.output_node().args[0]
     seeds = []
-    for node, given, spec in zip(placeholders, captured.inputs, inputs):
+    for node, inp, spec in zip(placeholders, captured.inputs, inputs):
         if spec is not None:
-            seeds.append((node, spec, f"marked at {given.source}" if given.source else "in_specs"))
+            seeds.append((node, spec, f"marked at {inp.source}" if inp.source else "in_specs"))
     for node in graph.nodes:
         if node.target is _MARK:
             seeds.append((node, _mark_spec(node, mesh), f"marked at {node.meta['source']}"))
@@ -245,9 +271,9 @@ def _propagate(
         if out.kind in (GRADIENT, MUTATION) and isinstance(value, fx.Node)
     ]
     ties += [
-        (outs[given.output], node, "cotangent")
-        for node, given in zip(placeholders, captured.inputs)
-        if given.kind == TANGENT
+        (outs[inp.output], node, "cotangent")
+        for node, inp in zip(placeholders, captured.inputs)
+        if inp.kind == TANGENT
     ]
     return propagate(graph, mesh, seeds, ties, rules)
 
@@ -263,22 +289,24 @@ def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
     return _drop_trivial(ShardSpec.parse(node.args[2]), marked).map_axes(mesh.refine)
 
 
-def _outputs(
-    made: Annotated, placeholders: list[fx.Node], plain: Sequence[bool]
+def _required_outputs(
+    annotated: Annotated, placeholders: list[fx.Node], plain: Sequence[bool]
 ) -> dict[int, ShardSpec | fx.Node]:
-    """What partition is to know of the outputs: a layout, or the input whose layout they have."""
-    found: dict[int, ShardSpec | fx.Node] = {}
-    captured, wanted = made.captured, iter(made.results)
-    arguments = [i for i, given in enumerate(captured.inputs) if given.kind == ARGUMENT]
+    """Return, by position of an output, its required layout or the input whose layout it has."""
+    required: dict[int, ShardSpec | fx.Node] = {}
+    captured, specs = annotated.captured, iter(annotated.results)
+    arguments = [i for i, inp in enumerate(captured.inputs) if inp.kind == ARGUMENT]
     whole = {i for i, is_plain in zip(arguments, plain) if is_plain}
     for i, out in enumerate(captured.outputs):
-        spec = next(wanted) if out.kind == OUTPUT else None
+        spec = next(specs) if out.kind == OUTPUT else None
         if out.kind != OUTPUT and out.input in whole:
-            found[i] = ShardSpec.replicated(len(captured.inputs[out.input].shape))
+            required[i] = ShardSpec.replicated(len(captured.inputs[out.input].shape))
         elif out.kind in (GRADIENT, MUTATION):
-            found[i] = placeholders[out.input]
-        elif out.kind == OBSERVED and made.stored:
-            found[i] = _as_laid_out(len(made.graph.output_node().args[0][i].meta["val"].shape))
+            required[i] = placeholders[out.input]
+        elif out.kind == OBSERVED and annotated.stored:
+            required[i] = _unconstrained(
+                len(annotated.graph.output_node().args[0][i].meta["val"].shape)
+            )
         elif spec is not None:
-            found[i] = spec
-    return found
+            required[i] = spec
+    return required

@@ -1,4 +1,4 @@
-"""plan and parallelize: capture, the passes, a backend."""
+"""Compile a function or module for a mesh: capture, the passes, a plan."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .annotated_program import decide, lay_out
-from .capture import (
-    Captured,
-    capture,
-    opened,
-)
+from .annotated_program import Annotated, decide, lay_out
+from .capture import Captured, capture, opened
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
 from .dump import Dump
 from .errors import ShardingError, user_line
 from .fix_candidates import report_replicated
-from .fx_passes import Rules, expand, localize
-from .fx_passes import regather_weights as gather_again
+from .fx_passes import Rules, decompose_ops, localize, regather_weights
 from .fx_passes.partition.insert_collectives import inserted
 from .fx_passes.partition.partition import Memories
 from .fx_passes.schedule.communicate import OPTIONAL, schedule
@@ -48,16 +43,43 @@ def plan(
     skip_passes: Sequence[str] = (),
     **kwargs: Any,
 ) -> Plan:
-    """Compiles a function or module for a mesh, without devices.
+    """Compile a function or module for a mesh, without devices.
 
-    args, kwargs: real, fake or meta tensors of global shape, and whatever else fn takes. in_specs,
-    out_specs: pytree prefixes of args and of the result (a mapping as in_specs: of kwargs) whose
-    leaves are specs in string form, or None where propagation decides. grad=True, on a module:
-    forward and backward together. strict=True: what would be listed as replicated_ops is an error.
-    rng="global": random numbers are those of a mesh of one device; "native": from PyTorch's
-    generator, other ones in every part. regather, skip_passes: see parallelize. A module's plan is
-    of what it keeps in attributes now, and changes nothing of it; `simulate` does. Raises
-    ShardingError.
+    A module's plan uses the state that its attributes have now, and changes nothing of it.
+    Plan.simulate does change it.
+
+    Args:
+        fn: The function or module to compile.
+        args: Positional arguments of fn. Tensors are real, fake or meta, of global shape.
+        mesh: The devices.
+        in_specs: Layouts of the arguments, as a pytree prefix of args. A mapping is a prefix of
+            kwargs. Leaves are specs in string form, or None where propagation decides.
+        out_specs: Layouts of the result, as a pytree prefix of it.
+        grad: Compile forward and backward together. fn is a module then.
+        strict: Raise an error where the plan would list replicated_ops.
+        rng: "global" draws the random numbers of a mesh of one device. "native" draws from
+            PyTorch's generator: each shard has numbers of its own.
+        regather: Whether weights are gathered again for the backward: "always", "never", or
+            "auto" (if a GPU's memory would not suffice otherwise).
+        skip_passes: Passes to leave out: some of "bucket", "collective_matmul", "overlap" and
+            "prefetch".
+        kwargs: Keyword arguments of fn.
+
+    Returns:
+        The Plan: layouts, collectives, memory, and the program that every device runs.
+
+    Raises:
+        ShardingError: An argument does not fit, fn cannot be captured, a mark does not fit the
+            mesh, or strict is not met.
+
+    Example:
+        >>> import torch
+        >>> from torchgspmd import Mesh, plan
+        >>> mesh = Mesh(data=2, model=4)
+        >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+        >>> result = plan(torch.matmul, x, w, mesh=mesh, in_specs=("data model", "model _"))
+        >>> [(c.kind, c.axes) for c in result.collectives]
+        [('all_reduce', ('model',))]
     """
     if not isinstance(mesh, Mesh):
         raise ShardingError(
@@ -73,28 +95,28 @@ def plan(
             fix="call torch.autograd.grad inside of the function",
         )
     args, kwargs = opened((args, kwargs))
-    wanted = spread_inputs(in_specs, args, kwargs, mesh)
+    specs = spread_inputs(in_specs, args, kwargs, mesh)
     start = time.perf_counter()
     captured = capture(fn, args, kwargs, mesh, grad=grad)
     seconds = time.perf_counter() - start
-    unplaced = any(
+    has_meta_tensor = any(
         isinstance(t, Tensor) and t.is_meta
         for t in (*captured.tensors, *pytree.tree_leaves((args, kwargs)))
     )
-    wanted += [None for _ in captured.places]
-    made = compile_plan(
+    specs += [None for _ in captured.places]
+    result = compile_plan(
         captured,
         mesh,
-        wanted,
+        specs,
         out_specs,
         strict=strict,
         rng=rng,
         regather=regather,
         skip_passes=skip_passes,
-        device="meta" if unplaced else None,
+        device="meta" if has_meta_tensor else None,
     )
-    made.seconds = {"capture": seconds, **made.seconds}
-    return made
+    result.seconds = {"capture": seconds, **result.seconds}
+    return result
 
 
 @without_gc()
@@ -111,12 +133,13 @@ def compile_plan(
     skip_passes: Sequence[str] = (),
     device: str | None = None,
 ) -> Plan:
-    """The passes over a captured program. arguments: a spec or None for each.
+    """Run the passes over a captured program.
 
-    For a program that runs on real processes also, stored: the layouts of parameters and buffers,
-    by name; plain: which arguments are whole on every rank, so that their gradients have to be.
-    Results without a spec are whole then. device: the type of those that it is for ("meta": GPUs);
-    else that of the tensors given.
+    arguments: a spec, or None, for each argument. stored and plain are given for a program that
+    runs on real processes; its results without a spec are replicated. stored: the layouts of
+    parameters and buffers, by name. plain: for each argument whether it is a whole tensor on every
+    rank; its gradient is whole then. device: the type of device that the program is for ("meta":
+    GPUs); by default that of the input tensors.
     """
     _check_option("rng", rng, ("global", "native"))
     _check_option("regather", regather, ("auto", "always", "never"))
@@ -132,40 +155,42 @@ def compile_plan(
         "whole": stored is not None,
         "parts": True,
         "rules": rules,
-        "expand": partial(expand, traced={}),
+        "expand": partial(decompose_ops, traced={}),
         "clock": clock,
         "dump": dump,
     }
-    made = lay_out(captured, mesh, arguments, out_specs, stored, pieces=True, **options)
+    program = lay_out(captured, mesh, arguments, out_specs, stored, cut_products=True, **options)
     memories: Memories = {}
-    sharded = decide(made, plain, rules, memories=memories)
+    sharded = decide(program, plain, rules, memories=memories)
     clock("partition")
-    if made.parted:
-        other = lay_out(captured, mesh, arguments, out_specs, stored, **options)
-        made, sharded = min(
-            (made, sharded),
-            (other, decide(other, plain, rules, memories=memories)),
-            key=lambda way: _sent(way[1]),
+    if program.products_cut:
+        uncut = lay_out(captured, mesh, arguments, out_specs, stored, **options)
+        program, sharded = min(
+            (program, sharded),
+            (uncut, decide(uncut, plain, rules, memories=memories)),
+            key=lambda alternative: _sent_bytes(alternative[1]),
         )
     dump("partition", sharded)
     clock("partition")
     if rng == "native":
         natively(sharded)
-    plan = _localized(
-        made,
+    result = _localized_plan(
+        program,
         mesh,
-        gather_again(sharded) if regather == "always" else sharded,
+        regather_weights(sharded) if regather == "always" else sharded,
         device,
         skip_passes,
         clock,
     )
-    if regather == "auto" and plan.memory.peak > _device_memory(captured):
-        plan = _localized(made, mesh, gather_again(sharded), device, skip_passes, clock)
+    if regather == "auto" and result.memory.peak > _device_memory(captured):
+        result = _localized_plan(
+            program, mesh, regather_weights(sharded), device, skip_passes, clock
+        )
     clock("localize")
-    dump.final(plan)
-    if strict and plan.replicated_ops:
+    dump.final(result)
+    if strict and result.replicated_ops:
         raise report_replicated(
-            plan,
+            result,
             lambda changed: compile_plan(
                 changed,
                 mesh,
@@ -180,25 +205,27 @@ def compile_plan(
                 device,
             ),
         )
-    return plan
+    return result
 
 
-def _localized(
-    made: Annotated,
+def _localized_plan(
+    annotated: Annotated,
     mesh: Mesh,
     sharded: fx.Graph,
     device: str,
     skip_passes: Sequence[str],
     clock: _Clock,
 ) -> Plan:
+    """Return the plan of a partitioned graph: the program of one device, scheduled."""
+    captured = annotated.captured
     program = fx.GraphModule(
-        made.captured.constants, schedule(localize(sharded, mesh), mesh, device, skip_passes)
+        captured.constants, schedule(localize(sharded, mesh), mesh, device, skip_passes)
     )
-    return Plan(mesh, made.captured, sharded, program, made.layouts, clock.seconds)
+    return Plan(mesh, captured, sharded, program, annotated.layouts, clock.seconds)
 
 
 def _device_memory(captured: Captured) -> float:
-    """Bytes of the GPU that the program is for; no limit elsewhere."""
+    """Return the bytes of the GPU that the program is for; no limit elsewhere."""
     on_gpu = any(
         n.meta["val"].device.type == "cuda" for n in captured.graph.find_nodes(op="placeholder")
     )
@@ -209,23 +236,23 @@ def _device_memory(captured: Captured) -> float:
     )
 
 
-def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
+def _check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
         raise ShardingError(
-            f"there is no {name} '{value}'; there are {', '.join(map(repr, known))}",
+            f"there is no {name} '{value}'; there are {', '.join(map(repr, allowed))}",
             where=user_line(),
         )
 
 
-def _sent(graph: fx.Graph) -> float:
-    """Bytes that a device sends in a partitioned graph."""
+def _sent_bytes(graph: fx.Graph) -> float:
+    """Return the bytes that a device sends in a partitioned graph."""
     return sum(node.meta["step"].sent for node in inserted(graph))
 
 
 class _Clock:
-    """Seconds between calls, by name; in all, if several calls have one."""
+    """Seconds between calls, by name; calls of one name add up."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.last = time.perf_counter()
 
