@@ -30,7 +30,8 @@ from .fx_passes.partition.partition import Memories
 from .fx_passes.partition.verify_partition import verify_partition
 from .mesh import Mesh
 from .prefix_specs import spread
-from .shard_spec import UNCONSTRAINED, ShardSpec
+from .shard_spec import ShardSpec
+from .spec_notation import UNCONSTRAINED
 from .without_gc import without_gc
 
 _MARK = mark_sharding_op._opoverload

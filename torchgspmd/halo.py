@@ -143,7 +143,7 @@ class Window:
     wrap: int = 0
 
     def first(self, index: Any) -> Any:
-        """Return the first row of a device; its position is a number or a value of the program."""
+        """Return the first row of device `index`, a number or a value of the program."""
         return (self.step * index + self.start) // self.every
 
     def is_block(self, size: int, count: int) -> bool:
@@ -158,7 +158,7 @@ class Window:
         )
 
     def pieces(self, index: int, size: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield a device's rows: (owner, first row in its shard, first row in the window, count)."""
+        """Yield a device's rows: (owner, first in its shard, first in the window, how many)."""
         rows, first = -(-size // count), self.first(index)
         row, end = max(first, self.begin), min(first + self.length, self.end)
         while row < end:
