@@ -1,1 +1,1 @@
-"""The interface to torch beyond its public one: operators by name, private APIs, checked versions."""
+"""The interface to torch beyond its public one: operators, private APIs, checked versions."""
