@@ -287,12 +287,14 @@ def run(width: int, steps: int) -> None:
     dist.all_reduce(rows)
     if dist.get_rank() == 0:
         print(
-            f"width {width}: {sum(p.numel() for p in model.parameters()):,} parameters, {BATCH * SEQUENCE} tokens"
+            f"width {width}: {sum(p.numel() for p in model.parameters()):,} parameters, "
+            f"{BATCH * SEQUENCE} tokens"
         )
         for name, seconds in zip(trainers, rows.tolist()):
             hand = rows[list(trainers).index(name.split(":")[0] + ": hand")].item()
             print(
-                f"  {name:24} {seconds * 1e3:8.1f} ms   {seconds / hand:5.2f} of hand   loss {losses[name]:.4f}",
+                f"  {name:24} {seconds * 1e3:8.1f} ms   {seconds / hand:5.2f} of hand   loss "
+                f"{losses[name]:.4f}",
                 flush=True,
             )
 

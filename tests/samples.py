@@ -66,9 +66,12 @@ def named(text: str, overload: str = "default") -> list[Any]:
 
 sample(
     named(
-        "abs acos angle asin asinh atan atanh ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu "
-        "hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 logical_not logit mish "
-        "nan_to_num neg positive reciprocal relu round rsqrt sgn sigmoid sign signbit silu sin sinc sinh softplus sqrt square tan "
+        "abs acos angle asin asinh atan atanh ceil celu cos cosh deg2rad digamma elu erf erfc "
+        "erfinv exp exp2 expm1 floor frac gelu "
+        "hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p "
+        "log2 logical_not logit mish "
+        "nan_to_num neg positive reciprocal relu round rsqrt sgn sigmoid sign signbit silu sin "
+        "sinc sinh softplus sqrt square tan "
         "tanh trunc clone conj_physical log_sigmoid_forward"
     ),
     unit(4, 5),
@@ -79,7 +82,8 @@ sample(aten.polygamma.default, 1, unit(4, 5))
 sample(
     [
         *named(
-            "atan2 floor_divide fmax fmin hypot logaddexp maximum minimum nextafter logical_and logical_or logical_xor sigmoid_backward "
+            "atan2 floor_divide fmax fmin hypot logaddexp maximum minimum nextafter logical_and "
+            "logical_or logical_xor sigmoid_backward "
             "tanh_backward"
         ),
         aten.pow.Tensor_Tensor,
@@ -156,8 +160,10 @@ sample(
 )
 sample(
     named(
-        "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx "
-        "special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 "
+        "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 "
+        "special_entr special_erfcx "
+        "special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 "
+        "special_modified_bessel_i1 "
         "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri "
         "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
         "special_spherical_bessel_j0 i0 hardshrink softshrink"
@@ -166,9 +172,12 @@ sample(
 )
 sample(
     named(
-        "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w "
-        "special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p "
-        "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
+        "special_chebyshev_polynomial_t special_chebyshev_polynomial_u "
+        "special_chebyshev_polynomial_v special_chebyshev_polynomial_w "
+        "special_hermite_polynomial_h special_hermite_polynomial_he "
+        "special_laguerre_polynomial_l special_legendre_polynomial_p "
+        "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u "
+        "special_shifted_chebyshev_polynomial_v "
         "special_shifted_chebyshev_polynomial_w"
     ),
     unit(4, 5),
@@ -243,7 +252,8 @@ def _after(op: Any, first: Callable[[], tuple], *args: Any) -> None:
 
 sample(
     named(
-        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_svd linalg_cholesky_ex linalg_inv_ex linalg_lu linalg_lu_factor_ex "
+        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_svd linalg_cholesky_ex linalg_inv_ex "
+        "linalg_lu linalg_lu_factor_ex "
         "linalg_qr linalg_matrix_exp geqrf"
     ),
     definite(5, 3, 3),

@@ -49,7 +49,8 @@ def main() -> None:
     model = GPT(config, run.mesh, args.layout) if run.mesh else GPT(config)
     model.to(run.device, run.dtype)
     run.console.print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text.tokens):,} characters of {args.text}, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text.tokens):,} "
+        f"characters of {args.text}, "
         f"{len(text.alphabet)} different; {run}"
     )
     if run.mesh:

@@ -79,7 +79,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = UNet(config).to(run.device, run.dtype)
     run.console.print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {_shape(head.image.shape)} voxels; {run}"
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {_shape(head.image.shape)} "
+        f"voxels; {run}"
     )
     if run.mesh:
         model = gspmd.parallelize(

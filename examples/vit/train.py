@@ -75,7 +75,8 @@ def main() -> None:
     model = ViT(config, run.mesh, args.layout) if run.mesh else ViT(config)
     model.to(run.device, run.dtype)
     run.console.print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data.labels):,} images of {args.data}, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data.labels):,} images "
+        f"of {args.data}, "
         f"{len(model.position)} tokens each; {run}"
     )
     if run.mesh:
