@@ -1,7 +1,8 @@
 """What we send, beside what XLA sends for the same annotated program: random programs, seed by
 seed.
 
-    python benchmarks/against_xla.py --seeds 0:200 [--devices 8] [--only transformer --only moe] [--show 17]
+    python benchmarks/against_xla.py --seeds 0:200 [--devices 8] [--only transformer --only moe]
+        [--show 17]
 
 Needs torch_xla (extra `xla`). Every program of benchmarks/programs is planned, simulated (padding
 holds NaN) and compared with one device; then XLA partitions it for virtual devices on the CPU, with

@@ -9,9 +9,11 @@ median CPU time of a step summed over the processes (forward, backward, AdamW), 
 hand-written variant of the same parallelism:
 
     data     hand: bucketed all_reduce of gradients; DDP; torchgspmd dp
-    tensor   hand: Megatron-LM's autograd functions (arXiv 1909.08053, section 3); DTensor tensor parallel; torchgspmd tp
-    sharded  hand: one flat parameter per block, gathered where it is used, its gradient reduce-scattered, AdamW on the parts
-             (ZeRO-3, arXiv 1910.02054, section 5.3, which keeps what it gathered until the backward); FSDP2; torchgspmd fsdp
+    tensor   hand: Megatron-LM's autograd functions (arXiv 1909.08053, section 3);
+             DTensor tensor parallel; torchgspmd tp
+    sharded  hand: one flat parameter per block, gathered where it is used, its gradient
+             reduce-scattered, AdamW on the shards (ZeRO-3, arXiv 1910.02054, section 5.3, which
+             keeps gathered weights until the backward); FSDP2; torchgspmd fsdp
 """
 
 from __future__ import annotations

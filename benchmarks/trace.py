@@ -1,7 +1,8 @@
 """What of a step's communication is hidden behind computation, with the overlap passes and without,
 on gloo processes.
 
-    torchrun --nproc-per-node 2 benchmarks/trace.py [--layout fsdp] [--width 512] [--steps 20] [--png trace.png]
+    torchrun --nproc-per-node 2 benchmarks/trace.py [--layout fsdp] [--width 512] [--steps 20]
+        [--png trace.png]
 
 Both versions of the model of step_time.py take turns, forward and backward. Printed: quartiles of a
 step's wall and CPU time, and the share of the communication's time in which rank 0 was not waiting.

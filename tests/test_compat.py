@@ -163,7 +163,7 @@ def test_a_missing_api_says_so_when_it_is_used(monkeypatch):
 WITHOUT = """
 import sys, types, torch
 package = sys.modules["torchgspmd"] = types.ModuleType("torchgspmd")
-package.__path__ = [sys.argv[1]]                                # the table alone, before the package that uses it
+package.__path__ = [sys.argv[1]]                # the table alone, before the package that uses it
 import torchgspmd.compat.private_apis as table
 
 def lookup(api):
