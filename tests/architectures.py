@@ -97,9 +97,8 @@ def series() -> dict:
 
 # Language models that need no other options than TEXT, and those that need some.
 PLAIN = """CamembertForMaskedLM ErnieForMaskedLM MPNetForMaskedLM ModernBertForMaskedLM
-    RobertaForMaskedLM
-    XLMRobertaForMaskedLM
-    CohereForCausalLM GraniteForCausalLM Olmo2ForCausalLM OlmoForCausalLM Phi3ForCausalLM
+    RobertaForMaskedLM XLMRobertaForMaskedLM CohereForCausalLM GraniteForCausalLM
+    Olmo2ForCausalLM OlmoForCausalLM Phi3ForCausalLM
     PhiForCausalLM Qwen2ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM""".split()
 HEADS = {"head_dim": 4, "sliding_window": 4}
 LATENT = {

@@ -168,6 +168,7 @@ def _other_pattern(pattern: str, names: list[str]) -> str:
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a glob."""
     tokens = re.split(r"(\*\*|\*)", pattern)
     return re.compile(
         "".join({"**": ".*", "*": "[^.]*"}.get(token, re.escape(token)) for token in tokens)

@@ -280,6 +280,7 @@ def _propagate(
 
 
 def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
+    """Return the layout of a mark. Raise if it was made for another mesh."""
     marked = Mesh.parse(node.args[1])
     if marked != mesh.unsplit():
         raise ShardingError(

@@ -136,6 +136,7 @@ class Comparison:
         return tuple(differences)
 
     def _graph(self) -> fx.Graph:
+        """Return the program on XLA, with the plan's layouts of results."""
         results = {i: spec for i, spec in enumerate(self.plan.out_specs) if spec is not None}
         return lower(self.graph, self.plan.mesh, self.device, self.pin, results)
 
@@ -210,6 +211,7 @@ def _totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[in
 
 
 def _table(rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Return the lines of a table with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip()

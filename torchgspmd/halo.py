@@ -208,10 +208,12 @@ _WINDOW = re.compile(
 
 
 def _shortest(number: float) -> str:
+    """Return the shortest text that parses to the number."""
     return f"{number:g}" if float(f"{number:g}") == number else repr(float(number))
 
 
 def _times(factor: int, name: str) -> str:
+    """Return a product such as `2p`, `p` or `-p`."""
     return {1: "", -1: "-"}.get(factor, str(factor)) + name
 
 

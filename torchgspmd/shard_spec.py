@@ -9,9 +9,9 @@ Notation (GSPMD, arXiv 2105.04663, section 3.1, with named axes): one word per d
 and, for a value whose devices hold terms of a reduction that is still to be done, a last word
 `sum@model` (or max@, min@, prod@). The layout of a scalar is the empty string.
 
-A dimension of size d over n devices is stored as ceil(d/n) rows on each; what lies past d is
-padding. Where an operation needs other rows, its operand has a Window for that dimension:
-`s[8i-1:+10 in 0:64 else 0]`. No user writes one.
+A dimension of size d over n devices is stored as ceil(d/n) rows on each. Rows past d are padding.
+If an operation needs other rows, its operand has a Window of that dimension, such as
+`s[8i-1:+10 in 0:64 else 0]`. Users do not write windows.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     from ..compat.private_apis import FunctionalTensor      # the class, function or module of a row
 
-An import never raises. An API that this torch lacks is replaced by a class that raises a
-ShardingError when it is called or an attribute of it is read. `require("plan")` raises before
-anything starts. A test compares the table with the names in the sources, both ways.
+An import never raises. A class replaces an API that this torch lacks. Calling that class, or
+reading an attribute of it, raises a ShardingError. `require("plan")` raises before anything starts.
+A test compares the table with the names in the sources, both ways.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class PrivateApi:
 def _rows(
     needed_for: str, owner: str, names: str, lost: str = "", versions: tuple[str, ...] = CHECKED
 ) -> tuple[PrivateApi, ...]:
+    """Return one row for each of the names, all attributes of one owner."""
     return tuple(
         PrivateApi(f"{owner}.{name}", needed_for, lost, versions) for name in names.split()
     )

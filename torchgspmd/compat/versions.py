@@ -23,7 +23,7 @@ def is_checked() -> bool:
 
 @cache
 def check_torch(*needed_for: str) -> None:
-    """Raise a ShardingError if this torch lacks a needed API. Runs once for each use.
+    """Raise a ShardingError if this torch lacks a needed API. Results are cached.
 
     Rank 0 logs one line if this torch is newer than the checked ones.
     """

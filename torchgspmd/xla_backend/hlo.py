@@ -134,6 +134,7 @@ def _instruction(match: re.Match) -> Instruction:
 
 
 def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
+    """Return the instructions that use each value of a computation."""
     users: dict[str, list[Instruction]] = {}
     for instruction in body.values():
         for name in dict.fromkeys(instruction.operands):

@@ -1,8 +1,8 @@
 """Convert a ShardSpec to torch_xla's annotation and to XLA's text for a layout, and back.
 
-XLA writes `{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}`: tiles along every dimension,
-then the devices in row-major order of the tiles; with last_tile_dim_replicate the last number
-counts devices that hold equal tiles.
+XLA writes `{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}`. The first list is the number
+of tiles along every dimension. The second list is the devices in row-major order of the tiles. With
+last_tile_dim_replicate the last number counts devices that hold equal tiles.
 """
 
 from __future__ import annotations
