@@ -1,7 +1,8 @@
 """What we send, beside what XLA sends for the same annotated program: random programs, seed by
 seed.
 
-    python benchmarks/against_xla.py --seeds 0:200 [--devices 8] [--only transformer --only moe] [--show 17]
+    python benchmarks/against_xla.py --seeds 0:200 [--devices 8] [--only transformer --only moe]
+        [--show 17]
 
 Needs torch_xla (extra `xla`). Every program of benchmarks/programs is planned, simulated (padding
 holds NaN) and compared with one device; then XLA partitions it for virtual devices on the CPU, with
@@ -129,7 +130,8 @@ def line(row: dict[str, Any]) -> str:
     ratio = row["ours"] / row["xla"] if row["xla"] else math.inf if row["ours"] else 1.0
     split = " / ".join(f"{a:.2f}" for a in row["arithmetic"]) if row.get("arithmetic") else "-"
     return (
-        f"  {row['seed']:5}  {ratio:6.2f}  {row['ours']:9.0f}  {row['xla']:9.0f}  {split:>12}  {row['replicated']:2}"
+        f"  {row['seed']:5}  {ratio:6.2f}  {row['ours']:9.0f}  {row['xla']:9.0f}  {split:>12}  "
+        f"{row['replicated']:2}"
         f"  {row['mesh']:12}  {row['name']}  {row['wrong']}"
     )
 
@@ -141,7 +143,8 @@ def report(rows: list[dict[str, Any]]) -> None:
     for title, found in (("errors", failed), ("wrong numbers", wrong), ("above XLA", above)):
         if found:
             print(
-                f"{title}\n   seed   ratio       ours        XLA    arithmetic  whole  mesh  program",
+                f"{title}\n   seed   ratio       ours        XLA    arithmetic  whole  mesh  "
+                "program",
                 *map(line, found),
                 sep="\n",
             )
@@ -149,8 +152,10 @@ def report(rows: list[dict[str, Any]]) -> None:
     shares = [r["ours"] / r["xla"] for r in compared if r["xla"]]
     mean = math.exp(sum(math.log(max(s, 1e-3)) for s in shares) / len(shares)) if shares else 1.0
     print(
-        f"{len(rows)} programs, {len(failed)} errors, {len(wrong)} wrong, {len(compared)} compared, {len(above)} above XLA, "
-        f"{sum(bool(r['replicated']) for r in compared)} with something whole; ours over XLA's: {mean:.2f} (geometric mean)"
+        f"{len(rows)} programs, {len(failed)} errors, {len(wrong)} wrong, {len(compared)} "
+        f"compared, {len(above)} above XLA, "
+        f"{sum(bool(r['replicated']) for r in compared)} with something whole; ours over XLA's: "
+        f"{mean:.2f} (geometric mean)"
     )
 
 
@@ -186,7 +191,8 @@ def main() -> None:
         except Exception as error:
             rows[seed] = {
                 "seed": seed,
-                "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                "error": f"{type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}",
             }
             if args.show is not None:
                 traceback.print_exc()

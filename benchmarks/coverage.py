@@ -201,7 +201,8 @@ def measure(
         rows.append(row)
         for fail in row.get("failures", ())[:2]:
             print(
-                f"{row['op']}: {fail.get('wrong') or fail['raises']}  [{fail.get('mesh')} {fail.get('specs')}]",
+                f"{row['op']}: {fail.get('wrong') or fail['raises']}  [{fail.get('mesh')} "
+                f"{fail.get('specs')}]",
                 flush=True,
             )
     summary = summarize(rows, round(time.monotonic() - start))
@@ -211,10 +212,12 @@ def measure(
                 {"summary": summary, "rows": sorted(rows, key=lambda r: r["op"])}, file, indent=1
             )
     print(
-        f"{summary['tested']} {many} ({len(summary['skipped'])} left out: random, or without samples) in {summary['seconds']} s: "
+        f"{summary['tested']} {many} ({len(summary['skipped'])} left out: random, or without "
+        f"samples) in {summary['seconds']} s: "
         f"{summary['forward_right']} right in the forward, {summary['both_right']} in both; "
         f"{len(summary['silently_wrong'])} silently wrong, "
-        f"{len(summary['raising'])} raise; {summary['partitioned']} ran partitioned, {summary['nothing_replicated']} replicate nothing"
+        f"{len(summary['raising'])} raise; {summary['partitioned']} ran partitioned, "
+        f"{summary['nothing_replicated']} replicate nothing"
     )
 
 

@@ -1,6 +1,7 @@
 """PyTorch's own modules under random layouts, against one device.
 
-    python benchmarks/module_coverage.py                    all modules of torch.nn, 8 samples each, half of them in training
+    python benchmarks/module_coverage.py
+        all modules of torch.nn, 8 samples each, half of them in training
     python benchmarks/module_coverage.py --only LSTM --only nn.MultiheadAttention --json rows.json
 
 Every sample of PyTorch's module database runs forward and backward through plan(...).simulate on a

@@ -1,6 +1,7 @@
 """PyTorch's own operator samples under random layouts, against one device.
 
-    python benchmarks/op_coverage.py                        all float32 operations that are deterministic, 8 samples each
+    python benchmarks/op_coverage.py
+        all float32 operations that are deterministic, 8 samples each
     python benchmarks/op_coverage.py --only cumsum --only nn.functional.conv2d --json rows.json
     python benchmarks/op_coverage.py --dtype complex64      those that take complex numbers
 

@@ -100,8 +100,10 @@ def main() -> None:
     for phase, spent in plan.seconds.items():
         print(f"{phase:10} {spent:7.2f} s")
     print(
-        f"{'in all':10} {seconds:7.2f} s   {seconds / plan.seconds['capture']:.2f} of the capture   "
-        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB   {len(plan.sharded.nodes)} nodes"
+        f"{'in all':10} {seconds:7.2f} s   {seconds / plan.seconds['capture']:.2f} of the "
+        "capture   "
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB   "
+        f"{len(plan.sharded.nodes)} nodes"
     )
     print(plan.summary())
 
@@ -121,7 +123,8 @@ def main() -> None:
             plan = gspmd.plan(model, tokens, tokens, mesh=mesh, grad=True)
             texts.append(re.sub(r"\d+", "#", plan.program.code))
             print(
-                f"{layout:5} {devices:5} {time.perf_counter() - start:7.2f} {texts[-1] == texts[0]}",
+                f"{layout:5} {devices:5} {time.perf_counter() - start:7.2f} "
+                f"{texts[-1] == texts[0]}",
                 flush=True,
             )
 

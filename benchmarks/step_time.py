@@ -9,9 +9,11 @@ median CPU time of a step summed over the processes (forward, backward, AdamW), 
 hand-written variant of the same parallelism:
 
     data     hand: bucketed all_reduce of gradients; DDP; torchgspmd dp
-    tensor   hand: Megatron-LM's autograd functions (arXiv 1909.08053, section 3); DTensor tensor parallel; torchgspmd tp
-    sharded  hand: one flat parameter per block, gathered where it is used, its gradient reduce-scattered, AdamW on the parts
-             (ZeRO-3, arXiv 1910.02054, section 5.3, which keeps what it gathered until the backward); FSDP2; torchgspmd fsdp
+    tensor   hand: Megatron-LM's autograd functions (arXiv 1909.08053, section 3);
+             DTensor tensor parallel; torchgspmd tp
+    sharded  hand: one flat parameter per block, gathered where it is used, its gradient
+             reduce-scattered, AdamW on the shards (ZeRO-3, arXiv 1910.02054, section 5.3, which
+             keeps gathered weights until the backward); FSDP2; torchgspmd fsdp
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.ln(x)).flatten(0, 1), targets.flatten())
 
 
-# ---------------------------------------------------------------------------------------------- by hand
+# ------------------------------------------------------------------------------------------ by hand
 
 
 class _Copy(torch.autograd.Function):
@@ -193,7 +195,7 @@ def by_hand_sharded(model: GPT) -> nn.Module:
     return model
 
 
-# ---------------------------------------------------------------------------------------------- the variants
+# ------------------------------------------------------------------------------------- the variants
 
 
 def mark(model: GPT, mesh: gspmd.Mesh, layout: str) -> None:
@@ -287,12 +289,14 @@ def run(width: int, steps: int) -> None:
     dist.all_reduce(rows)
     if dist.get_rank() == 0:
         print(
-            f"width {width}: {sum(p.numel() for p in model.parameters()):,} parameters, {BATCH * SEQUENCE} tokens"
+            f"width {width}: {sum(p.numel() for p in model.parameters()):,} parameters, "
+            f"{BATCH * SEQUENCE} tokens"
         )
         for name, seconds in zip(trainers, rows.tolist()):
             hand = rows[list(trainers).index(name.split(":")[0] + ": hand")].item()
             print(
-                f"  {name:24} {seconds * 1e3:8.1f} ms   {seconds / hand:5.2f} of hand   loss {losses[name]:.4f}",
+                f"  {name:24} {seconds * 1e3:8.1f} ms   {seconds / hand:5.2f} of hand   loss "
+                f"{losses[name]:.4f}",
                 flush=True,
             )
 

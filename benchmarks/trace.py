@@ -1,7 +1,8 @@
 """What of a step's communication is hidden behind computation, with the overlap passes and without,
 on gloo processes.
 
-    torchrun --nproc-per-node 2 benchmarks/trace.py [--layout fsdp] [--width 512] [--steps 20] [--png trace.png]
+    torchrun --nproc-per-node 2 benchmarks/trace.py [--layout fsdp] [--width 512] [--steps 20]
+        [--png trace.png]
 
 Both versions of the model of step_time.py take turns, forward and backward. Printed: quartiles of a
 step's wall and CPU time, and the share of the communication's time in which rank 0 was not waiting.
@@ -167,13 +168,15 @@ def main() -> None:
                 traces[name].append(traced(models[name], batch))
     if dist.get_rank() == 0:
         print(
-            f"{options.layout}, width {options.width}, {dist.get_world_size()} processes; quartiles of {options.steps - 3} steps"
+            f"{options.layout}, width {options.width}, {dist.get_world_size()} processes; "
+            f"quartiles of {options.steps - 3} steps"
         )
         for name in models:
             wall, cpu = zip(*times[name][3:])
             shares = sorted(t.hidden for t in traces[name])
             print(
-                f"  {name:8} wall {quartiles(wall)} ms   CPU {quartiles(cpu)} ms   hidden {statistics.median(shares):.0%} "
+                f"  {name:8} wall {quartiles(wall)} ms   CPU {quartiles(cpu)} ms   hidden "
+                f"{statistics.median(shares):.0%} "
                 f"({shares[0]:.0%} to {shares[-1]:.0%})   {models[name].plan.memory}",
                 flush=True,
             )
@@ -185,7 +188,8 @@ def main() -> None:
             where = f"rank 0 of {dist.get_world_size()}"
             draw(
                 shown,
-                f"GPT of width {options.width}, {options.layout}, {where}: one forward and backward",
+                f"GPT of width {options.width}, {options.layout}, {where}: one forward and "
+                "backward",
                 options.png,
             )
     dist.barrier()

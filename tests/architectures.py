@@ -96,9 +96,10 @@ def series() -> dict:
 
 
 # Language models that need no other options than TEXT, and those that need some.
-PLAIN = """CamembertForMaskedLM ErnieForMaskedLM MPNetForMaskedLM ModernBertForMaskedLM RobertaForMaskedLM XLMRobertaForMaskedLM
-    CohereForCausalLM GraniteForCausalLM Olmo2ForCausalLM OlmoForCausalLM Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM
-    StableLmForCausalLM Starcoder2ForCausalLM""".split()
+PLAIN = """CamembertForMaskedLM ErnieForMaskedLM MPNetForMaskedLM ModernBertForMaskedLM
+    RobertaForMaskedLM XLMRobertaForMaskedLM CohereForCausalLM GraniteForCausalLM
+    Olmo2ForCausalLM OlmoForCausalLM Phi3ForCausalLM
+    PhiForCausalLM Qwen2ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM""".split()
 HEADS = {"head_dim": 4, "sliding_window": 4}
 LATENT = {
     "num_key_value_heads": 4,

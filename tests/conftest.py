@@ -48,7 +48,7 @@ _HIDDEN = pytest.StashKey[list[str]]()
 
 
 class Hiding:
-    """torch.ops.aten without some operators, as the package sees it; torch itself has all of them."""
+    """torch.ops.aten without some operators, as the package sees it. Torch itself has them all."""
 
     def __init__(self, names: list[str]):
         self._names = names

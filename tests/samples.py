@@ -62,13 +62,16 @@ def named(text: str, overload: str = "default") -> list[Any]:
     return [getattr(getattr(aten, name), overload) for name in text.split()]
 
 
-# ------------------------------------------------------------------------------------------ elementwise
+# -------------------------------------------------------------------------------------- elementwise
 
 sample(
     named(
-        "abs acos angle asin asinh atan atanh ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu "
-        "hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 logical_not logit mish "
-        "nan_to_num neg positive reciprocal relu round rsqrt sgn sigmoid sign signbit silu sin sinc sinh softplus sqrt square tan "
+        "abs acos angle asin asinh atan atanh ceil celu cos cosh deg2rad digamma elu erf erfc "
+        "erfinv exp exp2 expm1 floor frac gelu "
+        "hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p "
+        "log2 logical_not logit mish "
+        "nan_to_num neg positive reciprocal relu round rsqrt sgn sigmoid sign signbit silu sin "
+        "sinc sinh softplus sqrt square tan "
         "tanh trunc clone conj_physical log_sigmoid_forward"
     ),
     unit(4, 5),
@@ -79,7 +82,8 @@ sample(aten.polygamma.default, 1, unit(4, 5))
 sample(
     [
         *named(
-            "atan2 floor_divide fmax fmin hypot logaddexp maximum minimum nextafter logical_and logical_or logical_xor sigmoid_backward "
+            "atan2 floor_divide fmax fmin hypot logaddexp maximum minimum nextafter logical_and "
+            "logical_or logical_xor sigmoid_backward "
             "tanh_backward"
         ),
         aten.pow.Tensor_Tensor,
@@ -156,8 +160,10 @@ sample(
 )
 sample(
     named(
-        "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx "
-        "special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 "
+        "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 "
+        "special_entr special_erfcx "
+        "special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 "
+        "special_modified_bessel_i1 "
         "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri "
         "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
         "special_spherical_bessel_j0 i0 hardshrink softshrink"
@@ -166,9 +172,12 @@ sample(
 )
 sample(
     named(
-        "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w "
-        "special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p "
-        "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
+        "special_chebyshev_polynomial_t special_chebyshev_polynomial_u "
+        "special_chebyshev_polynomial_v special_chebyshev_polynomial_w "
+        "special_hermite_polynomial_h special_hermite_polynomial_he "
+        "special_laguerre_polynomial_l special_legendre_polynomial_p "
+        "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u "
+        "special_shifted_chebyshev_polynomial_v "
         "special_shifted_chebyshev_polynomial_w"
     ),
     unit(4, 5),
@@ -184,7 +193,7 @@ sample(aten.view_as_real.default, lambda: torch.randn(4, 5, dtype=torch.complex6
 sample(aten.view_as_complex.default, real(4, 5, 2))
 sample(ours.mark_sharding.default, real(4, 5), "m=2", "? ?")
 
-# ------------------------------------------------------------------------------------------ contractions
+# ------------------------------------------------------------------------------------- contractions
 
 sample(ours.einsum.default, "mk,kn->mn", real(4, 7), real(7, 5))
 sample(ours.einsum.default, "bsk,nk->bsn", real(2, 5, 7), real(4, 7))
@@ -223,7 +232,7 @@ def _cdist_backward(p: float) -> Callable[[], tuple[tuple, dict]]:
 
 SAMPLES[aten._cdist_backward.default] = [_cdist_backward(2.0), _cdist_backward(1.0)]
 
-# ------------------------------------------------------------------------------------------ linear algebra
+# ----------------------------------------------------------------------------------- linear algebra
 
 
 def definite(*shape: int) -> Callable[[], Tensor]:
@@ -243,7 +252,8 @@ def _after(op: Any, first: Callable[[], tuple], *args: Any) -> None:
 
 sample(
     named(
-        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_svd linalg_cholesky_ex linalg_inv_ex linalg_lu linalg_lu_factor_ex "
+        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_svd linalg_cholesky_ex linalg_inv_ex "
+        "linalg_lu linalg_lu_factor_ex "
         "linalg_qr linalg_matrix_exp geqrf"
     ),
     definite(5, 3, 3),
@@ -292,7 +302,7 @@ sample(
     True,
 )
 
-# ------------------------------------------------------------------------------------------ making tensors
+# ----------------------------------------------------------------------------------- making tensors
 
 sample([aten.full.default], [4, 5], 2.0)
 sample([aten.zeros.default, aten.ones.default], [4, 5])
@@ -330,7 +340,7 @@ sample(
 )
 sample(aten.binomial.default, lambda: torch.full((4, 5), 9.0), unit(4, 5))
 
-# ------------------------------------------------------------------------------------------ looking up
+# --------------------------------------------------------------------------------------- looking up
 
 sample(aten.embedding.default, real(7, 4), ints(7, 3, 5))
 sample(aten.embedding.default, real(4, 5), ints(4, 5))
@@ -389,7 +399,7 @@ sample(
     [True, True],
 )
 
-# ------------------------------------------------------------------------------------------ normalization
+# ------------------------------------------------------------------------------------ normalization
 
 sample([aten._softmax.default, aten._log_softmax.default], real(4, 5, 7), 1, False)
 sample([aten._softmax.default, aten._log_softmax.default], real(4, 5), -1, False)
@@ -440,7 +450,7 @@ SAMPLES[aten.native_layer_norm_backward.default] = [
     _layer_norm_backward(True, [False, True, True]),
 ]
 
-# ------------------------------------------------------------------------------------------ reductions
+# --------------------------------------------------------------------------------------- reductions
 
 sample([aten.sum.dim_IntList, aten.amax.default, aten.amin.default], real(4, 5, 7), [1])
 sample([aten.sum.dim_IntList, aten.amax.default, aten.amin.default], real(4, 5, 7), [0, -1], True)
@@ -468,7 +478,7 @@ sample(aten.kthvalue.default, real(4, 5), 2, 1)
 sample([aten.kthvalue.default], real(4, 5, 7), 3)
 sample(aten.mode.default, ints(3, 4, 5, 7))
 
-# ------------------------------------------------------------------------------------------ rearranging
+# -------------------------------------------------------------------------------------- rearranging
 
 VIEWS = named("view _unsafe_view reshape")
 sample(VIEWS, real(4, 6), [2, 2, 3, 2])
@@ -524,7 +534,7 @@ sample(aten.select.int, real(4, 5, 7), 1, 2)
 sample(aten.select.int, real(4, 5, 7), -1, -1)
 sample(aten.select_backward.default, real(4, 7), [4, 5, 7], 1, 2)
 
-# ------------------------------------------------------------------------------------------ writing by index
+# --------------------------------------------------------------------------------- writing by index
 
 sample(
     aten.scatter.src,
@@ -566,7 +576,7 @@ sample([aten.index.Tensor, aten._unsafe_index.Tensor], real(4, 7, 5), [None, int
 sample([aten.index.Tensor], real(7, 4, 5), [ints(7, 6), ints(4, 6)])
 sample([aten.index.Tensor], real(7, 4, 5), [ints(7, 6), None, ints(5, 6)])
 
-# ------------------------------------------------------------------------------------------ convolutions and windows
+# ------------------------------------------------------------------------- convolutions and windows
 
 
 def _backward_of(forward: Any, backward: Any, first: Callable, *args: Any) -> None:

@@ -141,7 +141,8 @@ def test_star_matches_within_a_part_two_stars_across():
 
 def test_dot_and_brackets_of_a_glob_are_literal():
     assert message(lambda: gspmd.annotate(Net(), MESH, {"headxweight": "_ _"})) == (
-        f"'headxweight' matches no parameter, buffer or module{WHERE}\n  fix   did you mean 'head.weight'?"
+        f"'headxweight' matches no parameter, buffer or module{WHERE}\n"
+        "  fix   did you mean 'head.weight'?"
     )
 
 
@@ -170,11 +171,13 @@ def test_floating_outputs_of_the_spec_s_rank_are_marked():
 ERRORS = [
     (
         lambda: gspmd.mark_sharding(torch.zeros(4, 8), MESH, "data _ _"),
-        f"spec 'data _ _' has 3 entries, but the tensor has 2 dimensions [4, 8]{WHERE}\n  fix   one entry per dimension, such as '_ _'",
+        f"spec 'data _ _' has 3 entries, but the tensor has 2 dimensions [4, 8]{WHERE}\n"
+        "  fix   one entry per dimension, such as '_ _'",
     ),
     (
         lambda: gspmd.mark_sharding(torch.zeros(4, 8), MESH, ("data", "data")),
-        f"'data' occurs twice in spec 'data data'{WHERE}\n  why   an axis shards at most one dimension of a tensor\n"
+        f"'data' occurs twice in spec 'data data'{WHERE}\n"
+        "  why   an axis shards at most one dimension of a tensor\n"
         "  fix   remove one of the two",
     ),
     (
@@ -192,7 +195,8 @@ ERRORS = [
     ),
     (
         lambda: gspmd.annotate(Net(), MESH, {"blocks.*.up.weigth": "model _"}),
-        f"'blocks.*.up.weigth' matches no parameter, buffer or module{WHERE}\n  fix   did you mean 'blocks.1.up.weight'?",
+        f"'blocks.*.up.weigth' matches no parameter, buffer or module{WHERE}\n"
+        "  fix   did you mean 'blocks.1.up.weight'?",
     ),
     (
         lambda: gspmd.annotate(Net(), MESH, {"*.up.weight": "model _"}),
@@ -202,7 +206,8 @@ ERRORS = [
     (
         lambda: gspmd.annotate(Net(), MESH, {r"blocks\.\d+\.up.*": "model _"}),
         f"'blocks\\.\\d+\\.up.*' matches no parameter, buffer or module{WHERE}\n"
-        "  fix   patterns are globs, not regular expressions, of which this one matches 'blocks.0.up.weight': "
+        "  fix   patterns are globs, not regular expressions, of which this one matches "
+        "'blocks.0.up.weight': "
         "* matches within one part of a name, ** across parts",
     ),
     (
@@ -216,7 +221,8 @@ ERRORS = [
     ),
     (
         lambda: gspmd.annotate(Net(), MESH, {"head.weight": "model"}),
-        f"spec 'model' has 1 entries, but the tensor has 2 dimensions [3, 4]{WHERE}\n  fix   one entry per dimension, such as '_ _'",
+        f"spec 'model' has 1 entries, but the tensor has 2 dimensions [3, 4]{WHERE}\n"
+        "  fix   one entry per dimension, such as '_ _'",
     ),
 ]
 

@@ -717,7 +717,7 @@ def test_hooks_that_keep_what_they_see():
     net[2].register_forward_hook(
         functools.partial(lambda table, *args: table.update(out=args[-1]), extractor.table)
     )
-    found = lambda: copy.copy(
+    found = lambda: copy.copy(  # noqa: E731
         (
             FOUND["first"],
             extractor.rows[-1],
@@ -725,7 +725,7 @@ def test_hooks_that_keep_what_they_see():
             extractor.last,
             closure["rows"][-1],
         )
-    )  # noqa: E731
+    )
     x = rand(5, 6)
     plan = gspmd.plan(net, x, mesh=BIG, in_specs="a _", grad=True)
     assert (

@@ -163,7 +163,7 @@ def test_a_missing_api_says_so_when_it_is_used(monkeypatch):
 WITHOUT = """
 import sys, types, torch
 package = sys.modules["torchgspmd"] = types.ModuleType("torchgspmd")
-package.__path__ = [sys.argv[1]]                                # the table alone, before the package that uses it
+package.__path__ = [sys.argv[1]]                # the table alone, before the package that uses it
 import torchgspmd.compat.private_apis as table
 
 def lookup(api):
@@ -198,7 +198,7 @@ def test_a_torch_without_any_of_its_private_apis_can_be_imported():
 def test_a_newer_torch_is_one_line_once(monkeypatch, caplog):
     monkeypatch.setattr(torch, "__version__", "99.1.0+cpu")
     versions.check_torch.cache_clear()
-    versions._say_newer.cache_clear()
+    versions._warn_if_newer.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "torchgspmd"):
             for _ in range(2):
@@ -208,7 +208,7 @@ def test_a_newer_torch_is_one_line_once(monkeypatch, caplog):
         ]
     finally:
         versions.check_torch.cache_clear()
-        versions._say_newer.cache_clear()
+        versions._warn_if_newer.cache_clear()
 
 
 def test_the_command():

@@ -11,9 +11,9 @@ from torchgspmd.fx_passes.lower.elide_copies import aten, elide_copies
 def targets(build) -> list[str]:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    clone = lambda value: graph.call_function(
+    clone = lambda value: graph.call_function(  # noqa: E731
         aten.clone.default, (value,), {"memory_format": torch.contiguous_format}
-    )  # noqa: E731
+    )
     graph.output(build(graph, x, clone))
     elide_copies(graph).lint()
     return [

@@ -1,4 +1,4 @@
-"""Decompositions as they are traced: what is called is written down, at the shapes of fake tensors."""
+"""Decompositions are traced: the operations called, at the shapes of fake tensors."""
 
 import operator
 

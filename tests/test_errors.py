@@ -36,7 +36,8 @@ ERRORS = {
     ),
     "axis twice": (
         lambda: plan(lambda x: gspmd.mark_sharding(x + 1, MESH, "model model"), X, mesh=MESH),
-        f"'model' occurs twice in spec 'model model'{WHERE}\n  why   an axis shards at most one dimension of a tensor\n"
+        f"'model' occurs twice in spec 'model model'{WHERE}\n"
+        "  why   an axis shards at most one dimension of a tensor\n"
         "  fix   remove one of the two",
     ),
     "value marked on another mesh": (
@@ -46,7 +47,8 @@ ERRORS = {
     ),
     "parameter marked on another mesh": (
         lambda: plan(linear_on(Mesh(model=2), "model _"), X, mesh=MESH),
-        f"parameter 'weight' is marked on mesh model=2, but the program runs on mesh data=2,model=4{WHERE}\n"
+        "parameter 'weight' is marked on mesh model=2, but the program runs on mesh "
+        f"data=2,model=4{WHERE}\n"
         "  fix   use one Mesh for all marks of a program",
     ),
     "in_specs of an unknown axis": (
@@ -65,11 +67,13 @@ ERRORS = {
     ),
     "one spec for two arguments": (
         lambda: plan(torch.add, X, X, mesh=MESH, in_specs="data _"),
-        f"one spec, 'data _', is given for 2 arguments{WHERE}\n  fix   a tuple with one spec for each",
+        f"one spec, 'data _', is given for 2 arguments{WHERE}\n"
+        "  fix   a tuple with one spec for each",
     ),
     "too few specs": (
         lambda: plan(torch.add, X, X, mesh=MESH, in_specs=("data _",)),
-        f"args has 2 entries, but 1 specs are given{WHERE}\n  fix   one spec for each, None where it is open; a spec itself is a "
+        f"args has 2 entries, but 1 specs are given{WHERE}\n"
+        "  fix   one spec for each, None where it is open; a spec itself is a "
         "string here, a tuple is a container",
     ),
     "a spec in tuple form": (
@@ -110,12 +114,14 @@ ERRORS = {
     ),
     "out_specs of another number": (
         lambda: plan(lambda x: (x, x + 1), X, mesh=MESH, out_specs=("data _",)),
-        f"the result has 2 entries, but 1 specs are given{WHERE}\n  fix   one spec for each, None where it is open; a spec itself is a "
+        f"the result has 2 entries, but 1 specs are given{WHERE}\n"
+        "  fix   one spec for each, None where it is open; a spec itself is a "
         "string here, a tuple is a container",
     ),
     "grad of a function": (
         lambda: plan(torch.sin, X, mesh=MESH, grad=True),
-        f"plan(grad=True) takes a module{WHERE}\n  fix   call torch.autograd.grad inside of the function",
+        f"plan(grad=True) takes a module{WHERE}\n"
+        "  fix   call torch.autograd.grad inside of the function",
     ),
     "simulate with another number of arguments": (
         lambda: plan(torch.sin, X, mesh=MESH).simulate(X, X),
@@ -134,11 +140,13 @@ ERRORS = {
     ),
     "simulate with another shape": (
         lambda: plan(lambda x: x.sin(), X, mesh=MESH).simulate(torch.zeros(3, 8)),
-        f"argument 'x' is f32[3, 8], the plan was made for f32[4, 8]{WHERE}\n  fix   make a plan for these shapes",
+        f"argument 'x' is f32[3, 8], the plan was made for f32[4, 8]{WHERE}\n"
+        "  fix   make a plan for these shapes",
     ),
     "simulate with another type": (
         lambda: plan(lambda x: x.sin(), X, mesh=MESH).simulate(X.double()),
-        f"argument 'x' is f64[4, 8], the plan was made for f32[4, 8]{WHERE}\n  fix   make a plan for these shapes",
+        f"argument 'x' is f64[4, 8], the plan was made for f32[4, 8]{WHERE}\n"
+        "  fix   make a plan for these shapes",
     ),
     "explain an unknown value": (
         lambda: plan(lambda x: x.sin(), X, mesh=MESH).explain("sn"),
@@ -229,7 +237,8 @@ def test_sparse_buffers_and_factors_that_do_not_match():
 
 def test_a_result_that_is_an_iterator():
     assert message(lambda: plan(lambda x: (x * i for i in range(2)), X, mesh=MESH)) == (
-        f"the program returns an iterator, of whose values none is computed yet{WHERE}\n  fix   return a list"
+        f"the program returns an iterator, of whose values none is computed yet{WHERE}\n"
+        "  fix   return a list"
     )
 
 
@@ -250,7 +259,8 @@ def test_numbers_that_are_known_only_when_a_program_runs():
 def test_random_numbers_that_are_not_of_torch(draw, name):
     with pytest.warns(
         UserWarning,
-        match=f"draws random numbers from {name}: every run of the program gets those that were drawn when",
+        match=f"draws random numbers from {name}: every run of the program gets those that were "
+        "drawn when",
     ):
         plan(lambda x: x * draw(), X, mesh=MESH)
 

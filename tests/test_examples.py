@@ -39,7 +39,7 @@ SMALL = {
 }
 
 
-# --------------------------------------------------------------------------------------------------------- simulation
+# --------------------------------------------------------------------------------------- simulation
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_mnist_is_read_out_of_its_wheel(tmp_path: Path) -> None:
     assert abs(found.images.mean()) < 1e-6 and found.images.unique().numel() == 2
 
 
-# --------------------------------------------------------------------------------------------------- real processes
+# ----------------------------------------------------------------------------------- real processes
 
 
 def train(folder: Path, example: str, name: str, *options: str, processes: int = 0) -> list[float]:
@@ -222,7 +222,7 @@ def test_training_on_processes(
     assert wanted[-1] < wanted[0] - 0.1
 
 
-# ------------------------------------------------------------------------------------------------------------- README
+# ------------------------------------------------------------------------------------------- README
 
 
 def blocks() -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ MESHES = (Mesh(s=2), Mesh(s=3), Mesh(s=4), Mesh(s=8), Mesh(s=2, t=2), Mesh(s=3, 
 
 
 def with_gradients(function, count: int):
-    """function and, for a cotangent as last argument, its gradients by the first `count` arguments."""
+    """Return a function's result and, for a cotangent, gradients by the first `count` arguments."""
 
     def both(*args):
         *inputs, dy = [a.detach().requires_grad_(i < count) for i, a in enumerate(args)]
@@ -191,7 +191,7 @@ def test_processes_exchange_halos(mesh, spec, backend):
     assert "holds" in done.stdout
 
 
-# ------------------------------------------------------------------------------------------ pooling, moving rows
+# ----------------------------------------------------------------------------- pooling, moving rows
 
 
 def random_pool(draw: random.Random):

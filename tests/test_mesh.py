@@ -117,11 +117,13 @@ ERRORS = [
     ),
     (
         lambda: Mesh(**{"a b": 2}),
-        "'a b' cannot name a mesh axis; use a Python identifier other than '_'\n  where test_mesh.py:N",
+        "'a b' cannot name a mesh axis; use a Python identifier other than '_'\n"
+        "  where test_mesh.py:N",
     ),
     (
         lambda: Mesh(_=2),
-        "'_' cannot name a mesh axis; use a Python identifier other than '_'\n  where test_mesh.py:N",
+        "'_' cannot name a mesh axis; use a Python identifier other than '_'\n"
+        "  where test_mesh.py:N",
     ),
     (
         lambda: Mesh.parse("a"),
@@ -142,7 +144,8 @@ ERRORS = [
     (lambda: Mesh.parse("a=2,a=3"), "'a' occurs twice in mesh 'a=2,a=3'\n  where test_mesh.py:N"),
     (
         lambda: Mesh.from_device_mesh(FakeDeviceMesh(None)),
-        "the DeviceMesh has no dimension names\n  where test_mesh.py:N\n  fix   init_device_mesh(..., mesh_dim_names=('data', 'model'))",
+        "the DeviceMesh has no dimension names\n  where test_mesh.py:N\n"
+        "  fix   init_device_mesh(..., mesh_dim_names=('data', 'model'))",
     ),
     (
         lambda: Mesh(data=2, model=4).check_axis("dta"),

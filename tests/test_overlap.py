@@ -363,7 +363,7 @@ def test_unknown_pass():
         sharded_layers(skip_passes=("buckets",))
 
 
-# ---------------------------------------------------------------------------------------------- memory in flight
+# --------------------------------------------------------------------------------- memory in flight
 
 
 def reduced(in_place=True, waits=1, late=False, view=False, used=False) -> torch.fx.Graph:

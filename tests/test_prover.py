@@ -250,7 +250,7 @@ def test_partition_shards_the_factor_that_inputs_and_outputs_are_laid_out_by(op,
         assert found.meta["assignment"] == assignment, f"{op}: {rule}"
 
 
-# ------------------------------------------------------------------------------------------ taken apart
+# -------------------------------------------------------------------------------------- taken apart
 
 
 def _r(*shape) -> Tensor:

@@ -177,8 +177,10 @@ def test_the_graph_of_an_interpolation() -> None:
     )
     assert str(plan).splitlines()[1:5] == [
         "  %x                 : f32[1, 2, 32@s]                = input",
-        "  %x_h               : f32[1, 2, 32@s[(16i-1)/2:+10]] = halo(%x, 2, s, (16i-1)/2:+10 in 0:32 else 0, 32)",
-        "  %upsample_linear1d : f32[1, 2, 64@s]                = upsample_linear1d(%x_h, [64], False, 2.0)",
+        "  %x_h               : f32[1, 2, 32@s[(16i-1)/2:+10]] = halo(%x, 2, s, (16i-1)/2:+10 in "
+        "0:32 else 0, 32)",
+        "  %upsample_linear1d : f32[1, 2, 64@s]                = upsample_linear1d(%x_h, [64], "
+        "False, 2.0)",
         "  return %upsample_linear1d",
     ]
     assert plan.sent_bytes == 2 * 2 * 4  # a row of two channels to either side

@@ -271,11 +271,11 @@ def test_sends_no_more_than_shardy(mesh, shape, before, after, theirs):
     ]
 
 
-# ------------------------------------------------------------------------------------------ executed
+# ----------------------------------------------------------------------------------------- executed
 
 
 def layouts(rank: int, names: tuple[str, ...], pending: bool) -> list[ShardSpec]:
-    """Every layout: each axis unused, on one of the dimensions, in every order there, or pending."""
+    """Every layout: each axis unused, on one dimension (in every order there), or pending."""
     found = {}
     for order in itertools.permutations(names):
         for places in itertools.product(range(-1 - pending, rank), repeat=len(names)):
@@ -289,7 +289,7 @@ def layouts(rank: int, names: tuple[str, ...], pending: bool) -> list[ShardSpec]
 
 
 def hold(x: Tensor, spec: ShardSpec, mesh: Mesh) -> list[Tensor]:
-    """What the devices hold of x: poisoned padding, and, where it is pending, terms whose sum is x."""
+    """Return the shards of x: padding is poisoned, and pending terms have the sum x."""
     count = mesh.count(spec.pending)
     terms = [torch.randint(-99, 99, x.shape).to(x.dtype) for _ in range(count - 1)]
     parts = [split_global(t, spec, mesh, poison=True) for t in [*terms, x - sum(terms)]]

@@ -141,15 +141,18 @@ MALFORMED = [
     ("a @m", f"'' in spec 'a @m' is not a reduction; known are sum, max, min, prod{WHERE}"),
     (
         "a sum@",
-        f"'' in spec 'a sum@' is not an axis name{WHERE}\n  fix   behind '@' an axis, or axes joined by '+'",
+        f"'' in spec 'a sum@' is not an axis name{WHERE}\n"
+        "  fix   behind '@' an axis, or axes joined by '+'",
     ),
     (
         "a sum@m+",
-        f"'m+' in spec 'a sum@m+' is not an axis name{WHERE}\n  fix   behind '@' an axis, or axes joined by '+'",
+        f"'m+' in spec 'a sum@m+' is not an axis name{WHERE}\n"
+        "  fix   behind '@' an axis, or axes joined by '+'",
     ),
     (
         "a sum@_",
-        f"'_' in spec 'a sum@_' is not an axis name{WHERE}\n  fix   behind '@' an axis, or axes joined by '+'",
+        f"'_' in spec 'a sum@_' is not an axis name{WHERE}\n"
+        "  fix   behind '@' an axis, or axes joined by '+'",
     ),
     (3, f"a spec is a string such as 'data _' or a tuple such as ('data', None), not 3{WHERE}"),
     (
@@ -158,7 +161,8 @@ MALFORMED = [
     ),
     (
         {"a": 1},
-        f"a spec is a string such as 'data _' or a tuple such as ('data', None), not {{'a': 1}}{WHERE}",
+        f"a spec is a string such as 'data _' or a tuple such as ('data', None), not {{'a': "
+        f"1}}{WHERE}",
     ),
     (("a", 3), f"3 is not an entry of a spec; {ENTRIES}{WHERE}"),
     ((("a", None),), f"('a', None) is not an entry of a spec; {ENTRIES}{WHERE}"),
@@ -185,18 +189,21 @@ UNFIT = [
     (
         "data",
         (),
-        f"spec 'data' has 1 entries, but the tensor has 0 dimensions []{WHERE}\n  fix   one entry per dimension, such as ''",
+        f"spec 'data' has 1 entries, but the tensor has 0 dimensions []{WHERE}\n"
+        "  fix   one entry per dimension, such as ''",
     ),
     (
         "data data",
         (4, 8),
-        f"'data' occurs twice in spec 'data data'{WHERE}\n  why   an axis shards at most one dimension of a tensor\n"
+        f"'data' occurs twice in spec 'data data'{WHERE}\n"
+        "  why   an axis shards at most one dimension of a tensor\n"
         "  fix   remove one of the two",
     ),
     (
         "data+data _",
         (4, 8),
-        f"'data' occurs twice in spec 'data+data _'{WHERE}\n  why   an axis shards at most one dimension of a tensor\n"
+        f"'data' occurs twice in spec 'data+data _'{WHERE}\n"
+        "  why   an axis shards at most one dimension of a tensor\n"
         "  fix   remove one of the two",
     ),
     (

@@ -407,7 +407,8 @@ def lengthens_data(net):
         ),
         (
             lengthens,
-            r"parameter 'weight', torch.float32 of shape \[6\], is given data of torch.float32 and shape \[12\]",
+            r"parameter 'weight', torch.float32 of shape \[6\], is given data of torch.float32 "
+            r"and shape \[12\]",
         ),
         (lengthens_data, r"a tensor, torch.float32 of shape \[6\], is given data"),
     ],

@@ -132,7 +132,7 @@ def test_bodies_are_what_lies_between_contractions():
 
 
 def test_a_factor_that_an_operation_needs_whole_is_not_given_to_an_axis():
-    """The stream of 4 tokens had better be sharded along the width, but the norm needs that whole."""
+    """The stream of 4 tokens is best sharded along the width, but the norm needs it replicated."""
     mesh = Mesh(a=2, b=2)
 
     def program(x, dy, scale):
@@ -152,7 +152,7 @@ def test_a_factor_that_an_operation_needs_whole_is_not_given_to_an_axis():
 
 
 def test_a_sum_that_would_be_reduced_at_several_places_is_reduced_where_it_is_made():
-    """y goes transposed and as it is into a product with itself, and into both gradients of that."""
+    """y is, also transposed, an operand of a product with itself and of both its gradients."""
     mesh = Mesh(x=2, y=2)
     program = with_gradients(lambda x, w: ((y := x @ w).mT @ y).tanh(), ("x", "w"))
 
@@ -205,7 +205,7 @@ def test_heads_change_together_with_their_projections():
     assert_same(plan.simulate(*inputs), program(*inputs), terms=1024)
 
 
-def test_a_layer_is_divided_by_its_hidden_units_where_the_gradients_of_its_weights_are_more_than_its_tokens():
+def test_a_layer_is_sharded_by_its_hidden_units_if_its_weights_outweigh_its_tokens():
     """The axis `s` divides images in space, and no weights. As it is used for activations anyhow,
     each device computes the gradients of a half of both weights, and gathers the other half: 1.25
     of a weight instead of 1.75.

@@ -65,7 +65,8 @@ def test_strict():
     )
     assert (
         text.splitlines()[0]
-        == "aten.sort.default replicates or gathers 192 bytes on every device, which strict does not allow"
+        == "aten.sort.default replicates or gathers 192 bytes on every device, which strict does "
+        "not allow"
     )
     assert text.splitlines()[1] == "  where test_unasked.py:N"
     gspmd.plan(lambda x: x.sort(1)[0], X, mesh=MESH, in_specs="m _", strict=True)

@@ -45,7 +45,7 @@ def test_overlap() -> None:
     torch.testing.assert_close(overlap(found, labels), torch.tensor([2 / 3, 4 / 5, 1.0]))
 
 
-# --------------------------------------------------------------------------------------------------------- simulation
+# --------------------------------------------------------------------------------------- simulation
 
 
 @pytest.mark.parametrize("up", ["transposed", "trilinear"])
@@ -89,7 +89,7 @@ def test_only_rows_for_neighbours_and_sums_are_sent(layout: str, mesh: str, up: 
     )  # windows are kept beside what they were made of
 
 
-# --------------------------------------------------------------------------------------------------- real processes
+# ----------------------------------------------------------------------------------- real processes
 
 
 def train(folder: Path, name: str, *options: str, processes: int = 0) -> list[float]:

@@ -142,10 +142,12 @@ def test_ctc_loss():
 
 
 BRANCH = f"""\
-the program depends on values: an `if`{", a loop or a slice" if OLD else " or a loop"} needs numbers that are known only when it runs
+the program depends on values: an `if`{", a loop or a slice" if OLD else " or a loop"} \
+needs numbers that are known only when it runs
   where test_values.py:N
   why   one program is made for all values, before any device computes
-  fix   use torch.where or a mask instead of a branch, or compute it outside and pass it as an argument\
+  fix   use torch.where or a mask instead of a branch, \
+or compute it outside and pass it as an argument\
 {"; on torch 2.9, for x[:n]: x.index_select(0, torch.arange(n))" if OLD else ""}"""
 
 

@@ -1,4 +1,4 @@
-"""What of the XLA backend needs no torch_xla: its texts, its decompositions, its error without it."""
+"""The XLA backend without torch_xla: texts, decompositions, the error that it is missing."""
 
 import importlib.util
 

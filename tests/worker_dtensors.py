@@ -214,7 +214,8 @@ def check_data_and_entries(mesh):
         same_gradients(model, reference)
     error = error_of(lambda: setattr(model.up.weight, "data", torch.ones(3)))
     assert error.startswith(
-        "the data of a DTensor, torch.float32 of shape [32, 16], is set to torch.float32 of shape [3]"
+        "the data of a DTensor, torch.float32 of shape [32, 16], is set to torch.float32 of "
+        "shape [3]"
     ), error
     before = model.up.weight.placements
     model.up.weight.data = DTensor.from_local(

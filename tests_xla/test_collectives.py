@@ -114,7 +114,7 @@ def test_what_xla_sends(name):
 
 
 def test_no_all_gather_in_tensor_parallelism():
-    """The captured graph decides it: with flattened matmuls or fused norms XLA gathers activations."""
+    """The captured graph decides: with flattened matmuls or fused norms XLA gathers activations."""
     assert {c.kind for c in gspmd.compare_with_xla(planned("gpt tp")).xla} == {"all_reduce"}
 
 

@@ -1,4 +1,4 @@
-"""What torch_xla would answer with an obscure error or wrong numbers: a clear error, or repaired."""
+"""Cases of obscure errors or wrong numbers in torch_xla: a clear error here, or repaired."""
 
 import os
 import subprocess
@@ -223,7 +223,8 @@ def test_parameters_elsewhere():
         == """\
 'weight' is on cpu, not on xla:0
   where test_guards.py:N
-  fix   model.to_empty(device='xla') after a model on meta, then initialize it; other changes before it is wrapped"""
+  fix   model.to_empty(device='xla') after a model on meta, then initialize it; \
+other changes before it is wrapped"""
     )
 
 

@@ -1,4 +1,4 @@
-"""Several hosts. There is one here: what others would give their devices is computed, and compared."""
+"""Several hosts, simulated on one: the shards of the other hosts are computed and compared."""
 
 import pytest
 import torch

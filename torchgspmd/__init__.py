@@ -12,7 +12,8 @@ from .mesh import Mesh
 from .plan import Plan
 from .rules.custom import rule
 from .runtime.parallelize import parallelize, shard_batch
-from .shard_spec import UNCONSTRAINED, ShardSpec
+from .shard_spec import ShardSpec
+from .spec_notation import UNCONSTRAINED
 
 __all__ = [
     "UNCONSTRAINED",

@@ -8,6 +8,7 @@ from .doctor import doctor
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m torchgspmd", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="the version of torch, what it lacks, backends at hand")

@@ -1,9 +1,9 @@
-"""mark_sharding and annotate: how a user says where tensors live."""
+"""mark_sharding and annotate: state the layout of tensors."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,12 +16,12 @@ from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec, SpecLike
 
-_MARK = "_torchgspmd_mark"  # attribute of a parameter or buffer: (mesh, spec, user's line)
+_MARK = "_torchgspmd_mark"  # attribute of a parameter or buffer: (mesh, spec, file:line)
 
 
 @torch.library.custom_op("torchgspmd::mark_sharding", mutates_args=())
 def mark_sharding_op(x: Tensor, mesh: str, spec: str) -> Tensor:
-    """The node that mark_sharding leaves in a captured graph: an identity that carries a layout."""
+    """Return x: the node of mark_sharding in a captured graph, an identity with a layout."""
     return x.clone()
 
 
@@ -30,7 +30,7 @@ def _(x: Tensor, mesh: str, spec: str) -> Tensor:
     return torch.empty_like(x)
 
 
-def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _save_layout(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.mesh, ctx.spec = inputs[1:]
 
 
@@ -38,21 +38,37 @@ def _mark_gradient(ctx: Any, grad: Tensor | None) -> tuple:
     return (None if grad is None else mark_sharding_op(grad, ctx.mesh, ctx.spec)), None, None
 
 
-mark_sharding_op.register_autograd(_mark_gradient, setup_context=_keep)
+mark_sharding_op.register_autograd(_mark_gradient, setup_context=_save_layout)
 
 
 def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
-    """Says how a tensor is laid out on a mesh (GSPMD, arXiv 2105.04663, section 3.1).
+    """Mark how a tensor is laid out on a mesh (GSPMD, arXiv 2105.04663, section 3.1).
 
-    spec has one entry per dimension of the tensor: None (replicated along it), an axis name, a
-    tuple of axis names (major first) or UNCONSTRAINED (propagation decides); or the same as a
-    string, "data _ model".
+    A mark on a parameter or buffer is recorded on it. A mark on a value inside of a model is an
+    identity whose gradient has the same layout. Outside of a capture the arguments are checked
+    only: the model still runs on one device.
 
-    On a parameter or buffer the layout is recorded on it. On a value inside of a model it is an
-    identity whose gradient gets the same layout. Outside of a capture the arguments are checked and
-    the tensor is returned unchanged, so that the model still runs on one device. Returns the
-    tensor. Raises ShardingError for an unknown axis, an axis used twice or a spec of another rank
-    than the tensor's.
+    Args:
+        tensor: A parameter, a buffer, or a value inside of a model.
+        mesh: The devices.
+        spec: One entry per dimension of the tensor: None (replicated along it), an axis name, a
+            tuple of axis names (major first) or UNCONSTRAINED (propagation decides). The same as
+            a string: "data _ model".
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ShardingError: An axis is unknown or used twice, or the spec has another rank than the
+            tensor.
+
+    Example:
+        >>> import torch
+        >>> from torchgspmd import Mesh, mark_sharding
+        >>> mesh = Mesh(data=2, model=4)
+        >>> layer = torch.nn.Linear(8, 16)
+        >>> layer.weight is mark_sharding(layer.weight, mesh, "model _")
+        True
     """
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
@@ -63,7 +79,7 @@ def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
 
 
 def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> ShardSpec:
-    """The parsed spec of a mark; ShardingError if it does not fit."""
+    """Return the parsed spec of a mark. Raise ShardingError if it does not fit."""
     if not isinstance(mesh, Mesh):
         raise ShardingError(
             f"mark_sharding takes a torchgspmd.Mesh, not {type(mesh).__name__}",
@@ -79,23 +95,40 @@ def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> ShardSpec:
 
 
 def recorded_mark(tensor: Tensor) -> tuple[Mesh, ShardSpec, str] | None:
-    """What mark_sharding recorded on a parameter or buffer, if anything."""
+    """Return (mesh, spec, file:line) of the mark on a parameter or buffer, if it has one."""
     return getattr(tensor, _MARK, None)
 
 
 def copy_mark(source: Tensor, target: Tensor) -> None:
-    """Gives a tensor that takes another one's place the other's mark."""
+    """Copy the mark of a tensor to the tensor that replaces it."""
     if recorded_mark(source) is not None:
         setattr(target, _MARK, recorded_mark(source))
 
 
 def annotate(module: nn.Module, mesh: Mesh, layouts: Mapping[str, SpecLike]) -> nn.Module:
-    """Marks parameters, buffers and outputs of submodules of a model whose source you do not own.
+    """Mark parameters, buffers and outputs of submodules of a model whose source you do not own.
 
-    Keys are globs over parameter and buffer names ("blocks.*.mlp.up.weight") and over module names
-    ("blocks.*": the layout of every floating tensor that the module returns); `*` matches within
-    one part of a name, `**` across parts. A later key wins over an earlier one. Returns the module.
-    Raises ShardingError if a key matches nothing.
+    Args:
+        module: The model.
+        mesh: The devices.
+        layouts: Specs by glob. A glob matches names of parameters and buffers
+            ("blocks.*.mlp.up.weight") and of modules ("blocks.*": every floating tensor that the
+            module returns). `*` matches within one part of a name, `**` across parts. A later key
+            wins over an earlier one.
+
+    Returns:
+        The module.
+
+    Raises:
+        ShardingError: A key matches nothing, or a spec does not fit.
+
+    Example:
+        >>> import torch
+        >>> from torchgspmd import Mesh, annotate
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+        >>> layouts = {"*.weight": "model _", "1": "data _"}
+        >>> annotate(model, Mesh(data=2, model=4), layouts) is model
+        True
     """
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -120,25 +153,31 @@ def annotate(module: nn.Module, mesh: Mesh, layouts: Mapping[str, SpecLike]) -> 
 
 
 def _other_pattern(pattern: str, names: list[str]) -> str:
-    """What the user may have meant by a pattern that matches none of the names."""
-    ways = "* matches within one part of a name, ** across parts"
+    """Suggest a pattern in place of one that matches none of the names."""
+    syntax = "* matches within one part of a name, ** across parts"
     wider = re.sub(r"\*+", "**", pattern)
     if any(map(_glob(wider).fullmatch, names)):
-        return f"'{wider}' does: {ways}"
+        return f"'{wider}' does: {syntax}"
     with suppress(re.error):
         if name := next(filter(re.compile(pattern).fullmatch, names), None):
-            return f"patterns are globs, not regular expressions, of which this one matches '{name}': {ways}"
+            return (
+                "patterns are globs, not regular expressions, of which this one matches "
+                f"'{name}': {syntax}"
+            )
     return did_you_mean(pattern, names)
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"(\*\*|\*)", pattern)
+    """Return the regular expression of a glob."""
+    tokens = re.split(r"(\*\*|\*)", pattern)
     return re.compile(
-        "".join({"**": ".*", "*": "[^.]*"}.get(part, re.escape(part)) for part in parts)
+        "".join({"**": ".*", "*": "[^.]*"}.get(token, re.escape(token)) for token in tokens)
     )
 
 
-def _mark_outputs(mesh: Mesh, spec: ShardSpec):
+def _mark_outputs(mesh: Mesh, spec: ShardSpec) -> Callable[[nn.Module, tuple, Any], Any]:
+    """Return a forward hook that marks the results of a module."""
+
     def mark(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == spec.rank:
             return mark_sharding(value, mesh, spec)

@@ -1,57 +1,33 @@
-"""plan and parallelize: capture, the passes, a backend."""
+"""Compile a function or module for a mesh: capture, the passes, a plan."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .annotate import mark_sharding_op
-from .capture import (
-    ARGUMENT,
-    GRADIENT,
-    MUTATION,
-    OBSERVED,
-    OUTPUT,
-    TANGENT,
-    Captured,
-    Output,
-    capture,
-    opened,
-)
+from .annotated_program import Annotated, decide, lay_out
+from .capture import Captured, capture, opened
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
-from .dtensor.storage import storable
 from .dump import Dump
 from .errors import ShardingError, user_line
 from .fix_candidates import report_replicated
-from .fx_passes import Layouts, Rules, expand, localize, partition, propagate
-from .fx_passes import regather_weights as gather_again
-from .fx_passes.expand.split_axes import merge_axes, required_splits
-from .fx_passes.expand.split_fused import ops_to_split
-from .fx_passes.expand.split_products import split_products
+from .fx_passes import Rules, decompose_ops, localize, regather_weights
 from .fx_passes.partition.insert_collectives import inserted
 from .fx_passes.partition.partition import Memories
-from .fx_passes.partition.verify_partition import verify_partition
 from .fx_passes.schedule.communicate import OPTIONAL, schedule
 from .mesh import Mesh
 from .plan import Plan
-from .prefix_specs import spread, spread_inputs
+from .prefix_specs import spread_inputs
 from .rules import natively
-from .shard_spec import UNCONSTRAINED, ShardSpec
+from .shard_spec import ShardSpec
 from .without_gc import without_gc
-
-_MARK = mark_sharding_op._opoverload
-
-
-def _ignore(*_: Any) -> None:
-    """In place of a clock or a dump."""
 
 
 def plan(
@@ -67,16 +43,43 @@ def plan(
     skip_passes: Sequence[str] = (),
     **kwargs: Any,
 ) -> Plan:
-    """Compiles a function or module for a mesh, without devices.
+    """Compile a function or module for a mesh, without devices.
 
-    args, kwargs: real, fake or meta tensors of global shape, and whatever else fn takes. in_specs,
-    out_specs: pytree prefixes of args and of the result (a mapping as in_specs: of kwargs) whose
-    leaves are specs in string form, or None where propagation decides. grad=True, on a module:
-    forward and backward together. strict=True: what would be listed as replicated_ops is an error.
-    rng="global": random numbers are those of a mesh of one device; "native": from PyTorch's
-    generator, other ones in every part. regather, skip_passes: see parallelize. A module's plan is
-    of what it keeps in attributes now, and changes nothing of it; `simulate` does. Raises
-    ShardingError.
+    A module's plan uses the state that its attributes have now, and changes nothing of it.
+    Plan.simulate does change it.
+
+    Args:
+        fn: The function or module to compile.
+        args: Positional arguments of fn. Tensors are real, fake or meta, of global shape.
+        mesh: The devices.
+        in_specs: Layouts of the arguments, as a pytree prefix of args. A mapping is a prefix of
+            kwargs. Leaves are specs in string form, or None where propagation decides.
+        out_specs: Layouts of the result, as a pytree prefix of it.
+        grad: Compile forward and backward together. fn is a module then.
+        strict: Raise an error where the plan would list replicated_ops.
+        rng: "global" draws the random numbers of a mesh of one device. "native" draws from
+            PyTorch's generator: each shard has numbers of its own.
+        regather: Whether weights are gathered again for the backward: "always", "never", or
+            "auto" (if a GPU's memory would not suffice otherwise).
+        skip_passes: Passes to leave out: some of "bucket", "collective_matmul", "overlap" and
+            "prefetch".
+        kwargs: Keyword arguments of fn.
+
+    Returns:
+        The Plan: layouts, collectives, memory, and the program that every device runs.
+
+    Raises:
+        ShardingError: An argument does not fit, fn cannot be captured, a mark does not fit the
+            mesh, or strict is not met.
+
+    Example:
+        >>> import torch
+        >>> from torchgspmd import Mesh, plan
+        >>> mesh = Mesh(data=2, model=4)
+        >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+        >>> result = plan(torch.matmul, x, w, mesh=mesh, in_specs=("data model", "model _"))
+        >>> [(c.kind, c.axes) for c in result.collectives]
+        [('all_reduce', ('model',))]
     """
     if not isinstance(mesh, Mesh):
         raise ShardingError(
@@ -92,45 +95,28 @@ def plan(
             fix="call torch.autograd.grad inside of the function",
         )
     args, kwargs = opened((args, kwargs))
-    wanted = spread_inputs(in_specs, args, kwargs, mesh)
+    specs = spread_inputs(in_specs, args, kwargs, mesh)
     start = time.perf_counter()
     captured = capture(fn, args, kwargs, mesh, grad=grad)
     seconds = time.perf_counter() - start
-    unplaced = any(
+    has_meta_tensor = any(
         isinstance(t, Tensor) and t.is_meta
         for t in (*captured.tensors, *pytree.tree_leaves((args, kwargs)))
     )
-    wanted += [None for _ in captured.places]
-    made = compile_plan(
+    specs += [None for _ in captured.places]
+    result = compile_plan(
         captured,
         mesh,
-        wanted,
+        specs,
         out_specs,
         strict=strict,
         rng=rng,
         regather=regather,
         skip_passes=skip_passes,
-        device="meta" if unplaced else None,
+        device="meta" if has_meta_tensor else None,
     )
-    made.seconds = {"capture": seconds, **made.seconds}
-    return made
-
-
-@dataclass
-class Annotated:
-    """A captured program with a layout for every value: what partition works on, or a partitioner
-    that is not ours.
-    """
-
-    captured: Captured
-    graph: fx.Graph  # operations that have rules, where they can be had; meta["spec"], meta["mark"]
-    layouts: Layouts
-    given: dict[fx.Node, ShardSpec]  # layouts of inputs that are settled
-    results: list[ShardSpec | None]  # those asked for, of the outputs
-    # whether products are computed by parts, since they are cut (see
-    # fx_passes/expand/split_products.py)
-    parted: bool = False
-    stored: bool = False  # whether what has a layout leaves the program as DTensors
+    result.seconds = {"capture": seconds, **result.seconds}
+    return result
 
 
 @without_gc()
@@ -147,12 +133,13 @@ def compile_plan(
     skip_passes: Sequence[str] = (),
     device: str | None = None,
 ) -> Plan:
-    """The passes over a captured program. arguments: a spec or None for each.
+    """Run the passes over a captured program.
 
-    For a program that runs on real processes also, stored: the layouts of parameters and buffers,
-    by name; plain: which arguments are whole on every rank, so that their gradients have to be.
-    Results without a spec are whole then. device: the type of those that it is for ("meta": GPUs);
-    else that of the tensors given.
+    arguments: a spec, or None, for each argument. stored and plain are given for a program that
+    runs on real processes; its results without a spec are replicated. stored: the layouts of
+    parameters and buffers, by name. plain: for each argument whether it is a whole tensor on every
+    rank; its gradient is whole then. device: the type of device that the program is for ("meta":
+    GPUs); by default that of the input tensors.
     """
     _check_option("rng", rng, ("global", "native"))
     _check_option("regather", regather, ("auto", "always", "never"))
@@ -168,40 +155,42 @@ def compile_plan(
         "whole": stored is not None,
         "parts": True,
         "rules": rules,
-        "expand": partial(expand, traced={}),
+        "expand": partial(decompose_ops, traced={}),
         "clock": clock,
         "dump": dump,
     }
-    made = lay_out(captured, mesh, arguments, out_specs, stored, pieces=True, **options)
+    program = lay_out(captured, mesh, arguments, out_specs, stored, cut_products=True, **options)
     memories: Memories = {}
-    sharded = decide(made, plain, rules, memories=memories)
+    sharded = decide(program, plain, rules, memories=memories)
     clock("partition")
-    if made.parted:
-        other = lay_out(captured, mesh, arguments, out_specs, stored, **options)
-        made, sharded = min(
-            (made, sharded),
-            (other, decide(other, plain, rules, memories=memories)),
-            key=lambda way: _sent(way[1]),
+    if program.products_cut:
+        uncut = lay_out(captured, mesh, arguments, out_specs, stored, **options)
+        program, sharded = min(
+            (program, sharded),
+            (uncut, decide(uncut, plain, rules, memories=memories)),
+            key=lambda alternative: _sent_bytes(alternative[1]),
         )
     dump("partition", sharded)
     clock("partition")
     if rng == "native":
         natively(sharded)
-    plan = _localized(
-        made,
+    result = _localized_plan(
+        program,
         mesh,
-        gather_again(sharded) if regather == "always" else sharded,
+        regather_weights(sharded) if regather == "always" else sharded,
         device,
         skip_passes,
         clock,
     )
-    if regather == "auto" and plan.memory.peak > _device_memory(captured):
-        plan = _localized(made, mesh, gather_again(sharded), device, skip_passes, clock)
+    if regather == "auto" and result.memory.peak > _device_memory(captured):
+        result = _localized_plan(
+            program, mesh, regather_weights(sharded), device, skip_passes, clock
+        )
     clock("localize")
-    dump.final(plan)
-    if strict and plan.replicated_ops:
+    dump.final(result)
+    if strict and result.replicated_ops:
         raise report_replicated(
-            plan,
+            result,
             lambda changed: compile_plan(
                 changed,
                 mesh,
@@ -216,25 +205,27 @@ def compile_plan(
                 device,
             ),
         )
-    return plan
+    return result
 
 
-def _localized(
-    made: Annotated,
+def _localized_plan(
+    annotated: Annotated,
     mesh: Mesh,
     sharded: fx.Graph,
     device: str,
     skip_passes: Sequence[str],
     clock: _Clock,
 ) -> Plan:
+    """Return the plan of a partitioned graph: the program of one device, scheduled."""
+    captured = annotated.captured
     program = fx.GraphModule(
-        made.captured.constants, schedule(localize(sharded, mesh), mesh, device, skip_passes)
+        captured.constants, schedule(localize(sharded, mesh), mesh, device, skip_passes)
     )
-    return Plan(mesh, made.captured, sharded, program, made.layouts, clock.seconds)
+    return Plan(mesh, captured, sharded, program, annotated.layouts, clock.seconds)
 
 
 def _device_memory(captured: Captured) -> float:
-    """Bytes of the GPU that the program is for; no limit elsewhere."""
+    """Return the bytes of the GPU that the program is for; no limit elsewhere."""
     on_gpu = any(
         n.meta["val"].device.type == "cuda" for n in captured.graph.find_nodes(op="placeholder")
     )
@@ -245,253 +236,26 @@ def _device_memory(captured: Captured) -> float:
     )
 
 
-def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
+def _check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
         raise ShardingError(
-            f"there is no {name} '{value}'; there are {', '.join(map(repr, known))}",
+            f"there is no {name} '{value}'; there are {', '.join(map(repr, allowed))}",
             where=user_line(),
         )
 
 
-@without_gc()
-def lay_out(
-    captured: Captured,
-    mesh: Mesh,
-    arguments: list[ShardSpec | None],
-    out_specs: Any = None,
-    stored: Mapping[str, ShardSpec] | None = None,
-    *,
-    whole: bool = False,
-    parts: bool = False,
-    pieces: bool = False,
-    expand: Callable = expand,
-    rules: Rules | None = None,
-    clock: Callable = _ignore,
-    dump: Callable = _ignore,
-) -> Annotated:
-    """The passes before partition. whole: results without a spec are replicated; parts: layouts may
-    use parts of axes, on a mesh that is split for it; pieces: products that are cut may be computed
-    by parts; expand: how operations are taken apart.
-    """
-    rules = rules or Rules()
-    graph = expand(captured.graph)
-    dump("expand", graph)
-    clock("expand")
-    results = _result_specs(captured, graph, out_specs, mesh, whole)
-    inputs = _input_specs(captured, mesh, arguments, stored or {})
-    asked = [out for out in captured.outputs if out.kind == OUTPUT]
-    results = [
-        inputs[out.input] or spec if out.open and out.input >= 0 else spec
-        for spec, out in zip(results, asked)
-    ]
-    layouts = _propagate(captured, graph, mesh, inputs, results, rules)
-    if splitting := ops_to_split(graph, layouts, rules):
-        graph = expand(graph, splitting)
-        layouts = _propagate(captured, graph, mesh, inputs, results, rules)
-    if parted := pieces and split_products(graph, layouts, rules):
-        layouts = _propagate(captured, graph, mesh, inputs, results, rules)
-    fine = mesh
-    while parts and (wanted := required_splits(graph, layouts, rules)):
-        fine = fine.split(wanted)
-        inputs, results = (
-            [spec and spec.map_axes(fine.refine) for spec in specs] for specs in (inputs, results)
-        )
-        layouts = _propagate(captured, graph, fine, inputs, results, rules)
-    dump("propagate", graph)
-    clock("propagate")
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    for node in graph.nodes:
-        if node.target is _MARK:
-            node.meta["mark"] = layouts.spec[node]
-    given = {n: layouts.spec[n] for n, spec in zip(placeholders, inputs) if spec is not None}
-    for node, inp in zip(placeholders, captured.inputs):
-        if (
-            inp.kind == TANGENT
-            and results[inp.output] is not None
-            and not any(results[inp.output].open)
-        ):
-            given[node] = results[inp.output]
-    return Annotated(captured, graph, layouts, given, results, parted, whole)
-
-
-def decide(
-    made: Annotated,
-    plain: Sequence[bool] = (),
-    rules: Rules | None = None,
-    keep_marks: bool = False,
-    memories: Memories | None = None,
-) -> fx.Graph:
-    """Partition: what every device holds of every value, with the collectives between. plain: as in
-    compile_plan; memories: as in partition; keep_marks too, for a partitioner that has no way past
-    a mark that is as cheap as ours.
-    """
-    placeholders = [n for n in made.graph.nodes if n.op == "placeholder"]
-    wanted = _outputs(made, placeholders, plain)
-    mesh = made.layouts.mesh
-    leaving = (
-        (lambda spec, shape: storable(spec, shape, mesh).map_axes(mesh.whole))
-        if made.stored
-        else None
-    )
-    values, cotangents = made.graph.output_node().args[0], {}
-    for node, given in zip(placeholders, made.captured.inputs) if made.stored else ():
-        spec = made.results[given.output] if given.kind == TANGENT else None
-        if spec is not None and any(spec.open):  # it comes as its output has left
-            cotangents[node], wanted[given.output] = (values[given.output], spec), node
-    sharded = partition(
-        made.graph, mesh, made.given, wanted, rules, keep_marks, memories, leaving, cotangents
-    )
-    return merge_axes(verify_partition(sharded, mesh), mesh)
-
-
-def _sent(graph: fx.Graph) -> float:
-    """Bytes that a device sends in a partitioned graph."""
+def _sent_bytes(graph: fx.Graph) -> float:
+    """Return the bytes that a device sends in a partitioned graph."""
     return sum(node.meta["step"].sent for node in inserted(graph))
 
 
 class _Clock:
-    """Seconds between calls, by name; in all, if several calls have one."""
+    """Seconds between calls, by name; calls of one name add up."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.last = time.perf_counter()
 
     def __call__(self, name: str) -> None:
         now = time.perf_counter()
         self.seconds[name], self.last = self.seconds.get(name, 0.0) + now - self.last, now
-
-
-def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:
-    """Without axes of size 1, which shard nothing."""
-    return ShardSpec(
-        tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims), spec.open
-    )
-
-
-def _input_specs(
-    captured: Captured,
-    mesh: Mesh,
-    arguments: list[ShardSpec | None],
-    stored: Mapping[str, ShardSpec],
-) -> list[ShardSpec | None]:
-    """What is settled about every input of the graph."""
-    rest = iter(arguments)
-    found = []
-    for given in captured.inputs:
-        spec = (
-            next(rest)
-            if given.kind == ARGUMENT
-            else stored.get(given.name)
-            if given.kind != TANGENT
-            else None
-        )
-        if spec is None:
-            spec = given.mark
-        found.append(
-            _drop_trivial(spec.check(mesh, given.shape, f"{given.kind} '{given.name}'"), mesh)
-            if spec is not None
-            else None
-        )
-    return found
-
-
-def _result_specs(
-    captured: Captured, graph: fx.Graph, out_specs: Any, mesh: Mesh, whole: bool
-) -> list[ShardSpec | None]:
-    """The specs asked for, for every flat output of the function; whole: others are replicated."""
-    outs = [out for out in captured.outputs if out.kind == OUTPUT]
-    values = graph.output_node().args[0][: len(outs)]
-    leaves = list(captured.result_leaves)
-    for slot, value in zip(captured.result_slots, values):
-        leaves[slot] = value.meta["val"]
-    tree = pytree.tree_unflatten(leaves, captured.results)
-    specs = [
-        None if spec is None else _drop_trivial(spec, mesh)
-        for spec in spread(out_specs, tree, mesh, "the result")
-    ]
-    specs += [None] * (len(values) - len(specs))  # what is put into arguments and attributes
-    return (
-        [
-            _returned(spec, out, tuple(v.meta["val"].shape), mesh)
-            for spec, out, v in zip(specs, outs, values)
-        ]
-        if whole
-        else specs
-    )
-
-
-def _returned(spec: ShardSpec | None, out: Output, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
-    """The layout of a result on real processes: a whole tensor, unless another is asked for."""
-    if spec is None:
-        return _as_laid_out(len(shape)) if out.open else ShardSpec.replicated(len(shape))
-    return spec if any(spec.open) else storable(spec, shape, mesh)
-
-
-def _as_laid_out(rank: int) -> ShardSpec:
-    return ShardSpec.parse((UNCONSTRAINED,) * rank)
-
-
-def _propagate(
-    captured: Captured, graph: fx.Graph, mesh: Mesh, inputs, results, rules: Rules
-) -> Layouts:
-    """Seeds: inputs, marks, outputs. Ties: gradients and updates with their inputs, cotangents with
-    their outputs.
-    """
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    returned = graph.output_node().args[0]
-    seeds = []
-    for node, given, spec in zip(placeholders, captured.inputs, inputs):
-        if spec is not None:
-            seeds.append((node, spec, f"marked at {given.source}" if given.source else "in_specs"))
-    for node in graph.nodes:
-        if node.target is _MARK:
-            seeds.append((node, _mark_spec(node, mesh), f"marked at {node.meta['source']}"))
-    outs = [v for v, out in zip(returned, captured.outputs) if out.kind == OUTPUT]
-    seeds += [
-        (v, spec, "out_specs")
-        for v, spec in zip(outs, results)
-        if spec is not None and isinstance(v, fx.Node)
-    ]
-    ties = [
-        (placeholders[out.input], value, f"{out.kind} of {captured.inputs[out.input].name}")
-        for value, out in zip(returned, captured.outputs)
-        if out.kind in (GRADIENT, MUTATION) and isinstance(value, fx.Node)
-    ]
-    ties += [
-        (outs[given.output], node, "cotangent")
-        for node, given in zip(placeholders, captured.inputs)
-        if given.kind == TANGENT
-    ]
-    return propagate(graph, mesh, seeds, ties, rules)
-
-
-def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
-    marked = Mesh.parse(node.args[1])
-    if marked != mesh.unsplit():
-        raise ShardingError(
-            f"a value is marked on mesh {marked}, but the program runs on mesh {mesh.unsplit()}",
-            where=node.meta["source"],
-            fix="use one Mesh for all marks of a program",
-        )
-    return _drop_trivial(ShardSpec.parse(node.args[2]), marked).map_axes(mesh.refine)
-
-
-def _outputs(
-    made: Annotated, placeholders: list[fx.Node], plain: Sequence[bool]
-) -> dict[int, ShardSpec | fx.Node]:
-    """What partition is to know of the outputs: a layout, or the input whose layout they have."""
-    found: dict[int, ShardSpec | fx.Node] = {}
-    captured, wanted = made.captured, iter(made.results)
-    arguments = [i for i, given in enumerate(captured.inputs) if given.kind == ARGUMENT]
-    whole = {i for i, is_plain in zip(arguments, plain) if is_plain}
-    for i, out in enumerate(captured.outputs):
-        spec = next(wanted) if out.kind == OUTPUT else None
-        if out.kind != OUTPUT and out.input in whole:
-            found[i] = ShardSpec.replicated(len(captured.inputs[out.input].shape))
-        elif out.kind in (GRADIENT, MUTATION):
-            found[i] = placeholders[out.input]
-        elif out.kind == OBSERVED and made.stored:
-            found[i] = _as_laid_out(len(made.graph.output_node().args[0][i].meta["val"].shape))
-        elif spec is not None:
-            found[i] = spec
-    return found

@@ -1,4 +1,4 @@
-"""compare_with_xla: the same annotated program partitioned by XLA, beside ours."""
+"""compare_with_xla: partition the same annotated program by XLA and compare it with ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .api import decide, lay_out
+from .annotated_program import decide, lay_out
 from .capture import ARGUMENT, BUFFER, PARAMETER
 from .comm.collective import Collective
 from .errors import ShardingError, user_line
@@ -25,11 +25,34 @@ from .xla_backend.state import place_tensor, program_text, sync
 
 
 def compare_with_xla(plan: Plan, pin: str = "user") -> Comparison:
-    """Where XLA's layouts and collectives for a plan's program differ from the plan's. Print it.
+    """Compare XLA's layouts and collectives for a plan's program with the plan's.
 
-    Inputs and results are laid out as in the plan. pin: what XLA is told besides, as in
-    parallelize. The process must have as many XLA devices as the mesh; raises ShardingError
-    otherwise.
+    XLA gets the plan's layouts of inputs and results. The process needs as many XLA devices as the
+    mesh has.
+
+    Args:
+        plan: The plan of a program, from torchgspmd.plan.
+        pin: Layouts that XLA gets besides: the marks ("user"), every layout that our partitioner
+            chose ("all"), or nothing ("none").
+
+    Returns:
+        The Comparison, which prints as two tables. Sizes are in bytes that one device sends.
+
+    Raises:
+        ShardingError: The pin is unknown, torch_xla is missing, or the mesh does not have all
+            devices of XLA.
+
+    Example:
+        >>> import torch
+        >>> from torchgspmd import Mesh, compare_with_xla, plan
+        >>> x, w, mesh = torch.ones(4, 8), torch.ones(8, 16), Mesh(data=2, model=4)
+        >>> ours = plan(torch.matmul, x, w, mesh=mesh, in_specs=("data model", "model _"))
+        >>> try:
+        ...     compare_with_xla(ours, pin="most")
+        ... except ValueError as error:
+        ...     print(error.what)
+        there is no pin 'most'; there are 'user', 'all', 'none'
+        >>> print(compare_with_xla(ours))  # doctest: +SKIP
     """
     if pin not in PINS:
         raise ShardingError(
@@ -40,21 +63,26 @@ def compare_with_xla(plan: Plan, pin: str = "user") -> Comparison:
 
 @dataclass(frozen=True)
 class LayoutDifference:
-    """A value that XLA lays out otherwise than the plan."""
+    """A value that has another layout in XLA's program than in the plan.
+
+    type: element type and global shape. source: file:line. xla: None if no axes of the mesh
+    express XLA's layout.
+    """
 
     name: str
-    type: str  # element type and global shape
-    source: str | None  # file:line
+    type: str
+    source: str | None
     ours: ShardSpec
-    xla: ShardSpec | None  # None: no axes of the mesh express it
+    xla: ShardSpec | None
 
 
 class Comparison:
-    """ours, xla: collectives of one run of the program; text: XLA's program; layouts: the values on
-    which we differ.
+    """A plan beside XLA's partition of the same program.
+
+    ours, xla: the collectives of one run. text: XLA's program.
     """
 
-    def __init__(self, plan: Plan, pin: str):
+    def __init__(self, plan: Plan, pin: str) -> None:
         self.plan, self.pin, self.device = plan, pin, start(plan.mesh, backward=False)
         inputs = list(zip(plan.captured.inputs, plan.input_layouts))
         annotated = lay_out(
@@ -72,14 +100,14 @@ class Comparison:
 
     @property
     def bytes(self) -> tuple[float, float]:
-        """What a device sends in a run: ours, XLA's."""
+        """Bytes that a device sends in a run: in our program, in XLA's."""
         return sum(c.sent_bytes for c in self.ours), sum(c.sent_bytes for c in self.xla)
 
     @cached_property
     def layouts(self) -> tuple[LayoutDifference, ...]:
-        """In program order; values that only one of the two programs has are left out."""
+        """Values that both programs have, in different layouts, in program order."""
         ours = {
-            n.meta["captured"]: (n, _resolved(n))
+            n.meta["captured"]: (n, _spec_after_reduction(n))
             for n in self.plan.sharded.nodes
             if "captured" in n.meta and "spec" in n.meta
         }
@@ -90,29 +118,30 @@ class Comparison:
         graph.output_node().args = ((*graph.output_node().args[0], *values),)
         tensors = self._run(graph)[-len(values) :] if values else []
         sync()
-        order, found = tuple(device_order()), []
+        order, differences = tuple(device_order()), []
         for node, tensor in zip(values, tensors):
-            mine, spec = ours[node.meta["captured"]]
+            our_node, spec = ours[node.meta["captured"]]
             theirs = spec_of_text(layout_text(tensor), tensor.dim(), self.plan.mesh, order)
             if theirs is None or theirs != spec:
                 val = node.meta["val"]
-                found.append(
+                differences.append(
                     LayoutDifference(
-                        mine.name,
+                        our_node.name,
                         type_text(val.dtype, val.shape, None),
                         node.meta.get("source"),
                         spec,
                         theirs,
                     )
                 )
-        return tuple(found)
+        return tuple(differences)
 
     def _graph(self) -> fx.Graph:
+        """Return the program on XLA, with the plan's layouts of results."""
         results = {i: spec for i, spec in enumerate(self.plan.out_specs) if spec is not None}
         return lower(self.graph, self.plan.mesh, self.device, self.pin, results)
 
     def _run(self, graph: fx.Graph) -> list[Tensor]:
-        """Results, still lazy, for inputs of zeros."""
+        """Return the results, still lazy, for inputs of zeros."""
         inputs = [
             place_tensor(torch.zeros(i.shape, dtype=i.dtype), spec, self.plan.mesh, self.device)
             for i, spec in zip(self.plan.captured.inputs, self.plan.input_layouts)
@@ -162,8 +191,8 @@ class Comparison:
         )
 
 
-def _resolved(node: fx.Node) -> ShardSpec:
-    """The layout of a value; of a pending one that in which its sum is first had."""
+def _spec_after_reduction(node: fx.Node) -> ShardSpec:
+    """Return the layout of a value; of a pending one the layout after its reduction."""
     while node.meta["spec"].pending:
         steps = [user for user in node.users if "step" in user.meta]
         if not steps:
@@ -172,15 +201,17 @@ def _resolved(node: fx.Node) -> ShardSpec:
     return node.meta["spec"].plain().closed()
 
 
-def _totals(found: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, float]]:
+def _totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, float]]:
+    """Return (count, bytes sent) of the collectives, by kind and axes."""
     totals: dict[tuple[str, str], tuple[int, float]] = {}
-    for c in found:
+    for c in collectives:
         count, size = totals.get((c.kind, "+".join(c.axes)), (0, 0.0))
         totals[c.kind, "+".join(c.axes)] = (count + c.count, size + c.sent_bytes)
     return totals
 
 
 def _table(rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Return the lines of a table with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip()

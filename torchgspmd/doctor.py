@@ -1,4 +1,4 @@
-"""What of torch is at hand for torchgspmd: `python -m torchgspmd doctor`."""
+"""Check what this installation of torch offers: `python -m torchgspmd doctor`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from .rules.registry import RULES, SKIPPED, is_registered
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `doctor()` found; `str` of it is what the command prints.
+    """The result of `doctor()`, which prints as the text of the command.
 
-    torch: its version. is_checked: whether the tests were run on that release. missing: private
-    APIs of torch that it lacks, each with what is lost. operators: those with a rule or a
-    decomposition here that this torch lacks. later: those of other libraries, which have not been
-    imported. backends: what each of parallelize's backends has to run on.
+    torch: the version. is_checked: the tests were run on that release. missing: private APIs that
+    this torch lacks. operators: operators with a rule here that this torch lacks. later: operators
+    of libraries that are not imported yet. backends: (backend of parallelize, what it runs on).
     """
 
     torch: str
@@ -42,7 +41,8 @@ class Diagnosis:
         lines += [f"private    {len(apis) - len(self.missing)} of {len(apis)} APIs found"]
         lines += [f"           {api.path} is missing: {_consequence(api)}" for api in self.missing]
         lines += [
-            f"operators  {len(RULES)} with rules; of those known here this torch lacks {', '.join(self.operators) or 'none'}"
+            f"operators  {len(RULES)} with rules; of those known here this torch lacks "
+            f"{', '.join(self.operators) or 'none'}"
         ]
         lines += [f"           not imported yet: {', '.join(self.later)}"] * bool(self.later)
         lines += [f"backend    {name}: {what}" for name, what in self.backends]
@@ -52,11 +52,13 @@ class Diagnosis:
 
 
 def doctor() -> Diagnosis:
-    """Say what of this installation of torch torchgspmd can use.
+    """Check what torchgspmd can use of this installation of torch.
 
-    Returns: a Diagnosis, which prints as a few lines: the version of torch, whether it was checked,
-    private APIs that are missing and what is lost with them, operators that are missing, backends
-    at hand. Nothing is communicated, and no XLA client is started.
+    It communicates nothing and starts no XLA client.
+
+    Returns:
+        A Diagnosis, which prints as a few lines: the version of torch, private APIs that are
+        missing and what is lost with them, operators that are missing, backends.
 
     Example:
         >>> import torchgspmd
@@ -78,16 +80,18 @@ def doctor() -> Diagnosis:
 
 
 def _is_expected(api: PrivateApi) -> bool:
-    """Whether a checked release of this number lacks it as well, and passed its tests."""
+    """True if a checked release of this number lacks the API as well: it passed the tests."""
     number = ".".join(torch.__version__.split(".")[:2])
     return number in CHECKED and number not in api.versions
 
 
 def _consequence(api: PrivateApi) -> str:
+    """Return what does not work without an API."""
     return f"no {api.needed_for}" if api.needed_for else f"lost: {api.lost}"
 
 
 def _backends() -> list[tuple[str, str]]:
+    """Return (backend, what it runs on here)."""
     available = (
         [
             name
@@ -105,7 +109,8 @@ def _backends() -> list[tuple[str, str]]:
     return [
         (
             "torch",
-            f"{', '.join(available) or 'torch.distributed is not available'}; {gpus or 'no'} GPU{'s' * (gpus != 1)}",
+            f"{', '.join(available) or 'torch.distributed is not available'}; "
+            f"{gpus or 'no'} GPU{'s' * (gpus != 1)}",
         ),
         ("inductor", "at hand" if compiler or gpus else "no C++ compiler found"),
         ("xla", _version("torch_xla") or "torch_xla is not installed"),

@@ -1,5 +1,6 @@
-"""TORCHGSPMD_DUMP=1|2|3, on standard error: the final graph; also what every pass changed; also why
-each value has its layout.
+"""Print the passes on standard error, as TORCHGSPMD_DUMP says.
+
+1: the final graph. 2: what every pass changed, too. 3: why each value has its layout, too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,9 @@ from .plan import Plan
 
 
 class Dump:
-    """Called with the graph after every pass, and with the plan at the end; does nothing without
-    the variable.
-    """
+    """Printer that takes the graph after every pass, and the plan at the end."""
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.level, self.before = mesh, int(os.environ.get("TORCHGSPMD_DUMP") or 0), ""
 
     def __call__(self, name: str, graph: fx.Graph) -> None:
@@ -34,6 +33,7 @@ class Dump:
         self.before = text
 
     def final(self, plan: Plan) -> None:
+        """Print the plan."""
         if self.level:
             self._print(str(plan), "the plan")
         if self.level > 1:

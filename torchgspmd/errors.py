@@ -1,4 +1,4 @@
-"""The one exception a user can cause, and the search for the line of theirs that caused it."""
+"""ShardingError, the exception for users' mistakes, and the search for the line of the mistake."""
 
 from __future__ import annotations
 
@@ -16,14 +16,26 @@ _LIBRARIES = (
     "<eval_with_key>",
     os.sep + "lib" + os.sep + "python3",
 )
-_SHOWN = 20  # known words in a message, if none is close
+_MAX_SHOWN = 20  # how many known words a message lists, if none is close
 
 
 class ShardingError(ValueError):
-    """What is wrong, where (the user's file:line), why, how to fix it, and what came of it when
-    that was tried.
+    """A user's mistake: what is wrong, where, why, a fix, and the result of trying that fix.
 
-    Every part but the first is optional; each is one line of the message.
+    Each is one line of the message. All but the first are optional.
+
+    Args:
+        what: What is wrong.
+        where: The user's file:line.
+        why: The reason: the chain of operations, or the rule that is broken.
+        fix: What to write instead.
+        tried: The plan with that fix: its collectives and the bytes that a device sends.
+
+    Example:
+        >>> from torchgspmd import ShardingError
+        >>> print(ShardingError("mesh data=2 has no axis 'dat'", fix="did you mean 'data'?"))
+        mesh data=2 has no axis 'dat'
+          fix   did you mean 'data'?
     """
 
     def __init__(
@@ -34,7 +46,7 @@ class ShardingError(ValueError):
         why: str | None = None,
         fix: str | None = None,
         tried: str | None = None,
-    ):
+    ) -> None:
         self.what, self.where, self.why, self.fix, self.tried = what, where, why, fix, tried
         lines = [what]
         if where:
@@ -49,8 +61,9 @@ class ShardingError(ValueError):
 
 
 def user_line() -> str | None:
-    """`file:line` of the innermost frame that is neither torch nor torchgspmd nor the standard
-    library.
+    """Return `file:line` of the innermost frame of user code.
+
+    Frames of torch, torchgspmd and the standard library are skipped.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -62,33 +75,35 @@ def user_line() -> str | None:
 
 
 def user_line_of(error: BaseException) -> str | None:
-    """The same of the place where an error was raised; in a library of models the line there is
-    told as well.
+    """Return `file:line` of the innermost frame of user code in an error's traceback.
+
+    If the error was raised in a library of models, the line there is named, too.
     """
-    found, library, trace = None, None, error.__traceback__
+    user, library, trace = None, None, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         line = f"{_shorten(name)}:{trace.tb_lineno}"
         if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
-            found, library = line, None
+            user, library = line, None
         elif not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES[:-1]):
             library = line
         trace = trace.tb_next
-    return f"{found}, in {library}" if found and library else found or library
+    return f"{user}, in {library}" if user and library else user or library
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A sentence naming the closest known word, or all of them, if they are few."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+def did_you_mean(word: str, vocabulary: Iterable[str]) -> str:
+    """Return a sentence that names the closest known word, or else the first known words."""
+    words = list(vocabulary)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    more = f" and {len(words) - _MAX_SHOWN} more" if len(words) > _MAX_SHOWN else ""
     return (
         f"did you mean '{close[0]}'?"
         if close
-        else f"known are {', '.join(map(repr, known[:_SHOWN])) or 'none'}{more}"
+        else f"known are {', '.join(map(repr, words[:_MAX_SHOWN])) or 'none'}{more}"
     )
 
 
 def _shorten(path: str) -> str:
+    """Return a path relative to the working directory, if it is below that."""
     short = os.path.relpath(path) if os.path.isabs(path) else path
     return path if short.startswith("..") else short

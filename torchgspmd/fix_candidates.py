@@ -1,4 +1,4 @@
-"""What would cure an error of strict=True: marks that are tried before they are proposed."""
+"""Fix candidates for an error of strict=True: marks that are tried before they are proposed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .shard_spec import ShardSpec
 
 
 @dataclass(frozen=True)
-class Cure:
-    """A mark on one value, and the plan of the program with it."""
+class FixCandidate:
+    """A mark on one value, and the plan of the program with that mark."""
 
     value: str
     spec: ShardSpec
@@ -35,22 +35,31 @@ class Cure:
             kinds[c.kind] = kinds.get(c.kind, 0) + c.count
         moved = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no communication"
         left = len(self.plan.replicated_ops)
-        return f"{moved}, {self.plan.sent_bytes:.0f} bytes sent, {left or 'nothing'} replicated or gathered unasked"
+        return (
+            f"{moved}, {self.plan.sent_bytes:.0f} bytes sent, "
+            f"{left or 'nothing'} replicated or gathered unasked"
+        )
 
 
-def report_replicated(plan: Plan, again: Callable[[Captured], Plan]) -> ShardingError:
-    """The error for a plan that has replicated_ops. again: plans a changed program as this one was
-    planned.
+def report_replicated(plan: Plan, replan: Callable[[Captured], Plan]) -> ShardingError:
+    """Return the error for a plan that has replicated_ops, with the best fix.
+
+    replan: plans a changed program with the options of this plan.
     """
     first, count = plan.replicated_ops[0], len(plan.replicated_ops)
-    cures = [
-        Cure(first.value, spec, again(_marked(plan.captured, first.value, plan.mesh, spec)))
-        for spec in _candidates(plan, first)
+    candidates = [
+        FixCandidate(
+            first.value, spec, replan(_insert_mark(plan.captured, first.value, plan.mesh, spec))
+        )
+        for spec in _candidate_specs(plan, first)
     ]
-    cures = [c for c in cures if len(c.plan.replicated_ops) < count]
-    best = min(cures, key=lambda c: (len(c.plan.replicated_ops), c.plan.sent_bytes), default=None)
+    candidates = [c for c in candidates if len(c.plan.replicated_ops) < count]
+    best = min(
+        candidates, key=lambda c: (len(c.plan.replicated_ops), c.plan.sent_bytes), default=None
+    )
     return ShardingError(
-        f"{first.op} replicates or gathers {first.bytes} bytes on every device, which strict does not allow",
+        f"{first.op} replicates or gathers {first.bytes} bytes on every device, "
+        "which strict does not allow",
         where=first.source,
         why=first.why + (f"; {count - 1} more" if count > 1 else ""),
         fix=best.fix
@@ -61,28 +70,29 @@ def report_replicated(plan: Plan, again: Callable[[Captured], Plan]) -> Sharding
     )
 
 
-def _candidates(plan: Plan, found: ReplicatedOp) -> Iterator[ShardSpec]:
-    """Other layouts of the value that was gathered: its axes on another dimension that they divide,
-    or on none.
+def _candidate_specs(plan: Plan, gathered: ReplicatedOp) -> Iterator[ShardSpec]:
+    """Yield other layouts of a gathered value.
+
+    The axes of its gathered dimension go to another dimension that they divide, or to none.
     """
-    node = next((n for n in plan.sharded.nodes if n.name == found.value), None)
+    node = next((n for n in plan.sharded.nodes if n.name == gathered.value), None)
     if node is None or not any(
-        n.name == found.value and not n.meta.get("backward") for n in plan.captured.graph.nodes
+        n.name == gathered.value and not n.meta.get("backward") for n in plan.captured.graph.nodes
     ):
         return
-    held, shape = node.meta["spec"], node.meta["val"].shape
-    if not {a for axes in held.dims for a in axes} <= set(plan.mesh.names):
+    spec, shape = node.meta["spec"], node.meta["val"].shape
+    if not {a for axes in spec.dims for a in axes} <= set(plan.mesh.names):
         return
-    axes = held.dims[found.dim]
-    left = [() if d == found.dim else held.dims[d] for d in range(held.rank)]
-    for d in range(held.rank):
-        if d != found.dim and not held.dims[d] and shape[d] % plan.mesh.count(axes) == 0:
-            yield ShardSpec(tuple(axes if i == d else rest for i, rest in enumerate(left)))
-    yield ShardSpec(tuple(left))
+    axes = spec.dims[gathered.dim]
+    others = [() if d == gathered.dim else spec.dims[d] for d in range(spec.rank)]
+    for d in range(spec.rank):
+        if d != gathered.dim and not spec.dims[d] and shape[d] % plan.mesh.count(axes) == 0:
+            yield ShardSpec(tuple(axes if i == d else other for i, other in enumerate(others)))
+    yield ShardSpec(tuple(others))
 
 
-def _marked(captured: Captured, name: str, mesh: Mesh, spec: ShardSpec) -> Captured:
-    """The program with a mark on one of its values, as mark_sharding would put it there."""
+def _insert_mark(captured: Captured, name: str, mesh: Mesh, spec: ShardSpec) -> Captured:
+    """Return the program with a mark on one of its values, as mark_sharding inserts it."""
     graph, new = fx.Graph(), {}
     for node in captured.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)

@@ -1,8 +1,6 @@
-"""Reach and Window: which rows of a dimension are needed where that is not just the part that a
-device holds.
+"""Reach and Window: the rows of a dimension that a device needs beyond its own shard (halos).
 
-A convolution's, a pool's, a slice's or a roll's position p of the result reads rows r of the
-operand's dimension with
+Position p of the result of a convolution, pool, slice or roll reads the rows r of the operand with
 
     low <= every * r - stride * p <= high
 
@@ -12,10 +10,10 @@ operand's dimension with
     flip of n rows                                              n - 1 <= r + p <= n - 1
     linear interpolation to three rows for every two            -3 <= 3 r - 2 p <= 2
 
-A Reach is one such line; its inverse is the reach of the gradient. Bound to a number of shards it
-is a Window: device i needs rows of an interval that moves with i and is of one length for all
-devices. Source: GSPMD (arXiv 2105.04663, section 4.3 and appendix A.2) for the exchange of halos
-with shifting offsets.
+A Reach is one such line; its inverse is the reach of the gradient. A Reach bound to a number of
+shards is a Window: the interval of rows that device i needs. The interval moves with i and has the
+same length on all devices. Source: GSPMD (arXiv 2105.04663, section 4.3 and appendix A.2), halo
+exchange with shifting offsets.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Reach:
-    """Which rows of an operand's dimension a position of a factor reads.
+    """The rows of an operand's dimension that position p of a factor reads.
 
-    fill: what the rows hold that lie outside of the dimension; None if it does not matter. wrap:
-    rows are counted around the end, so that none lies outside.
+    fill: the content of rows outside of the dimension; None if it does not matter. wrap: rows are
+    counted around the end, so that none is outside.
     """
 
     low: int
@@ -43,38 +41,35 @@ class Reach:
     wrap: bool = False
 
     def inverse(self, fill: float | None = None) -> Reach:
-        """Which positions read a row."""
+        """Return the reach from a row to the positions that read it."""
         sign = 1 if self.stride > 0 else -1
         low, high = sorted((-self.low * sign, -self.high * sign))
         return Reach(low, high, self.every * sign, abs(self.stride), fill, self.wrap)
 
     def __str__(self) -> str:
-        """`[2p-1:2p+2]`, as a slice; `/3` behind it where only every third position has a row of
-        its own.
-        """
+        """Return a slice, `[2p-1:2p+2]`; `/3` at its end: every third position has a row."""
 
         def bound(shift: int) -> str:
             return f"{_times(self.stride, 'p')}{shift:+d}" if shift else _times(self.stride, "p")
 
-        return f"[{bound(self.low)}:{bound(self.high + 1)}{f'/{self.every}' if self.every > 1 else ''}]"
+        divisor = f"/{self.every}" if self.every > 1 else ""
+        return f"[{bound(self.low)}:{bound(self.high + 1)}{divisor}]"
 
     def bind(self, positions: int, size: int, count: int) -> Window:
-        """The rows, of `size` ones, for `count` shards of so many positions."""
+        """Return the window of `size` rows that `count` shards of the positions read."""
         block = -(-positions // count)
         low, high = self._rows(0, block)
-        moved = self.stride * block
-        if moved % self.every == 0:
+        step = self.stride * block
+        if step % self.every == 0:
             length = high // self.every - -(-low // self.every) + 1
-        else:
-            length = (
-                high - low
-            ) // self.every + 1  # what the fullest device finds in such an interval
+        else:  # devices need different numbers of rows: the most that such an interval can have
+            length = (high - low) // self.every + 1
         first, last = self._rows(0, positions)
         begin, end = -(-first // self.every), last // self.every + 1
         if not self.wrap:
             begin, end = min(max(begin, 0), size), min(max(end, 0), size)
         return Window(
-            moved,
+            step,
             low + self.every - 1,
             self.every,
             length,
@@ -85,9 +80,9 @@ class Reach:
         )
 
     def through(self, window: Window, size: int) -> Window | None:
-        """The rows, of `size` ones, that a window of positions consists of, where every position
-        reads one row. None if they are none of equal spacing, or if what lies outside would have to
-        hold two different things.
+        """Return the window of `size` rows that a window of positions reads, one row a position.
+
+        None if the rows are not equally spaced, or if rows outside would need two different fills.
         """
         if (
             self.every != 1
@@ -125,18 +120,17 @@ class Reach:
         )
 
     def _rows(self, start: int, count: int) -> tuple[int, int]:
-        """Smallest and largest every * r of `count` positions from `start` on."""
+        """Return the smallest and largest every * r of `count` positions from `start` on."""
         ends = (self.stride * start, self.stride * (start + count - 1))
         return self.low + min(ends), self.high + max(ends)
 
 
 @dataclass(frozen=True)
 class Window:
-    """Device i holds `length` rows from (step * i + start) // every on, of which those in begin:end
-    have content.
+    """The rows that device i holds: `length` of them, from (step * i + start) // every on.
 
-    The others hold `fill`, or anything if that is None. wrap: row r stands for row r % wrap (0: for
-    itself).
+    Rows in begin:end have content. The others hold `fill`, or anything if that is None. wrap: row r
+    means row r % wrap; 0 if rows do not wrap.
     """
 
     step: int
@@ -149,11 +143,11 @@ class Window:
     wrap: int = 0
 
     def first(self, index: Any) -> Any:
-        """The first row of a device; index: its position, a number or a value of the program."""
+        """Return the first row of device `index`, a number or a value of the program."""
         return (self.step * index + self.start) // self.every
 
     def is_block(self, size: int, count: int) -> bool:
-        """Whether it is the part that a device holds anyhow."""
+        """True if the window is the shard that a device holds without a window."""
         rows = -(-size // count)
         return (
             self.length == rows
@@ -164,28 +158,27 @@ class Window:
         )
 
     def pieces(self, index: int, size: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """What a device's rows consist of: (owner, first row in the owner's part, first row in the
-        window, rows).
-        """
+        """Yield a device's rows: (owner, first in its shard, first in the window, how many)."""
         rows, first = -(-size // count), self.first(index)
         row, end = max(first, self.begin), min(first + self.length, self.end)
         while row < end:
-            place = row % self.wrap if self.wrap else row
-            owner = place // rows
-            taken = min(end - row, min((owner + 1) * rows, size) - place)
-            yield owner, place - owner * rows, row - first, taken
-            row += taken
+            source = row % self.wrap if self.wrap else row
+            owner = source // rows
+            length = min(end - row, min((owner + 1) * rows, size) - source)
+            yield owner, source - owner * rows, row - first, length
+            row += length
 
     def __str__(self) -> str:
-        """`8i-1:+10 in 0:64 else 0`: ten rows from 8i-1 on."""
+        """Return the notation: `8i-1:+10 in 0:64 else 0` is ten rows from 8i-1 on."""
         start = _times(self.step, "i") + (f"{self.start:+d}" if self.start else "")
         start = f"({start})/{self.every}" if self.every > 1 else start
         fill = "" if self.fill is None else f" else {_shortest(self.fill)}"
-        return f"{start}:+{self.length} in {self.begin}:{self.end}{fill}{f' wrap {self.wrap}' if self.wrap else ''}"
+        wrap = f" wrap {self.wrap}" if self.wrap else ""
+        return f"{start}:+{self.length} in {self.begin}:{self.end}{fill}{wrap}"
 
     @classmethod
     def parse(cls, text: str) -> Window:
-        """The inverse of str()."""
+        """Parse the notation of str()."""
         match = _WINDOW.fullmatch(text)
         if match is None:
             raise ValueError(f"'{text}' is not a window")
@@ -204,27 +197,29 @@ class Window:
 
     @property
     def short(self) -> str:
+        """The notation without the rows that have content: `8i-1:+10`."""
         return str(self).partition(" in ")[0]
 
 
 _WINDOW = re.compile(
-    r"\(?(-?\d*)i([+-]\d+)?\)?(?:/(\d+))?:\+(\d+) in (-?\d+):(-?\d+)(?: else (\S+))?(?: wrap (\d+))?"
+    r"\(?(-?\d*)i([+-]\d+)?\)?(?:/(\d+))?:\+(\d+) in (-?\d+):(-?\d+)"
+    r"(?: else (\S+))?(?: wrap (\d+))?"
 )
 
 
 def _shortest(number: float) -> str:
+    """Return the shortest text that parses to the number."""
     return f"{number:g}" if float(f"{number:g}") == number else repr(float(number))
 
 
 def _times(factor: int, name: str) -> str:
+    """Return a product such as `2p`, `p` or `-p`."""
     return {1: "", -1: "-"}.get(factor, str(factor)) + name
 
 
 @lru_cache(maxsize=4096)
 def sent_rows(window: Window, size: int, count: int) -> int:
-    """Rows that the device sends that sends most, when `count` shards of `size` rows become
-    windows.
-    """
+    """Return the most rows a device sends when `count` shards of `size` rows become windows."""
     sent = [0] * count
     for index in range(count):
         for owner, _, _, rows in window.pieces(index, size, count):

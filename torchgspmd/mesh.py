@@ -1,45 +1,43 @@
-"""A named grid of devices. Pure arithmetic: no process group and no device is touched here."""
+"""Mesh: a named grid of devices. Pure arithmetic, without process groups or devices."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .errors import ShardingError, did_you_mean, user_line
+from .sub_axes import common_splits, finer_axes, merge_axes, split_axes, sub_axis
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Coordinates = dict[str, int]  # axis name -> index along it
-_SUB_AXIS = re.compile(r"(\w+):\((\d+)\)(\d+)")
-
-
-@lru_cache(maxsize=1024)
-def sub_axis(name: str) -> tuple[str, int, int] | None:
-    """The axis, how many devices along it lie before (major), and the size of a part of an axis:
-    `model:(2)4` is the minor part of model=8 behind one of two. None for the name of an axis. The
-    notation is Shardy's.
-    """
-    match = _SUB_AXIS.fullmatch(name)
-    return (match[1], int(match[2]), int(match[3])) if match else None
 
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """Ordered axes with their sizes, the first one major: `Mesh(data=2, model=4)` is 8 devices,
-    rank = data * 4 + model.
+    """Ordered axes with their sizes, the first one major.
 
-    Raises ShardingError for an axis without a proper name or with a size below 1.
+    `Mesh(data=2, model=4)` is 8 devices, with rank = data * 4 + model.
+
+    Args:
+        axes: Number of devices along each axis, by name.
+
+    Raises:
+        ShardingError: The name of an axis is no identifier, or a size is below 1.
+
+    Example:
+        >>> Mesh(data=2, model=4).size
+        8
     """
 
     axes: tuple[tuple[str, int], ...]
 
-    def __init__(self, **axes: int):
+    def __init__(self, **axes: int) -> None:
         for name, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ShardingError(
@@ -53,12 +51,28 @@ class Mesh:
                 )
         object.__setattr__(self, "axes", tuple(axes.items()))
         object.__setattr__(self, "_sizes", dict(axes))
-        object.__setattr__(self, "_wholes", dict(axes))  # of axes that were split, too
+        object.__setattr__(self, "_wholes", dict(axes))  # sizes before any split()
         object.__setattr__(self, "_counts", {})
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
-        """The mesh of a torch DeviceMesh, whose dimensions must be named."""
+        """Return the mesh of a torch DeviceMesh.
+
+        Args:
+            device_mesh: The DeviceMesh, with named dimensions.
+
+        Returns:
+            The mesh.
+
+        Raises:
+            ShardingError: The dimensions have no names.
+
+        Example:
+            >>> from torch.distributed.device_mesh import init_device_mesh
+            >>> devices = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))  # doctest: +SKIP
+            >>> Mesh.from_device_mesh(devices)  # doctest: +SKIP
+            Mesh(data=2)
+        """
         if device_mesh.mesh_dim_names is None:
             raise ShardingError(
                 "the DeviceMesh has no dimension names",
@@ -69,11 +83,25 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """The inverse of str(): `data=2,model=4`."""
+        """Parse the notation of str().
+
+        Args:
+            text: Axes with their sizes.
+
+        Returns:
+            The mesh.
+
+        Raises:
+            ShardingError: The text is malformed, or an axis occurs twice.
+
+        Example:
+            >>> Mesh.parse("data=2,model=4")
+            Mesh(data=2, model=4)
+        """
         try:
             axes = [
                 (name.strip(), int(size))
-                for name, size in (part.split("=") for part in text.split(",") if part)
+                for name, size in (entry.split("=") for entry in text.split(",") if entry)
             ]
         except ValueError:
             raise ShardingError(
@@ -106,7 +134,18 @@ class Mesh:
         return math.prod(self.shape)
 
     def count(self, axes: Iterable[str]) -> int:
-        """Number of devices along these axes together: the size of a group."""
+        """Return the number of devices along some axes together: the size of a group.
+
+        Args:
+            axes: Names of axes.
+
+        Returns:
+            The product of their sizes; 1 for no axes.
+
+        Example:
+            >>> Mesh(data=2, model=4).count(("data", "model"))
+            8
+        """
         axes = tuple(axes)
         count = self._counts.get(axes)
         if count is None:
@@ -116,11 +155,21 @@ class Mesh:
     def _size_of(self, axis: str) -> int:
         if axis in self._sizes:
             return self._sizes[axis]
-        part = sub_axis(axis)
-        return part[2] if part else self._wholes[axis]
+        sub = sub_axis(axis)
+        return sub[2] if sub else self._wholes[axis]
 
     def check_axis(self, axis: str) -> None:
-        """Raises ShardingError if the mesh has no such axis."""
+        """Raise an error if the mesh has no such axis.
+
+        Args:
+            axis: The name.
+
+        Raises:
+            ShardingError: The mesh has no axis of that name.
+
+        Example:
+            >>> Mesh(data=2).check_axis("data")
+        """
         if axis not in self._sizes:
             raise ShardingError(
                 f"mesh {self} has no axis '{axis}'; {did_you_mean(axis, self.names)}",
@@ -128,35 +177,92 @@ class Mesh:
             )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a device lies on each axis."""
+        """Return the position of a device on each axis.
+
+        Args:
+            rank: The device.
+
+        Returns:
+            Positions by axis.
+
+        Example:
+            >>> Mesh(data=2, model=4).coordinates(5)
+            {'data': 1, 'model': 1}
+        """
         result = {}
         for name, size in reversed(self.axes):
             rank, result[name] = divmod(rank, size)
         return {name: result[name] for name in self.names}
 
     def rank(self, coordinates: Coordinates) -> int:
-        """The inverse of coordinates()."""
+        """Return the rank of a device, given its position on each axis.
+
+        Args:
+            coordinates: Positions by axis.
+
+        Returns:
+            The rank.
+
+        Example:
+            >>> Mesh(data=2, model=4).rank({"data": 1, "model": 1})
+            5
+        """
         rank = 0
         for name, size in self.axes:
             rank = rank * size + coordinates[name]
         return rank
 
     def place(self, axis: str, coordinates: Coordinates) -> int:
-        """Where a device lies on an axis or on a part of one."""
+        """Return the position of a device on an axis or a sub-axis.
+
+        Args:
+            axis: The axis, or a sub-axis such as `model:(2)4`.
+            coordinates: Positions of the device by axis.
+
+        Returns:
+            The position.
+
+        Example:
+            >>> Mesh(model=8).place("model:(2)4", {"model": 6})
+            2
+        """
         if axis in coordinates:
             return coordinates[axis]
         whole, before, size = sub_axis(axis)
         return coordinates[whole] // (self._wholes[whole] // (before * size)) % size
 
     def index(self, axes: Iterable[str], coordinates: Coordinates) -> int:
-        """Position in a group over `axes`, the first one major."""
+        """Return the position of a device in a group over `axes`.
+
+        Args:
+            axes: The axes of the group, the first one major.
+            coordinates: Positions of the device by axis.
+
+        Returns:
+            The position.
+
+        Example:
+            >>> Mesh(data=2, model=4).index(("model", "data"), {"data": 1, "model": 2})
+            5
+        """
         index = 0
         for axis in axes:
             index = index * self.count((axis,)) + self.place(axis, coordinates)
         return index
 
     def groups(self, axes: tuple[str, ...]) -> Iterator[list[int]]:
-        """The ranks of every group over `axes`, each ordered by index()."""
+        """Yield the ranks of every group over `axes`.
+
+        Args:
+            axes: The axes of the groups.
+
+        Returns:
+            Groups; each is ordered by index().
+
+        Example:
+            >>> list(Mesh(data=2, model=2).groups(("data",)))
+            [[0, 2], [1, 3]]
+        """
         mesh = self.divided(axes)
         axes = mesh.refine(axes)
         others = [name for name in mesh.names if name not in axes]
@@ -166,87 +272,119 @@ class Mesh:
                 for moving in itertools.product(*(range(mesh._sizes[a]) for a in axes))
             ]
 
-    # -------------------------------------------------------------------------------------- parts of axes
+    # ---------------------------------------------------------------------------------- sub-axes
 
-    def split(self, parts: Mapping[str, tuple[int, ...]]) -> Mesh:
-        """The same devices in the same order, with axes of it as several: {"model": (2, 4)} for
-        model=8.
+    def split(self, splits: Mapping[str, tuple[int, ...]]) -> Mesh:
+        """Return the same devices in the same order, with axes split into sub-axes.
+
+        Args:
+            splits: Sizes of the sub-axes by axis, the major one first.
+
+        Returns:
+            The mesh.
+
+        Example:
+            >>> Mesh(model=8).split({"model": (2, 4)}).names
+            ('model:(1)2', 'model:(2)4')
         """
-        if not parts:
+        if not splits:
             return self
-        axes = []
-        for name, size in self.axes:
-            whole, before, _ = sub_axis(name) or (name, 1, size)
-            for part in parts.get(name, (size,)):
-                axes.append((f"{whole}:({before}){part}" if part != size else name, part))
-                before *= part
-        made = object.__new__(Mesh)
-        object.__setattr__(made, "axes", tuple(axes))
-        object.__setattr__(made, "_sizes", dict(axes))
-        object.__setattr__(made, "_wholes", self._wholes)
-        object.__setattr__(made, "_counts", {})
-        return made
+        axes = split_axes(self.axes, splits)
+        mesh = object.__new__(Mesh)
+        object.__setattr__(mesh, "axes", axes)
+        object.__setattr__(mesh, "_sizes", dict(axes))
+        object.__setattr__(mesh, "_wholes", self._wholes)
+        object.__setattr__(mesh, "_counts", {})
+        return mesh
 
     def unsplit(self) -> Mesh:
-        """The mesh before any split()."""
+        """Return the mesh before any split().
+
+        Returns:
+            The mesh.
+
+        Example:
+            >>> Mesh(model=8).split({"model": (2, 4)}).unsplit()
+            Mesh(model=8)
+        """
         return Mesh(**self._wholes)
 
     def divided(self, axes: Iterable[str]) -> Mesh:
-        """The mesh in which all the parts of axes among these are axes."""
-        borders: dict[str, set[int]] = {}
-        for name, before, size in (
-            part for axis in axes if axis not in self._sizes and (part := sub_axis(axis))
-        ):
-            borders.setdefault(name, {1, self._sizes[name]}).update((before, before * size))
-        return self.split(
-            {
-                name: tuple(b // a for a, b in itertools.pairwise(sorted(found)))
-                for name, found in borders.items()
-            }
-        )
+        """Return the mesh split so that all sub-axes among `axes` are its axes.
+
+        Args:
+            axes: Axes and sub-axes.
+
+        Returns:
+            The mesh.
+
+        Example:
+            >>> Mesh(model=8).divided(("model:(2)2",)).shape
+            (2, 2, 2)
+        """
+        return self.split(common_splits(axes, self._sizes))
 
     def refine(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Axes of the mesh that this one was split from, or larger parts of them, as axes of this
-        one.
+        """Return axes of the mesh before split(), or larger sub-axes, as axes of this one.
+
+        Args:
+            axes: Axes and sub-axes.
+
+        Returns:
+            Axes of this mesh.
+
+        Example:
+            >>> Mesh(model=8).split({"model": (2, 4)}).refine(("model",))
+            ('model:(1)2', 'model:(2)4')
         """
-        found: list[str] = []
+        refined: list[str] = []
         for axis in axes:
-            name, before, size = sub_axis(axis) or (axis, 1, 0)
-            found += (
-                [axis]
-                if axis in self._sizes
-                else [
-                    part
-                    for part in self.names
-                    if (inner := sub_axis(part))
-                    and inner[0] == name
-                    and before <= inner[1]
-                    and (not size or inner[1] * inner[2] <= before * size)
-                ]
-            )
-        return tuple(found)
+            refined += [axis] if axis in self._sizes else finer_axes(axis, self.names)
+        return tuple(refined)
 
     def merge(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Parts of an axis that follow on each other as one, all of them as the axis: the inverse
-        of refine().
+        """Merge sub-axes that follow on each other: the inverse of refine().
+
+        Args:
+            axes: Axes and sub-axes.
+
+        Returns:
+            The axes; all sub-axes of an axis have become the axis.
+
+        Example:
+            >>> Mesh(model=8).merge(("model:(1)2", "model:(2)4"))
+            ('model',)
         """
-        found: list[str] = []
-        for axis in axes:
-            last, part = sub_axis(found[-1]) if found else None, sub_axis(axis)
-            if last and part and last[0] == part[0] and last[1] * last[2] == part[1]:
-                axis = f"{part[0]}:({last[1]}){last[2] * part[2]}"
-                found.pop()
-                if last[1] == 1 and last[2] * part[2] == self._wholes[part[0]]:
-                    axis = part[0]
-            found.append(axis)
-        return tuple(found)
+        return merge_axes(axes, self._wholes)
 
     def whole(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Of these axes those that are not mere parts."""
+        """Return those of the axes that make up whole axes of the mesh before split().
+
+        Args:
+            axes: Axes and sub-axes.
+
+        Returns:
+            Axes of this mesh.
+
+        Example:
+            >>> Mesh(data=2, model=8).whole(("data", "model:(2)4"))
+            ('data',)
+        """
         return self.refine(tuple(a for a in self.merge(axes) if a in self._wholes))
 
     def in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Axes, and parts of them, as they lie in the mesh: the major one first."""
+        """Sort axes and sub-axes as they lie in the mesh: the major one first.
+
+        Args:
+            axes: Axes and sub-axes.
+
+        Returns:
+            The sorted axes.
+
+        Example:
+            >>> Mesh(data=2, model=4).in_order(("model", "data"))
+            ('data', 'model')
+        """
 
         def key(axis: str) -> tuple[int, int]:
             name, before, _ = sub_axis(axis) or (axis, 0, 0)

@@ -1,6 +1,4 @@
-"""Plan: what was decided for a program. Print it, ask it why, count its bytes, run it on simulated
-devices.
-"""
+"""Plan: the layouts, collectives and local program of a function on a mesh."""
 
 from __future__ import annotations
 
@@ -42,14 +40,37 @@ class Memory:
 
     parameters: int
     inputs: int  # arguments and buffers
-    peak: int  # of everything alive at once during a run, parameters and inputs included
+    peak: int  # the most alive at once during a run, parameters and inputs included
 
     def __str__(self) -> str:
-        return f"parameters {_size(self.parameters)}, inputs {_size(self.inputs)}, peak {_size(self.peak)}"
+        return (
+            f"parameters {_size(self.parameters)}, inputs {_size(self.inputs)}, "
+            f"peak {_size(self.peak)}"
+        )
 
 
 class Plan:
-    """A program for every device of a mesh; made by torchgspmd.plan."""
+    """The result of torchgspmd.plan: layouts, collectives and the program of every device.
+
+    Print it for the partitioned graph and a summary.
+
+    Args:
+        mesh: The devices.
+        captured: The program before the passes, at global shapes.
+        sharded: The partitioned graph, at global shapes, with a layout for every value.
+        program: The program of one device, at local shapes.
+        layouts: The propagated layouts and their reasons.
+        seconds: Seconds of planning, by phase.
+
+    Example:
+        >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+        >>> specs = ("data model", "model _")
+        >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+        >>> result.in_specs == tuple(map(ShardSpec.parse, specs))
+        True
+        >>> result.sent_bytes
+        192.0
+    """
 
     def __init__(
         self,
@@ -59,33 +80,31 @@ class Plan:
         program: fx.GraphModule,
         layouts: Layouts,
         seconds: dict[str, float],
-    ):
+    ) -> None:
         self.mesh = mesh
         self.program = program
-        self.seconds = seconds  # what planning took, by phase
+        self.seconds = seconds
         self.captured, self.sharded, self.layouts = captured, sharded, layouts
 
-    # -------------------------------------------------------------------------------------- what was decided
+    # ----------------------------------------------------------------------------- what was decided
 
     @cached_property
     def in_specs(self) -> tuple[ShardSpec, ...]:
-        """The layout of every flat input: parameters, buffers, then the tensors among the
-        arguments.
-        """
+        """Layouts of the flat inputs: parameters, buffers, then the tensors of the arguments."""
         return tuple(
             spec
-            for spec, given in zip(self.input_layouts, self.captured.inputs)
-            if given.kind != TANGENT
+            for spec, inp in zip(self.input_layouts, self.captured.inputs)
+            if inp.kind != TANGENT
         )
 
     @cached_property
     def input_layouts(self) -> tuple[ShardSpec, ...]:
-        """The same, with the cotangents of a plan with grad=True at the end."""
+        """The in_specs, followed by the layouts of the cotangents if grad=True."""
         return tuple(n.meta["spec"] for n in self.sharded.nodes if n.op == "placeholder")
 
     @cached_property
     def out_specs(self) -> tuple[ShardSpec | None, ...]:
-        """The layout of every flat output; behind them those of updated inputs and of gradients."""
+        """Layouts of the flat outputs, then of updated inputs and of gradients."""
         return self.sharded.output_node().meta["specs"]
 
     @cached_property
@@ -99,14 +118,15 @@ class Plan:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends in a run, by bandwidth-optimal algorithms (see
-        comm/collective.py).
+        """Bytes that one device sends in a run, by bandwidth-optimal algorithms.
+
+        comm/collective.py has the formulas.
         """
         return sum(c.sent_bytes for c in self.collectives)
 
     @cached_property
     def replicated_ops(self) -> tuple[ReplicatedOp, ...]:
-        """What ran replicated, or was gathered, though nobody asked for it."""
+        """Operations that are replicated, or whose operands are gathered, without a mark for it."""
         return replication_report(self.sharded, self.mesh)
 
     @cached_property
@@ -115,7 +135,7 @@ class Plan:
         inputs = [n for n in self.program.graph.nodes if n.op == "placeholder"][
             len(self.mesh.axes) :
         ]
-        kinds = [given.kind for given in self.captured.inputs]
+        kinds = [inp.kind for inp in self.captured.inputs]
         parameters = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind == PARAMETER)
         others = sum(
             bytes_of(n) for n, kind in zip(inputs, kinds) if kind in (ARGUMENT, BUFFER, TANGENT)
@@ -123,9 +143,26 @@ class Plan:
         return Memory(parameters, others, peak(self.program.graph))
 
     def explain(self, name: str) -> str:
-        """Why a value has its layout: for every axis the chain of operations back to a mark."""
+        """Explain the layout of a value: for every axis, the operations back to a mark.
+
+        Args:
+            name: A value of the printed plan, with or without `%`, or the name of an input.
+
+        Returns:
+            One line for each step.
+
+        Raises:
+            ShardingError: The plan has no such value.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.explain("einsum").splitlines()[0]
+            'data: %einsum [data _] <- einsum: m k, k n -> m n'
+        """
         by_name = {v.name: v for v in self.layouts.spec}
-        alias = {given.name: n.name for given, n in zip(self.captured.inputs, by_name.values())}
+        alias = {inp.name: n.name for inp, n in zip(self.captured.inputs, by_name.values())}
         name = alias.get(name, name.removeprefix("%"))
         if name not in by_name:
             raise ShardingError(
@@ -134,22 +171,36 @@ class Plan:
                 fix=did_you_mean(name, by_name),
             )
         lines = self.layouts.explain(by_name[name])
-        held = next((n.meta.get("spec") for n in self.sharded.nodes if n.name == name), None)
-        if held is not None and held != self.layouts.spec[by_name[name]]:
-            lines.append(f"chosen by cost: [{held}]")
+        chosen = next((n.meta.get("spec") for n in self.sharded.nodes if n.name == name), None)
+        if chosen is not None and chosen != self.layouts.spec[by_name[name]]:
+            lines.append(f"chosen by cost: [{chosen}]")
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return "\n".join([graph_text(self.sharded, self.mesh), "", self.summary()])
 
     def summary(self) -> str:
-        """Collectives by kind and axes, bytes, memory."""
+        """Summarize what a device sends and holds.
+
+        Returns:
+            Lines of text: collectives by kind and axes, with bytes, then the memory of a device.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> print(result.summary())
+            all_reduce     over model           1 x, 192 B sent by a device
+            sent by a device in all: 192 B
+            memory of a device: parameters 0 B, inputs 144 B, peak 400 B
+        """
         groups: dict[tuple[str, str], list[Collective]] = {}
         for c in self.collectives:
             groups.setdefault((c.kind, "+".join(c.axes)), []).append(c)
         lines = [
-            f"{kind:14} over {axes:12} {len(found):4} x, {_size(sum(c.sent_bytes for c in found))} sent by a device"
-            for (kind, axes), found in sorted(groups.items())
+            f"{kind:14} over {axes:12} {len(group):4} x, "
+            f"{_size(sum(c.sent_bytes for c in group))} sent by a device"
+            for (kind, axes), group in sorted(groups.items())
         ] or ["no communication"]
         return "\n".join(
             [
@@ -159,16 +210,32 @@ class Plan:
             ]
         )
 
-    # -------------------------------------------------------------------------------------- running it
+    # ----------------------------------------------------------------------------------- running it
 
     def simulate(self, *args: Any, _poison: bool = False, **kwargs: Any) -> Any:
-        """Runs the program of every device of the mesh in this process; takes and returns global
-        tensors.
+        """Run the programs of all devices in this process, on global tensors.
 
-        Inputs that the function changes in place are changed. A plan with grad=True returns
-        (outputs, gradients): the gradients of the sum of the floating outputs that require one, by
-        parameter name. (Tensors in objects that pytree does not know count only if there are no
-        others; those that are put into arguments or attributes do not.)
+        Inputs that the function mutates are mutated. The gradients of a plan with grad=True are
+        those of the sum of the floating outputs that require one. Outputs in objects that pytree
+        does not know count only if there are no others. Outputs that are put into arguments or
+        attributes do not count.
+
+        Args:
+            args: Positional arguments, of the shapes that the plan was made for.
+            kwargs: Keyword arguments.
+
+        Returns:
+            The result of the function. With grad=True (result, gradients by parameter name).
+
+        Raises:
+            ShardingError: The arguments have another structure, shape or dtype.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.simulate(x, w).equal(x @ w)
+            True
         """
         tensors = self.flat_inputs(args, kwargs)
         self.captured.check_aliases(tensors)
@@ -180,42 +247,63 @@ class Plan:
             results = Simulator(self.program, self.mesh).run_devices(inputs)
         nodes = self.sharded.output_node().args[0]
         joined = [
-            None if spec is None else join_global(parts, spec, _shape(node, parts), self.mesh)
-            for parts, spec, node in zip(results, self.out_specs, nodes)
+            None if spec is None else join_global(shards, spec, _shape(node, shards), self.mesh)
+            for shards, spec, node in zip(results, self.out_specs, nodes)
         ]
         return self.rebuild(joined, tensors, (args, kwargs))
 
     def flat_inputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
-        """Every input as a tensor: the module's own state, the arguments, cotangents."""
+        """Return every input as a tensor: the module's state, the arguments, the cotangents.
+
+        Args:
+            args: Positional arguments of the function.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            Global tensors, in the order of input_layouts.
+
+        Raises:
+            ShardingError: The arguments have another structure, shape or dtype than the plan's.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> [list(t.shape) for t in result.flat_inputs((x, w), {})]
+            [[4, 8], [8, 16]]
+        """
         for place in self.captured.places:
             if not place.holds():
                 raise ShardingError(
-                    f"there is no {place.kind} at '{place.name}' any more, where the plan found one",
+                    f"there is no {place.kind} at '{place.name}' any more, "
+                    "where the plan found one",
                     where=user_line(),
                     fix="make a plan of the module as it is now",
                 )
         leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
         self.captured.check_looks()
-        given = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *self.captured.at_places()]
-        wanted = [i for i in self.captured.inputs if i.kind == ARGUMENT]
-        if tree != self.captured.arguments or len(given) != len(wanted):
+        arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        arguments += self.captured.at_places()
+        expected = [i for i in self.captured.inputs if i.kind == ARGUMENT]
+        if tree != self.captured.arguments or len(arguments) != len(expected):
             raise ShardingError(
                 "the arguments have another structure than those that the plan was made for",
                 where=user_line(),
                 fix="call simulate as the function itself was called in plan()",
             )
-        for tensor, want in zip(given, wanted):
-            if tuple(tensor.shape) != want.shape or tensor.dtype != want.dtype:
+        for tensor, inp in zip(arguments, expected):
+            if tuple(tensor.shape) != inp.shape or tensor.dtype != inp.dtype:
                 raise ShardingError(
-                    f"argument '{want.name}' is {dtype_name(tensor.dtype)}{list(tensor.shape)}, the plan was made for "
-                    f"{dtype_name(want.dtype)}{list(want.shape)}",
+                    f"argument '{inp.name}' is {dtype_name(tensor.dtype)}{list(tensor.shape)}, "
+                    f"the plan was made for {dtype_name(inp.dtype)}{list(inp.shape)}",
                     where=user_line(),
                     fix="make a plan for these shapes",
                 )
         summed = self.captured.visible()
         if any(not isinstance(n, int) for i in self.captured.inputs for n in i.shape):
             raise ShardingError(
-                "a result has a size that is known only when the program runs, and so has its gradient",
+                "a result has a size that is known only when the program runs, "
+                "and so has its gradient",
                 where=user_line(),
                 why="the devices are simulated forward and backward at once",
                 fix="return a sum of it, or a loss",
@@ -225,13 +313,27 @@ class Plan:
             for i in self.captured.inputs
             if i.kind == TANGENT
         ]
-        return [*self.captured.tensors, *given, *cotangents]
+        return [*self.captured.tensors, *arguments, *cotangents]
 
     def rebuild(
-        self, flat: Sequence[Any], tensors: Sequence[Tensor], given: tuple[tuple, dict]
+        self, flat: Sequence[Any], tensors: Sequence[Tensor], arguments: tuple[tuple, dict]
     ) -> Any:
-        """The function's own structure of flat results; writes what it changes in place, of tensors
-        and of containers in `given`.
+        """Return flat results in the function's own structure, and write its mutations.
+
+        Args:
+            flat: The results, in the order of out_specs.
+            tensors: The flat inputs, which mutations change.
+            arguments: (args, kwargs) of the function, whose containers mutations change.
+
+        Returns:
+            The result of the function. With grad=True (result, gradients by parameter name).
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.rebuild([x @ w], [x, w], ((x, w), {})).shape
+            torch.Size([4, 16])
         """
         outputs, observed, gradients = [], [], {}
         for value, out in zip(flat, self.captured.outputs):
@@ -244,12 +346,13 @@ class Plan:
             elif out.kind == MUTATION:
                 with torch.no_grad():
                     tensors[out.input].copy_(value)
-        result = self.captured.result(outputs, given)
+        result = self.captured.result(outputs, arguments)
         self.captured.observe(observed)
         return (result, gradients) if self.captured.has_backward else result
 
 
 def _collective(node: fx.Node, mesh: Mesh) -> Collective:
+    """Return the Collective of a node with a step that communicates."""
     step, val = node.meta["step"], node.meta["val"]
     return Collective(
         step.collective,
@@ -263,14 +366,16 @@ def _collective(node: fx.Node, mesh: Mesh) -> Collective:
     )
 
 
-def _shape(node: fx.Node, parts: Sequence[Tensor]) -> Sequence[int]:
-    """The global shape of a result. A size that depends on values is never sharded: the part has
-    it.
+def _shape(node: fx.Node, shards: Sequence[Tensor]) -> Sequence[int]:
+    """Return the global shape of a result.
+
+    A size that depends on values is never sharded, so that each shard has it.
     """
-    return parts[0].shape if node.meta.get("dynamic") else node.meta["val"].shape
+    return shards[0].shape if node.meta.get("dynamic") else node.meta["val"].shape
 
 
 def _size(count: float) -> str:
+    """Return a number of bytes with its unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"

@@ -14,9 +14,10 @@ from .shard_spec import ShardSpec
 
 
 def spread(prefix: Any, tree: Any, mesh: Mesh, what: str) -> list[ShardSpec | None]:
-    """A spec, or None, for every tensor leaf of `tree`. A leaf of the prefix is a string, a
-    ShardSpec or None, and counts for everything below it; containers of the prefix must be those of
-    the tree.
+    """Return a spec, or None, for every tensor leaf of `tree`.
+
+    A leaf of the prefix is a string, a ShardSpec or None; it applies to every tensor below it.
+    Containers of the prefix must be those of the tree.
     """
     if prefix is None or isinstance(prefix, (str, ShardSpec)):
         leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -45,7 +46,8 @@ def spread(prefix: Any, tree: Any, mesh: Mesh, what: str) -> list[ShardSpec | No
             raise ShardingError(
                 f"{what} has {len(tree)} entries, but {len(prefix)} specs are given",
                 where=user_line(),
-                fix="one spec for each, None where it is open; a spec itself is a string here, a tuple is a container",
+                fix="one spec for each, None where it is open; "
+                "a spec itself is a string here, a tuple is a container",
             )
         return [
             spec
@@ -53,15 +55,18 @@ def spread(prefix: Any, tree: Any, mesh: Mesh, what: str) -> list[ShardSpec | No
             for spec in spread(p, t, mesh, f"{what}[{i}]")
         ]
     raise ShardingError(
-        f"the specs given for {what} are a {type(prefix).__name__}, where the value is a {type(tree).__name__}",
+        f"the specs given for {what} are a {type(prefix).__name__}, "
+        f"where the value is a {type(tree).__name__}",
         where=user_line(),
         fix="specs in string form, in the containers of the value",
     )
 
 
 def spread_inputs(prefix: Any, args: tuple, kwargs: dict, mesh: Mesh) -> list[ShardSpec | None]:
-    """For the tensors of (args, kwargs): a tuple or list goes with args, a mapping with kwargs, one
-    spec with one argument.
+    """Return a spec, or None, for every tensor of (args, kwargs).
+
+    A tuple or list is a prefix of args, a mapping one of kwargs. A single spec needs a single
+    argument.
     """
     if isinstance(prefix, Mapping):
         return spread(None, args, mesh, "args") + spread(prefix, kwargs, mesh, "kwargs")

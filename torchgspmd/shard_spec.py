@@ -9,47 +9,36 @@ Notation (GSPMD, arXiv 2105.04663, section 3.1, with named axes): one word per d
 and, for a value whose devices hold terms of a reduction that is still to be done, a last word
 `sum@model` (or max@, min@, prod@). The layout of a scalar is the empty string.
 
-A dimension of size d over n devices is stored as ceil(d/n) rows on each; what lies past d is
-padding. Where an operation needs other rows, its operand has a Window for that dimension:
-`s[8i-1:+10 in 0:64 else 0]`. No user writes one.
+A dimension of size d over n devices is stored as ceil(d/n) rows on each. Rows past d are padding.
+If an operation needs other rows, its operand has a Window of that dimension, such as
+`s[8i-1:+10 in 0:64 else 0]`. Users do not write windows.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Final, Union
+from typing import Any, Union
 
 from .errors import ShardingError, user_line
 from .halo import Window
-from .mesh import Mesh, sub_axis
+from .mesh import Mesh
+from .spec_notation import Axes, parse_sequence, parse_string
 
-Axes = tuple[str, ...]
-
-
-class _Unconstrained:
-    """Entry of a spec: propagation may decide how this dimension is sharded."""
-
-    def __repr__(self) -> str:
-        return "UNCONSTRAINED"
-
-
-UNCONSTRAINED: Final = _Unconstrained()
 SpecLike = Union[str, "ShardSpec", Sequence]
-REDUCTIONS = ("sum", "max", "min", "prod")
 
 
 class _Interned(type):
-    """Makes equal objects one, so that they are compared and hashed by identity: planning does so
-    millions of times.
+    """Metaclass that returns one object for equal fields.
+
+    Instances are then compared and hashed by identity, which planning does millions of times.
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = super().__call__(*args, **kwargs)
-        return _INTERNED.setdefault(made.fields(), made)
+        instance = super().__call__(*args, **kwargs)
+        return _INTERNED.setdefault(instance.fields(), instance)
 
 
 _INTERNED: dict[tuple, Any] = {}
@@ -57,11 +46,19 @@ _INTERNED: dict[tuple, Any] = {}
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec(metaclass=_Interned):
-    """For every dimension its axes (major first) and whether it is open; and the axes of a pending
-    reduction.
+    """The layout of a tensor: the mesh axes of every dimension, and of a pending reduction.
 
-    windows: for every dimension None or the rows that a device holds instead of its part; empty if
-    there are none.
+    Args:
+        dims: For every dimension the axes that shard it, major first.
+        open: For every dimension whether propagation may shard it further.
+        pending: Axes along which devices hold terms of a reduction that is still to be done.
+        reduction: The kind of that reduction: "sum", "max", "min" or "prod".
+        windows: For every dimension None, or the rows that a device holds in place of its shard.
+            Empty if there are none.
+
+    Example:
+        >>> str(ShardSpec((("data",), ()), pending=("model",)))
+        'data _ sum@model'
     """
 
     dims: tuple[Axes, ...]
@@ -70,17 +67,23 @@ class ShardSpec(metaclass=_Interned):
     reduction: str = "sum"
     windows: tuple[Window | None, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.open:
             object.__setattr__(self, "open", (False,) * len(self.dims))
         if not self.pending:
-            object.__setattr__(self, "reduction", "sum")  # so that equal layouts are equal
+            object.__setattr__(self, "reduction", "sum")  # without pending axes it means nothing
         if not any(self.windows):
             object.__setattr__(self, "windows", ())
 
     def fields(self) -> tuple:
-        """dims, open, pending, reduction and windows: what makes two of them equal, and so one
-        object.
+        """Return all fields, the key of an interned spec.
+
+        Returns:
+            (dims, open, pending, reduction, windows).
+
+        Example:
+            >>> ShardSpec.parse("data _").fields()
+            ((('data',), ()), (False, False), (), 'sum', ())
         """
         return self.dims, self.open, self.pending, self.reduction, self.windows
 
@@ -89,25 +92,59 @@ class ShardSpec(metaclass=_Interned):
 
     @classmethod
     def replicated(cls, rank: int) -> ShardSpec:
-        """Of a tensor with `rank` dimensions that every device has whole."""
+        """Return the layout of a tensor that every device has whole.
+
+        Args:
+            rank: Number of dimensions.
+
+        Returns:
+            The spec.
+
+        Example:
+            >>> str(ShardSpec.replicated(2))
+            '_ _'
+        """
         return cls(((),) * rank)
 
     @classmethod
     def unconstrained(cls, rank: int) -> ShardSpec:
-        """Every dimension open: propagation decides."""
+        """Return the layout with every dimension open: propagation decides.
+
+        Args:
+            rank: Number of dimensions.
+
+        Returns:
+            The spec.
+
+        Example:
+            >>> str(ShardSpec.unconstrained(2))
+            '? ?'
+        """
         return cls(((),) * rank, (True,) * rank)
 
     @classmethod
     def parse(cls, spec: SpecLike) -> ShardSpec:
-        """From the string, or from a sequence of None, axis name, tuple of axis names and
-        UNCONSTRAINED.
+        """Parse a spec.
+
+        Args:
+            spec: A string; or a sequence of None, axis name, tuple of axis names, UNCONSTRAINED.
+
+        Returns:
+            The spec. str() is the inverse.
+
+        Raises:
+            ShardingError: The notation is malformed.
+
+        Example:
+            >>> ShardSpec.parse(("data", None)) == ShardSpec.parse("data _")
+            True
         """
         if isinstance(spec, ShardSpec):
             return spec
         if isinstance(spec, str):
-            return _parse_string(spec)
+            return _from_string(spec)
         if isinstance(spec, Sequence):
-            return _parse_sequence(spec)
+            return cls(*parse_sequence(spec))
         raise ShardingError(
             f"a spec is a string such as 'data _' or a tuple such as ('data', None), not {spec!r}",
             where=user_line(),
@@ -138,17 +175,51 @@ class ShardSpec(metaclass=_Interned):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device has the whole value, nothing pending."""
+        """True if every device has the whole value, and no reduction is pending."""
         return not any(self.dims) and not self.pending
 
     def closed(self) -> ShardSpec:
-        """The same axes with no dimension open."""
+        """Return the same axes with no dimension open and no windows.
+
+        Returns:
+            The spec.
+
+        Example:
+            >>> str(ShardSpec.parse("data? ?").closed())
+            'data _'
+        """
         return ShardSpec(self.dims, (), self.pending, self.reduction)
 
     def with_pending(self, axes: Axes, reduction: str | None = None) -> ShardSpec:
+        """Return the same layout with another pending reduction.
+
+        Args:
+            axes: Axes of the reduction; () for none.
+            reduction: Its kind, by default that of this spec.
+
+        Returns:
+            The spec.
+
+        Example:
+            >>> str(ShardSpec.parse("data _").with_pending(("model",), "max"))
+            'data _ max@model'
+        """
         return ShardSpec(self.dims, self.open, axes, reduction or self.reduction, self.windows)
 
     def with_dim(self, dim: int, axes: Axes) -> ShardSpec:
+        """Return the same layout with other axes on one dimension.
+
+        Args:
+            dim: The dimension.
+            axes: The axes that shard it, major first.
+
+        Returns:
+            The spec.
+
+        Example:
+            >>> str(ShardSpec.parse("data _").with_dim(1, ("model",)))
+            'data model'
+        """
         return ShardSpec(
             self.dims[:dim] + (axes,) + self.dims[dim + 1 :],
             self.open,
@@ -158,9 +229,34 @@ class ShardSpec(metaclass=_Interned):
         )
 
     def window(self, dim: int) -> Window | None:
+        """Return the rows of a dimension that a device holds in place of its shard.
+
+        Args:
+            dim: The dimension.
+
+        Returns:
+            The window; None if the device holds its shard.
+
+        Example:
+            >>> ShardSpec.parse("s[8i-1:+10 in 0:64] _").window(0).length
+            10
+        """
         return self.windows[dim] if self.windows else None
 
     def with_window(self, dim: int, window: Window | None) -> ShardSpec:
+        """Return the same layout with another window of one dimension.
+
+        Args:
+            dim: The dimension.
+            window: The rows that a device holds; None for its shard.
+
+        Returns:
+            The spec.
+
+        Example:
+            >>> str(ShardSpec.parse("s[8i-1:+10 in 0:64] _").with_window(0, None))
+            's _'
+        """
         windows = self.windows or (None,) * self.rank
         return ShardSpec(
             self.dims,
@@ -171,7 +267,18 @@ class ShardSpec(metaclass=_Interned):
         )
 
     def map_axes(self, change: Callable[[Axes], Axes]) -> ShardSpec:
-        """The same layout with other names for its axes."""
+        """Return the same layout with other names for its axes.
+
+        Args:
+            change: Maps the axes of a dimension, and the pending axes, to new ones.
+
+        Returns:
+            The spec.
+
+        Example:
+            >>> str(ShardSpec.parse("data _").map_axes(lambda axes: tuple(a[0] for a in axes)))
+            'd _'
+        """
         return ShardSpec(
             tuple(map(change, self.dims)),
             self.open,
@@ -181,13 +288,33 @@ class ShardSpec(metaclass=_Interned):
         )
 
     def plain(self) -> ShardSpec:
-        """The same axes without windows."""
+        """Return the same axes without windows.
+
+        Returns:
+            The spec.
+
+        Example:
+            >>> str(ShardSpec.parse("s?[8i-1:+10 in 0:64] _").plain())
+            's? _'
+        """
         return (
             ShardSpec(self.dims, self.open, self.pending, self.reduction) if self.windows else self
         )
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """Shape of one device's shard, padding included; the same on every device."""
+        """Return the shape of one device's shard, padding included.
+
+        Args:
+            shape: The global shape.
+            mesh: The devices.
+
+        Returns:
+            The local shape, which is the same on every device.
+
+        Example:
+            >>> ShardSpec.parse("data _").local_shape([5, 8], Mesh(data=2))
+            (3, 8)
+        """
         rows = tuple(
             -(-size // mesh.count(axes)) if axes else size for size, axes in zip(shape, self.dims)
         )
@@ -198,14 +325,42 @@ class ShardSpec(metaclass=_Interned):
         )
 
     def shards(self, mesh: Mesh) -> int:
-        """Number of different shards."""
+        """Return the number of different shards.
+
+        Args:
+            mesh: The devices.
+
+        Returns:
+            The devices along all axes that shard a dimension.
+
+        Example:
+            >>> ShardSpec.parse("data _").shards(Mesh(data=2, model=4))
+            2
+        """
         return mesh.count(self.sharding_axes)
 
     def check(self, mesh: Mesh, shape: Sequence[int], what: str = "the tensor") -> ShardSpec:
-        """Itself; ShardingError if it does not fit the mesh or a tensor of this shape."""
+        """Check that the spec fits a mesh and a tensor.
+
+        Args:
+            mesh: The devices.
+            shape: The global shape of the tensor.
+            what: The name of the tensor in messages.
+
+        Returns:
+            The spec itself.
+
+        Raises:
+            ShardingError: The rank differs, or an axis is unknown or occurs twice.
+
+        Example:
+            >>> str(ShardSpec.parse("data _").check(Mesh(data=2), [5, 8]))
+            'data _'
+        """
         if self.rank != len(shape):
             raise ShardingError(
-                f"spec '{self}' has {self.rank} entries, but {what} has {len(shape)} dimensions {list(shape)}",
+                f"spec '{self}' has {self.rank} entries, "
+                f"but {what} has {len(shape)} dimensions {list(shape)}",
                 where=user_line(),
                 fix=f"one entry per dimension, such as '{' '.join('_' * len(shape))}'",
             )
@@ -224,8 +379,9 @@ class ShardSpec(metaclass=_Interned):
 
 
 def nests(size: int, coarse: Axes, fine: Axes, mesh: Mesh) -> bool:
-    """Whether every block of a dimension sharded along `fine` lies within one of `coarse`, which
-    `fine` begins with.
+    """True if every block of a dimension sharded along `fine` lies within a block of `coarse`.
+
+    `fine` begins with the axes of `coarse`.
     """
     if not coarse:
         return True
@@ -234,76 +390,10 @@ def nests(size: int, coarse: Axes, fine: Axes, mesh: Mesh) -> bool:
 
 
 def padding(size: int, count: int) -> int:
-    """Rows of padding that `count` shards of a dimension of this size hold together."""
+    """Return the rows of padding that `count` shards of a dimension of `size` rows hold in all."""
     return math.ceil(size / count) * count - size if count else 0
 
 
-def _is_axis(name: Any) -> bool:
-    return isinstance(name, str) and (
-        name.isidentifier() and name != "_" or sub_axis(name) is not None
-    )
-
-
-_WORD = re.compile(r"(?:[^\s\[]|\[[^\]]*\])+")
-
-
 @lru_cache(maxsize=4096)
-def _parse_string(text: str) -> ShardSpec:
-    words, pending, reduction = _WORD.findall(text), (), "sum"
-    if words and "@" in words[-1]:
-        reduction, _, names = words.pop().partition("@")
-        pending = tuple(names.split("+"))
-        if reduction not in REDUCTIONS:
-            raise ShardingError(
-                f"'{reduction}' in spec '{text}' is not a reduction; known are {', '.join(REDUCTIONS)}",
-                where=user_line(),
-            )
-        if not all(map(_is_axis, pending)):
-            raise ShardingError(
-                f"'{names}' in spec '{text}' is not an axis name",
-                where=user_line(),
-                fix="behind '@' an axis, or axes joined by '+'",
-            )
-    dims, opens, windows = [], [], []
-    for word in words:
-        word, window = _split_window(word)
-        windows.append(window)
-        is_open = word.endswith("?")
-        word = word[:-1] if is_open else word
-        axes = () if word in ("", "_") else tuple(word.split("+"))
-        if not all(map(_is_axis, axes)):
-            raise ShardingError(
-                f"'{word}' in spec '{text}' is not an axis name",
-                where=user_line(),
-                fix="one word per dimension: '_', '?', an axis, or axes joined by '+'",
-            )
-        dims.append(axes)
-        opens.append(is_open)
-    return ShardSpec(tuple(dims), tuple(opens), pending, reduction, tuple(windows))
-
-
-def _split_window(word: str) -> tuple[str, Window | None]:
-    """The axes and the window of `s[8i-1:+10 in 0:64]`; a word without a proper one as it is."""
-    axes, _, text = word.removesuffix("]").partition("[")
-    try:
-        return axes, Window.parse(text)
-    except ValueError:
-        return word, None
-
-
-def _parse_sequence(entries: Sequence) -> ShardSpec:
-    dims, opens = [], []
-    for entry in entries:
-        opens.append(entry is UNCONSTRAINED)
-        if entry is None or entry is UNCONSTRAINED:
-            dims.append(())
-        elif _is_axis(entry):
-            dims.append((entry,))
-        elif isinstance(entry, (tuple, list)) and all(map(_is_axis, entry)):
-            dims.append(tuple(entry))
-        else:
-            raise ShardingError(
-                f"{entry!r} is not an entry of a spec; use None, an axis name, a tuple of axis names or UNCONSTRAINED",
-                where=user_line(),
-            )
-    return ShardSpec(tuple(dims), tuple(opens))
+def _from_string(text: str) -> ShardSpec:
+    return ShardSpec(*parse_string(text))

@@ -1,5 +1,6 @@
-"""Planning without the garbage collector, which would look at millions of small objects in vain: a
-fifth of the time.
+"""Switch off the garbage collector while a plan is made: it would take a fifth of the time.
+
+Planning makes millions of small objects, which the collector would scan in vain.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """While inside, as a decorator or in a with statement, nothing is collected but by counting
-    references.
-    """
+    """Disable the garbage collector: a context manager or a decorator."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,1 +1,1 @@
-"""What the examples share: the command line, the training loop, checkpoints, and what is printed."""
+"""Shared by the examples: the command line, the training loop, checkpoints, the output."""

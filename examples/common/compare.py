@@ -53,8 +53,8 @@ def main() -> None:
     console.print(table)
     worst = max(differences)
     console.print(
-        f"largest relative difference of {len(pairs)} steps: {worst:.1e}, allowed {args.tolerance:.0e}: "
-        + ("equal" if worst <= args.tolerance else "DIFFERENT")
+        f"largest relative difference of {len(pairs)} steps: {worst:.1e}, allowed "
+        f"{args.tolerance:.0e}: " + ("equal" if worst <= args.tolerance else "DIFFERENT")
     )
     raise SystemExit(worst > args.tolerance or worst != worst)
 

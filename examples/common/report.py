@@ -41,7 +41,8 @@ def show_plan(plan: gspmd.Plan, seconds: float, console: Console) -> None:
     table.add_row("all", "", "", str(sum(c.count for c in plan.collectives)), size(plan.sent_bytes))
     console.print(table)
     console.print(
-        f"memory of a device: parameters {size(plan.memory.parameters)}, inputs {size(plan.memory.inputs)}, "
+        f"memory of a device: parameters {size(plan.memory.parameters)}, inputs "
+        f"{size(plan.memory.inputs)}, "
         f"peak of a step {size(plan.memory.peak)}; planned in {seconds:.1f} s"
     )
 

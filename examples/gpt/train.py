@@ -1,8 +1,8 @@
 """Trains the GPT of model.py on English text, on one process or on a mesh of them.
 
-python train.py                                                     one process, plain PyTorch
+python train.py                                             one process, plain PyTorch
 torchrun --nproc-per-node 4 train.py --mesh data=2,model=2 --layout tp
-python train.py --backend xla --mesh data=4,model=2                 one process, all devices that XLA has
+python train.py --backend xla --mesh data=4,model=2         one process, all devices that XLA has
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def main() -> None:
     model = GPT(config, run.mesh, args.layout) if run.mesh else GPT(config)
     model.to(run.device, run.dtype)
     run.console.print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text.tokens):,} characters of {args.text}, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text.tokens):,} "
+        f"characters of {args.text}, "
         f"{len(text.alphabet)} different; {run}"
     )
     if run.mesh:

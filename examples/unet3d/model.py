@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchgspmd import Mesh, annotate
 
-# ------------------------------------------------------------------------------------------------------------- layouts
+# ------------------------------------------------------------------------------------------ layouts
 
 LAYOUTS = {  # of every volume [b, c, x, y, z]
     "dp": "data _ _ _ _",  # data parallel: every device has whole volumes of its own
@@ -36,7 +36,7 @@ def shard(model: UNet, mesh: Mesh, layout: str) -> UNet:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- model
+# -------------------------------------------------------------------------------------------- model
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Trains the U-Net of model.py to find gray and white matter in a head, on one process or on a mesh
 of them.
 
-python train.py                                                     one process, plain PyTorch
-torchrun --nproc-per-node 4 train.py --mesh space=2,rows=2          every volume in four parts
-python train.py --plan --mm 1 --levels 4 --mesh space=4,rows=2      what eight devices would send and keep; needs none
+python train.py                                                 one process, plain PyTorch
+torchrun --nproc-per-node 4 train.py --mesh space=2,rows=2      every volume in four shards
+python train.py --plan --mm 1 --levels 4 --mesh space=4,rows=2  bytes sent and held by 8 devices
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = UNet(config).to(run.device, run.dtype)
     run.console.print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {_shape(head.image.shape)} voxels; {run}"
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {_shape(head.image.shape)} "
+        f"voxels; {run}"
     )
     if run.mesh:
         model = gspmd.parallelize(

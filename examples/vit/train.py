@@ -1,9 +1,9 @@
 """Trains the vision transformer of model.py on handwritten digits, on one process or on a mesh of
 them.
 
-python train.py                                                     one process, plain PyTorch
+python train.py                                             one process, plain PyTorch
 torchrun --nproc-per-node 4 train.py --mesh data=2,model=2 --layout spatial
-python train.py --backend xla --mesh data=4,model=2                 one process, all devices that XLA has
+python train.py --backend xla --mesh data=4,model=2         one process, all devices that XLA has
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def main() -> None:
     model = ViT(config, run.mesh, args.layout) if run.mesh else ViT(config)
     model.to(run.device, run.dtype)
     run.console.print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data.labels):,} images of {args.data}, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data.labels):,} images "
+        f"of {args.data}, "
         f"{len(model.position)} tokens each; {run}"
     )
     if run.mesh:

@@ -1,3 +1,1 @@
-"""What torchgspmd takes from torch beyond its public interface: operators by name, private APIs,
-and the versions they were checked on.
-"""
+"""The interface to torch beyond its public one: operators, private APIs, checked versions."""

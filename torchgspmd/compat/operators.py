@@ -1,8 +1,8 @@
-"""Operators of torch by name: one that this release of torch lacks costs its own rule, and nothing
-else.
+"""Operators of torch by name; one that this release lacks costs its own rule, and nothing else.
 
 aten.mm.default             the operator, as torch.ops.aten.mm.default
-aten.cholesky.default       on torch 2.15, which has none: an AbsentOperator. Tables may have it as a key, no node of a graph is one.
+aten.cholesky.default       an AbsentOperator on torch 2.15, which has no such operator. Tables may
+                            have it as a key; no node of a graph has it as a target.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 
 from ..errors import ShardingError, user_line
 
-ABSENT: dict[str, AbsentOperator] = {}  # what was asked for and is not there, by name
+ABSENT: dict[str, AbsentOperator] = {}  # operators looked up in vain, by name
 
 
 class AbsentOperator:
     """The name of an operator that this torch does not have."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str) -> None:
         self._name = name
 
     def name(self) -> str:
-        """As that of an OpOverload: `aten::cholesky`."""
+        """Return the name as an OpOverload does: `aten::cholesky`."""
         return self._name
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
@@ -40,28 +40,29 @@ class AbsentOperator:
 class Packet:
     """The overloads of one operator name, as attributes."""
 
-    def __init__(self, namespace: str, name: str, packet: Any):
+    def __init__(self, namespace: str, name: str, packet: Any) -> None:
         self._prefix, self._packet = f"{namespace}::{name}", packet
 
     def overloads(self) -> list[str]:
+        """Return the names of the overloads."""
         return [] if self._packet is None else self._packet.overloads()
 
     def __getattr__(self, overload: str) -> Any:
-        found = getattr(self._packet, overload, None)
-        if found is None:
+        op = getattr(self._packet, overload, None)
+        if op is None:
             name = self._prefix if overload == "default" else f"{self._prefix}.{overload}"
-            found = ABSENT.setdefault(name, AbsentOperator(name))
-        setattr(self, overload, found)  # looked up once
-        return found
+            op = ABSENT.setdefault(name, AbsentOperator(name))
+        setattr(self, overload, op)  # the next lookup finds the attribute
+        return op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.default if self._packet is None else self._packet)(*args, **kwargs)
 
 
 class Namespace:
-    """The operators of one namespace, as attributes. To ask for one that is missing raises nothing."""
+    """The operators of one namespace, as attributes. Looking up a missing one raises nothing."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str) -> None:
         self._name, self._ops = name, getattr(torch.ops, name)
 
     def __getattr__(self, name: str) -> Packet:
@@ -69,13 +70,13 @@ class Namespace:
             packet = getattr(self._ops, name)
         except AttributeError:
             packet = None
-        found = Packet(self._name, name, packet)
-        setattr(self, name, found)
-        return found
+        result = Packet(self._name, name, packet)
+        setattr(self, name, result)
+        return result
 
 
 def find(namespace: str, name: str, overload: str = "default") -> Any:
-    """An operator that need not be there: None then."""
+    """Return an operator, or None if this torch lacks it."""
     return getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
 
 

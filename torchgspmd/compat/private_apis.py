@@ -1,12 +1,10 @@
-"""Every private API of torch that the package uses: one row each, with the versions it was checked
-on and what is lost without it.
+"""Table of the private APIs of torch that the package uses: checked versions, what they are for.
 
-    from ..compat.private_apis import FunctionalTensor      what the row names; a class, function or module of torch
+    from ..compat.private_apis import FunctionalTensor      # the class, function or module of a row
 
-At import nothing raises: in the place of an API that this torch lacks stands a class that raises a
-ShardingError when it is called or looked into. `require("plan")` says so before anything starts.
-Rows are never used by their path alone: a test compares the table with the names in the sources,
-both ways.
+An import never raises. A class replaces an API that this torch lacks. Calling that class, or
+reading an attribute of it, raises a ShardingError. `require("plan")` raises before anything starts.
+A test compares the table with the names in the sources, both ways.
 """
 
 from __future__ import annotations
@@ -33,8 +31,10 @@ PLAN, PARALLELIZE, XLA, NOTHING = "plan", "parallelize", "backend 'xla'", ""
 
 @dataclass(frozen=True)
 class PrivateApi:
-    """path: dotted, from `torch`. needed_for: what does not work at all without it. lost: what else
-    is lost. versions: of CHECKED, those which have it.
+    """A private API of torch.
+
+    path: dotted, from `torch`. needed_for: what does not work at all without the API. lost: what
+    else is lost. versions: those of CHECKED that have it.
     """
 
     path: str
@@ -44,16 +44,19 @@ class PrivateApi:
 
     @property
     def name(self) -> str:
+        """The last name of the path."""
         return self.path.rpartition(".")[2]
 
     @property
     def is_of_xla(self) -> bool:
+        """True for an API of torch_xla."""
         return self.path.startswith("torch_xla.")
 
 
 def _rows(
     needed_for: str, owner: str, names: str, lost: str = "", versions: tuple[str, ...] = CHECKED
 ) -> tuple[PrivateApi, ...]:
+    """Return one row for each of the names, all attributes of one owner."""
     return tuple(
         PrivateApi(f"{owner}.{name}", needed_for, lost, versions) for name in names.split()
     )
@@ -86,7 +89,8 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(
         PLAN,
         "torch.nn.Module",
-        "_backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks _modules _parameters",
+        "_backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks _modules "
+        "_parameters",
     ),
     *_rows(PLAN, "torch.Tensor", "_use_count _version"),
     *_rows(PLAN, "torch.UntypedStorage", "_cdata"),
@@ -115,7 +119,7 @@ TABLE: tuple[PrivateApi, ...] = (
         "_disable_dynamo",
         "torch.compile of a program that has a wrapped module in it",
     ),
-    # what library code is told during a capture
+    # what library code sees during a capture
     *_rows(
         NOTHING,
         "torch.compiler",
@@ -188,26 +192,27 @@ _BY_NAME = {api.name: api for api in TABLE}
 
 
 def release(version: str) -> tuple[int, int]:
-    """(major, minor) of a version."""
+    """Return (major, minor) of a version."""
     major, minor, *_ = version.partition("+")[0].split(".")
     return int(major), int(minor)
 
 
 def lookup(api: PrivateApi) -> Any:
-    """What a row names; AttributeError or ImportError if this torch lacks it."""
+    """Return the object of a row. Raise AttributeError or ImportError if this torch lacks it."""
     first, *rest = api.path.split(".")
-    found, path = importlib.import_module(first), first
+    owner, path = importlib.import_module(first), first
     for name in rest[:-1]:
         path = f"{path}.{name}"
-        found = _inside(found, name, path)
-    if hasattr(found, rest[-1]) or not isinstance(found, type):
-        return _inside(found, rest[-1], api.path)
-    return _of_instances(found, rest[-1])
+        owner = _submodule_or_attribute(owner, name, path)
+    if hasattr(owner, rest[-1]) or not isinstance(owner, type):
+        return _submodule_or_attribute(owner, rest[-1], api.path)
+    return _check_instance_attribute(owner, rest[-1])
 
 
-def _inside(owner: Any, name: str, path: str) -> Any:
-    """A module before an attribute: torch._higher_order_ops has a function in front of its module
-    flex_attention.
+def _submodule_or_attribute(owner: Any, name: str, path: str) -> Any:
+    """Return the submodule of that name, or else the attribute.
+
+    torch._higher_order_ops has both for flex_attention: a function hides the module.
     """
     if hasattr(owner, "__path__"):  # a package
         try:
@@ -217,23 +222,25 @@ def _inside(owner: Any, name: str, path: str) -> Any:
     return getattr(owner, name)
 
 
-def _of_instances(owner: type, name: str) -> None:
-    """None if instances of a class have such an attribute, since it is annotated or its methods
-    mention it; else an AttributeError.
+def _check_instance_attribute(owner: type, name: str) -> None:
+    """Raise an AttributeError if instances of a class have no such attribute.
+
+    They have it if the class annotates it or its methods mention it.
     """
     methods = [getattr(method, "__code__", None) for method in vars(owner).values()]
-    named = {
+    mentioned = {
         n
         for code in methods
         if code is not None
         for n in (*code.co_names, *code.co_consts)
         if isinstance(n, str)
     }
-    if name not in getattr(owner, "__annotations__", {}) and name not in named:
+    if name not in getattr(owner, "__annotations__", {}) and name not in mentioned:
         raise AttributeError(name)
 
 
 def is_there(api: PrivateApi) -> bool:
+    """True if this torch has the API of a row."""
     try:
         lookup(api)
     except (AttributeError, ImportError):
@@ -242,7 +249,7 @@ def is_there(api: PrivateApi) -> bool:
 
 
 class _Missing(type):
-    """A class in the place of an API that is missing."""
+    """Metaclass of the classes that stand for missing APIs."""
 
     api: PrivateApi
 
@@ -255,17 +262,15 @@ class _Missing(type):
         raise error_without(cls.api)
 
 
-def is_missing(found: Any) -> bool:
-    """Whether what was imported from here stands in the place of a missing API."""
-    return isinstance(found, _Missing)
+def is_missing(imported: Any) -> bool:
+    """True if an object imported from here stands for a missing API."""
+    return isinstance(imported, _Missing)
 
 
 def error_without(*apis: PrivateApi) -> ShardingError:
-    """What a use of missing APIs raises."""
-    names, lost = (
-        ", ".join(a.path for a in apis),
-        next((a.needed_for or a.lost for a in apis if a.needed_for or a.lost), ""),
-    )
+    """Return the error for a use of missing APIs."""
+    names = ", ".join(a.path for a in apis)
+    lost = next((a.needed_for or a.lost for a in apis if a.needed_for or a.lost), "")
     return ShardingError(
         f"torch {torch.__version__} lacks {names}",
         where=user_line(),
@@ -276,33 +281,31 @@ def error_without(*apis: PrivateApi) -> ShardingError:
 
 
 def __getattr__(name: str) -> Any:
-    """The API of that name, or what stands in its place."""
+    """Return the API of that name, or the class that stands for it."""
     if name not in _BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     api = _BY_NAME[name]
     try:
-        found = lookup(api)
+        result = lookup(api)
     except (AttributeError, ImportError):
-        found = _Missing(name, (), {"api": api})
-    globals()[name] = found
-    return found
+        result = _Missing(name, (), {"api": api})
+    globals()[name] = result
+    return result
 
 
 def has(path: str) -> bool:
-    """Whether this torch has the API of a row, for what works without it. path: that of the row."""
+    """True if this torch has the API with that path, for code that works without it."""
     return is_there(next(api for api in TABLE if api.path == path))
 
 
 @cache
 def missing(needed_for: str) -> tuple[PrivateApi, ...]:
-    """The rows without which something does not work, and which this torch lacks."""
+    """Return the rows that this torch lacks and that something cannot work without."""
     return tuple(api for api in TABLE if api.needed_for == needed_for and not is_there(api))
 
 
 def require(*needed_for: str) -> None:
-    """ShardingError if an API is missing without which something does not work: one of PLAN,
-    PARALLELIZE.
-    """
+    """Raise a ShardingError if an API is missing. needed_for: PLAN, PARALLELIZE."""
     apis = tuple(api for use in needed_for for api in missing(use))
     if apis:
         raise error_without(*apis)

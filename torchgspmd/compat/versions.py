@@ -1,4 +1,4 @@
-"""The version of torch at hand, beside those that the package was checked on."""
+"""Compare the installed version of torch with those that the package was checked on."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from .private_apis import CHECKED, PARALLELIZE, PLAN, release, require
 
 
 def is_newer() -> bool:
-    """Whether this torch is newer than the newest checked one."""
+    """True if this torch is newer than the newest checked one."""
     return release(torch.__version__) > max(map(release, CHECKED))
 
 
 def is_checked() -> bool:
+    """True if the tests pass on this release of torch."""
     return release(torch.__version__) in map(release, CHECKED)
 
 
 @cache
 def check_torch(*needed_for: str) -> None:
-    """On first use: ShardingError if this torch lacks what is needed; one line if it is newer than
-    what was checked, from one rank.
+    """Raise a ShardingError if this torch lacks a needed API. Results are cached.
+
+    Rank 0 logs one line if this torch is newer than the checked ones.
     """
     require(*needed_for)
-    _say_newer()
+    _warn_if_newer()
 
 
 @cache
-def _say_newer() -> None:
+def _warn_if_newer() -> None:
     if is_newer() and os.environ.get("RANK", "0") == "0":
         version = ".".join(map(str, release(torch.__version__)))
         logging.getLogger("torchgspmd").warning(
@@ -39,10 +41,10 @@ def _say_newer() -> None:
 
 
 def check_plan() -> None:
-    """Before a program is planned."""
+    """Check torch before a program is planned."""
     check_torch(PLAN)
 
 
 def check_parallelize() -> None:
-    """Before a module is wrapped."""
+    """Check torch before a module is wrapped."""
     check_torch(PLAN, PARALLELIZE)

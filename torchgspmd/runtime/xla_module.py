@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..api import Annotated, decide, lay_out
+from ..annotated_program import Annotated, decide, lay_out
 from ..capture import (
     ARGUMENT,
     BUFFER,

@@ -1,5 +1,4 @@
-"""A captured, annotated, not partitioned graph on torch-xla, whose own GSPMD partitions it.
+"""Run a captured and annotated graph on torch_xla, whose own GSPMD partitions it.
 
-torch_xla is an optional package, imported inside of functions only. Facts about it are those of
-torch_xla 2.9.
+torch_xla is an optional package: only functions import it. Facts about it hold for torch_xla 2.9.
 """

@@ -1,6 +1,4 @@
-"""The batches of all hosts as one tensor on XLA: every host gives its own rows, and sends its
-devices their shards of them.
-"""
+"""Join the batches of all hosts to one tensor on XLA; a host sends its rows to its devices."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from .sharding import check, device_order, op_sharding
 
 
 def place_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
-    """The batch of this host, which with one host is all of it."""
+    """Return the global batch on XLA. local: the rows of this host."""
     import torch_xla
 
     start(mesh, backward=False)
@@ -34,7 +32,7 @@ def place_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
 
 
 def own_devices() -> list[int]:
-    """Ids of the devices of this host, in the order in which torch_xla wants what is sent to them."""
+    """Return the ids of this host's devices, in torch_xla's order for shards that it sends."""
     import torch_xla
 
     return [int(name.split(":")[1]) for name in torch_xla._XLAC._xla_get_runtime_devices()]
@@ -43,33 +41,33 @@ def own_devices() -> list[int]:
 def parts(
     local: Tensor, spec: ShardSpec, mesh: Mesh, devices: Sequence[Coordinates]
 ) -> tuple[list[int], list[Tensor]]:
-    """(global shape, the shard of every device of this host), given where these are in the mesh.
+    """Return (global shape, the shard of every device of this host).
 
-    Of a dimension a host gives the rows of those shards that its devices hold, in order. Its global
-    size is that of the shards of all hosts: rows of this host times shards / shards of this host.
-    The last shards are padded with zeros.
+    local: the rows of the shards that this host's devices hold, in order. devices: their
+    coordinates. The global size of a dimension is the rows of this host * shards / shards of this
+    host. The last shards are padded with zeros.
     """
     places = [tuple(mesh.index(axes, device) for axes in spec.dims) for device in devices]
-    own = [
-        sorted(set(indices)) for indices in zip(*places)
-    ]  # shards that this host holds, by dimension
+    own = [sorted(set(indices)) for indices in zip(*places)]  # this host's shards, by dimension
     shape = []
     for d, (size, axes) in enumerate(zip(local.shape, spec.dims)):
         if len(own[d]) < mesh.count(axes) and size % len(own[d]):
             raise ShardingError(
-                f"dimension {d} of a host's batch has {size} rows, which its {len(own[d])} shards do not divide",
+                f"dimension {d} of a host's batch has {size} rows, "
+                f"which its {len(own[d])} shards do not divide",
                 where=user_line(),
                 fix="the same number of rows for every device, on every host",
             )
         shape.append(size * mesh.count(axes) // len(own[d]))
     rows = spec.local_shape(shape, mesh)
     return shape, [
-        _shard(local, rows, [held.index(i) for held, i in zip(own, place)]) for place in places
+        _shard(local, rows, [indices.index(i) for indices, i in zip(own, place)])
+        for place in places
     ]
 
 
 def _shard(local: Tensor, rows: Sequence[int], place: Sequence[int]) -> Tensor:
-    """The part at a place in a grid of parts of so many rows, zeros where there are none."""
+    """Return the shard at a place in a grid of shards of `rows` rows each, padded with zeros."""
     part = local
     for d, (count, index) in enumerate(zip(rows, place)):
         begin = min(index * count, local.shape[d])

@@ -1,7 +1,7 @@
-"""The collectives in the text of a partitioned XLA program, as ours are: kind, mesh axes, bytes.
+"""Parse the collectives in the text of a partitioned XLA program: kind, mesh axes, bytes.
 
-XLA:CPU leaves an all-reduce whose result is only sliced as it is, where XLA on a TPU or GPU makes a
-reduce-scatter of it. Such a one is counted as reduce_scatter here.
+XLA on a TPU or GPU turns an all-reduce whose result is only sliced into a reduce-scatter. XLA:CPU
+does not; such an all-reduce is counted as reduce_scatter here.
 """
 
 from __future__ import annotations
@@ -22,14 +22,8 @@ KINDS = {
     "all-to-all": "all_to_all",
     "collective-permute": "permute",
 }
-_MOVES = {
-    "bitcast",
-    "copy",
-    "reshape",
-    "transpose",
-    "convert",
-    "pad",
-}  # what may stand between an all-reduce and its slices
+# Operations that may stand between an all-reduce and its slices.
+_MOVES = {"bitcast", "copy", "reshape", "transpose", "convert", "pad"}
 _BYTES = {
     "pred": 1,
     "s8": 1,
@@ -50,13 +44,14 @@ _BYTES = {
 _NAMES = {"pred": "bool", "s8": "i8", "s16": "i16", "s32": "i32", "s64": "i64"}
 _SHAPE = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
 _LINE = re.compile(
-    rf"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|{_SHAPE}) (?P<op>[\w\-]+)\((?P<args>.*?)\)(?:, (?P<rest>.*))?$"
+    rf"^\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|{_SHAPE}) "
+    r"(?P<op>[\w\-]+)\((?P<args>.*?)\)(?:, (?P<rest>.*))?$"
 )
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a program of XLA."""
+    """One line of an XLA program."""
 
     name: str
     op: str
@@ -67,17 +62,19 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all results."""
         return sum(math.prod(dims) * _BYTES[kind] for kind, dims in self.shapes)
 
     @property
     def size(self) -> int:
+        """Elements of all results."""
         return sum(math.prod(dims) for _, dims in self.shapes)
 
 
 class Program:
-    """The instructions of a module by computation, and who uses what."""
+    """The instructions of an XLA module, by computation, and the users of each."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
@@ -85,20 +82,21 @@ class Program:
             head = re.match(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$", line)
             if head:
                 current = self.computations[head[1]] = {}
-            found = _LINE.match(line)
-            if found:
-                made = _instruction(found)
-                current[made.name] = made
+            match = _LINE.match(line)
+            if match:
+                instruction = _instruction(match)
+                current[instruction.name] = instruction
         self.users = {name: _users(body) for name, body in self.computations.items()}
 
     def collectives(self) -> Iterator[tuple[str, Instruction]]:
+        """Yield (computation, instruction) of every collective."""
         for name, body in self.computations.items():
             for instruction in body.values():
                 if instruction.op in KINDS:
                     yield name, instruction
 
     def is_scattered(self, computation: str, value: Instruction, group: int) -> bool:
-        """Whether only equal parts, one for each device of the group, are used of a value."""
+        """True if a value is only used in equal slices, one for each device of the group."""
         users = self.users[computation].get(value.name, [])
         return bool(users) and all(self._slices(computation, user, value, group) for user in users)
 
@@ -119,23 +117,24 @@ class Program:
         return all(self.is_scattered(called[1], parameter, group) for parameter in inner)
 
 
-def _instruction(found: re.Match) -> Instruction:
+def _instruction(match: re.Match) -> Instruction:
     shapes = tuple(
         (kind, tuple(int(n) for n in dims.split(",") if n))
-        for kind, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", found["shape"])
+        for kind, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", match["shape"])
     )
-    number = found["args"] if found["op"] == "parameter" else ""
+    number = match["args"] if match["op"] == "parameter" else ""
     return Instruction(
-        found["name"],
-        found["op"],
+        match["name"],
+        match["op"],
         shapes,
-        tuple(re.findall(r"%([\w.\-]+)", found["args"])),
+        tuple(re.findall(r"%([\w.\-]+)", match["args"])),
         number,
-        found["rest"] or "",
+        match["rest"] or "",
     )
 
 
 def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
+    """Return the instructions that use each value of a computation."""
     users: dict[str, list[Instruction]] = {}
     for instruction in body.values():
         for name in dict.fromkeys(instruction.operands):
@@ -144,37 +143,40 @@ def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
 
 
 def collectives(text: str, mesh: Mesh) -> tuple[Collective, ...]:
-    """Every communication of a program, in the order of its text."""
+    """Return every collective of a program, in the order of its text."""
     program = Program(text)
     return tuple(
-        _collective(program, computation, found, mesh)
-        for computation, found in program.collectives()
+        _collective(program, computation, instruction, mesh)
+        for computation, instruction in program.collectives()
     )
 
 
-def _collective(program: Program, computation: str, found: Instruction, mesh: Mesh) -> Collective:
-    kind = KINDS[found.op]
-    groups = _pairs(found.rest) if kind == "permute" else _groups(found.rest)
+def _collective(
+    program: Program, computation: str, instruction: Instruction, mesh: Mesh
+) -> Collective:
+    kind, rest = KINDS[instruction.op], instruction.rest
+    groups = _pairs(rest) if kind == "permute" else _groups(rest)
     axes = _axes(groups, mesh)
     size = mesh.count(axes) if kind == "permute" else len(groups[0])
-    payload: float = found.bytes
+    payload: float = instruction.bytes
     if kind == "reduce_scatter":
         payload *= size
-    elif kind == "all_reduce" and program.is_scattered(computation, found, size):
+    elif kind == "all_reduce" and program.is_scattered(computation, instruction, size):
         kind = "reduce_scatter"
-    dtype = found.shapes[0][0]
+    dtype = instruction.shapes[0][0]
     return Collective(
         kind, axes, size, _NAMES.get(dtype, dtype), payload, sent_bytes(kind, payload, size)
     )
 
 
 def _pairs(rest: str) -> list[list[int]]:
+    """Parse source_target_pairs."""
     text = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)[1]
     return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)", text)]
 
 
 def _groups(rest: str) -> list[list[int]]:
-    """replica_groups, written out ({{0,1},{2,3}}) or as a transposed grid ([2,2]<=[2,2]T(1,0))."""
+    """Parse replica_groups: a list {{0,1},{2,3}} or a transposed grid [2,2]<=[2,2]T(1,0)."""
     grid = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if grid is None:
         text = re.search(r"replica_groups=\{(.*?\})\}", rest)[1]
@@ -190,7 +192,7 @@ def _groups(rest: str) -> list[list[int]]:
 
 
 def _axes(groups: list[list[int]], mesh: Mesh) -> tuple[str, ...]:
-    """The fewest mesh axes that every group lies along."""
+    """Return the fewest mesh axes that every group lies along."""
     places = [[mesh.coordinates(device) for device in group] for group in groups]
     return tuple(
         name

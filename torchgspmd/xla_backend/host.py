@@ -1,5 +1,6 @@
-"""Operations that torch_xla hands to the host: right, but on gathered tensors, and the step is cut
-in two.
+"""Warn of operations that torch_xla runs on the host.
+
+Their results are right, but their operands are gathered and the step is cut in two.
 """
 
 from __future__ import annotations
@@ -12,28 +13,29 @@ from torch import fx
 
 from ..compat.private_apis import OpOverload
 
-_READS = {"aten::_local_scalar_dense"}  # a value that is read, not computed
+_READS = {"aten::_local_scalar_dense"}  # reads a value, computes nothing
 
 
 def report_host_operations(graph: fx.Graph, run: Callable[[], Any]) -> Any:
-    """What `run` returns; warns of each operation of the graph that the host computed meanwhile."""
-    before = _counted()
+    """Return what `run` returns; warn of each operation of the graph that ran on the host."""
+    before = _host_counts()
     result = run()
-    for name, count in _counted().items():
+    for name, count in _host_counts().items():
         if count > before.get(name, 0) and name not in _READS:
             lines = dict.fromkeys(
                 n.meta.get("source") for n in graph.nodes if _name(n.target).startswith(name)
             )
             where = f" ({', '.join(line for line in lines if line)})" if any(lines) else ""
             warnings.warn(
-                f"{name}{where} has no kernel on XLA: the host computes it, on gathered tensors, and the step is cut in two",
+                f"{name}{where} has no kernel on XLA: the host computes it, on gathered tensors, "
+                "and the step is cut in two",
                 stacklevel=3,
             )
     return result
 
 
-def _counted() -> dict[str, int]:
-    """How often the host has computed each operation."""
+def _host_counts() -> dict[str, int]:
+    """Return how often the host has run each operation."""
     import torch_xla.debug.metrics as met
 
     return {

@@ -1,9 +1,11 @@
-"""An annotated graph as one that runs on lazy XLA tensors.
+"""Rewrite an annotated graph so that it runs on lazy XLA tensors.
 
-before   operations at global shapes on the CPU; marks                      %y = mark_sharding(%x, 'data=4,model=2', 'data _')
-after    the same on XLA, marks and pinned layouts as annotations           %y = annotate(%x, 'data=4,model=2', 'data _')
-needs    a graph expanded by rules.unpartitioned_of; meta["mark"] on marks; to pin every layout, a graph that partition has
-         been over: its collectives, identities at global shapes, say where a value changes its layout
+before   operations at global shapes on the CPU; marks
+             %y = mark_sharding(%x, 'data=4,model=2', 'data _')
+after    the same on XLA; marks and pinned layouts are annotations
+             %y = annotate(%x, 'data=4,model=2', 'data _')
+needs    a graph expanded by rules.unpartitioned_of; meta["mark"] on marks; to pin every layout, a
+         partitioned graph, whose collectives (identities at global shapes) show changes of layout
 """
 
 from __future__ import annotations
@@ -34,19 +36,17 @@ _KEYS = (
     "CompositeExplicitAutogradNonFunctional",
 )
 _COLLECTIVES = ("_c10d_functional", "c10d", "c10d_functional", "_c10d_functional_autograd")
-_LOST = {"xla::dynamo_mark_sharding"}  # its backward is empty
-PINS = (
-    "user",
-    "all",
-    "none",
-)  # which layouts are annotated besides those of inputs and results: marks, every one, none
+_WITHOUT_GRADIENT = {"xla::dynamo_mark_sharding"}  # the backward is empty
+# Layouts that are annotated besides those of inputs and results: marks, every one, none.
+PINS = ("user", "all", "none")
 
 
 def unpartitioned(
     graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset()
 ) -> fx.Graph:
-    """The graph as XLA's partitioner takes it best: operations that torch_xla would run on the host
-    are taken apart too.
+    """Return the graph with decompositions that suit XLA's partitioner.
+
+    Operations that torch_xla would run on the host are decomposed, too.
     """
     graph = decompose_ops(graph, splitting, lookup=unpartitioned_of)
     missing = {
@@ -58,31 +58,33 @@ def unpartitioned(
 def lower(
     graph: fx.Graph, mesh: Mesh, device: torch.device, pin: str, outputs: Mapping[int, ShardSpec]
 ) -> fx.Graph:
-    """A copy of the graph. outputs: layouts of results by position, which are annotated whatever is
-    pinned.
+    """Return a copy of the graph for XLA.
+
+    pin: one of PINS. outputs: layouts of results by position; they are always annotated.
     """
-    _refuse(graph)
-    made, new = fx.Graph(), {}
+    _check_supported(graph)
+    lowered, new = fx.Graph(), {}
     for node in graph.nodes:
         if node.op == "output":
             results = [
-                _pinned(made, new[v], mesh, outputs[i])
+                _annotated(lowered, new[v], mesh, outputs[i])
                 if i in outputs and isinstance(v, fx.Node)
                 else _value(new, v)
                 for i, v in enumerate(node.args[0])
             ]
-            made.output(tuple(results))
+            lowered.output(tuple(results))
         else:
-            new[node] = _lowered(made, node, new, mesh, device, pin)
-    return made
+            new[node] = _lower_node(lowered, node, new, mesh, device, pin)
+    return lowered
 
 
 def _value(new: dict[fx.Node, fx.Node], value: Any) -> Any:
+    """Return the copy of a node; any other value as it is."""
     return new[value] if isinstance(value, fx.Node) else value
 
 
-def _lowered(
-    made: fx.Graph,
+def _lower_node(
+    graph: fx.Graph,
     node: fx.Node,
     new: dict[fx.Node, fx.Node],
     mesh: Mesh,
@@ -92,29 +94,31 @@ def _lowered(
     if "step" in node.meta:
         source = new[node.args[0]]
         return (
-            source if node.meta["spec"].pending else _pinned(made, source, mesh, node.meta["spec"])
+            source
+            if node.meta["spec"].pending
+            else _annotated(graph, source, mesh, node.meta["spec"])
         )
     if node.target is _MARK and pin != "all":
         source = new[node.args[0]]
         return (
             source
             if pin == "none"
-            else _pinned(
-                made, source, mesh, check(node.meta["mark"], mesh, "a mark", node.meta["source"])
+            else _annotated(
+                graph, source, mesh, check(node.meta["mark"], mesh, "a mark", node.meta["source"])
             )
         )
     if node.target is _MARK:
         copy = new[node.args[0]]
     else:
-        copy = _copied(made, node, new, device)
-    known = pin == "all" and node.op == "call_function" and isinstance(node.meta["val"], Tensor)
-    return _pinned(made, copy, mesh, node.meta["spec"]) if known else copy
+        copy = _copy_node(graph, node, new, device)
+    is_pinned = pin == "all" and node.op == "call_function" and isinstance(node.meta["val"], Tensor)
+    return _annotated(graph, copy, mesh, node.meta["spec"]) if is_pinned else copy
 
 
-def _copied(
-    made: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], device: torch.device
+def _copy_node(
+    graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], device: torch.device
 ) -> fx.Node:
-    copy = made.node_copy(node, new.__getitem__)
+    copy = graph.node_copy(node, new.__getitem__)
     copy.meta = {
         key: node.meta[key]
         for key in ("val", "source", "backward", "captured", "again")
@@ -127,10 +131,11 @@ def _copied(
     return copy
 
 
-def _pinned(made: fx.Graph, value: fx.Node, mesh: Mesh, spec: ShardSpec) -> fx.Node:
+def _annotated(graph: fx.Graph, value: fx.Node, mesh: Mesh, spec: ShardSpec) -> fx.Node:
+    """Return the value with an annotation, if XLA can express the layout."""
     if not expressible(spec):
         return value
-    node = made.call_function(annotate, (value, str(mesh), str(spec.plain().closed())))
+    node = graph.call_function(annotate, (value, str(mesh), str(spec.plain().closed())))
     node.meta = {key: item for key, item in value.meta.items() if key != "again"}
     value.meta.pop("captured", None)
     return node
@@ -145,28 +150,28 @@ _LOWERINGS: dict[Any, Callable] = {torch.ops.torchgspmd.einsum.default: _einsum}
 
 
 def on_device(constants: nn.Module, device: torch.device) -> nn.Module:
-    """The tensors that a captured graph holds, on a device."""
-    held = nn.Module()
+    """Return the constants of a captured graph, on a device."""
+    moved = nn.Module()
     for name, value in vars(constants).items():
         if isinstance(value, Tensor):
-            setattr(held, name, value.to(device))
+            setattr(moved, name, value.to(device))
     for name, value in constants.named_buffers():
-        held.register_buffer(name, value.to(device))
-    return held
+        moved.register_buffer(name, value.to(device))
+    return moved
 
 
-# ------------------------------------------------------------------------------------------------------------- guards
+# ------------------------------------------------------------------------------------------- guards
 
 
 def _has_kernel(op: Any) -> bool:
-    """Whether torch_xla runs an operation on the device; without a kernel the host does."""
+    """True if torch_xla has a kernel for an operation; else the host runs it."""
     if not isinstance(op, OpOverload) or op.namespace == "torchgspmd":
         return True
     return any(_dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in _KEYS)
 
 
-def _refuse(graph: fx.Graph) -> None:
-    """ShardingError for what would silently compute something else on XLA."""
+def _check_supported(graph: fx.Graph) -> None:
+    """Raise a ShardingError for operations that would silently give other numbers on XLA."""
     for node in graph.nodes:
         if not is_operation(node) or node.target is operator.getitem:
             continue
@@ -175,10 +180,11 @@ def _refuse(graph: fx.Graph) -> None:
             raise ShardingError(
                 f"the program calls the collective {name}",
                 where=node.meta.get("source"),
-                why="XLA sees one process, in which it does nothing; the program is partitioned by XLA itself",
+                why="XLA sees one process, in which it does nothing; "
+                "the program is partitioned by XLA itself",
                 fix="leave it out: marks say how tensors are laid out, and XLA communicates",
             )
-        if name in _LOST:
+        if name in _WITHOUT_GRADIENT:
             raise ShardingError(
                 f"{name} loses the gradient",
                 where=node.meta.get("source"),

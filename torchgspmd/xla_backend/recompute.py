@@ -1,12 +1,13 @@
-"""Keeps what checkpointing computes again from being merged with the first computation, which would
-keep it in memory.
+"""Keep XLA from merging a recomputation of checkpointing with the first computation.
+
+Merged, the value would stay in memory from the forward to the backward.
 
 before   forward   %y = einsum(.., %x, %w)
-         backward  %y_1 = einsum(.., %x, %w)                    equal to %y: XLA would compute one of them
+         backward  %y_1 = einsum(.., %x, %w)             equal to %y: XLA would compute one of them
 after    backward  %b = barrier([%x, %w, %grad]); %y_1 = einsum(.., %b[0], %b[1])
 
-XLA does not look through a barrier; the gradient among its operands keeps it from starting in the
-forward.
+XLA does not look through a barrier. The gradient among its operands keeps the recomputation out of
+the forward.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from ..fx_passes.ir import Rules, is_operation
 
 
 def mark_repeated(graph: fx.Graph, rules: Rules | None = None) -> None:
-    """meta["again"] on nodes of the backward that compute what a node of the forward has computed,
-    from equal inputs, if they belong to a region that repeats a contraction: others cost little.
+    """Set meta["again"] on nodes of the backward that repeat a node of the forward.
+
+    They repeat it if they compute the same from equal inputs. Only regions with a contraction are
+    marked: others cost little.
     """
     rules = rules or Rules()
     twin: dict[fx.Node, fx.Node] = {}
@@ -35,9 +38,9 @@ def mark_repeated(graph: fx.Graph, rules: Rules | None = None) -> None:
             node.target,
             repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: id(twin.get(n, n)))),
         )
-        known = first.setdefault(key, node)
-        if known is not node and node.meta.get("backward") and not known.meta.get("backward"):
-            twin[node] = known
+        original = first.setdefault(key, node)
+        if original is not node and node.meta.get("backward") and not original.meta.get("backward"):
+            twin[node] = original
             again.append(node)
     for region in _runs(graph, set(again)):
         if any(is_operation(n) and rules.op(n).rule.contraction for n in region):
@@ -46,7 +49,7 @@ def mark_repeated(graph: fx.Graph, rules: Rules | None = None) -> None:
 
 
 def separate(graph: fx.Graph) -> fx.Graph:
-    """Puts a barrier before every region of the backward that mark_repeated has found."""
+    """Insert a barrier before every region of the backward that mark_repeated has marked."""
     for region in list(_runs(graph, {n for n in graph.nodes if n.meta.get("again")})):
         inside = set(region)
         inputs = list(
@@ -69,18 +72,18 @@ def separate(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _latest_value(node: fx.Node, but: list[fx.Node]) -> list[fx.Node]:
-    """The value that is made last before a node."""
+def _latest_value(node: fx.Node, excluded: list[fx.Node]) -> list[fx.Node]:
+    """Return the last value computed before a node, if there is one."""
     before = node.prev
     while before.op == "call_function":
-        if isinstance(before.meta.get("val"), Tensor) and before not in but:
+        if isinstance(before.meta.get("val"), Tensor) and before not in excluded:
             return [before]
         before = before.prev
     return []
 
 
 def _runs(graph: fx.Graph, chosen: set[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Chosen nodes that follow one another."""
+    """Yield the longest runs of chosen nodes that follow one another."""
     run: list[fx.Node] = []
     for node in graph.nodes:
         if node in chosen:
@@ -91,7 +94,7 @@ def _runs(graph: fx.Graph, chosen: set[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def barrier(values: list[Tensor]) -> list[Tensor]:
-    """The same values; nothing that uses them is computed before all of them are."""
+    """Return the same values; no user of them runs before all of them are computed."""
     import torch_xla.core.xla_model as xm
 
     copies = [v.clone() for v in values]

@@ -1,4 +1,4 @@
-"""torch_xla itself: found, and started once in a process, in SPMD mode."""
+"""Find torch_xla and start it in SPMD mode, once in a process."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _INSTALL = (
 
 
 def is_available() -> bool:
-    """Whether torch_xla is installed."""
+    """True if torch_xla is installed."""
     return importlib.util.find_spec("torch_xla") is not None
 
 
 def is_started() -> bool:
-    """Whether this process runs on XLA; it cannot be switched off again."""
+    """True if this process runs on XLA in SPMD mode, which it cannot leave again."""
     return "torch_xla" in sys.modules and sys.modules["torch_xla"].runtime.is_spmd()
 
 
 def start(mesh: Mesh, *, backward: bool = True) -> torch.device:
-    """Starts XLA in SPMD mode if need be; the one device that stands for all of them.
+    """Start XLA in SPMD mode, if it is not started; return the device that stands for all of them.
 
-    backward: whether autograd is to run on it. ShardingError if the mesh does not fit or autograd
-    cannot.
+    backward: whether autograd is to run on it. Raise a ShardingError if the mesh does not have all
+    devices of XLA, or if autograd cannot run.
     """
     _start()
     if backward:
@@ -55,9 +55,8 @@ def _start() -> None:
     if not is_available():
         raise ShardingError("backend 'xla' needs torch_xla", where=user_line(), fix=_INSTALL)
     if "torch_xla" not in sys.modules:
-        os.environ.setdefault(
-            "XLA_RNG_BIT_GENERATOR", "philox"
-        )  # partitioned; the default draws whole tensors everywhere
+        # Philox is partitioned; the default generator draws the whole tensor on every device.
+        os.environ.setdefault("XLA_RNG_BIT_GENERATOR", "philox")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import torch_xla
     import torch_xla.runtime as xr
@@ -67,16 +66,18 @@ def _start() -> None:
             "this process uses XLA already, without SPMD",
             where=user_line(),
             why="tensors that exist on XLA would be copied to every device",
-            fix="call parallelize first, or torch_xla.runtime.use_spmd() before the first XLA tensor",
+            fix="call parallelize first, "
+            "or torch_xla.runtime.use_spmd() before the first XLA tensor",
         )
     xr.use_spmd()
-    xr.global_runtime_device_count()  # makes the client
+    xr.global_runtime_device_count()  # creates the client
 
 
 @cache
 def _check_backward() -> None:
-    """The autograd engine makes its queues of devices at the first backward, and does not look
-    again.
+    """Raise a ShardingError if autograd has no queue for XLA.
+
+    The autograd engine creates the queues of all devices at the first backward of a process.
     """
     x = torch.zeros((), device="xla", requires_grad=True)
     try:

@@ -1,9 +1,8 @@
-"""Our layouts as XLA's: a ShardSpec to what torch_xla annotates with, to XLA's text for it, and
-back.
+"""Convert a ShardSpec to torch_xla's annotation and to XLA's text for a layout, and back.
 
-XLA writes `{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}`: tiles along every dimension,
-then the devices in row-major order of the tiles; with last_tile_dim_replicate the last number
-counts devices that hold equal tiles.
+XLA writes `{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}`. The first list is the number
+of tiles along every dimension. The second list is the devices in row-major order of the tiles. With
+last_tile_dim_replicate the last number counts devices that hold equal tiles.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MOST_DIMS = 5  # torch_xla 2.9 cannot shard tensors with more dimensions
 
 
 def check(spec: ShardSpec, mesh: Mesh, what: str, where: str | None = None) -> ShardSpec:
-    """Itself without axes of size 1; ShardingError if torch_xla cannot express it."""
+    """Return the spec without axes of size 1. Raise if torch_xla cannot express it."""
     if spec.pending:
         raise ShardingError(
             f"{what}: XLA has no layout '{spec}' with a pending reduction", where=where
@@ -41,29 +40,29 @@ def check(spec: ShardSpec, mesh: Mesh, what: str, where: str | None = None) -> S
 
 
 def expressible(spec: ShardSpec) -> bool:
-    """Whether XLA can be told this layout."""
+    """True if torch_xla can express this layout."""
     return not spec.pending and (spec.rank <= MOST_DIMS or not spec.sharding_axes)
 
 
 def annotate(x: Tensor, mesh: str, spec: str) -> Tensor:
-    """The value with a layout: what a mark is in a graph for XLA. The tensor given keeps its own."""
+    """Return a copy of x with a layout: the form of a mark in a graph for XLA."""
     import torch_xla
 
-    y = x.clone()  # a tensor of its own for the same value
+    y = x.clone()  # x keeps its own layout
     torch_xla._XLAC._xla_annotate_custom_sharding(y, op_sharding(mesh, spec))
     return y
 
 
 @cache
 def op_sharding(mesh: str, spec: str) -> Any:
-    """XLA's own form of a layout."""
+    """Return XLA's own form of a layout, an OpSharding."""
     grid, entries = in_xla(Mesh.parse(mesh), ShardSpec.parse(spec))
     return grid.get_op_sharding(entries)
 
 
 def in_xla(mesh: Mesh, spec: ShardSpec) -> tuple[Any, tuple]:
-    """torch_xla's mesh and spec: None, a name, or a tuple of names, the major one first."""
-    fine = mesh.divided(spec.sharding_axes)  # parts of axes are axes there
+    """Return torch_xla's mesh and spec: None, a name, or a tuple of names (major first)."""
+    fine = mesh.divided(spec.sharding_axes)  # sub-axes are axes there
     dims = spec.map_axes(fine.refine).dims
     return _xla_mesh(fine), tuple(
         None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims
@@ -72,7 +71,7 @@ def in_xla(mesh: Mesh, spec: ShardSpec) -> tuple[Any, tuple]:
 
 @cache
 def _xla_mesh(mesh: Mesh) -> Any:
-    """One object for equal meshes: torch_xla caches by it."""
+    """Return one object for equal meshes, since torch_xla caches by identity."""
     import numpy
     import torch_xla.distributed.spmd as xs
 
@@ -80,8 +79,9 @@ def _xla_mesh(mesh: Mesh) -> Any:
 
 
 def device_order() -> list[int]:
-    """Ids of all devices, those of one slice together: the first axes of a mesh run over the slow
-    network between slices.
+    """Return the ids of all devices, those of one slice together.
+
+    So the first axes of a mesh run over the slow network between slices.
     """
     import torch_xla.runtime as xr
 
@@ -90,8 +90,9 @@ def device_order() -> list[int]:
 
 
 def layout_text(tensor: Tensor) -> str:
-    """XLA's text for the layout of a tensor; empty for a value without one that is not computed
-    yet.
+    """Return XLA's text for the layout of a tensor.
+
+    It is empty for a lazy value without an annotation.
     """
     import torch_xla
 
@@ -100,7 +101,7 @@ def layout_text(tensor: Tensor) -> str:
 
 @cache
 def text_of(spec: ShardSpec, mesh: Mesh, order: tuple[int, ...]) -> str:
-    """XLA's text for a layout. order: device_order()."""
+    """Return XLA's text for a layout. order: device_order()."""
     if not spec.sharding_axes:
         return "{replicated}"
     mesh = mesh.divided(spec.sharding_axes)
@@ -119,7 +120,7 @@ def text_of(spec: ShardSpec, mesh: Mesh, order: tuple[int, ...]) -> str:
 
 
 def spec_of_text(text: str, rank: int, mesh: Mesh, order: tuple[int, ...]) -> ShardSpec | None:
-    """The layout that XLA's text means; None if no axes of the mesh, nor parts of them, express it."""
+    """Return the layout of XLA's text; None if no axes or sub-axes of the mesh express it."""
     if text == "{replicated}":
         return ShardSpec.replicated(rank)
     tiles = re.match(r"\{devices=\[([\d,]+)\]", text)
@@ -129,16 +130,17 @@ def spec_of_text(text: str, rank: int, mesh: Mesh, order: tuple[int, ...]) -> Sh
     if math.prod(counts) == 1:
         return ShardSpec.replicated(rank)
     fine = mesh.split({name: tuple(_primes(size)) for name, size in mesh.axes})
-    found = (
+    matches = (
         spec
         for grid in (mesh, fine)
         for spec in _candidates(counts, grid)
         if text_of(spec, mesh, order) == text
     )
-    return next((spec.map_axes(mesh.merge) for spec in found), None)
+    return next((spec.map_axes(mesh.merge) for spec in matches), None)
 
 
 def _primes(size: int) -> Iterator[int]:
+    """Yield the prime factors of a number."""
     for n in range(2, size + 1):
         while size % n == 0:
             size //= n
@@ -146,7 +148,7 @@ def _primes(size: int) -> Iterator[int]:
 
 
 def _candidates(counts: list[int], mesh: Mesh) -> Iterator[ShardSpec]:
-    """Layouts with so many tiles along every dimension."""
+    """Yield the layouts with `counts` tiles along the dimensions."""
     names = [name for name in mesh.names if mesh.count((name,)) > 1]
     choices: list[list[Axes]] = [
         [

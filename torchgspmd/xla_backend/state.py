@@ -1,6 +1,4 @@
-"""Tensors on XLA in their layouts: a module's parameters and buffers, arguments, and keeping them
-so.
-"""
+"""Place a module's parameters and buffers, and arguments, on XLA in their layouts."""
 
 from __future__ import annotations
 
@@ -17,40 +15,40 @@ from ..runtime.module_proxy import named_tensors, slot_of
 from ..shard_spec import ShardSpec
 from .sharding import annotate, device_order, in_xla, layout_text, text_of
 
-Slot = tuple[
-    dict, str, ShardSpec
-]  # a module's table of parameters or buffers, the name there, the layout
+# (a module's table of parameters or buffers, the name in that table, the layout)
+Slot = tuple[dict, str, ShardSpec]
 
 
 def place(
     model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, device: torch.device
 ) -> list[Slot]:
-    """Puts XLA tensors in place of a module's parameters and buffers; tied ones stay tied, those on
-    meta stay there.
+    """Replace a module's parameters and buffers by XLA tensors.
+
+    Tied ones stay tied. Those on meta stay there.
     """
-    made: dict[int, Tensor] = {}
+    placed: dict[int, Tensor] = {}
     slots: dict[int, Slot] = {}
     for name, tensor in named_tensors(model):
         table, key = slot_of(model, name)
-        if id(tensor) not in made:
+        if id(tensor) not in placed:
             stored = (
                 tensor.detach()
                 if tensor.is_meta
                 else place_tensor(tensor.detach(), specs[name], mesh, device)
             )
-            made[id(tensor)] = (
+            placed[id(tensor)] = (
                 nn.Parameter(stored, tensor.requires_grad)
                 if isinstance(tensor, nn.Parameter)
                 else stored
             )
-            copy_mark(tensor, made[id(tensor)])
+            copy_mark(tensor, placed[id(tensor)])
             slots[id(tensor)] = (table, key, specs[name])
-        table[key] = made[id(tensor)]
+        table[key] = placed[id(tensor)]
     return list(slots.values())
 
 
 def place_tensor(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device: torch.device) -> Tensor:
-    """A tensor on XLA; every device is sent its shard only. What is there already stays as it is."""
+    """Send every device its shard of a tensor. A tensor on XLA stays as it is."""
     import torch_xla.distributed.spmd as xs
 
     if isinstance(tensor, DTensor):
@@ -67,24 +65,23 @@ def place_tensor(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device: torch.devi
 
 
 def pin(tensor: Tensor, mesh: Mesh, spec: ShardSpec) -> None:
-    """Lays a tensor out, unless it is so already. What is assigned or copied to it, torch_xla may
-    lay out otherwise.
+    """Give a tensor a layout, unless it has it.
+
+    torch_xla may give another layout to a tensor that is assigned or copied to.
     """
     if layout_text(tensor) != text_of(spec, mesh, tuple(device_order())):
         tensor.data = annotate(tensor.detach(), str(mesh), str(spec))
 
 
 def sync() -> None:
-    """Runs everything that is pending, as one program."""
+    """Run all lazy operations, as one program."""
     import torch_xla
 
     torch_xla.sync()
 
 
 def program_text(tensors: list[Tensor]) -> str:
-    """The partitioned and optimized program that computes tensors that are still lazy; it is not
-    run.
-    """
+    """Return the partitioned and optimized program of lazy tensors, without running it."""
     import torch_xla
 
     before = os.environ.get("XLA_DUMP_POST_OPTIMIZATIONS")
