@@ -1,10 +1,4 @@
-# make demo   trains the example GPT on 4 local processes and on one, and compares their losses
-# make test   all tests: test-core, then test-xla
-# make test-core   all but those of XLA
-# make test-xla    those of XLA, in an environment of their own (.venv-xla, 7 GB: torch 2.9 and torch_xla), and the core tests there
-# make test-newest   the core tests and the demo on the newest torch that pip finds, in an environment of its own (.venv-newest, 6 GB)
-# make test-hidden   the core tests without 20 operators of torch (SEED=0 says which): what fails uses these
-# All create .venv if there is none. PYTHON=... chooses the interpreter, VENV=... another environment.
+# `make help` says what there is. PYTHON=... chooses the interpreter, VENV=... another environment.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,10 +12,13 @@ XLA_BIN := $(XLA_VENV)/bin
 NEWEST_VENV ?= .venv-newest
 SEED ?= 0
 
-.PHONY: demo test test-core test-xla test-newest test-hidden test-transformers venv venv-xla venv-newest
+.PHONY: help lint fast demo test test-core test-xla test-newest test-hidden test-transformers venv venv-xla venv-newest
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
 # One thread a process, in both runs: more threads than cores would only wait for each other.
-demo: venv
+demo: venv  ## train the example GPT on 4 local processes and on one, and compare their losses
 	$(BIN)/python -m pip install --quiet -e ".[examples]"
 	mkdir -p $(OUT) && rm -f $(OUT)/four.json $(OUT)/one.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 $(TRAIN) \
@@ -29,35 +26,44 @@ demo: venv
 	OMP_NUM_THREADS=1 $(BIN)/python $(TRAIN) --sample 0 --losses $(OUT)/one.json --plot $(OUT)/loss-one.png
 	$(BIN)/python examples/common/compare.py $(OUT)/one.json $(OUT)/four.json --tolerance 1e-4
 
-test: test-core test-xla
+lint: venv  ## ruff check, ruff format --check
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
-test-core: venv
+fast: venv  ## tests that start no processes and take no minutes
+	$(BIN)/python -m pip install --quiet -e ".[test,examples]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -x -q -n 2 --dist worksteal -m "not slow and not distributed" tests
+
+test: lint test-core test-xla  ## all tests, as CI runs them: 20 minutes on two cores
+
+test-core: venv  ## all tests but those of XLA
 	$(BIN)/python -m pip install --quiet -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -x -q -n 2 --dist worksteal tests
 
 # Processes of their own for the tests of XLA: each has 8 virtual devices, and SPMD cannot be switched off in it. The core tests show that
 # torch 2.9 will do; what takes long and depends little on the version of torch is left out.
-test-xla: venv-xla
+test-xla: venv-xla  ## those of XLA, and the core tests on torch 2.9 (.venv-xla, 7 GB)
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q -n 2 --dist worksteal tests_xla
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -x -q -n 2 --dist worksteal tests $(patsubst %,--ignore=tests/test_%.py,random_programs examples unet3d imports halo reshard collective_matmul)
 
 # Not in CI: this torch comes with 5 GB of CUDA libraries.
-test-newest: venv-newest
+test-newest: venv-newest  ## the core tests and the demo on the newest torch that pip finds (.venv-newest, 6 GB)
 	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal tests
 	$(MAKE) demo VENV=$(NEWEST_VENV)
 
-test-hidden: venv
+test-hidden: venv  ## the core tests without 20 operators of torch (SEED=0 says which): what fails uses these
 	$(BIN)/python -m pip install --quiet -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --hide-operators 20 --hide-seed $(SEED) tests
 
 # Models of transformers, in an environment of their own.
-test-transformers:
+test-transformers:  ## models of transformers (.venv-transformers)
 	$(MAKE) venv VENV=.venv-transformers
 	.venv-transformers/bin/python -m pip install --quiet -e ".[test,transformers]"
 	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -q tests/test_transformers.py
 
 # The CPU build of torch where pip's indexes have it, else what they have; nothing if a torch is there already.
-venv:
+venv:  ## the environment of all that follows
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "torch==$(TORCH)+cpu" \
 		|| $(BIN)/python -m pip install --quiet "torch==$(TORCH)"

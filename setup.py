@@ -5,9 +5,10 @@ setup(
     version="0.1.0",
     description="GSPMD for PyTorch: one annotated model, sharded over a mesh of devices",
     packages=find_packages(include=["torchgspmd", "torchgspmd.*"]),
+    package_data={"torchgspmd": ["py.typed"]},
+    license="BSD-3-Clause",
     python_requires=">=3.10",
     classifiers=[
-        "License :: OSI Approved :: BSD License",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
@@ -16,6 +17,7 @@ setup(
     install_requires=["torch>=2.9", "numpy"],
     extras_require={
         "transformers": ["transformers>=5"],
+        "dev": ["ruff==0.17.*", "pyright"],
         "test": ["pytest", "pytest-xdist", "hypothesis", "expecttest", "scikit-learn"],
         "examples": ["rich", "matplotlib"],
         "auto": ["highspy"],
