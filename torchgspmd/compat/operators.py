@@ -26,6 +26,11 @@ class AbsentOperator:
         """Return the name as an OpOverload does: `aten::cholesky`."""
         return self._name
 
+    @property
+    def __name__(self) -> NoReturn:
+        """Raise as a call does: it is asked for the name of a node in a graph."""
+        self()
+
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise ShardingError(
             f"torch {torch.__version__} has no operator {self._name}",
