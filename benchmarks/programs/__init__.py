@@ -14,17 +14,24 @@ import random
 from collections.abc import Sequence
 
 import torch
-from torchgspmd.chains import pointwise_chain, product_chain, reshard_chain, shape_chain
-from torchgspmd.convolutions import convolutions
-from torchgspmd.draw import Draw, Program, trained
-from torchgspmd.experts import moe
-from torchgspmd.rows import cache, indexing, losses
-from torchgspmd.steps import pipeline, step
-from torchgspmd.transformers import transformer
 
 from torchgspmd import Mesh
 
-MESHES = {2: [(2,)], 4: [(4,), (2, 2)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
+from .chains import pointwise_chain, product_chain, reshard_chain, shape_chain
+from .convolutions import convolutions
+from .draw import Draw, Program, trained
+from .experts import moe
+from .rows import cache, indexing, losses
+from .steps import pipeline, step
+from .transformers import transformer
+
+MESHES = {
+    2: [(2,)],
+    3: [(3,)],
+    4: [(4,), (2, 2)],
+    6: [(6,), (2, 3), (3, 2)],
+    8: [(8,), (2, 4), (4, 2), (2, 2, 2)],
+}
 UNEVEN, TRAINED, OPEN = (
     0.12,
     0.65,
@@ -62,8 +69,10 @@ TRAINABLE = {
 }
 
 
-def make(seed: int, devices: int = 8, only: Sequence[str] = ()) -> Program:
-    """The program of a seed. only: families to choose from."""
+def make(seed: int, devices: int = 8, only: Sequence[str] = (), train: bool = True) -> Program:
+    """The program of a seed. only: families to choose from; train: whether it may return gradients.
+    Uneven for 3 or 6 devices.
+    """
     rng = random.Random(seed)
     sizes = rng.choice(MESHES[devices])
     mesh = Mesh(**dict(zip("xyz", sizes)))
@@ -71,7 +80,7 @@ def make(seed: int, devices: int = 8, only: Sequence[str] = ()) -> Program:
     draw = Draw(
         rng,
         mesh,
-        rng.random() < UNEVEN,
+        rng.random() < (1 if devices % 3 == 0 else UNEVEN),
         torch.Generator().manual_seed(seed),
         words=[family.__name__],
     )
@@ -79,7 +88,7 @@ def make(seed: int, devices: int = 8, only: Sequence[str] = ()) -> Program:
     inputs, specs = draw.inputs, draw.specs
     out = None if result is None or draw.flip(OPEN) else draw.spec(result, draw.activations)
     outs: str | None | tuple = draw.results or out
-    if family in TRAINABLE and draw.flip(TRAINED, "grad"):
+    if train and family in TRAINABLE and draw.flip(TRAINED, "grad"):
         y = function(*inputs)
         floats = [s for t, s in zip(inputs, specs) if t.is_floating_point()]
         function, outs = trained(function, len(inputs)), (out, *floats)

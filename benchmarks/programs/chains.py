@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torchgspmd.draw import MARKED, Draw, random_spec
 
 from torchgspmd import mark_sharding
+
+from .draw import MARKED, Draw, random_spec
 
 
 class Chain:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torchgspmd.draw import Draw
+
+from .draw import Draw
 
 PLANES = {
     "batch": ("b", ""),
@@ -31,13 +32,14 @@ def convolutions(draw: Draw):
     draw.sizes |= {"z": 8, "r": 3, "o": draw.sizes["c"], "p": 1, "g": draw.sizes["c"]}
     draw.layout("b c h w", "o c", PLANES)
     space = "h w z"[: 2 * rank - 1]
+    group = "conv" if draw.sizes["c"] % 2 else "group"  # two groups need an even number of channels
     kinds = [
         draw.pick(
             "conv",
             "stride",
             "dilate",
             "depthwise",
-            "group",
+            group,
             "up",
             "pool",
             "avg",

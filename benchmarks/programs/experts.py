@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchgspmd.draw import Draw
+
+from .draw import Draw
 
 EXPERTS = {
     "ep": ("g e", "e"),

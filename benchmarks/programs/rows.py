@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torchgspmd.draw import Draw
+
+from .draw import Draw
 
 
 def losses(draw: Draw):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torchgspmd.draw import Draw, spread
 
 from torchgspmd import mark_sharding
+
+from .draw import Draw, spread
 
 
 def step(draw: Draw):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchgspmd.draw import Draw
+
+from .draw import Draw
 
 BLOCKS = {
     "dp": ("b", ""),

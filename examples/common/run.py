@@ -18,9 +18,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torchgspmd.report import plot_losses, show_plan
 
 from torchgspmd import Mesh
+
+from .report import plot_losses, show_plan
 
 RANK, WORLD = (
     int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
