@@ -1,7 +1,6 @@
 """The passes on the global graph, in order. Each is one function in one file."""
 
 from .expand.decompose_ops import decompose_ops
-from .expand.decompose_ops import decompose_ops as expand
 from .ir import Rules
 from .localize.localize import localize
 from .partition.partition import partition
@@ -15,7 +14,6 @@ __all__ = [
     "Layouts",
     "Rules",
     "decompose_ops",
-    "expand",
     "localize",
     "partition",
     "propagate",
