@@ -26,7 +26,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hide-seed", type=int, default=0, help="which ones")
 
 
+# Files whose tests take minutes together; `make fast` leaves them out.
+SLOW = {
+    "prover",
+    "random_programs",
+    "reshard",
+    "halo",
+    "unet3d",
+    "resampling",
+    "imports",
+    "variants",
+}
+STARTS_PROCESSES = {"launch", "train", "launched"}  # functions of the tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem.removeprefix("test_") in SLOW:
+            item.add_marker(pytest.mark.slow)
+        code = getattr(getattr(item, "function", None), "__code__", None)
+        if code is not None and "launch" in code.co_names:
+            item.add_marker(pytest.mark.distributed)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: one of many that take minutes together")
+    config.addinivalue_line("markers", "distributed: starts processes")
     if count := config.getoption("--hide-operators"):
         names = {
             name[6:].partition(".")[0]
