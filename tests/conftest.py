@@ -36,8 +36,9 @@ SLOW = {
     "resampling",
     "imports",
     "variants",
+    "examples",
+    "transformers",
 }
-STARTS_PROCESSES = {"launch", "train", "launched"}  # functions of the tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
