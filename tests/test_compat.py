@@ -33,7 +33,7 @@ def test_a_rule_for_an_operator_that_does_not_exist():
     assert "aten::gone_in_this_release" in str(gspmd.doctor())
     with pytest.raises(
         gspmd.ShardingError,
-        match=r"has no operator aten::gone_in_this_release\n.* tests/test_compat.py|test_compat",
+        match=r"has no operator aten::gone_in_this_release\n  where .*test_compat",
     ):
         op(torch.ones(2))
     with pytest.raises(gspmd.ShardingError, match="has no operator aten::gone_in_this_release"):
