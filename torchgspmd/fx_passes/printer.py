@@ -53,7 +53,7 @@ def type_text(dtype: torch.dtype, shape: Any, spec: ShardSpec | None) -> str:
 
 
 def graph_text(graph: fx.Graph, mesh: Mesh) -> str:
-    """Return the global program as text; the README tells how to read it."""
+    """Return the global program as text; docs/reading_a_plan.md tells how to read it."""
     rows = [row for row in map(_row, graph.nodes) if row]
     return "\n".join([f"mesh {' '.join(f'{n}={s}' for n, s in mesh.axes)}", *_lines(rows)])
 
