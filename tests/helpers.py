@@ -4,15 +4,42 @@ simulated devices.
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torchgspmd as gspmd
+from torchgspmd import ShardSpec
 from torchgspmd.errors import ShardingError
 
 MESHES = (gspmd.Mesh(m=1), gspmd.Mesh(m=2), gspmd.Mesh(a=2, m=2), gspmd.Mesh(a=2, m=3))
+
+
+WORKERS = Path(__file__).with_name("distributed")
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layouts(rank: int, names: tuple[str, ...], pending: bool) -> list[ShardSpec]:
+    """Every layout: each axis unused, on one dimension (in every order there), or pending."""
+    found = {}
+    for order in itertools.permutations(names):
+        for places in itertools.product(range(-1 - pending, rank), repeat=len(names)):
+            dims = tuple(
+                tuple(a for a, place in zip(order, places) if place == d) for d in range(rank)
+            )
+            found[
+                ShardSpec(dims, (), tuple(a for a in names if dict(zip(order, places))[a] == -2))
+            ] = None
+    return list(found)
 
 
 def tolerance(dtype: torch.dtype, terms: int = 64) -> float:
@@ -91,3 +118,22 @@ def message(action) -> str:
             r"(test_\w+\.py):\d+", r"\1:N", re.sub(r"\S*/(test_\w+\.py)", r"\1", str(error))
         )
     raise AssertionError("no ShardingError")
+
+
+def launch(mesh: str, *arguments: str, worker: str = "parallelize") -> str:
+    """What rank 0 printed; fails with all output if a process failed."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(gspmd.Mesh.parse(mesh).size),
+        str(WORKERS / f"worker_{worker}.py"),
+        mesh,
+        *arguments,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -6,13 +6,11 @@ with one device. `make test-transformers` installs what they need.
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from architectures import MODELS
-from helpers import assert_same, eager
-from test_parallelize import launch
+from helpers import assert_same, eager, launch
 
 import torchgspmd as gspmd
 from torchgspmd.capture.state.object_trees import opened
@@ -72,9 +70,4 @@ def test_numbers_are_those_of_one_device(name, marks):
 
 @pytest.mark.parametrize("mesh", ["model=2", "data=2,model=2"])
 def test_generation_caches_and_methods_on_processes(mesh):
-    assert (
-        launch(mesh, worker=Path(__file__).with_name("worker_transformers.py")).count(
-            f"holds on {mesh}"
-        )
-        == 3
-    )
+    assert launch(mesh, worker="transformers").count(f"holds on {mesh}") == 3

@@ -144,7 +144,7 @@ def test_ctc_loss():
 BRANCH = f"""\
 the program depends on values: an `if`{", a loop or a slice" if OLD else " or a loop"} \
 needs numbers that are known only when it runs
-  where test_values.py:N
+  where test_value_free.py:N
   why   one program is made for all values, before any device computes
   fix   use torch.where or a mask instead of a branch, \
 or compute it outside and pass it as an argument\

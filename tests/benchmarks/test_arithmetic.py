@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchgspmd as gspmd
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import arithmetic  # noqa: E402
 

@@ -12,7 +12,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import MESHES, assert_same, eager, message
+from helpers import MESHES, assert_same, eager, message, rand
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -44,10 +44,6 @@ def marked(module: nn.Module, mesh: Mesh, layouts: dict[str, str]) -> nn.Module:
         for name, spec in layouts.items()
     }
     return gspmd.annotate(module, mesh, words)
-
-
-def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def seeded(make):

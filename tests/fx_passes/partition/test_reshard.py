@@ -13,6 +13,7 @@ import math
 
 import pytest
 import torch
+from helpers import layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
@@ -272,20 +273,6 @@ def test_sends_no_more_than_shardy(mesh, shape, before, after, theirs):
 
 
 # ----------------------------------------------------------------------------------------- executed
-
-
-def layouts(rank: int, names: tuple[str, ...], pending: bool) -> list[ShardSpec]:
-    """Every layout: each axis unused, on one dimension (in every order there), or pending."""
-    found = {}
-    for order in itertools.permutations(names):
-        for places in itertools.product(range(-1 - pending, rank), repeat=len(names)):
-            dims = tuple(
-                tuple(a for a, place in zip(order, places) if place == d) for d in range(rank)
-            )
-            found[
-                ShardSpec(dims, (), tuple(a for a in names if dict(zip(order, places))[a] == -2))
-            ] = None
-    return list(found)
 
 
 def hold(x: Tensor, spec: ShardSpec, mesh: Mesh) -> list[Tensor]:

@@ -68,7 +68,7 @@ def test_strict():
         == "aten.sort.default replicates or gathers 192 bytes on every device, which strict does "
         "not allow"
     )
-    assert text.splitlines()[1] == "  where test_unasked.py:N"
+    assert text.splitlines()[1] == "  where test_replication_report.py:N"
     gspmd.plan(lambda x: x.sort(1)[0], X, mesh=MESH, in_specs="m _", strict=True)
 
 

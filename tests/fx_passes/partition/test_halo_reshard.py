@@ -160,7 +160,7 @@ def test_a_halo_wider_than_a_shard_comes_over_several_hops():
     assert sent(plan) == 7 * 2 * 2 * 4  # its two rows of two channels to all of the others
 
 
-WORKER = Path(__file__).with_name("worker_halo.py")
+WORKER = Path(__file__).parents[2] / "distributed" / "worker_halo.py"
 
 
 @pytest.mark.parametrize(

@@ -1,35 +1,10 @@
 """parallelize on real gloo processes: see worker_parallelize.py for what is compared."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from helpers import launch
 
 import torchgspmd as gspmd
-
-WORKER = Path(__file__).with_name("worker_parallelize.py")
-
-
-def launch(mesh: str, *arguments: str, worker: Path = WORKER) -> str:
-    """What rank 0 printed; fails with all output if a process failed."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(gspmd.Mesh.parse(mesh).size),
-        str(worker),
-        mesh,
-        *arguments,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("mesh", ["data=2", "model=3", "data=2,model=2"])

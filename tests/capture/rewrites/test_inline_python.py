@@ -277,7 +277,9 @@ def test_what_cannot_be_captured():
     lazy = message(lambda: gspmd.plan(nn.LazyLinear(4), X, mesh=MESH))
     assert "parameter 'weight' has no shape yet" in lazy and "call the model once" in lazy
     scripted = message(lambda: gspmd.plan(torch.jit.script(nn.Linear(16, 4)), X, mesh=MESH))
-    assert "TorchScript" in scripted and "where test_bodies.py:N" in " ".join(scripted.split())
+    assert "TorchScript" in scripted and "where test_inline_python.py:N" in " ".join(
+        scripted.split()
+    )
     branch = message(
         lambda: gspmd.plan(
             lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), X, mesh=MESH

@@ -7,10 +7,9 @@ import math
 
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_same, layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_reshard import layouts
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec

@@ -4,28 +4,24 @@ import collections
 import copy
 import functools
 import math
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from test_capture import rand
-from test_parallelize import launch
+from helpers import launch, rand
 from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.capture.state.recorder import Reach
 
-WORKER, READER = (Path(__file__).with_name(f"worker_{name}.py") for name in ("state", "reads"))
-
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_modules_that_keep_something_between_calls(mesh):
-    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 18
+    assert launch(mesh, worker="state").count(f"holds on {mesh}") == 18
 
 
 def test_what_forward_reads_changes_between_calls():
-    assert launch("data=2", worker=READER).count("holds on data=2") == 4
+    assert launch("data=2", worker="reads").count("holds on data=2") == 4
 
 
 class Recurrent(nn.Module):

@@ -15,7 +15,7 @@ import torch
 
 import torchgspmd as gspmd
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from unet3d.data import Head  # noqa: E402

@@ -9,8 +9,7 @@ import re
 import models
 import pytest
 import torch
-from helpers import assert_same, eager
-from test_parallelize import launch
+from helpers import assert_same, eager, launch
 from torch import fx, nn
 
 import torchgspmd as gspmd

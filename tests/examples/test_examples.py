@@ -22,7 +22,7 @@ import torch
 
 import torchgspmd as gspmd
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 from gpt.data import Characters, load_text  # noqa: E402

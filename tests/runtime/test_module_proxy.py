@@ -2,23 +2,19 @@
 compared.
 """
 
-from pathlib import Path
-
 import pytest
-from test_parallelize import launch
+from helpers import launch
 
 from torchgspmd.runtime.module_proxy import leaf_key
-
-WORKER, OF_RANKS = (Path(__file__).with_name(f"worker_{name}.py") for name in ("module", "ranks"))
 
 
 @pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
 def test_a_wrapped_module_is_used_as_the_model(mesh):
-    assert launch(mesh, worker=WORKER).count(f"holds on {mesh}") == 16
+    assert launch(mesh, worker="module").count(f"holds on {mesh}") == 16
 
 
 def test_models_that_differ_between_ranks():
-    assert launch("data=2", worker=OF_RANKS).count("holds on data=2") == 5
+    assert launch("data=2", worker="ranks").count("holds on data=2") == 5
 
 
 class Options:
