@@ -16,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-ALPHA = 8.0  # Fixed cost of a collective, in bytes: of two plans with equal bytes, fewer win.
-
 
 @dataclass(frozen=True)
 class Collective:

@@ -9,7 +9,7 @@ A change puts the operations that depend on it on the worklist.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -18,11 +18,9 @@ from torch import fx
 from ...mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..ir import Op, Rules, values
-from ..propagate.factors import crowded
-from .search_memory import Memories, SearchMemory
-from .strategies import Neighborhood, OperandLayouts, Strategy
+from .cost_constants import CostConstants
+from .neighborhood import Interner, Neighborhood, OperandLayouts, Strategy
 
-PENDING_DEPTH = 4  # Look through at most so many operations for a sum that could stay pending.
 SNAPSHOT_FIELDS = (
     "strategy_of",
     "layout_of",
@@ -44,25 +42,25 @@ class Assignment:
         mesh: Mesh,
         input_specs: Mapping[fx.Node, ShardSpec],
         rules: Rules,
-        memories: Memories,
+        interner: Interner,
+        constants: CostConstants,
     ) -> None:
-        self.graph, self.mesh = graph, mesh
+        self.graph, self.mesh, self.interner = graph, mesh, interner
+        self.pending_depth = constants.pending_depth
         self.ops: dict[fx.Node, Op] = {op.node: op for op in rules.ops(graph)}
+        self.order = {node: i for i, node in enumerate(self.ops)}
+        self.producers = {v: op for op in self.ops.values() for v in op.results if v is not None}
+        self.output = graph.output_node()
         self.only_inputs = {
             node: all(value.op == "placeholder" for value in op.operands)
             for node, op in self.ops.items()
         }
-        situation = (
-            mesh,
-            crowded(((v.meta["val"].shape, v.meta["spec"]) for v in values(graph)), mesh),
-        )
-        self.memory = memories.setdefault(situation, SearchMemory(*situation))
-        self.resharder, self.strategies = self.memory.resharder, self.memory.strategies
         self.open_inputs = [
             n for n in graph.nodes if n.op == "placeholder" and n not in input_specs
         ]
         self.layout_of = self._initial_layouts(input_specs)
         self.strategy_of: dict[fx.Node, Strategy] = {}
+        self.omitted_marks: set[fx.Node] = set()  # Their users take the unmarked value.
         # value -> {(user, operand index): layout}
         self.required: dict[fx.Node, dict[tuple[fx.Node, int], ShardSpec]] = {}
         self.versions = itertools.count()
@@ -115,6 +113,11 @@ class Assignment:
         for i, (value, spec) in enumerate(zip(op.operands, strategy.operands)):
             self.require(value, op.node, i, spec)
 
+    def assign_all(self, ops: Sequence[Op], strategies: Sequence[Strategy]) -> None:
+        """Give operations their strategies, in this order."""
+        for op, strategy in zip(ops, strategies):
+            self.assign(op, strategy)
+
     def set_layout(self, value: fx.Node, spec: ShardSpec) -> None:
         """Set the layout in which a value is produced."""
         before = self.layout_of.get(value)
@@ -146,12 +149,13 @@ class Assignment:
         self.worklist.add(node)
         self.neighborhood_cache.pop(node, None)
 
-    def _touch_users(self, value: fx.Node, pending: bool, depth: int = PENDING_DEPTH) -> None:
+    def _touch_users(self, value: fx.Node, pending: bool, depth: int | None = None) -> None:
         """Touch all operations that decide by the layout of a value.
 
         These are its users, and the users behind moves of rows. With `pending` (the pending axes
         changed) also those behind linear operations.
         """
+        depth = self.pending_depth if depth is None else depth
         for user in value.users:
             op = self.ops.get(user)
             if op is not None:
@@ -184,7 +188,7 @@ class Assignment:
         first: bool = False,
     ) -> Neighborhood:
         """Return the neighborhood of an operation with other layouts around it."""
-        return self.memory.neighborhood(operands, required, first, self.only_inputs[op.node])
+        return self.interner.neighborhood(operands, required, first, self.only_inputs[op.node])
 
     def operand_layouts(self, value: fx.Node, op: Op, first: bool = False) -> OperandLayouts:
         """Return the layouts in which a value exists without `op`.
@@ -192,7 +196,7 @@ class Assignment:
         With `first` only the layout it is produced in, and how many operations share a new one.
         """
         if first:
-            return self.memory.operand_layouts((self.layout_of[value],), self.sharers(value, op))
+            return self.interner.operand_layouts((self.layout_of[value],), self.sharers(value, op))
         views = self.view_cache.setdefault(value, {})
         if (view := views.get(op.node)) is None:
             others = (
@@ -200,7 +204,7 @@ class Assignment:
                 for (user, _), spec in self.required.get(value, {}).items()
                 if user is not op.node
             )
-            view = views[op.node] = self.memory.operand_layouts(
+            view = views[op.node] = self.interner.operand_layouts(
                 tuple(dict.fromkeys((self.layout_of[value], *others)))
             )
         if op.rule.joins:
@@ -214,10 +218,12 @@ class Assignment:
             }
             if near and (
                 deferrable := tuple(
-                    a for a in self.mesh.names if a in near and self._is_deferrable(value, a)
+                    a
+                    for a in self.mesh.names
+                    if a in near and self._is_deferrable(value, a, self.pending_depth)
                 )
             ):
-                return self.memory.operand_layouts(view.layouts, view.sharers, deferrable)
+                return self.interner.operand_layouts(view.layouts, view.sharers, deferrable)
         return view
 
     def required_layouts(self, value: fx.Node | None, first: bool) -> tuple[ShardSpec, ...]:
@@ -239,7 +245,7 @@ class Assignment:
             )
         return self.sharer_counts[value, op.key]
 
-    def _is_deferrable(self, value: fx.Node, axis: str, depth: int = PENDING_DEPTH) -> bool:
+    def _is_deferrable(self, value: fx.Node, axis: str, depth: int) -> bool:
         """Return whether a value could be pending over an axis.
 
         True if it is, if a sum before it could have been left unreduced, and for single numbers.

@@ -7,39 +7,27 @@ after    it is sharded along the sequence by `model`, if that costs less in all 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch import fx
 
 from ...shard_spec import ShardSpec
 from ..ir import Op
+from .op_search import OpSearch
 from .region_proposal import RegionProposals
 from .regions import Body, bodies, threads
-
-if TYPE_CHECKING:
-    from .solver import Solver
-
-# Try a factor for a whole body only if at least this share of its operations have it.
-MIN_SHARE = 1 / 8
-# A thread leaves the layout that its operations chose one by one only if this share of what is sent
-# is saved.
-MIN_SAVING = 1 / 16
 
 
 class BodySearch(RegionProposals):
     """Tries other factors for the axes of bodies and threads."""
 
-    def __init__(self, solver: Solver) -> None:
-        super().__init__(solver)
+    def __init__(self, op_search: OpSearch) -> None:
+        super().__init__(op_search)
+        ops, self.constants = self.assignment.ops, self.memory.constants
         self.busy: set[str] = set()  # axes with traffic between operations
         self.class_numbers: dict[tuple[Body, int | None], int] = {}
-        # body -> the solver's version, and the number of the situation then
+        # body -> the version of the assignment, and the number of the situation then
         self.situations: dict[Body, tuple[int, int]] = {}
-        self.bodies, self.threads = bodies(solver.ops), threads(solver.ops)
-        self.makers = {
-            value: op for op in solver.ops.values() for value in op.results if value is not None
-        }
-        self.order = {node: i for i, node in enumerate(solver.ops)}
+        self.bodies, self.threads = bodies(ops), threads(ops, self.constants)
         self.neighbors = {
             body: self._neighboring_ops(body) for body in (*self.bodies, *self.threads)
         }
@@ -57,7 +45,7 @@ class BodySearch(RegionProposals):
         ]
         self.busy = self._busy_axes()
         changed += [
-            self._try_layout(thread, axis, 0, MIN_SAVING)
+            self._try_layout(thread, axis, 0, self.constants.min_saving)
             for thread in self.threads
             for axis in self._thread_axes(thread)
         ]
@@ -72,17 +60,17 @@ class BodySearch(RegionProposals):
         place = {
             (node, factor): i
             for i, factors in enumerate(body.classes)
-            if len(factors) >= MIN_SHARE * len(body.ops)
+            if len(factors) >= self.constants.min_share * len(body.ops)
             for node, factor in factors.items()
         }
         for op in body.ops:
             have = {
                 axis: factor
-                for factor, axes in self.solver.strategy_of[op.node].assignment
+                for factor, axes in self.assignment.strategy_of[op.node].assignment
                 for axis in axes
             }
-            neighborhood = self.solver.neighborhood(op)
-            for axis, targets in self.solver.strategies.options(op, neighborhood).items():
+            neighborhood = self.assignment.neighborhood(op)
+            for axis, targets in self.strategies.options(op, neighborhood).items():
                 for target in targets:
                     if target != have.get(axis) and (target is None or (op.node, target) in place):
                         options[axis, place.get((op.node, target))] = None
@@ -95,23 +83,23 @@ class BodySearch(RegionProposals):
         summed, unless the weights are sharded over them. Such an axis needs other traffic too: one
         without just divides a batch.
         """
-        solver, ops = self.solver, [op for op in thread.ops if op.rule.contraction]
+        at, ops = self.assignment, [op for op in thread.ops if op.rule.contraction]
         summed = {
             axis
             for op in ops
             for value in op.results
-            if value is not None and solver.output in value.users
-            for axis in solver.layout_of[value].pending
+            if value is not None and at.output in value.users
+            for axis in at.layout_of[value].pending
         }
         inputs = {
             axis
             for op in ops
             for value in op.operands
             if value.op == "placeholder"
-            for axis in solver.layout_of[value].sharding_axes
+            for axis in at.layout_of[value].sharding_axes
         }
         options = {axis for axis, factors in self._axis_options(thread) if factors is not None}
-        return [axis for axis in solver.mesh.names if axis in options | summed & self.busy - inputs]
+        return [axis for axis in at.mesh.names if axis in options | summed & self.busy - inputs]
 
     def _busy_axes(self) -> set[str]:
         """Return the axes over which operations exchange more than single numbers.
@@ -120,11 +108,11 @@ class BodySearch(RegionProposals):
         """
         return {
             axis
-            for value, uses in self.solver.required.items()
+            for value, uses in self.assignment.required.items()
             if value.meta["val"].numel() > 1
             for (user, _), spec in uses.items()
-            if user is not self.solver.output
-            for axis in _removed_axes(self.solver.layout_of[value], spec)
+            if user is not self.assignment.output
+            for axis in _removed_axes(self.assignment.layout_of[value], spec)
         }
 
     def _try_layout(
@@ -143,31 +131,32 @@ class BodySearch(RegionProposals):
         )
         if situation in self.memory.rejected:
             return False
-        neighbors, before = self.neighbors[body], self.solver.snapshot()
-        sent = self.traffic(neighbors)
-        cost = self.work(neighbors) + sent - min_saving * sent
+        neighbors, before = self.neighbors[body], self.assignment.snapshot()
+        costs = self.op_search.costs
+        sent = costs.traffic(neighbors)
+        cost = costs.work(neighbors) + sent - min_saving * sent
         self._force(body, axis, body.classes[factor_class] if factor_class is not None else {})
         for op in (*reversed(neighbors), *neighbors):
-            self.solver.choose(op)
-        if self.exact_cost(neighbors) < cost:
+            self.op_search.choose(op)
+        if costs.exact(neighbors) < cost:
             return True
-        self.solver.restore(before)
+        self.assignment.restore(before)
         self.memory.rejected.add(situation)
         return False
 
     def _situation(self, body: Body) -> int:
         """Return a number that is equal for like bodies in like neighborhoods."""
         version, situation = self.situations.get(body, (None, 0))
-        if version != self.solver.version:
+        if version != self.assignment.version:
             content = (
-                self.solver.pending_bonus,
+                self.op_search.costs.pending_bonus,
                 *(
-                    (op.key, self.solver.neighborhood(op), self.solver.strategy_of[op.node])
+                    (op.key, self.assignment.neighborhood(op), self.assignment.strategy_of[op.node])
                     for op in self.neighbors[body]
                 ),
             )
             situation = self.memory.numbers.setdefault(content, len(self.memory.numbers))
-            self.situations[body] = (self.solver.version, situation)
+            self.situations[body] = (self.assignment.version, situation)
         return situation
 
     def _class_number(self, body: Body, factor_class: int | None) -> int:
@@ -186,49 +175,50 @@ class BodySearch(RegionProposals):
 
     def _force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
         """Assign the best strategies in which an axis shards these factors, or no factor."""
-        inside = {op.node for op in body.ops}
+        at, inside = self.assignment, {op.node for op in body.ops}
         for op in body.ops:
             if factors.get(op.node) in op.rule.whole:
                 continue
             operands = tuple(
-                self.memory.operand_layouts(
-                    have.layouts, self.solver.sharers(v, op), have.deferrable
+                self.memory.interner.operand_layouts(
+                    have.layouts, at.sharers(v, op), have.deferrable
                 )
-                for v, have in ((v, self.solver.operand_layouts(v, op)) for v in op.operands)
+                for v, have in ((v, at.operand_layouts(v, op)) for v in op.operands)
             )
             required = tuple(
                 tuple(
                     dict.fromkeys(
                         spec
-                        for (user, _), spec in self.solver.required.get(v, {}).items()
+                        for (user, _), spec in at.required.get(v, {}).items()
                         if user not in inside
                     )
                 )
                 for v in op.results
             )
-            best = self.solver.best_strategy(
+            best = self.op_search.best_strategy(
                 op,
-                self.solver.new_neighborhood(op, operands, required),
+                at.new_neighborhood(op, operands, required),
                 None,
                 (axis, factors.get(op.node)),
             )
             if best is not None:
-                self.solver.assign(op, best)
+                at.assign(op, best)
 
     def _neighboring_ops(self, body: Body) -> tuple[Op, ...]:
         """Return the operations of a body, and those that produce or use its values."""
+        at = self.assignment
         values = [v for op in body.ops for v in (*op.operands, *op.results) if v is not None]
         nodes = {op.node for op in body.ops}
-        nodes |= {self.makers[v].node for v in values if v in self.makers}
+        nodes |= {at.producers[v].node for v in values if v in at.producers}
         nodes |= {
             user
             for op in body.ops
             for v in op.results
             if v is not None
             for user in v.users
-            if user in self.solver.ops
+            if user in at.ops
         }
-        return tuple(self.solver.ops[node] for node in sorted(nodes, key=self.order.__getitem__))
+        return tuple(at.ops[node] for node in sorted(nodes, key=at.order.__getitem__))
 
 
 def _removed_axes(before: ShardSpec, after: ShardSpec) -> set[str]:

@@ -1,4 +1,4 @@
-"""What a strategy costs in the current assignment, in bytes on the wire.
+"""What strategies and moves cost, in bytes on the wire. Nothing here changes an assignment.
 
 cost(op) = moves of its operands to where it needs them + its arithmetic and memory traffic
          + moves of its results to where they are used
@@ -6,40 +6,71 @@ cost(op) = moves of its operands to where it needs them + its arithmetic and mem
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from torch import fx
+from torch import Tensor, fx
 
 from ...mesh import Mesh
+from ...rules import Rule
 from ...shard_spec import ShardSpec
-from ..ir import Op, Rules
+from ..ir import Op
+from ..propagate.factors import Assignment as Factors
 from ..propagate.factors import layouts_behind
 from .assignment import Assignment
-from .search_memory import Memories
-from .strategies import Neighborhood, OperandLayouts, Strategy
-
-# Cost discount for leaving a sum unreduced, as a fraction of its bytes: a later addition may share
-# its reduction.
-PENDING_BONUS = 1 / 8
+from .cost_constants import CostConstants
+from .neighborhood import Neighborhood, OperandLayouts, Strategy
+from .regions import Region
+from .reshard import Resharder
 
 
-class CostModel(Assignment):
-    """An assignment with the costs of its operations and of the moves between them."""
+def local_bytes(val: Tensor, spec: ShardSpec, mesh: Mesh) -> float:
+    """Return the bytes of one device's shard."""
+    return math.prod(spec.local_shape(val.shape, mesh)) * val.element_size()
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        mesh: Mesh,
-        input_specs: Mapping[fx.Node, ShardSpec],
-        rules: Rules,
-        memories: Memories,
-    ) -> None:
-        super().__init__(graph, mesh, input_specs, rules, memories)
-        self.pending_bonus = PENDING_BONUS
-        self.operand_window_cache: dict[
-            tuple[fx.Node, ShardSpec], tuple[ShardSpec, ...] | None
-        ] = {}
+
+def arithmetic(rule: Rule, factors: Factors, mesh: Mesh, constants: CostConstants) -> float:
+    """Return what one device computes under an assignment of axes, in bytes on the wire."""
+    if not rule.contraction:
+        return 0.0
+    counts = {f: mesh.count(factors.get(f, ())) for f in rule.sizes}
+    even = 2 * math.prod(rule.sizes.values()) / math.prod(counts.values())
+    padded = 2 * math.prod(-(-n // counts[f]) for f, n in rule.sizes.items())
+    return even / constants.flops_per_byte + (padded - even) / constants.padding_flops_per_byte
+
+
+def work(
+    op: Op,
+    factors: Factors,
+    operands: Sequence[ShardSpec],
+    results: Sequence[ShardSpec],
+    mesh: Mesh,
+    constants: CostConstants,
+) -> float:
+    """Return the arithmetic and memory traffic of one device, in bytes on the wire."""
+    cost = arithmetic(op.rule, factors, mesh, constants)
+    for value, spec in itertools.chain(zip(op.operands, operands), zip(op.results, results)):
+        if value is not None:
+            cost += local_bytes(value.meta["val"], spec, mesh) / constants.memory_per_byte
+    return cost
+
+
+OperandWindows = dict[tuple[fx.Node, ShardSpec], tuple[ShardSpec, ...] | None]
+
+
+@dataclass(frozen=True, eq=False)
+class CostModel:
+    """The costs of operations and of the moves between them, in the present assignment.
+
+    pending_bonus: as in CostConstants; it differs between the phases of a search.
+    """
+
+    assignment: Assignment
+    resharder: Resharder
+    pending_bonus: float
+    operand_window_cache: OperandWindows = field(default_factory=dict)
 
     def cost(
         self,
@@ -76,12 +107,6 @@ class CostModel(Assignment):
                 least, best = cost, strategy
         return best
 
-    def transport(self, value: fx.Node) -> float:
-        """Return what moves a value from its operation to all of its users."""
-        return self._distribution_cost(
-            value, self.layout_of[value], self.required.get(value, {}).values()
-        )
-
     def _distribution_cost(
         self, value: fx.Node, layout: ShardSpec, uses: Iterable[ShardSpec], limit: float = math.inf
     ) -> float:
@@ -97,7 +122,7 @@ class CostModel(Assignment):
         self, value: fx.Node, layouts: Sequence[ShardSpec], need: ShardSpec, limit: float
     ) -> float:
         """Return the cost of the cheapest move from one of the layouts. limit: as in `cost`."""
-        least, size = math.inf, self.sizes[value]
+        least, size = math.inf, self.assignment.sizes[value]
         if len(layouts) == 1:
             return (
                 self.move_cost(value, layouts[0], need)
@@ -115,7 +140,7 @@ class CostModel(Assignment):
         more = {a for a in need.pending if a in have.deferrable}
         return (
             layout.with_pending(
-                tuple(a for a in self.mesh.names if a in layout.pending or a in more)
+                tuple(a for a in self.assignment.mesh.names if a in layout.pending or a in more)
             )
             if more
             else layout
@@ -123,7 +148,7 @@ class CostModel(Assignment):
 
     def move_cost(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
         """Return what takes a value from one layout to another."""
-        cost = self.resharder.cost(*self.sizes[value], have, need)
+        cost = self.resharder.cost(*self.assignment.sizes[value], have, need)
         return min(cost, self.window_cost(value, need)) if need.windows else cost
 
     def operand_windows(self, value: fx.Node, need: ShardSpec) -> tuple[ShardSpec, ...] | None:
@@ -132,9 +157,9 @@ class CostModel(Assignment):
         None unless the operation only moves rows.
         """
         if (value, need) not in self.operand_window_cache:
-            op = self.ops.get(value)
+            op = self.assignment.ops.get(value)
             self.operand_window_cache[value, need] = (
-                layouts_behind(op, need, self.mesh) if op is not None else None
+                layouts_behind(op, need, self.assignment.mesh) if op is not None else None
             )
         return self.operand_window_cache[value, need]
 
@@ -143,9 +168,44 @@ class CostModel(Assignment):
         specs = self.operand_windows(value, need)
         if specs is None:
             return math.inf
-        if (value, need) not in self.window_costs:
-            operands = self.ops[value].operands
-            self.window_costs[value, need] = sum(
-                self.move_cost(v, self.layout_of[v], spec) for v, spec in zip(operands, specs)
+        at = self.assignment
+        if (value, need) not in at.window_costs:
+            at.window_costs[value, need] = sum(
+                self.move_cost(v, at.layout_of[v], spec)
+                for v, spec in zip(at.ops[value].operands, specs)
             )
-        return self.window_costs[value, need]
+        return at.window_costs[value, need]
+
+    # ------------------------------------------------------------------- of operations as they are
+
+    def exact(self, ops: Collection[Op]) -> float:
+        """Return the work of operations, and what moves their operands and results to all users."""
+        return self.work(ops) + self.traffic(ops)
+
+    def work(self, ops: Collection[Op]) -> float:
+        """Return the arithmetic and memory traffic of operations."""
+        return sum(self.assignment.strategy_of[op.node].work for op in ops)
+
+    def traffic(self, ops: Collection[Op]) -> float:
+        """Return the cost of all moves of the operands and results of operations."""
+        values = dict.fromkeys(
+            v for op in ops for v in (*op.operands, *op.results) if v is not None
+        )
+        return sum(map(self._transport, values))
+
+    def _transport(self, value: fx.Node) -> float:
+        """Return what moves a value from its operation to all of its users."""
+        uses = self.assignment.required.get(value, {}).values()
+        return self._distribution_cost(value, self.assignment.layout_of[value], uses)
+
+    def region(self, region: Region) -> float:
+        """Return the work of a region and the moves of its operands and of its result."""
+        cost, at = 0.0, self.assignment
+        for op in region.ops:
+            neighborhood = at.neighborhood(op)
+            uses = tuple(
+                () if v in region.values and v is not region.value else w
+                for v, w in zip(op.results, neighborhood.required)
+            )
+            cost += self.cost(op, at.strategy_of[op.node], replace(neighborhood, required=uses))
+        return cost

@@ -15,71 +15,71 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ...comm.collective import ALPHA
 from ...halo import sent_rows
+from ...mesh import Mesh
 from ...shard_spec import ShardSpec
+from .cost_constants import CostConstants
+from .reshard_search import step_cost
 from .step import Step
 
-if TYPE_CHECKING:
-    from .reshard import Path, Resharder
+Path = tuple[float, tuple[Step, ...]]  # cost, steps
+
+
+def start_of_halos(before: ShardSpec, after: ShardSpec) -> ShardSpec:
+    """Return the plain layout from which windows are exchanged, or cut where a device has all."""
+    busy, start = set(before.sharding_axes + before.pending), after.plain()
+    for d, window in enumerate(after.windows):
+        if window and not before.dims[d] and not busy & set(after.dims[d]):
+            start = start.with_dim(d, ())
+    return start
 
 
 def halo_steps(
-    resharder: Resharder, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    itemsize: int,
+    start: ShardSpec,
+    after: ShardSpec,
+    constants: CostConstants,
 ) -> Path:
     """Return (cost, steps) in the cheapest order of the dimensions."""
-    busy = set(before.sharding_axes + before.pending)
     dims = [d for d, window in enumerate(after.windows) if window]
-    whole = [d for d in dims if not before.dims[d] and not busy & set(after.dims[d])]
-    start = after.plain()
-    for d in whole:
-        start = start.with_dim(d, ())
-    cost, steps = (
-        resharder.cost(shape, itemsize, before, start),
-        resharder.steps(shape, itemsize, before, start),
-    )
     orders = (
-        _in_order(resharder, shape, itemsize, start, after, order, set(whole))
+        _in_order(mesh, shape, itemsize, start, after, order)
         for order in itertools.permutations(dims)
     )
-    more, last = min(orders, key=lambda path: path[0])
-    return cost + more, (*steps, *last)
+    paths = ((sum(step_cost(step, constants) for step in steps), steps) for steps in orders)
+    return min(paths, key=lambda path: path[0])
 
 
 def _in_order(
-    resharder: Resharder,
+    mesh: Mesh,
     shape: Sequence[int],
     itemsize: int,
-    spec: ShardSpec,
+    start: ShardSpec,
     after: ShardSpec,
     order: Sequence[int],
-    whole: set[int],
-) -> Path:
-    """Return (cost, steps) with the dimensions in this order."""
-    cost, steps = 0.0, []
+) -> tuple[Step, ...]:
+    """Return the steps with the dimensions in this order."""
+    spec, steps = start, []
     for d in order:
-        local = spec.local_shape(shape, resharder.mesh)
+        local = spec.local_shape(shape, mesh)
         spec = spec.with_dim(d, after.dims[d]).with_window(d, after.window(d))
         row = math.prod(n for i, n in enumerate(local) if i != d) * itemsize
-        step = (
-            _cut(resharder, d, spec) if d in whole else _exchange(resharder, d, spec, shape[d], row)
-        )
-        cost += step.sent + (ALPHA if step.sent else 0.01)
-        steps.append(step)
-    return cost, tuple(steps)
+        steps.append(_exchange(mesh, d, spec, shape[d], row) if start.dims[d] else _cut(d, spec))
+    return tuple(steps)
 
 
-def _cut(resharder: Resharder, d: int, spec: ShardSpec) -> Step:
+def _cut(d: int, spec: ShardSpec) -> Step:
     """Return the step that cuts a window out of a dimension that is whole."""
     return Step(
         "window", (d, "+".join(spec.dims[d]), str(spec.window(d))), spec, spec.dims[d], 0.0, 0.0
     )
 
 
-def _exchange(resharder: Resharder, d: int, spec: ShardSpec, size: int, row: int) -> Step:
+def _exchange(mesh: Mesh, d: int, spec: ShardSpec, size: int, row: int) -> Step:
     """Return the exchange of rows between neighbors. row: bytes of one row of a shard."""
     axes, window = spec.dims[d], spec.window(d)
-    sent = float(sent_rows(window, size, resharder.mesh.count(axes)) * row)
+    sent = float(sent_rows(window, size, mesh.count(axes)) * row)
     return Step("halo", (d, "+".join(axes), str(window), size), spec, axes, sent, sent)

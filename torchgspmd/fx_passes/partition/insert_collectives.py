@@ -1,6 +1,6 @@
 """Insert collectives between operations: every value is resharded to the layouts of its users.
 
-before   a solver of `partition` that has assigned a strategy to every operation
+before   an assignment of a strategy to every operation
 after    %mm   : f32[8@data, 64] sum@model = mm(%gelu, %w2)
          %mm_r : f32[8@data, 64]           = all_reduce(%mm, sum, model)
 needs    nothing else
@@ -10,16 +10,15 @@ ensures  users that require equal layouts share one copy
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from ...comm.collective import STEPS
 from ...shard_spec import ShardSpec
 from ..ir import is_number
-
-if TYPE_CHECKING:
-    from .solver import Solver
+from .assignment import Assignment
+from .cost_model import CostModel
 
 _SUFFIX = {
     "all_reduce": "r",
@@ -34,9 +33,9 @@ _SUFFIX = {
 }
 
 
-def insert_collectives(solver: Solver) -> fx.Graph:
+def insert_collectives(assignment: Assignment, costs: CostModel) -> fx.Graph:
     """Return a new graph, with "spec" on every value and "step" on every inserted node."""
-    return _Inserter(solver).run()
+    return _Inserter(assignment, costs).run()
 
 
 def inserted(graph: fx.Graph) -> Iterable[fx.Node]:
@@ -47,21 +46,21 @@ def inserted(graph: fx.Graph) -> Iterable[fx.Node]:
 class _Inserter:
     """Copies a graph to a new one, and inserts the steps between layouts."""
 
-    def __init__(self, solver: Solver) -> None:
-        self.solver, self.graph = solver, fx.Graph()
+    def __init__(self, assignment: Assignment, costs: CostModel) -> None:
+        self.assignment, self.costs, self.graph = assignment, costs, fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.copies: dict[fx.Node, dict[ShardSpec, fx.Node]] = {}
 
     def run(self) -> fx.Graph:
         """Copy all nodes to the new graph, with the steps that their operands need."""
-        for node in self.solver.graph.nodes:
+        for node in self.assignment.graph.nodes:
             if node.op == "output":
                 self._copy_output(node)
-            elif node in self.solver.omitted_marks:
-                (value,) = self.solver.ops[node].operands
+            elif node in self.assignment.omitted_marks:
+                (value,) = self.assignment.ops[node].operands
                 self.new[node] = self.new[value]
                 self.copies[node] = self.copies.setdefault(
-                    value, {self.solver.layout_of[value]: self.new[value]}
+                    value, {self.assignment.layout_of[value]: self.new[value]}
                 )
             else:
                 self._copy_node(node)
@@ -71,7 +70,7 @@ class _Inserter:
     def _copy_output(self, node: fx.Node) -> None:
         """Copy the output node; its values get their layouts."""
         specs = [
-            self.solver.output_spec(i, v) if isinstance(v, fx.Node) else None
+            self.assignment.required[v][node, i] if isinstance(v, fx.Node) else None
             for i, v in enumerate(node.args[0])
         ]
         self.graph.output(
@@ -84,7 +83,7 @@ class _Inserter:
 
     def _copy_node(self, node: fx.Node) -> None:
         """Copy an operation or an input, with its operands resharded."""
-        op, strategy = self.solver.ops.get(node), self.solver.strategy_of.get(node)
+        op, strategy = self.assignment.ops.get(node), self.assignment.strategy_of.get(node)
         operands = iter(())
         if op is not None:
             operands = iter(
@@ -103,8 +102,8 @@ class _Inserter:
                 "result_specs": strategy.results,
                 "operand_specs": strategy.operands,
             }
-        if node in self.solver.layout_of:
-            copy.meta["spec"] = self.solver.layout_of[node]
+        if node in self.assignment.layout_of:
+            copy.meta["spec"] = self.assignment.layout_of[node]
 
     def _erase_unused_moves(self) -> None:
         """Erase steps without users, and moves of rows of which only windows are used."""
@@ -120,16 +119,16 @@ class _Inserter:
 
     def value(self, value: fx.Node, spec: ShardSpec, user: fx.Node) -> fx.Node:
         """Return the value laid out as `spec`, from the copy that is cheapest to start from."""
-        copies = self.copies.setdefault(value, {self.solver.layout_of[value]: self.new[value]})
+        copies = self.copies.setdefault(value, {self.assignment.layout_of[value]: self.new[value]})
         if spec not in copies:
             val = value.meta["val"]
             shape, itemsize = tuple(val.shape), val.element_size()
-            start = min(copies, key=lambda s: self.solver.resharder.cost(shape, itemsize, s, spec))
+            start = min(copies, key=lambda s: self.costs.resharder.cost(shape, itemsize, s, spec))
             if (copy := self.recompute_windows(value, start, spec, user)) is not None:
                 copies[spec] = copy
                 return copy
             node = copies[start]
-            for step in self.solver.resharder.steps(shape, itemsize, start, spec):
+            for step in self.costs.resharder.steps(shape, itemsize, start, spec):
                 if step.spec in copies:
                     node = copies[step.spec]
                     continue
@@ -150,9 +149,9 @@ class _Inserter:
 
         None if that sends more than windows of the value itself.
         """
-        windows = self.solver.operand_windows(value, spec) if spec.windows else None
-        val, op = value.meta["val"], self.solver.ops.get(value)
-        if windows is None or self.solver.window_cost(value, spec) > self.solver.resharder.cost(
+        windows = self.costs.operand_windows(value, spec) if spec.windows else None
+        val, op = value.meta["val"], self.assignment.ops.get(value)
+        if windows is None or self.costs.window_cost(value, spec) > self.costs.resharder.cost(
             tuple(val.shape), val.element_size(), start, spec
         ):
             return None

@@ -9,7 +9,8 @@ source   the idea of pending sums is Shardy's `unreduced`; choosing by cost over
          is ours
 
 A strategy (see strategies.py) says what an operation needs of its operands and returns as results.
-solver.py searches, cost_model.py counts, assignment.py has the state of the search.
+An Assignment has one for every operation, a CostModel says what it costs, and searches change it:
+op_search.py one operation, region_search.py several at once, solver.py all, round by round.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from torch import fx
 
 from ...mesh import Mesh
 from ...shard_spec import ShardSpec
-from ..ir import Rules
+from ..ir import Rules, values
+from ..propagate.factors import crowded
+from .assignment import Assignment
+from .cost_constants import CostConstants
 from .insert_collectives import insert_collectives
-from .search_memory import Memories
+from .search_memory import Memories, SearchMemory
 from .solver import Cotangents, Solver, Storable
 
 
@@ -34,6 +38,7 @@ def partition(
     memories: Memories | None = None,
     storable: Storable | None = None,
     cotangents: Cotangents | None = None,
+    constants: CostConstants = CostConstants(),
 ) -> fx.Graph:
     """Return the partitioned graph.
 
@@ -43,18 +48,15 @@ def partition(
     memories: of graphs like this one, whose operations have the same rules.
     storable: maps the layout that an open output would have to the one it is to have.
     cotangents: input -> (the output whose layout it comes in, the open layout requested for it).
+    constants: of the cost model.
     """
-    solver = Solver(
-        graph,
-        mesh,
-        input_specs,
-        outputs,
-        rules or Rules(),
-        {} if memories is None else memories,
-        storable,
-        cotangents or {},
-    )
-    solver.solve()
+    layouts = ((v.meta["val"].shape, v.meta["spec"]) for v in values(graph))
+    situation = mesh, crowded(layouts, mesh), constants
+    memories = {} if memories is None else memories
+    memory = memories.setdefault(situation, SearchMemory(*situation))
+    assignment = Assignment(graph, mesh, input_specs, rules or Rules(), memory.interner, constants)
+    solver = Solver(assignment, memory, outputs, storable, cotangents or {})
+    costs = solver.solve()
     if not keep_marks:
         solver.omit_unused_marks()
-    return insert_collectives(solver)
+    return insert_collectives(assignment, costs)

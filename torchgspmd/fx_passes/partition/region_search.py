@@ -2,7 +2,7 @@
 
 before   every operation of a region has the strategy that is cheapest while the others keep theirs
 after    all of them have other ones, which cost less together
-needs    the solver of `partition`, whose assignment it changes
+needs    an assignment, which it changes
 source   ours
 
 A proposal sets the strategies of a region. It stays if it costs less; else the former strategies
@@ -11,50 +11,38 @@ are restored.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from ..ir import Op
 from .body_search import BodySearch
+from .op_search import OpSearch
 from .region_proposal import RegionProposals
 from .regions import Region, chains, sources
 from .sum_search import SumSearch
-
-if TYPE_CHECKING:
-    from .solver import Solver
 
 
 class RegionSearch:
     """Proposals for all regions of a graph: sums, chains, contractions, bodies and threads."""
 
-    def __init__(self, solver: Solver) -> None:
-        self.sums, self.chains = SumSearch(solver), ChainSearch(solver)
-        self.bodies = BodySearch(solver)
+    def __init__(self, op_search: OpSearch) -> None:
+        self.sums, self.chains = SumSearch(op_search), ChainSearch(op_search)
+        self.bodies = BodySearch(op_search)
 
     def improve(self) -> list[bool]:
         """Try sums, chains and contractions once; return of each whether it changed."""
         return [*self.sums.improve(), *self.chains.improve()]
 
-    def lay_out(self) -> bool:
-        """Try other layouts for whole bodies and threads; return whether that helped."""
-        return self.bodies.lay_out()
-
-    def resolve(self) -> bool:
-        """Reduce sums early that would be reduced several times; return whether that helped."""
-        return self.sums.reduce_early()
-
-    def exact_cost(self, ops: Collection[Op]) -> float:
-        """Return the work of operations, and what moves their operands and results to all users."""
-        return self.sums.exact_cost(ops)
+    def change_regions(self) -> bool:
+        """Try other layouts for bodies and threads, and earlier sums; return whether any helped."""
+        return any([self.bodies.lay_out(), self.sums.reduce_early()])
 
 
 class ChainSearch(RegionProposals):
     """Tries other layouts for chains, alone or with the contraction before."""
 
-    def __init__(self, solver: Solver) -> None:
-        super().__init__(solver)
-        self.chains, self.sources = chains(solver.ops), sources(solver.ops)
+    def __init__(self, op_search: OpSearch) -> None:
+        super().__init__(op_search)
+        ops = self.assignment.ops
+        self.chains, self.sources = chains(ops), sources(ops)
 
     def improve(self) -> list[bool]:
         """Try every chain and contraction once; return of each whether it changed."""
@@ -73,21 +61,19 @@ class ChainSearch(RegionProposals):
     def _propose_forwards(self, chain: Region) -> bool:
         """Choose strategies from the first operation to the last; each follows the one before."""
         for op in chain.ops:
-            neighborhood = self.solver.neighborhood(op)
+            neighborhood = self.assignment.neighborhood(op)
             if op is not chain.ops[-1]:  # Nothing is required of intermediate results.
-                neighborhood = self.solver.new_neighborhood(op, neighborhood.operands, ((),))
-            self.assign_cheapest(
-                op, self.solver.strategies.candidates(op, neighborhood), neighborhood
-            )
+                neighborhood = self.assignment.new_neighborhood(op, neighborhood.operands, ((),))
+            self.assign_cheapest(op, self.strategies.candidates(op, neighborhood), neighborhood)
         return True
 
     def _propose_backwards(self, chain: Region) -> bool:
         """Choose strategies from the last operation to the first; each serves the one after."""
         for op in reversed(chain.ops):
-            neighborhood = self.solver.neighborhood(op)
+            neighborhood = self.assignment.neighborhood(op)
             self.assign_cheapest(
                 op,
-                self.solver.strategies.candidates(op, neighborhood),
+                self.strategies.candidates(op, neighborhood),
                 replace(neighborhood, operands=()),
             )
         return True

@@ -19,13 +19,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..ir import Op
-
-# Different contractions of one layer's heads, forward and backward, and some more.
-MAX_DIFFERENT_CONTRACTIONS = 24
-# All contractions, of a few layers or of a loop.
-MAX_CONTRACTIONS = 96
-# The least number of rounds for a loop.
-MIN_ROUNDS = 4
+from .cost_constants import CostConstants
 
 
 @dataclass(frozen=True)
@@ -195,7 +189,7 @@ def bodies(ops: Mapping[fx.Node, Op]) -> list[Body]:
     ]
 
 
-def threads(ops: Mapping[fx.Node, Op]) -> list[Body]:
+def threads(ops: Mapping[fx.Node, Op], constants: CostConstants) -> list[Body]:
     """Return the operations that one factor runs through, with at least two contractions.
 
     Not with more contractions than a few layers or a short loop have. A factor also runs through
@@ -209,9 +203,12 @@ def threads(ops: Mapping[fx.Node, Op]) -> list[Body]:
             contractions = [free[node].key for node in factors if free[node].rule.contraction]
             different = len(set(contractions))
             if (
-                1 < len(contractions) <= MAX_CONTRACTIONS
-                and different <= MAX_DIFFERENT_CONTRACTIONS
-                and (not through_weights or len(contractions) >= MIN_ROUNDS * different)
+                1 < len(contractions) <= constants.max_contractions
+                and different <= constants.max_different_contractions
+                and (
+                    not through_weights
+                    or len(contractions) >= constants.min_loop_rounds * different
+                )
             ):
                 threads_by_factors.setdefault(
                     frozenset(factors.items()),

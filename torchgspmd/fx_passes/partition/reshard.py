@@ -14,19 +14,19 @@ import math
 
 from ...mesh import Mesh
 from ...shard_spec import Axes, ShardSpec, nests
-from .halo_reshard import halo_steps
+from .cost_constants import CostConstants
+from .halo_reshard import Path, halo_steps, start_of_halos
 from .reshard_search import ReshardSearch, at_least, on_average, step_cost
 from .step import Step
 
 ReshardKey = tuple[tuple[int, ...], int, ShardSpec, ShardSpec]  # shape, itemsize, before, after
-Path = tuple[float, tuple[Step, ...]]  # cost, steps
 
 
 class Resharder:
     """Computes and caches the steps between layouts on one mesh."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, constants: CostConstants | None = None) -> None:
+        self.mesh, self.constants = mesh, constants or CostConstants()
         self.paths: dict[ReshardKey, Path] = {}
         self.costs: dict[ReshardKey, float] = {}
         self.bounds: dict[ReshardKey, float] = {}
@@ -83,7 +83,7 @@ class Resharder:
                 if has_no_bound
                 else on_average(self.mesh, shape, itemsize, before, after)
                 if uneven
-                else (at_least(self.mesh, shape, itemsize, before, after))
+                else at_least(self.mesh, shape, itemsize, before, after, self.constants)
             )
         return bound
 
@@ -99,7 +99,7 @@ class Resharder:
         """Return the cheapest path, cached."""
         key = (shape, itemsize, before, after)
         if key not in self.paths and after.windows:
-            self.paths[key] = halo_steps(self, shape, itemsize, before, after)
+            self.paths[key] = self._path_to_windows(shape, itemsize, before, after)
         elif key not in self.paths and (
             new := tuple(a for a in after.pending if a not in before.pending)
         ):
@@ -107,9 +107,24 @@ class Resharder:
         elif key not in self.paths:
             steps = self._slices(shape, before, after)
             if steps is None:
-                steps = ReshardSearch(self.mesh, shape, itemsize, after).run(before)
-            self.paths[key] = sum(step_cost(step) for step in steps if step.kind != "shard"), steps
+                search = ReshardSearch(self.mesh, shape, itemsize, after, self.constants)
+                steps = search.run(before)
+            self.paths[key] = (
+                sum(step_cost(step, self.constants) for step in steps if step.kind != "shard"),
+                steps,
+            )
         return self.paths[key]
+
+    def _path_to_windows(
+        self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
+    ) -> Path:
+        """Return a path that ends with an exchange of halos in each dimension with windows."""
+        start = start_of_halos(before, after)
+        cost, last = halo_steps(self.mesh, shape, itemsize, start, after, self.constants)
+        return self.cost(shape, itemsize, before, start) + cost, (
+            *self.steps(shape, itemsize, before, start),
+            *last,
+        )
 
     def _path_to_terms(
         self,
@@ -122,7 +137,7 @@ class Resharder:
         """Return a path that ends with a value as the only term of a sum over the `new` axes."""
         whole = after.with_pending(tuple(a for a in after.pending if a not in new))
         last = Step("term", ("+".join(new),), after, new, 0.0, 0.0)
-        return self.cost(shape, itemsize, before, whole) + step_cost(last), (
+        return self.cost(shape, itemsize, before, whole) + step_cost(last, self.constants), (
             *self.steps(shape, itemsize, before, whole),
             last,
         )

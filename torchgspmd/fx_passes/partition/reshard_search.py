@@ -17,14 +17,11 @@ import math
 from collections.abc import Iterator
 
 from ...comm.box_exchange import busiest, lacking
-from ...comm.collective import ALPHA, sent_bytes
+from ...comm.collective import sent_bytes
 from ...mesh import Mesh
 from ...shard_spec import Axes, ShardSpec, nests
+from .cost_constants import CostConstants
 from .step import Step
-
-MAX_LAYOUTS = 1000  # Visit at most so many layouts, then take the direct path.
-# Bytes that a step costs besides those sent. Of equal steps the plain one wins.
-FEES = {"shard": 0.01, "term": 0.01, "permute": 1.5 * ALPHA}
 
 
 class ReshardSearch:
@@ -34,8 +31,16 @@ class ReshardSearch:
     Paths that cannot beat the direct one are not followed.
     """
 
-    def __init__(self, mesh: Mesh, shape: tuple[int, ...], itemsize: int, after: ShardSpec) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        shape: tuple[int, ...],
+        itemsize: int,
+        after: ShardSpec,
+        constants: CostConstants,
+    ) -> None:
         self.mesh, self.shape, self.itemsize, self.after = mesh, shape, itemsize, after
+        self.constants = constants
         self.targets = (after, *self._finer())
         self.shard_bytes: dict[tuple[Axes, ...], float] = {}  # by axes of the dimensions
 
@@ -56,15 +61,17 @@ class ReshardSearch:
         """Return the cheapest steps from a layout."""
         least = self._remaining(before)
         for move in self._plain_moves(before):
-            if move.spec == self.after and step_cost(move) <= least:  # no path sends less
+            if (
+                move.spec == self.after and step_cost(move, self.constants) <= least
+            ):  # no path sends less
                 return (move,)
         direct = self._direct(before)
-        bound = sum(step_cost(step) for step in direct)
+        bound = sum(step_cost(step, self.constants) for step in direct)
         order = itertools.count()
         # (estimate, steps so far, ...): of equal estimates the path with fewest steps.
         queue: list[tuple] = [(0.0, 0, next(order), 0.0, before, ())]
         seen: set[ShardSpec] = set()
-        while queue and len(seen) < MAX_LAYOUTS:
+        while queue and len(seen) < self.constants.max_layouts:
             _, _, _, cost, spec, steps = heapq.heappop(queue)
             if spec in seen:
                 continue
@@ -72,7 +79,7 @@ class ReshardSearch:
             if spec == self.after:
                 return steps
             for move in self._moves(spec, bound - cost):
-                total = cost + step_cost(move)
+                total = cost + step_cost(move, self.constants)
                 if (
                     move.spec not in seen
                     and total < bound
@@ -104,7 +111,7 @@ class ReshardSearch:
 
     def _remaining(self, spec: ShardSpec) -> float:
         """Return a lower bound of the cost from a layout to the target."""
-        return at_least(self.mesh, self.shape, self.itemsize, spec, self.after)
+        return at_least(self.mesh, self.shape, self.itemsize, spec, self.after, self.constants)
 
     def _lacking(self, spec: ShardSpec, target: ShardSpec) -> float:
         """Return the bytes that some device needs for `target` and does not have."""
@@ -130,7 +137,10 @@ class ReshardSearch:
         for target in self.targets if spec.pending == self.after.pending else ():
             if (
                 spec != target
-                and self._lacking(spec, target) + self._remaining(target) + FEES["permute"] < left
+                and self._lacking(spec, target)
+                + self._remaining(target)
+                + self.constants.permute_fee
+                < left
             ):
                 yield self._permute(spec, target)
 
@@ -256,7 +266,12 @@ class ReshardSearch:
 
 
 def at_least(
-    mesh: Mesh, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    itemsize: int,
+    before: ShardSpec,
+    after: ShardSpec,
+    constants: CostConstants,
 ) -> float:
     """Return a lower bound of the cost of any path between two layouts.
 
@@ -265,9 +280,9 @@ def at_least(
     """
     if before.pending == after.pending:
         missing = lacking(mesh, shape, before, after)
-        return missing * itemsize + ALPHA if missing else 0.0
+        return missing * itemsize + constants.collective_fee if missing else 0.0
     terms = mesh.count(tuple(a for a in before.pending if a not in after.pending))
-    return (terms - 1) * math.prod(shape) * itemsize / mesh.size + ALPHA
+    return (terms - 1) * math.prod(shape) * itemsize / mesh.size + constants.collective_fee
 
 
 def on_average(
@@ -281,6 +296,10 @@ def on_average(
     return after_bytes - shared_bytes
 
 
-def step_cost(step: Step) -> float:
+def step_cost(step: Step, constants: CostConstants) -> float:
     """Return the bytes that a step sends, plus its fee."""
-    return step.sent + FEES.get(step.kind, ALPHA)
+    if step.kind in ("shard", "term", "window") or step.kind == "halo" and not step.sent:
+        return step.sent + constants.local_step_fee
+    return step.sent + (
+        constants.permute_fee if step.kind == "permute" else constants.collective_fee
+    )

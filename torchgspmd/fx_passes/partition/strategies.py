@@ -10,11 +10,7 @@ one of these may do so here.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
 
 from ...mesh import Mesh
 from ...rules import Rule
@@ -29,64 +25,16 @@ from ..propagate.factors import (
     project,
     result_pending,
 )
-
-# Operations worth one byte on the wire. Few, so that arithmetic is always divided.
-FLOPS_PER_BYTE = 10.0
-# Operations on the padding of uneven shards worth one byte. Many: devices are fast, and padding is
-# no reason for another layout.
-WASTE_PER_BYTE = 500.0
-# Bytes of memory traffic worth one byte on the wire.
-TRAFFIC_PER_BYTE = 128.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Strategy:
-    """The layouts of operands and results under an assignment.
-
-    Like operations share one object for equal strategies.
-    """
-
-    assignment: tuple[tuple[str, Axes], ...]
-    operands: tuple[ShardSpec, ...]
-    results: tuple[ShardSpec, ...]
-    work: float  # of one device, in bytes on the wire
-    pending: float = 0.0  # bytes of its results that are left pending
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OperandLayouts:
-    """The layouts in which an operand exists. There is one object for equal content.
-
-    layouts: the first is the one that it is produced in.
-    sharers: how many operations share the cost of a new layout.
-    deferrable: axes over which the operand could be left pending.
-    """
-
-    layouts: tuple[ShardSpec, ...]
-    sharers: int
-    deferrable: Axes = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Neighborhood:
-    """The layouts around an operation. There is one object for equal content.
-
-    required: for each result the layouts in which it is used.
-    first: whether these are the propagated layouts, before any choice.
-    only_inputs: whether all operands are inputs of the program.
-    """
-
-    operands: tuple[OperandLayouts, ...]
-    required: tuple[tuple[ShardSpec, ...], ...]
-    first: bool
-    only_inputs: bool
+from .cost_constants import CostConstants
+from .cost_model import local_bytes, work
+from .neighborhood import Neighborhood, OperandLayouts, Strategy
 
 
 class Strategies:
     """Lists and caches the strategies of operations. crowded: see factors.py."""
 
-    def __init__(self, mesh: Mesh, crowded: Crowded) -> None:
-        self.mesh, self.crowded = mesh, crowded
+    def __init__(self, mesh: Mesh, crowded: Crowded, constants: CostConstants) -> None:
+        self.mesh, self.crowded, self.constants = mesh, crowded, constants
         self.cached_strategies: dict[tuple, Strategy | None] = {}  # by operation and assignment
         self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
         self.option_cache: dict[tuple, dict[str, tuple]] = {}  # by operation and neighborhood
@@ -238,28 +186,9 @@ class Strategies:
             tuple(assignment.items()),
             tuple(operands),
             tuple(results),
-            self._work(op, assignment, operands, results),
+            work(op, assignment, operands, results, self.mesh, self.constants),
             pending,
         )
-
-    def _work(
-        self,
-        op: Op,
-        assignment: dict[str, Axes],
-        operands: Sequence[ShardSpec],
-        results: Sequence[ShardSpec],
-    ) -> float:
-        """Return the arithmetic and memory traffic of one device, in bytes on the wire."""
-        rule, work = op.rule, 0.0
-        if rule.contraction:
-            counts = {f: self.mesh.count(assignment.get(f, ())) for f in rule.sizes}
-            even = 2 * math.prod(rule.sizes.values()) / math.prod(counts.values())
-            padded = 2 * math.prod(-(-n // counts[f]) for f, n in rule.sizes.items())
-            work = even / FLOPS_PER_BYTE + (padded - even) / WASTE_PER_BYTE
-        for value, spec in itertools.chain(zip(op.operands, operands), zip(op.results, results)):
-            if value is not None:
-                work += local_bytes(value.meta["val"], spec, self.mesh) / TRAFFIC_PER_BYTE
-        return work
 
 
 def _has_terms(strategy: Strategy, available: Sequence[OperandLayouts]) -> bool:
@@ -276,8 +205,3 @@ def marked(op: Op) -> ShardSpec | None:
     """Return the layout that a mark requests, with open dimensions as propagated."""
     spec = op.node.meta.get("mark")
     return spec.closed() if spec is not None else None
-
-
-def local_bytes(val: Tensor, spec: ShardSpec, mesh: Mesh) -> float:
-    """Return the bytes of one device's shard."""
-    return math.prod(spec.local_shape(val.shape, mesh)) * val.element_size()

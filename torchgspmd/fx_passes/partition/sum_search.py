@@ -6,27 +6,22 @@ after    %c = all_reduce(add(mm(...), mm(...)), sum, model)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import fx
 
 from ...mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..ir import Op
+from .op_search import OpSearch
 from .region_proposal import RegionProposals
 from .regions import Region, sums
-
-if TYPE_CHECKING:
-    from .solver import Solver
 
 
 class SumSearch(RegionProposals):
     """Tries to reduce sums later or earlier."""
 
-    def __init__(self, solver: Solver) -> None:
-        super().__init__(solver)
-        self.sums = sums(solver.ops)
-        self.order = {node: i for i, node in enumerate(solver.ops)}
+    def __init__(self, op_search: OpSearch) -> None:
+        super().__init__(op_search)
+        self.sums = sums(self.assignment.ops)
 
     def improve(self) -> list[bool]:
         """Try all sums once; return of each whether it changed."""
@@ -37,13 +32,11 @@ class SumSearch(RegionProposals):
 
         No summand gains alone: an addition passes on only what is pending in both operands.
         """
-        solver = self.solver
+        at = self.assignment
         axes = [
-            a
-            for a, size in solver.mesh.axes
-            if size > 1 and a not in solver.layout_of[total.value].pending
+            a for a, size in at.mesh.axes if size > 1 and a not in at.layout_of[total.value].pending
         ]
-        inside = {a for value in total.values for a in solver.layout_of[value].pending}
+        inside = {a for value in total.values for a in at.layout_of[value].pending}
         kinds = [(axis, True) for axis in axes] + [(axis, False) for axis in axes if axis in inside]
         return any(
             [
@@ -58,13 +51,13 @@ class SumSearch(RegionProposals):
         If nothing (`pending` is False), each summand gets the layout that costs least to compute.
         """
         for op in total.ops:
-            neighborhood = self.solver.neighborhood(op)
+            neighborhood = self.assignment.neighborhood(op)
             if op is not total.ops[-1]:
-                neighborhood = self.solver.new_neighborhood(
+                neighborhood = self.assignment.new_neighborhood(
                     op,
                     neighborhood.operands,
                     tuple(
-                        tuple(_with_pending_axis(w, axis, self.solver.mesh) for w in uses)
+                        tuple(_with_pending_axis(w, axis, self.assignment.mesh) for w in uses)
                         if pending
                         else ()
                         for uses in neighborhood.required
@@ -72,7 +65,7 @@ class SumSearch(RegionProposals):
                 )
             candidates = [
                 s
-                for s in self.solver.strategies.candidates(op, neighborhood)
+                for s in self.strategies.candidates(op, neighborhood)
                 if all(
                     (axis in layout.pending) == pending
                     for v, layout in zip(op.results, s.results)
@@ -91,39 +84,38 @@ class SumSearch(RegionProposals):
         """
         pending = [
             (value, axis)
-            for op in self.solver.ops.values()
+            for op in self.assignment.ops.values()
             for value in op.results
             if value is not None
-            for axis in self.solver.layout_of[value].pending
+            for axis in self.assignment.layout_of[value].pending
             if not self._passes_on(op, axis)
         ]
         return any([self._reduce_at_origin(value, axis) for value, axis in pending])
 
     def _passes_on(self, op: Op, axis: str) -> bool:
         """Return whether an operation takes an operand that is pending over an axis."""
-        return any(axis in spec.pending for spec in self.solver.strategy_of[op.node].operands)
+        return any(axis in spec.pending for spec in self.assignment.strategy_of[op.node].operands)
 
     def _reduce_at_origin(self, value: fx.Node, axis: str) -> bool:
         """Reduce a pending sum where it is computed if that costs less; return whether."""
-        solver, (ops, reductions) = self.solver, self._pending_users(value, axis)
+        at, (ops, reductions) = self.assignment, self._pending_users(value, axis)
         if reductions < 2:
             return False
-        before, cost = [solver.strategy_of[op.node] for op in ops], self.exact_cost(ops)
+        before, cost = [at.strategy_of[op.node] for op in ops], self.op_search.costs.exact(ops)
         for op in ops:
-            neighborhood = solver.neighborhood(op)
+            neighborhood = at.neighborhood(op)
             targets = tuple(
                 t
-                for t in solver.strategies.options(op, neighborhood).get(axis, ())
+                for t in self.strategies.options(op, neighborhood).get(axis, ())
                 if not isinstance(t, int)
             )
-            candidates = solver.strategies.candidates(op, neighborhood, {axis: targets or (None,)})
+            candidates = self.strategies.candidates(op, neighborhood, {axis: targets or (None,)})
             if not candidates:
                 break
             self.assign_cheapest(op, candidates, neighborhood)
-        if self.exact_cost(ops) < cost:
+        if self.op_search.costs.exact(ops) < cost:
             return True
-        for op, strategy in zip(ops, before):
-            solver.assign(op, strategy)
+        at.assign_all(ops, before)
         return False
 
     def _pending_users(self, value: fx.Node, axis: str) -> tuple[list[Op], int]:
@@ -131,20 +123,19 @@ class SumSearch(RegionProposals):
 
         The operations are in program order.
         """
-        solver, users, reductions, stack = self.solver, {}, 0, [value]
+        at, users, reductions, stack = self.assignment, {}, 0, [value]
         while stack:
-            at = stack.pop()
-            uses = solver.required.get(at, {})
+            uses = at.required.get(stack.pop(), {})
             reductions += len({spec for spec in uses.values() if axis not in spec.pending})
             for (user, _), spec in uses.items():
-                if axis in spec.pending and user in solver.ops and user not in users:
-                    users[user] = solver.ops[user]
+                if axis in spec.pending and user in at.ops and user not in users:
+                    users[user] = at.ops[user]
                     stack += [
                         v
-                        for v in solver.ops[user].results
-                        if v is not None and axis in solver.layout_of[v].pending
+                        for v in at.ops[user].results
+                        if v is not None and axis in at.layout_of[v].pending
                     ]
-        return sorted(users.values(), key=lambda op: self.order[op.node]), reductions
+        return sorted(users.values(), key=lambda op: at.order[op.node]), reductions
 
 
 def _with_pending_axis(spec: ShardSpec, axis: str, mesh: Mesh) -> ShardSpec:

@@ -1,0 +1,112 @@
+"""Every constant of the cost model and of the searches, with its unit, source and reason.
+
+Costs are in bytes on the wire: what a device sends, and work that is worth as much. Constants are
+chosen by us unless a source is named: they order layouts, and predict no time.
+`plan(costs={"memory_per_byte": 64})` overrides some; docs/debugging_a_layout.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ...errors import ShardingError, did_you_mean, user_line
+
+
+def _constant(value: Any, unit: str, reason: str, source: str = "ours") -> Any:
+    """Return a field of CostConstants."""
+    return field(default=value, metadata={"unit": unit, "reason": reason, "source": source})
+
+
+@dataclass(frozen=True)
+class CostConstants:
+    """The constants of one plan; what is equal for two plans gives them equal choices."""
+
+    # ---------------------------------------------------------------------- the cost of a strategy
+    flops_per_byte: float = _constant(
+        10.0,
+        "operations per byte sent",
+        "few, so that arithmetic is always divided among the devices",
+    )
+    padding_flops_per_byte: float = _constant(
+        500.0,
+        "operations per byte sent",
+        "many: devices are fast, and padding of uneven shards is no reason for another layout",
+        "examples/unet3d, whose volumes do not divide",
+    )
+    memory_per_byte: float = _constant(
+        128.0,
+        "bytes read or written per byte sent",
+        "many: of layouts that send alike, the one with smaller shards wins",
+    )
+    pending_bonus: float = _constant(
+        1 / 8,
+        "share of a sum's bytes on a device",
+        "a later addition may share the reduction of a sum that stays pending",
+    )
+    tie_break: float = _constant(
+        1e-9,
+        "share of a sum's bytes on a device",
+        "the pending bonus of the last phases: it decides between equal costs only",
+    )
+    # --------------------------------------------------------------------- the cost of a reshard
+    collective_fee: float = _constant(
+        8.0, "bytes sent", "of two ways with equal bytes, the one with fewer collectives wins"
+    )
+    permute_fee: float = _constant(
+        12.0,
+        "bytes sent",
+        "more than the fee of others: of equal steps the plain collective wins over a permute",
+    )
+    local_step_fee: float = _constant(
+        0.01, "bytes sent", "of equal ways the one with fewer slices wins, though they send nothing"
+    )
+    # ------------------------------------------------------------------------------- the searches
+    min_saving: float = _constant(
+        1 / 16,
+        "share of the bytes sent",
+        "a thread leaves what its operations chose one by one only for a real gain",
+    )
+    min_share: float = _constant(
+        1 / 8,
+        "share of a body's operations",
+        "a whole body is tried for a factor only if so many of its operations have it",
+    )
+    pending_depth: int = _constant(
+        4,
+        "operations",
+        "a sum that could stay pending is looked for behind so many operations, no more",
+    )
+    max_sweeps: int = _constant(6, "sweeps a round", "choices that still change then go in circles")
+    max_region_rounds: int = _constant(
+        3, "rounds a phase", "regions gain most in the first round, and planning takes time"
+    )
+    max_different_contractions: int = _constant(
+        24,
+        "contractions of different shapes",
+        "so many are in the heads of one layer, forward and backward, and some more",
+    )
+    max_contractions: int = _constant(
+        96, "contractions", "a thread is no more than a few layers, or one loop"
+    )
+    min_loop_rounds: int = _constant(
+        4, "rounds", "only a loop shares its weights among so many equal contractions"
+    )
+    max_layouts: int = _constant(
+        1000, "layouts", "a search of steps that visits more takes the direct path"
+    )
+
+    def override(self, values: Mapping[str, float] | None) -> CostConstants:
+        """Return the constants with other values of some, by name."""
+        names = [f.name for f in fields(self)]
+        for name, value in (values or {}).items():
+            if name not in names:
+                raise ShardingError(
+                    f"costs has no constant '{name}'",
+                    where=user_line(),
+                    fix=did_you_mean(name, names),
+                )
+            if not (value > 0 or value == 0 and not name.endswith("_per_byte")):
+                raise ShardingError(f"costs has {name}={value!r}, too low", where=user_line())
+        return replace(self, **(values or {}))

@@ -1,0 +1,56 @@
+"""The cheapest strategy of one operation, while those around it keep theirs."""
+
+from __future__ import annotations
+
+from ..ir import Op
+from .assignment import Assignment
+from .cost_model import CostModel
+from .neighborhood import Neighborhood, Strategy
+from .search_memory import SearchMemory
+
+
+class OpSearch:
+    """Chooses strategies of single operations. costs: the cost model of the present phase."""
+
+    def __init__(self, assignment: Assignment, costs: CostModel, memory: SearchMemory) -> None:
+        self.assignment, self.costs, self.memory = assignment, costs, memory
+        self.strategies = memory.strategies
+
+    def choose(self, op: Op, first: bool = False) -> bool:
+        """Assign the cheapest strategy to an operation; return whether it changed."""
+        at = self.assignment
+        if op.node not in at.worklist:
+            return False
+        current = at.strategy_of.get(op.node)
+        best = self.best_strategy(op, at.neighborhood(op, first), current)
+        if best is not current:
+            at.assign(op, best)
+        at.worklist.discard(op.node)
+        return best is not current
+
+    def best_strategy(
+        self,
+        op: Op,
+        neighborhood: Neighborhood,
+        current: Strategy | None,
+        forced: tuple[str, str | None] | None = None,
+    ) -> Strategy | None:
+        """Return the cheapest strategy, of equals the current one; None if there is none.
+
+        forced: an axis, and the only factor that it may shard (None: no factor).
+        """
+        ops = self.assignment.ops
+        moved = (
+            tuple(ops[v].key for v in op.operands if v in ops and ops[v].rule.moves is not None)
+            if op.rule.halo
+            else ()
+        )
+        key = (op.key, neighborhood, current, forced, self.costs.pending_bonus, moved)
+        if key not in self.memory.choices:
+            candidates = self.strategies.candidates(
+                op, neighborhood, {forced[0]: forced[1:]} if forced else None
+            )
+            if current is not None:
+                candidates = [current, *candidates]
+            self.memory.choices[key] = self.costs.cheapest(op, candidates, neighborhood)
+        return self.memory.choices[key]
