@@ -27,6 +27,7 @@ from .comm.simulator import Simulator, join_global, split_global
 from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, did_you_mean, user_line
 from .fx_passes import Layouts
+from .fx_passes.partition.explain_costs import explain_costs
 from .fx_passes.printer import dtype_name, graph_text
 from .fx_passes.replication_report import ReplicatedOp, replication_report
 from .fx_passes.schedule.liveness import bytes_of, peak
@@ -142,14 +143,15 @@ class Plan:
         )
         return Memory(parameters, others, peak(self.program.graph))
 
-    def explain(self, name: str) -> str:
+    def explain(self, name: str, costs: bool = False) -> str:
         """Explain the layout of a value: for every axis, the operations back to a mark.
 
         Args:
             name: A value of the printed plan, with or without `%`, or the name of an input.
+            costs: Add a table of the layouts in which it could be computed, with their costs.
 
         Returns:
-            One line for each step.
+            One line for each step, then the table; docs/debugging_a_layout.md tells how to read it.
 
         Raises:
             ShardingError: The plan has no such value.
@@ -174,6 +176,9 @@ class Plan:
         chosen = next((n.meta.get("spec") for n in self.sharded.nodes if n.name == name), None)
         if chosen is not None and chosen != self.layouts.spec[by_name[name]]:
             lines.append(f"chosen by cost: [{chosen}]")
+        if costs:
+            decisions = self.sharded.output_node().meta["decisions"]
+            lines += ["", explain_costs(decisions, by_name[name])]
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ before   meta["spec"] from `propagate` on every value
 after    meta["spec"] is the layout on the devices; every operand has the layout its operation needs
          %mm   : f32[8@data, 64] sum@model = mm(%gelu, %w2)
          %mm_r : f32[8@data, 64]           = all_reduce(%mm, sum, model)
+         meta["decisions"] of the output: the strategies, for `Plan.explain`
 needs    rules; layouts of the inputs and outputs that are not open
 source   the idea of pending sums is Shardy's `unreduced`; choosing by cost over the neighborhood
          is ours
@@ -23,6 +24,7 @@ from ..ir import Rules, values
 from ..propagate.factors import crowded
 from .assignment import Assignment
 from .cost_constants import CostConstants
+from .explain_costs import Decisions
 from .insert_collectives import insert_collectives
 from .search_memory import Memories, SearchMemory
 from .solver import Cotangents, Solver, Storable
@@ -59,4 +61,6 @@ def partition(
     costs = solver.solve()
     if not keep_marks:
         solver.omit_unused_marks()
-    return insert_collectives(assignment, costs)
+    partitioned = insert_collectives(assignment, costs)
+    partitioned.output_node().meta["decisions"] = Decisions.of(assignment, constants)
+    return partitioned

@@ -51,24 +51,14 @@ class Solver:
     def solve(self) -> CostModel:
         """Assign a strategy to every operation; return the cost model of the last phase."""
         at, constants = self.assignment, self.constants
-        bonus, tie_break, most = (
-            constants.pending_bonus,
-            constants.tie_break,
-            constants.max_region_rounds,
-        )
         for op in at.ops.values():
             self.op_search.choose(op, first=True)
         self._require_outputs()
         candidates = []
-        for pending_bonus, rounds in (
-            (bonus, 0),
-            (tie_break, most),
-            (bonus, most),
-            (tie_break, most),
-        ):
-            self._run_phase(pending_bonus, rounds)
-            if rounds and pending_bonus == tie_break:
-                candidates.append((self.costs.exact(at.ops.values()), at.snapshot()))
+        for rounds in (0, constants.max_region_rounds):
+            self._run_phase(constants.pending_bonus, rounds)
+            self._run_phase(constants.tie_break, constants.max_region_rounds)
+            candidates.append((self.costs.exact(at.ops.values()), at.snapshot()))
         at.restore(min(candidates, key=lambda candidate: candidate[0])[1])
         self._require_outputs()
         return self.costs
