@@ -26,10 +26,12 @@ demo: venv  ## train the example GPT on 4 local processes and on one, and compar
 	OMP_NUM_THREADS=1 $(BIN)/python $(TRAIN) --sample 0 --losses $(OUT)/one.json --plot $(OUT)/loss-one.png
 	$(BIN)/python examples/common/compare.py $(OUT)/one.json $(OUT)/four.json --tolerance 1e-4
 
-lint: venv  ## ruff check, ruff format --check
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
+lint: venv  ## ruff check, ruff format --check, pyright
+	$(BIN)/python -m pip install --quiet -e ".[dev,test,examples]"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/typings.py
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 fast: venv  ## tests that start no processes and take no minutes
 	$(BIN)/python -m pip install --quiet -e ".[test,examples]"

@@ -17,7 +17,7 @@ setup(
     install_requires=["torch>=2.9", "numpy"],
     extras_require={
         "transformers": ["transformers>=5"],
-        "dev": ["ruff==0.17.*", "pyright"],
+        "dev": ["ruff==0.17.*", "pyright[nodejs]==1.1.414"],
         "test": ["pytest", "pytest-xdist", "hypothesis", "expecttest", "scikit-learn"],
         "examples": ["rich", "matplotlib"],
         "auto": ["highspy"],

@@ -3,13 +3,12 @@ tensors, run it on a mesh.
 """
 
 from .annotate import annotate, mark_sharding
-from .api import plan
+from .api import Plan, plan
 from .comm.collective import Collective
 from .compare_with_xla import compare_with_xla
 from .doctor import doctor
 from .errors import ShardingError
 from .mesh import Mesh
-from .plan import Plan
 from .rules.custom import rule
 from .runtime.parallelize import parallelize, shard_batch
 from .shard_spec import ShardSpec

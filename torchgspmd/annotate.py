@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec, SpecLike
 
+_Module = TypeVar("_Module", bound=nn.Module)
 _MARK = "_torchgspmd_mark"  # attribute of a parameter or buffer: (mesh, spec, file:line)
 
 
@@ -105,7 +106,7 @@ def copy_mark(source: Tensor, target: Tensor) -> None:
         setattr(target, _MARK, recorded_mark(source))
 
 
-def annotate(module: nn.Module, mesh: Mesh, layouts: Mapping[str, SpecLike]) -> nn.Module:
+def annotate(module: _Module, mesh: Mesh, layouts: Mapping[str, SpecLike]) -> _Module:
     """Mark parameters, buffers and outputs of submodules of a model whose source you do not own.
 
     Args:

@@ -47,10 +47,9 @@ def report_replicated(plan: Plan, replan: Callable[[Captured], Plan]) -> Shardin
     replan: plans a changed program with the options of this plan.
     """
     first, count = plan.replicated_ops[0], len(plan.replicated_ops)
+    value = first.value or ""  # without one there are no candidates
     candidates = [
-        FixCandidate(
-            first.value, spec, replan(_insert_mark(plan.captured, first.value, plan.mesh, spec))
-        )
+        FixCandidate(value, spec, replan(_insert_mark(plan.captured, value, plan.mesh, spec)))
         for spec in _candidate_specs(plan, first)
     ]
     candidates = [c for c in candidates if len(c.plan.replicated_ops) < count]

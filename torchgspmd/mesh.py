@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -36,14 +36,13 @@ class Mesh:
     """
 
     axes: tuple[tuple[str, int], ...]
+    _sizes: dict[str, int] = field(repr=False, compare=False)
+    _wholes: dict[str, int] = field(repr=False, compare=False)  # sizes before any split()
+    _counts: dict[tuple[str, ...], int] = field(repr=False, compare=False)  # memo of count()
 
     def __init__(self, **axes: int) -> None:
         for name, size in axes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ShardingError(
-                    f"mesh axis '{name}' has size {size!r}; a size is an integer of at least 1",
-                    where=user_line(),
-                )
+            _check_size(name, size)
             if not name.isidentifier() or name == "_":
                 raise ShardingError(
                     f"'{name}' cannot name a mesh axis; use a Python identifier other than '_'",
@@ -51,7 +50,7 @@ class Mesh:
                 )
         object.__setattr__(self, "axes", tuple(axes.items()))
         object.__setattr__(self, "_sizes", dict(axes))
-        object.__setattr__(self, "_wholes", dict(axes))  # sizes before any split()
+        object.__setattr__(self, "_wholes", dict(axes))
         object.__setattr__(self, "_counts", {})
 
     @classmethod
@@ -189,7 +188,7 @@ class Mesh:
             >>> Mesh(data=2, model=4).coordinates(5)
             {'data': 1, 'model': 1}
         """
-        result = {}
+        result: Coordinates = {}
         for name, size in reversed(self.axes):
             rank, result[name] = divmod(rank, size)
         return {name: result[name] for name in self.names}
@@ -228,7 +227,9 @@ class Mesh:
         """
         if axis in coordinates:
             return coordinates[axis]
-        whole, before, size = sub_axis(axis)
+        sub = sub_axis(axis)
+        assert sub is not None, axis
+        whole, before, size = sub
         return coordinates[whole] // (self._wholes[whole] // (before * size)) % size
 
     def index(self, axes: Iterable[str], coordinates: Coordinates) -> int:
@@ -395,3 +396,11 @@ class Mesh:
             )
 
         return tuple(sorted(axes, key=key))
+
+
+def _check_size(axis: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ShardingError(
+            f"mesh axis '{axis}' has size {size!r}; a size is an integer of at least 1",
+            where=user_line(),
+        )

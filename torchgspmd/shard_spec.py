@@ -25,9 +25,9 @@ from typing import Any, Union
 from .errors import ShardingError, user_line
 from .halo import Window
 from .mesh import Mesh
-from .spec_notation import Axes, parse_sequence, parse_string
+from .spec_notation import Axes, SpecFields, parse_sequence, parse_string
 
-SpecLike = Union[str, "ShardSpec", Sequence]
+SpecLike = Union[str, "ShardSpec", Sequence[Any]]
 
 
 class _Interned(type):
@@ -37,11 +37,11 @@ class _Interned(type):
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        instance = super().__call__(*args, **kwargs)
+        instance: Any = super().__call__(*args, **kwargs)
         return _INTERNED.setdefault(instance.fields(), instance)
 
 
-_INTERNED: dict[tuple, Any] = {}
+_INTERNED: dict[SpecFields, Any] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class ShardSpec(metaclass=_Interned):
         if not any(self.windows):
             object.__setattr__(self, "windows", ())
 
-    def fields(self) -> tuple:
+    def fields(self) -> SpecFields:
         """Return all fields, the key of an interned spec.
 
         Returns:
@@ -87,7 +87,7 @@ class ShardSpec(metaclass=_Interned):
         """
         return self.dims, self.open, self.pending, self.reduction, self.windows
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[type[ShardSpec], SpecFields]:
         return ShardSpec, self.fields()
 
     @classmethod
@@ -143,12 +143,7 @@ class ShardSpec(metaclass=_Interned):
             return spec
         if isinstance(spec, str):
             return _from_string(spec)
-        if isinstance(spec, Sequence):
-            return cls(*parse_sequence(spec))
-        raise ShardingError(
-            f"a spec is a string such as 'data _' or a tuple such as ('data', None), not {spec!r}",
-            where=user_line(),
-        )
+        return cls(*parse_sequence(spec))
 
     def __str__(self) -> str:
         words = [

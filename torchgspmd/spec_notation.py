@@ -80,8 +80,14 @@ def _split_window(word: str) -> tuple[str, Window | None]:
         return word, None
 
 
-def parse_sequence(entries: Sequence) -> SpecFields:
+def parse_sequence(entries: Any) -> SpecFields:
     """Return the fields of a spec in tuple form, such as ("data", None)."""
+    if not isinstance(entries, Sequence):
+        raise ShardingError(
+            "a spec is a string such as 'data _' or a tuple such as ('data', None), "
+            f"not {entries!r}",
+            where=user_line(),
+        )
     dims, opens = [], []
     for entry in entries:
         opens.append(entry is UNCONSTRAINED)

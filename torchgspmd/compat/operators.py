@@ -29,10 +29,13 @@ class AbsentOperator:
     @property
     def __name__(self) -> NoReturn:
         """Raise as a call does: it is asked for the name of a node in a graph."""
-        self()
+        raise self._error()
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise ShardingError(
+        raise self._error()
+
+    def _error(self) -> ShardingError:
+        return ShardingError(
             f"torch {torch.__version__} has no operator {self._name}",
             where=user_line(),
             fix="`python -m torchgspmd doctor` lists what is missing in this version of torch",

@@ -32,7 +32,7 @@ class Op:
     rule: Rule
     operands: tuple[fx.Node, ...]
     results: tuple[fx.Node | None, ...]
-    key: int  # Equal for the same operation on the same shapes, which then share one rule.
+    key: int | None  # Equal for the same operation on the same shapes, which then share one rule.
 
 
 def is_operation(node: fx.Node) -> bool:

@@ -96,7 +96,7 @@ def _row(node: fx.Node) -> tuple[str, str, str] | None:
         specs = node.meta.get("result_specs", ())
         kinds = [
             type_text(t.dtype, t.shape, s)
-            for t, s in zip([v for v in val if isinstance(v, Tensor)], specs)
+            for t, s in zip([v for v in val or () if isinstance(v, Tensor)], specs)
         ]
         return name, f"({'; '.join(kinds)})", call_text(node)
     return name, type_text(val.dtype, val.shape, node.meta.get("spec")), call_text(node)

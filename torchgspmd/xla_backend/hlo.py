@@ -171,16 +171,19 @@ def _collective(
 
 def _pairs(rest: str) -> list[list[int]]:
     """Parse source_target_pairs."""
-    text = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)[1]
-    return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)", text)]
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
+    assert pairs is not None, rest
+    return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)", pairs[1])]
 
 
 def _groups(rest: str) -> list[list[int]]:
     """Parse replica_groups: a list {{0,1},{2,3}} or a transposed grid [2,2]<=[2,2]T(1,0)."""
     grid = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if grid is None:
-        text = re.search(r"replica_groups=\{(.*?\})\}", rest)[1]
-        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", text)]
+        groups = re.search(r"replica_groups=\{(.*?\})\}", rest)
+        assert groups is not None, rest
+        texts = re.findall(r"\{([\d,]+)\}", groups[1])
+        return [[int(n) for n in group.split(",")] for group in texts]
     (_, width), shape = ([int(n) for n in part.split(",")] for part in (grid[1], grid[2]))
     order = [int(n) for n in grid[3].split(",")] if grid[3] else range(len(shape))
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -80,7 +80,9 @@ class _Splitter:
     def _movable_factor(self, value: fx.Node, dim: int) -> str | None:
         """Return the factor of a result's dimension if slices of operands give a slice of it."""
         op = self.ops.get(value)
-        names = op.rule.results[0][dim] if op is not None and op.results == (value,) else ()
+        if op is None or op.results != (value,):
+            return None
+        names = op.rule.results[0][dim]
         return (
             names[0] if len(names) == 1 and concat_slice.passes_parts(op.rule, names[0]) else None
         )
@@ -276,12 +278,10 @@ class _Splitter:
     def _factor_in_user(self, user: fx.Node, value: fx.Node, dim: int) -> str | None:
         """Return the factor of a value's dimension in a user; None if that needs it whole."""
         op = self.ops.get(user)
-        names = (
-            {dims[dim] for v, dims in zip(op.operands, op.rule.operands) if v is value}
-            if op is not None
-            else ()
-        )
-        if len(names) != 1 or op.results != (user,) or len(next(iter(names))) != 1:
+        if op is None or op.results != (user,):
+            return None
+        names = {dims[dim] for v, dims in zip(op.operands, op.rule.operands) if v is value}
+        if len(names) != 1 or len(next(iter(names))) != 1:
             return None
         factor = next(iter(names))[0]
         return factor if concat_slice.passes_parts(op.rule, factor) else None
@@ -326,7 +326,7 @@ class _Splitter:
             self._replace_node(user, self._register(total, user, user))
 
 
-def _operands_with(op: Op, factor: str) -> list[Place]:
+def _operands_with(op: Op, factor: str | None) -> list[Place]:
     """Return the operands that have a factor, with the dimension."""
     return [
         (v, dims.index((factor,)))

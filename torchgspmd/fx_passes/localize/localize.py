@@ -126,7 +126,9 @@ class Emitter:
         first = next(
             (a for a in args if isinstance(a, fx.Node) and a in self.localizer.shapes), None
         )
-        self.localizer.shapes[result] = self.localizer.shapes.get(first, self.results[0].shape)
+        self.localizer.shapes[result] = (
+            self.results[0].shape if first is None else self.localizer.shapes[first]
+        )
         return result
 
 
@@ -200,7 +202,9 @@ class _Localizer:
         """Return the node of the device's coordinate on an axis, or on a part of a split axis."""
         if axis in self.coordinates:
             return self.coordinates[axis]
-        whole, before, size = sub_axis(axis)
+        sub = sub_axis(axis)
+        assert sub is not None, axis
+        whole, before, size = sub
         node = self._at_top(
             operator.floordiv, self.coordinates[whole], self.mesh.count((whole,)) // (before * size)
         )

@@ -120,7 +120,7 @@ class _Product:
 
     def lower(self) -> fx.Node:
         """Return the product by linear, matmul, addmm, bmm or mm."""
-        if self.added is not None and len(self.addend.meta["shape"]) > 1:
+        if self.addend is not None and len(self.addend.meta["shape"]) > 1:
             return self.added_to_product()
         if self.has_rows() and self.b[0] == self.out[-1]:
             return self.call(

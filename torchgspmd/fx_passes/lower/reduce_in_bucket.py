@@ -51,7 +51,9 @@ def _write_to_bucket(
 ) -> None:
     """Replace the concatenation `flat` by a bucket that its members are written to."""
     split = _split_of(reduction)
-    sizes = list(split.args[1]) if split is not None else []
+    if split is None:
+        return
+    sizes = list(split.args[1])
     producers = dict(_writable_members(flat, sizes))  # position -> node
     if not producers:
         return
@@ -97,7 +99,7 @@ def _split_of(reduction: fx.Node) -> fx.Node | None:
 
 def _writable_members(flat: fx.Node, sizes: Sequence[int]) -> Iterator[tuple[int, fx.Node]]:
     """Yield (position, node) of members without other users that can be written with out=."""
-    for i, node in enumerate(flat.args[0] if sizes else ()):
+    for i, node in enumerate(flat.args[0]):
         while (
             node.target in (aten.reshape.default, aten.contiguous.default) and len(node.users) == 1
         ):
@@ -148,9 +150,14 @@ def _read_from_bucket(
         ]:
             copy.replace_all_uses_with(view)
             graph.erase_node(copy)
-        if len(shape) == 1 or output not in (None, piece) and shape == list(output.args[1]):
-            view.replace_all_uses_with(piece if len(shape) == 1 else output)
-            graph.erase_node(view)
+        if len(shape) == 1:
+            same = piece
+        elif output is not None and output is not piece and shape == list(output.args[1]):
+            same = output
+        else:
+            continue
+        view.replace_all_uses_with(same)
+        graph.erase_node(view)
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:

@@ -118,9 +118,10 @@ def layouts_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[ShardSpec, ...]
 
     None if the operation does more than move rows, or the windows cannot be expressed.
     """
-    if op.rule.moves is None or need.pending:
+    result = op.results[0]
+    if op.rule.moves is None or need.pending or result is None:
         return None
-    shape, operand_specs = op.results[0].meta["val"].shape, []
+    shape, operand_specs = result.meta["val"].shape, []
     for i, value in enumerate(op.operands):
         spec = need.plain()
         for d, axes in enumerate(need.dims):

@@ -104,7 +104,7 @@ def propagate(
 
 def _tie(a: fx.Node, b: fx.Node, why: str) -> Op:
     """Return an operation that passes the layout of one value to another, and back."""
-    names = [(f"d{i}",) for i in range(a.meta["val"].dim())]
+    names = tuple((f"d{i}",) for i in range(a.meta["val"].dim()))
     rule = make_rule(
         [names], [names], {f"d{i}": n for i, n in enumerate(a.meta["val"].shape)}, text=why
     )

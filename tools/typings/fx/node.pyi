@@ -1,0 +1,43 @@
+from collections.abc import Callable
+from typing import Any
+
+from .graph import Graph
+
+Argument = Any
+Target = Any
+
+class Node:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: dict[str, Any]
+    users: dict[Node, None]
+    target: Any
+    name: str
+    op: str
+    graph: Graph
+    type: Any
+    stack_trace: str | None
+    _erased: bool
+    @property
+    def next(self) -> Node: ...
+    @property
+    def prev(self) -> Node: ...
+    @property
+    def all_input_nodes(self) -> list[Node]: ...
+    def __lt__(self, other: Node) -> bool: ...
+    def prepend(self, x: Node) -> None: ...
+    def append(self, x: Node) -> None: ...
+    def update_arg(self, idx: int, arg: Any) -> None: ...
+    def insert_arg(self, idx: int, arg: Any) -> None: ...
+    def update_kwarg(self, key: str, arg: Any) -> None: ...
+    def replace_input_with(self, old_input: Node, new_input: Node) -> None: ...
+    def replace_all_uses_with(
+        self,
+        replace_with: Node,
+        delete_user_cb: Callable[[Node], bool] = ...,
+        *,
+        propagate_meta: bool = ...,
+    ) -> list[Node]: ...
+
+def map_arg(a: Any, fn: Callable[[Node], Any]) -> Any: ...
+def map_aggregate(a: Any, fn: Callable[[Any], Any]) -> Any: ...
