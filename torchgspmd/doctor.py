@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from .compat.private_apis import CHECKED, TABLE, PrivateApi, is_there
 from .compat.versions import is_checked, is_newer
-from .rules.registry import RULES, SKIPPED, is_registered
+from .rules.registry import RULES, is_registered
+from .rules.rewrites import SKIPPED
 
 
 @dataclass(frozen=True)

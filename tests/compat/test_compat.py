@@ -15,19 +15,19 @@ import torch
 import torchgspmd as gspmd
 from torchgspmd.compat import private_apis, versions
 from torchgspmd.compat.operators import AbsentOperator, Namespace, aten
-from torchgspmd.rules import registry
+from torchgspmd.rules import registry, rewrites
 
 ROOT = Path(gspmd.__file__).parent
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.parent.name != "compat"]
 
 
 def test_a_rule_for_an_operator_that_does_not_exist():
-    known, decomposed = dict(registry.RULES), dict(registry.DECOMPOSITIONS)
+    known, decomposed = dict(registry.RULES), dict(rewrites.REWRITES)
     op = aten.gone_in_this_release.default
     registry.rule(op, "a -> a")
     registry.rule(aten.add.GoneOverload, "a -> a")
-    registry.decomposition(op)(lambda x: x)
-    assert registry.RULES == known and registry.DECOMPOSITIONS == decomposed
+    rewrites.rewrite("decompose", op)(lambda x: x)
+    assert registry.RULES == known and rewrites.REWRITES == decomposed
     assert op is aten.gone_in_this_release.default and isinstance(op, AbsentOperator)
     assert {"aten::gone_in_this_release", "aten::add.GoneOverload"} <= set(gspmd.doctor().operators)
     assert "aten::gone_in_this_release" in str(gspmd.doctor())
@@ -38,9 +38,9 @@ def test_a_rule_for_an_operator_that_does_not_exist():
         op(torch.ones(2))
     with pytest.raises(gspmd.ShardingError, match="has no operator aten::gone_in_this_release"):
         torch.fx.Graph().call_function(op)
-    registry.SKIPPED.remove("aten::gone_in_this_release")
-    registry.SKIPPED.remove("aten::gone_in_this_release")
-    registry.SKIPPED.remove("aten::add.GoneOverload")
+    rewrites.SKIPPED.remove("aten::gone_in_this_release")
+    rewrites.SKIPPED.remove("aten::gone_in_this_release")
+    rewrites.SKIPPED.remove("aten::add.GoneOverload")
 
 
 def test_operators_by_name_are_torch_s_own():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchgspmd.rules import Call, describe, make_rule
+from torchgspmd.rules import Call, LocalForm, describe, make_rule
 from torchgspmd.rules.notation import Sentence
 
 
@@ -24,11 +24,11 @@ def test_matrix_product():
         and rule.reduce == {"k": "sum"}
         and rule.contraction
     )
-    assert str(rule) == "m k, k n -> m n" and rule.factors() == ["m", "k", "n"]
+    assert str(rule) == "m k, k n -> m n"
 
 
 def test_ellipsis_stands_for_any_leading_dimensions():
-    rule = bind("v e, ... -> ... e", [(7, 3), (2, 5)], [(2, 5, 3)], special="v")
+    rule = bind("v e, ... -> ... e", [(7, 3), (2, 5)], [(2, 5, 3)], local=LocalForm(when="v"))
     assert rule.operands == ((("v",), ("e",)), (("_0",), ("_1",))) and rule.results == (
         (("_0",), ("_1",), ("e",)),
     )
@@ -42,8 +42,8 @@ def test_dimension_of_several_factors():
 
 def test_size_one_carries_no_factor():
     assert bind("n 1 -> n", [(4, 1)], [(4,)]).operands == ((("n",), ()),)
-    rule = bind("n k -> n", [(4, 1)], [(4,)], reduce="k", whole="n")
-    assert dict(rule.sizes) == {"n": 4} and rule.reduce == {} and rule.whole == {"n"}
+    rule = bind("n k -> n", [(4, 1)], [(4,)], reduce="k", replicated="n")
+    assert dict(rule.sizes) == {"n": 4} and rule.reduce == {} and rule.replicated == {"n"}
 
 
 def test_no_operands():
@@ -57,7 +57,7 @@ def test_fill_is_the_identity_of_the_reduction():
         [[]],
         {"a": 2, "b": 2, "c": 2},
         reduce={"a": "sum", "b": "max", "c": "prod"},
-        special="c",
+        local=LocalForm(when="c"),
     )
     assert [rule.fill(f) for f in "abc"] == [0.0, float("-inf"), None]
 

@@ -28,7 +28,8 @@ from torchgspmd.fx_passes.ir import Rules, call_of, results_of
 from torchgspmd.fx_passes.partition.reshard import Resharder
 from torchgspmd.fx_passes.propagate.factors import assemble, operand_layout, result_pending
 from torchgspmd.rules import rule_of
-from torchgspmd.rules.registry import DECOMPOSITIONS, RULES, SPLITS
+from torchgspmd.rules.registry import RULES
+from torchgspmd.rules.rewrites import REWRITES, rewrite_of
 
 CASES = [
     pytest.param(op, i, id=f"{op}-{i}")
@@ -166,7 +167,7 @@ def check(op, number: int, assignment: dict, mesh: Mesh) -> None:
 
 def shardable(op, number: int) -> list[str]:
     rule = rule_of(call_of(one_operation(op, *SAMPLES[op][number]())[1]))
-    return [factor for factor in rule.sizes if factor not in rule.whole]
+    return [factor for factor in rule.sizes if factor not in rule.replicated]
 
 
 @pytest.mark.parametrize("op, number", CASES)
@@ -261,7 +262,11 @@ _T = torch.tensor([0, 2, 4, 1])
 _PIXELS = torch.tensor([4, 0, -100, 1, 2, 3, 0, 0, 1, 1, -100, 4]).reshape(3, 2, 2)
 
 
-@pytest.mark.parametrize("op, number", [case for case in CASES if case.values[0] in SPLITS])
+SPLIT = {op for level, op in REWRITES if level == "split"}
+SPLIT.add(aten.native_layer_norm_backward.default)  # by PyTorch's decomposition
+
+
+@pytest.mark.parametrize("op, number", [case for case in CASES if case.values[0] in SPLIT])
 def test_operations_that_split_run_with_shards_of_what_they_need_whole(op, number):
     args, kwargs = SAMPLES[op][number]()
     leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -275,7 +280,7 @@ def test_operations_that_split_run_with_shards_of_what_they_need_whole(op, numbe
         return [t for t in pytree.tree_leaves(op(*a, **k)) if isinstance(t, Tensor)]
 
     rule = rule_of(call_of(one_operation(op, args, kwargs)[1]))
-    for factor in rule.whole if rule.splits else ():
+    for factor in rule.replicated if rule.split else ():
         for mesh in (Mesh(m=2), Mesh(m=3)):
             specs = [assemble(dims, {factor: ("m",)}, rule.sizes, mesh) for dims in rule.operands]
             plan = gspmd.plan(
@@ -508,14 +513,17 @@ def call(op, given: tuple) -> list:
     return pytree.tree_leaves(op(*args, **kwargs))
 
 
+OURS = {op for level, op in REWRITES if level == "decompose"}
+
+
 def test_every_decomposition_has_a_sample():
-    assert sorted(map(str, set(DECOMPOSITIONS) - set(DECOMPOSED) - UNDEFINED - set(DRAWN))) == []
+    assert sorted(map(str, OURS - set(DECOMPOSED) - UNDEFINED - set(DRAWN))) == []
 
 
 @pytest.mark.parametrize("op", present(DECOMPOSED), ids=str)
 def test_decompositions_compute_the_same(op):
     for given in DECOMPOSED[op]:
-        assert_same(call(DECOMPOSITIONS[op], given), call(op, given), str(op))
+        assert_same(call(rewrite_of("decompose", op), given), call(op, given), str(op))
 
 
 @pytest.mark.parametrize("op", present(DRAWN), ids=str)
@@ -523,7 +531,7 @@ def test_decompositions_draw_from_the_same_distribution(op):
     """Kolmogorov's and Smirnov's statistic of two samples: below 1.95 sqrt(2 / n) with probability
     0.999.
     """
-    for got, want in zip(call(DECOMPOSITIONS[op], DRAWN[op]), call(op, DRAWN[op])):
+    for got, want in zip(call(rewrite_of("decompose", op), DRAWN[op]), call(op, DRAWN[op])):
         assert got.shape == want.shape and got.dtype == want.dtype
         places = torch.cat([got, want]).double().sort()[0]
         below = [
@@ -540,7 +548,7 @@ def test_decompositions_draw_from_the_same_distribution(op):
 def test_multinomial_without_replacement():
     weights = torch.tensor([0.0, 1.0, 2.0, 5.0]).expand(20_000, 4)
     torch.manual_seed(1)
-    got = DECOMPOSITIONS[aten.multinomial.default](weights, 2)
+    got = rewrite_of("decompose", aten.multinomial.default)(weights, 2)
     assert int((got == 0).sum()) == 0 and not bool((got[:, 0] == got[:, 1]).any())
     share = torch.bincount(got[:, 0], minlength=4) / 20_000
     torch.testing.assert_close(share, torch.tensor([0.0, 0.125, 0.25, 0.625]), atol=0.015, rtol=0)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..rules import Call, Rule, rule_of
+from ..rules import Call, FactorRule, rule_of
 
 
 @dataclass(eq=False, slots=True)
@@ -29,7 +29,7 @@ class Op:
     """One operation: its node, rule, operands and results (None: a result nobody uses)."""
 
     node: fx.Node
-    rule: Rule
+    rule: FactorRule
     operands: tuple[fx.Node, ...]
     results: tuple[fx.Node | None, ...]
     key: int | None  # Equal for the same operation on the same shapes, which then share one rule.
@@ -105,9 +105,9 @@ def signature(node: fx.Node) -> tuple:
 class Rules:
     """The rule of every node, looked up once for equal signatures."""
 
-    def __init__(self, lookup: Callable[[Call], Rule] = rule_of) -> None:
+    def __init__(self, lookup: Callable[[Call], FactorRule] = rule_of) -> None:
         self.lookup = lookup
-        self.cache: dict[tuple, tuple[Rule, int]] = {}  # signature -> rule, key
+        self.cache: dict[tuple, tuple[FactorRule, int]] = {}  # signature -> rule, key
 
     def op(self, node: fx.Node) -> Op:
         """Return the operation of a node."""

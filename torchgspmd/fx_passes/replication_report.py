@@ -77,7 +77,7 @@ def _gathered_operands(node: fx.Node) -> Iterator[tuple[fx.Node, str, int, str]]
             if gathered:
                 why = (
                     "it has to be whole in"
-                    if set(dims[d]) & rule.whole
+                    if set(dims[d]) & rule.replicated
                     else "it is cheaper, and nothing else is divided by it, in"
                 )
                 yield (
@@ -100,6 +100,6 @@ def _sharding_axes(node: fx.Node) -> set[str]:
     own = {a for axes in node.meta["assignment"].values() for a in axes}
     return (
         own | set.intersection(*map(_sharding_axes, node.users))
-        if rule.moves is not None and node.users
+        if rule.moves and node.users
         else own
     )

@@ -6,7 +6,6 @@ flip(cumsum(flip(%x, 0), 0), 0) suffix_sums(%x, 0)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -14,29 +13,18 @@ from torch import fx
 from ..annotate import mark_sharding_op
 from ..compat.operators import aten
 from .ops.cumulative import suffix_sums
+from .rewrites import DECLINED, Declined, apply_first, rewrite
 
 MARK = mark_sharding_op._opoverload
-SIMPLIFICATIONS: dict[Any, list[Callable[[fx.Node], fx.Node | None]]] = {}
 
 
-def simplified(node: fx.Node) -> fx.Node | None:
-    """Return another node with the same value, or None."""
-    candidates = (function(node) for function in SIMPLIFICATIONS.get(node.target, ()))
-    return next((same for same in candidates if same is not None), None)
+def simplified(node: fx.Node) -> fx.Node | Declined:
+    """Return another node with the same value. The node and its inputs have `val`."""
+    return apply_first("simplify", node.target, node)
 
 
-def simplification(op: Any) -> Callable:
-    """Register a function that simplifies calls of `op`. The node and its inputs have `val`."""
-
-    def register(function: Callable) -> Callable:
-        SIMPLIFICATIONS.setdefault(op, []).append(function)
-        return function
-
-    return register
-
-
-@simplification(aten.sum.dim_IntList)
-def _sum_of_one_entry(node: fx.Node) -> fx.Node | None:
+@rewrite("simplify", aten.sum.dim_IntList)
+def _sum_of_one_entry(node: fx.Node) -> fx.Node | Declined:
     """Simplify the sum over rows of zeros with one entry scattered into each: the entries.
 
     The backward of a cross entropy has such sums.
@@ -50,7 +38,7 @@ def _sum_of_one_entry(node: fx.Node) -> fx.Node | None:
         or not node.args[2]
         or node.kwargs
     ):
-        return None
+        return DECLINED
     zeros, dim, index, entries = x.args
     shape = list(x.meta["val"].shape)
     dim %= len(shape)
@@ -59,7 +47,9 @@ def _sum_of_one_entry(node: fx.Node) -> fx.Node | None:
         dims[0] % len(shape) == dim
         and list(index.meta["val"].shape) == list(entries.meta["val"].shape) == one
     )
-    return entries if fits and zeros.target is aten.full.default and zeros.args[1] == 0 else None
+    return (
+        entries if fits and zeros.target is aten.full.default and zeros.args[1] == 0 else DECLINED
+    )
 
 
 def constant_of(node: fx.Node) -> Any:
@@ -79,21 +69,21 @@ def replacement_call(
     return replacement
 
 
-@simplification(aten.add.Tensor)
-def _sum_with_zeros(node: fx.Node) -> fx.Node | None:
+@rewrite("simplify", aten.add.Tensor)
+def _sum_with_zeros(node: fx.Node) -> fx.Node | Declined:
     """Simplify x + 0. The first and last stage of a pipeline take in zeros."""
     val, summands = node.meta["val"], node.args[:2]
     if node.kwargs or not all(isinstance(n, fx.Node) and "val" in n.meta for n in summands):
-        return None
+        return DECLINED
     for one, other in (summands, summands[::-1]):
         same = one.meta["val"]
         if constant_of(other) == 0 and same.shape == val.shape and same.dtype == val.dtype:
             return one
-    return None
+    return DECLINED
 
 
-@simplification(aten.flip.default)
-def _flipped_cumsum(node: fx.Node) -> fx.Node | None:
+@rewrite("simplify", aten.flip.default)
+def _flipped_cumsum(node: fx.Node) -> fx.Node | Declined:
     """Simplify flip(cumsum(flip(x))), the gradient of cumsum: suffix sums need no flip."""
     scan, rank = node.args[0], node.meta["val"].dim()
     if (
@@ -101,11 +91,11 @@ def _flipped_cumsum(node: fx.Node) -> fx.Node | None:
         or scan.kwargs
         or scan.args[0].target is not aten.flip.default
     ):
-        return None
+        return DECLINED
     dims = {
         d % rank for group in (node.args[1], scan.args[1:], scan.args[0].args[1]) for d in group
     }
     x, val = scan.args[0].args[0], node.meta["val"]
     if len(dims) > 1 or x.meta["val"].dtype != val.dtype:
-        return None
+        return DECLINED
     return replacement_call(node, suffix_sums._opoverload, (x, *dims))

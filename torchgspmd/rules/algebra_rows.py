@@ -15,7 +15,8 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from ..compat.operators import aten
-from .algebra import constant_of, replacement_call, simplification
+from .algebra import constant_of, replacement_call
+from .rewrites import DECLINED, Declined, rewrite
 
 MOVEMENTS = (
     aten.roll.default,
@@ -39,17 +40,14 @@ SLICES = (aten.slice.Tensor, aten.select.int)
 CONCATENATIONS = (aten.cat.default, aten.stack.default)
 
 
-def _moved_constant(node: fx.Node) -> fx.Node | None:
+@rewrite("simplify", *MOVEMENTS, *PADDING_OPS)
+def _moved_constant(node: fx.Node) -> fx.Node | Declined:
     """Simplify a movement of a constant: it is constant itself."""
     number = constant_of(node.args[0])
     put = (*node.args[2:], 0)[0] if node.target is aten.constant_pad_nd.default else 0
     if number is None or node.target in PADDING_OPS and number != put:
-        return None
+        return DECLINED
     return _full(node, number)
-
-
-for _op in MOVEMENTS + PADDING_OPS:
-    simplification(_op)(_moved_constant)
 
 
 def _full(node: fx.Node, number: float) -> fx.Node:
@@ -66,29 +64,29 @@ def _full(node: fx.Node, number: float) -> fx.Node:
 # ------------------------------------------------------------------------------- concatenations
 
 
-@simplification(aten.select.int)
-def _select(node: fx.Node) -> fx.Node | None:
+@rewrite("simplify", aten.select.int)
+def _select(node: fx.Node) -> fx.Node | Declined:
     return _read_row(node, *node.args)
 
 
-@simplification(operator.getitem)
-def _getitem_of_unbind(node: fx.Node) -> fx.Node | None:
+@rewrite("simplify", operator.getitem)
+def _getitem_of_unbind(node: fx.Node) -> fx.Node | Declined:
     rows, index = node.args
     return (
         _read_row(node, rows.args[0], (*rows.args[1:], 0)[0], index)
         if rows.target is aten.unbind.int
-        else None
+        else DECLINED
     )
 
 
-def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | None:
-    """Return row `index` of x, read from the operands of x; None if that is not possible."""
+def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | Declined:
+    """Return row `index` of x, read from the operands of x, if that is possible."""
     shape = x.meta["val"].shape
     dim, is_constant = dim % len(shape), type(index) is int
     if constant_of(x) is not None:
         return _full(node, constant_of(x))
     if not is_constant or node.meta.get("dynamic"):
-        return None
+        return DECLINED
     index %= shape[dim]
     if x.target in CONCATENATIONS and (concat := _concat_of(x)) and concat[0] == dim:
         operands, borders = concat[1:]
@@ -100,7 +98,7 @@ def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | None
         )
     pads = _pads_of(x)
     if pads is None or any(d != dim and any(rows) for d, rows in pads[1].items()):
-        return None
+        return DECLINED
     source, index = pads[0], index - pads[1].get(dim, (0, 0))[0]
     if 0 <= index < source.meta["val"].shape[dim]:
         return _read_or_select(node, source, dim, index)
@@ -109,13 +107,12 @@ def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | None
 
 def _read_or_select(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node:
     """Return row `index` of x, by a new select if x has no operand to read it from."""
-    return _read_row(node, x, dim, index) or replacement_call(
-        node, aten.select.int, (x, dim, index)
-    )
+    row = _read_row(node, x, dim, index)
+    return replacement_call(node, aten.select.int, (x, dim, index)) if row is DECLINED else row
 
 
-@simplification(aten.slice.Tensor)
-def _slice_of_concat(node: fx.Node) -> fx.Node | None:
+@rewrite("simplify", aten.slice.Tensor)
+def _slice_of_concat(node: fx.Node) -> fx.Node | Declined:
     """Concatenate only the operands that the slice covers, if all users of x take slices."""
     x, concat = node.args[0], _concat_of(node.args[0])
     cut = _pads_of(node)
@@ -125,12 +122,12 @@ def _slice_of_concat(node: fx.Node) -> fx.Node | None:
         or not all(user.target in SLICES for user in x.users)
         or concat[0] not in cut[1]
     ):
-        return None
+        return DECLINED
     dim, operands, borders = concat
     before, behind = cut[1][dim]
     first, end = -before, borders[-1] + behind
     if first not in borders or end not in borders or first >= end:
-        return None
+        return DECLINED
     covered = list(operands[borders.index(first) : borders.index(end)])
     return (
         covered[0]
@@ -157,21 +154,25 @@ def _concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
 # ---------------------------------------------------------------------------- slices and pads
 
 
-@simplification(aten.slice.Tensor)
-@simplification(aten.slice_backward.default)
-def _full_slice(node: fx.Node) -> fx.Node | None:
+@rewrite("simplify", aten.slice.Tensor, aten.slice_backward.default)
+def _full_slice(node: fx.Node) -> fx.Node | Declined:
     """Simplify a slice of all rows."""
     cut = _pads_of(node)
-    return cut[0] if cut and not any(rows for ends in cut[1].values() for rows in ends) else None
+    return (
+        cut[0] if cut and not any(rows for ends in cut[1].values() for rows in ends) else DECLINED
+    )
 
 
 Pads = dict[int, tuple[int, int]]  # dimension -> rows added before and behind; negative: removed
 
 
-@simplification(aten.slice.Tensor)
-@simplification(aten.slice_backward.default)
-@simplification(aten.constant_pad_nd.default)
-def _pad_and_slice(node: fx.Node) -> fx.Node | None:
+@rewrite(
+    "simplify",
+    aten.slice.Tensor,
+    aten.slice_backward.default,
+    aten.constant_pad_nd.default,
+)
+def _pad_and_slice(node: fx.Node) -> fx.Node | Declined:
     """Merge a pad of one end and a slice of the other, as pipelines shift their states.
 
     The result is one pad with a negative end.
@@ -179,7 +180,7 @@ def _pad_and_slice(node: fx.Node) -> fx.Node | None:
     second = _pads_of(node)
     first = _pads_of(node.args[0]) if second and isinstance(node.args[0], fx.Node) else None
     if first is None or first[2] is not None and second[2] is not None:  # both add rows
-        return None
+        return DECLINED
     x, pads, val = (
         first[0],
         {d: (*first[1].get(d, (0, 0)), *second[1].get(d, (0, 0))) for d in first[1] | second[1]},
@@ -190,13 +191,13 @@ def _pad_and_slice(node: fx.Node) -> fx.Node | None:
     ) or any(
         a < 0 < c or b < 0 < d for a, b, c, d in pads.values()
     ):  # one end is both cut and padded
-        return None
+        return DECLINED
     pads = {d: (before + more, behind + also) for d, (before, behind, more, also) in pads.items()}
     flat = [n for d in reversed(range(val.dim())) for n in pads.get(d, (0, 0))]
     if 0 in val.shape or any(
         sum(-n for n in rows if n < 0) > x.meta["val"].shape[d] for d, rows in pads.items()
     ):
-        return None  # the result would be empty, or have no row of x
+        return DECLINED  # the result would be empty, or have no row of x
     return replacement_call(
         node, aten.constant_pad_nd.default, (x, flat, first[2] or second[2] or 0)
     )

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..compat.private_apis import OpOverload, OpOverloadPacket
 from ..errors import ShardingError, user_line
-from . import Call, Rule
-from .notation import IDENTITY, Sentence
+from .notation import IDENTITY, Call, FactorRule, Sentence
 from .registry import RULES
 
 _CUSTOM: set[Any] = set()  # operations whose rule came from gspmd.rule, which may replace it
@@ -59,9 +58,9 @@ def rule(
         raise ShardingError(f"{target} has a rule already", where=where)
     _CUSTOM.add(target)
 
-    def bind(call: Call) -> Rule:
+    def bind(call: Call) -> FactorRule:
         try:
-            return parsed.bind(call, reduce=reductions, whole=whole, linear=linear)
+            return parsed.bind(call, reduce=reductions, replicated=whole, linear=linear)
         except ValueError as error:
             shapes = ", ".join(str(list(t.shape)) for t in (*call.tensors, *call.results))
             raise ShardingError(

@@ -5,6 +5,7 @@ addmm(bias, a, b)       einsum("mk,kn->mn", a, b) + bias
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from functools import cache, partial
@@ -25,7 +26,8 @@ from ..compat.private_apis import (
     decomposition_table,
 )
 from ..compat.private_apis import _pytree as pytree
-from .registry import BLOCKWISE, DECOMPOSITIONS, SPLITS, rule_function
+from .registry import rule_function
+from .rewrites import DECLINED, Declined, rewrite_of
 
 RENAMED = {
     aten.view.default: aten.reshape.default,  # local shards need not be contiguous
@@ -41,16 +43,15 @@ def _core() -> dict[Any, Callable]:
 def decomposition_of(op: Any, *, splitting: int = 0) -> Callable | None:
     """Return a function that computes an operation by others; None if it is not decomposed.
 
-    splitting: over how many devices the rule's `whole` factors are sharded (1: unknown, 0: not).
+    splitting: over how many devices the rule's replicated factors are sharded (1: unknown, 0: not).
     """
-    if op in DECOMPOSITIONS:
-        return DECOMPOSITIONS[op]
-    if not isinstance(op, OpOverload):
+    if function := rewrite_of("decompose", op):
+        return function
+    if not isinstance(op, OpOverload) or rule_function(op) and not splitting:
         return None
-    if rule_function(op) and not splitting:
-        return None
-    if splitting and SPLITS.get(op):
-        return partial(SPLITS[op], shards=int(splitting)) if op in BLOCKWISE else SPLITS[op]
+    if splitting and (function := rewrite_of("split", op)):
+        takes_shards = "shards" in inspect.signature(function).parameters
+        return partial(function, shards=int(splitting)) if takes_shards else function
     if op in _core():
         return _core()[op]
     if op in decomposition_table:
@@ -63,10 +64,10 @@ def _is_composite(op: OpOverload) -> bool:
     return _dispatch_has_kernel_for_dispatch_key(op.name(), DispatchKey.CompositeImplicitAutograd)
 
 
-def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph:
+def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph | Declined:
     """Return the graph of a decomposition, with a placeholder for each tensor argument, in order.
 
-    Raises NotImplementedError if the function makes a tensor of constants, and its own errors.
+    Raises ValueError if the function creates a tensor of constants, and its own errors.
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -78,6 +79,8 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph:
         )
         with recorder:
             results = function(*a, **k)
+    if results is DECLINED:
+        return DECLINED
     recorder.graph.output(recorder.nodes_of(results))
     recorder.graph.eliminate_dead_code()
     return recorder.graph
@@ -108,7 +111,7 @@ class _Recorder(TorchDispatchMode):
 
     def _node(self, tensor: Tensor) -> fx.Node:
         if id(tensor) not in self.entries:
-            raise NotImplementedError("a tensor of values that are known only here")
+            raise ValueError("a tensor of values that no argument has")
         return self.entries[id(tensor)][0]
 
     def _record(self, tensor: Tensor, node: fx.Node) -> Tensor:

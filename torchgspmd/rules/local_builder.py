@@ -1,4 +1,4 @@
-"""What a rule's `emit` may ask for while it writes the program of one device."""
+"""What the `emit` of a LocalForm may ask for while it writes the program of one device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..halo import Window
-from .notation import Rule
+from .notation import FactorRule
 
 
 class LocalResult(Protocol):
@@ -24,7 +24,7 @@ class LocalBuilder(Protocol):
     """The builder of one operation's local nodes: fx_passes.localize.Emitter."""
 
     node: fx.Node
-    rule: Rule
+    rule: FactorRule
     assignment: Mapping[str, tuple[str, ...]]  # factor -> mesh axes that shard it
     results: Sequence[LocalResult]
 
@@ -33,6 +33,12 @@ class LocalBuilder(Protocol):
 
     def index(self, factor: str) -> Any:
         """Return which shard of a factor the device has: 0, or a value of the program."""
+
+    def start(self, factor: str) -> Any:
+        """Return the global position of the first row of a device's shard of a factor."""
+
+    def first_row(self, operand: int, dim: int) -> Any:
+        """Return the first row of an operand's dimension that the device holds, halo included."""
 
     def global_shape(self, operand: int) -> tuple[int, ...]:
         """Return the global shape of an operand."""
@@ -54,6 +60,9 @@ class LocalBuilder(Protocol):
 
     def shape(self, value: Any) -> tuple[int, ...]:
         """Return the local shape of a value."""
+
+    def scalar(self, value: Any, dtype: torch.dtype | None = None) -> fx.Node:
+        """Return a tensor of one number, by default of the result's dtype."""
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Return a new node that calls an operation."""

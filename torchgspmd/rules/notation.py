@@ -1,22 +1,22 @@
-"""Rule: how the dimensions of an operation correspond, as a sentence.
+"""FactorRule: how the dimensions of an operation correspond, as a sentence.
 
     "m k, k n -> m n"           commas separate tensors; equal names are the same factor
     "... d -> ... d"            `...` stands for any leading dimensions
     "(h d) -> h d"              a dimension of several factors, the first one major
     "n 1 -> n"                  a dimension that carries no factor
 
-Keywords say what a factor needs that cannot simply pass through; see Rule. A position of a
-convolution's result reads several rows of its input. Then the input's dimension has a Reach in
-`halo`: `n c h[2p-1:2p+2] -> n c h`. The idea is Shardy's op sharding rule. One sentence serves
-propagation, partition, cost and explanation.
+Keywords say what a factor needs that cannot simply pass through; see FactorRule. A position of a
+convolution's result reads several rows of its input. Then the input's dimension has a Reach:
+`n c h[2p-1:2p+2] -> n c h`. The idea is Shardy's op sharding rule. One sentence serves propagation,
+partition, cost and explanation.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,11 +26,43 @@ from ..halo import Reach
 
 Dim = tuple[str, ...]  # factors of one dimension, major first
 Dims = tuple[Dim, ...]
+DimNames = Sequence[str | Sequence[str]]  # Dims, where "d0" stands for ("d0",) and "" for ()
+Names = str | Iterable[str]  # factors; a string has blanks between them
+Place = tuple[int, int]  # (operand, dim)
 IDENTITY = {"sum": 0.0, "max": -math.inf, "min": math.inf, "prod": 1.0}
 
 
 @dataclass(frozen=True, eq=False)
-class Rule:
+class LocalForm:
+    """What a device runs on its shards, if it is not the same call of the operation."""
+
+    # (LocalBuilder, args, kwargs) -> result, or list of results. It is called if a factor of `when`
+    # is sharded, or one with a halo.
+    emit: Callable | None = None
+    when: Names = frozenset()
+    # Otherwise: (args, kwargs, Shapes) -> args, kwargs for local shapes.
+    arguments: Callable | None = None
+    # Operand -> the value that its padding must hold along any factor, such as a valid index.
+    fill: Mapping[int, float] = field(default_factory=dict)
+    # Whether `emit` computes by positions along `when`. It then masks padding there itself, and
+    # propagation shards such a factor last.
+    positional: bool = True
+
+
+@dataclass(frozen=True)
+class Split:
+    """A rewrite at level "split" exists for shards of replicated factors, or of those with a halo.
+
+    hands: the result that has another format then (max-pool indices). takes: the operand that must
+    have that format.
+    """
+
+    hands: int | None = None
+    takes: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class FactorRule:
     """The dimensions of all operands and results of one call, as factors.
 
     "m k, k n -> m n" for shapes [4, 8], [8, 2]: operands ((m,), (k,)), ((k,), (n,)) and sizes
@@ -43,55 +75,48 @@ class Rule:
     # Factor -> reduction. Each shard holds a term of it: "sum" for the k of a matrix product.
     reduce: Mapping[str, str] = field(default_factory=dict)
     # Factors that every device needs whole.
-    whole: frozenset[str] = frozenset()
+    replicated: frozenset[str] = frozenset()
     # Groups of operands in which the operation is linear. A pending sum passes through a group.
     linear: tuple[frozenset[int], ...] = ()
-    # (args, kwargs, Shapes) -> (args, kwargs) for local shapes.
-    local: Callable | None = None
-    # (LocalBuilder, args, kwargs) -> results. It is called if a factor of `special` or `emits` is
-    # sharded, or one with a halo. For a reduced factor of `special` it masks padding itself.
-    emit: Callable | None = None
-    special: frozenset[str] = frozenset()
-    emits: frozenset[str] = frozenset()
-    # (operand, dim) -> the rows that a position of its factor reads.
-    halo: Mapping[tuple[int, int], Reach] = field(default_factory=dict)
-    # (operand, dim) -> Reach, if the operation only moves rows along its dimensions d0, d1, ...
-    # Sizes of 1 are included. With it, windows of operands give windows of the result.
-    moves: Mapping[tuple[int, int], Reach] | None = None
-    # Operands that hold indices. Their padding must hold a valid index.
-    positions: frozenset[int] = frozenset()
-    # Operand -> the value that its padding must hold, along any factor.
-    padding: Mapping[int, float] = field(default_factory=dict)
+    # The rows of an operand that a position of its factor reads.
+    row_access: Mapping[Place, Reach] = field(default_factory=dict)
+    # Whether each row of the result is a row of an operand, or a pad. Dimensions are d0, d1, ...
+    # Windows of operands then give windows of the result.
+    moves: bool = False
+    local: LocalForm = LocalForm()
+    split: Split | None = None
     # Whether the number of multiplications is the product of all factor sizes.
     contraction: bool = False
-    # Whether a decomposition exists for shards of the `whole` factors, or of those with a halo.
-    splits: bool = False
-    # The result that has another format if the operation is decomposed (max-pool indices).
-    hands: int | None = None
-    # The operand that must have that format if the operation is decomposed.
-    takes: int | None = None
     # False: the operation has no rule, so it runs replicated.
     known: bool = True
     text: str = ""
 
     def __str__(self) -> str:
-        return self.text
+        return self.text or describe(self.operands, self.results, self.halo)
 
-    def factors(self) -> list[str]:
-        return list(self.sizes)
+    @cached_property
+    def special(self) -> frozenset[str]:
+        """The factors along which the local form computes by positions."""
+        return frozenset(self.local.when) if self.local.positional else frozenset()
 
     def fill(self, factor: str) -> float | None:
         """Return what padding along a factor must hold in the operands; None: anything."""
-        return (
-            IDENTITY[self.reduce[factor]]
-            if factor in self.reduce and factor not in self.special
-            else None
-        )
+        masked = factor in self.reduce and factor not in self.special
+        return IDENTITY[self.reduce[factor]] if masked else None
 
     @cached_property
     def joins(self) -> bool:
         """Whether a pending sum passes through several operands only together (an addition)."""
         return any(len(group) > 1 for group in self.linear)
+
+    @cached_property
+    def halo(self) -> Mapping[Place, Reach]:
+        """The row accesses along factors that may be sharded."""
+        return {
+            (operand, dim): reach
+            for (operand, dim), reach in self.row_access.items()
+            if set(self.operands[operand][dim]) - self.replicated
+        }
 
     @cached_property
     def windowed(self) -> frozenset[str]:
@@ -121,9 +146,33 @@ class Call:
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [tuple(t.shape) for t in self.tensors]
+    def dim(self, index: int, default: int | None = None) -> int:
+        """Return the argument `dim` of the first tensor, counted from the front."""
+        return self.argument(index, "dim", default) % max(self.tensors[0].dim(), 1)
+
+    def rule(
+        self,
+        operands: Sequence[DimNames],
+        results: Sequence[DimNames],
+        sizes: Mapping[str, int] | None = None,
+        **keywords: Any,
+    ) -> FactorRule:
+        """Return the rule of the call, by the factors of every dimension of its tensors.
+
+        A factor has the size of the first dimension that it is alone in, unless `sizes` has it.
+        keywords: see make_rule.
+        """
+        bound = dict(sizes or {})
+        for dims, tensor in zip((*operands, *results), (*self.tensors, *self.results), strict=True):
+            for names, size in zip(dims, tensor.shape):
+                if isinstance(names, str):
+                    bound.setdefault(names, size)
+        return make_rule(operands, results, bound, **keywords)
+
+
+def factors(prefix: str, count: int) -> list[str]:
+    """Return the names of factors, such as d0, d1, d2."""
+    return [f"{prefix}{i}" for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -153,56 +202,50 @@ class Sentence:
             raise ValueError(f"rule '{text}' names no factor")
         return cls(*sides, text)
 
-    def bind(self, call: Call, sizes: Mapping[str, int] | None = None, **keywords: Any) -> Rule:
+    def bind(
+        self, call: Call, sizes: Mapping[str, int] | None = None, **keywords: Any
+    ) -> FactorRule:
         """Return the rule of a call. sizes: of factors that share a dimension with others."""
         bound: dict[str, int] = {}
-        operands = tuple(
-            _dims(tokens, t.shape, bound, sizes or {})
-            for tokens, t in zip(self.operands, call.tensors, strict=True)
-        )
-        results = tuple(
-            _dims(tokens, t.shape, bound, sizes or {})
-            for tokens, t in zip(self.results, call.results, strict=True)
+        operands, results = (
+            [_dims(tokens, t.shape, bound, sizes or {}) for tokens, t in zip(*side, strict=True)]
+            for side in ((self.operands, call.tensors), (self.results, call.results))
         )
         return make_rule(operands, results, bound, text=self.text, **keywords)
 
 
 def make_rule(
-    operands: Sequence[Dims],
-    results: Sequence[Dims],
+    operands: Sequence[DimNames],
+    results: Sequence[DimNames],
     sizes: Mapping[str, int],
     *,
-    reduce: str | Mapping[str, str] = "",
-    whole: str | frozenset[str] = "",
-    linear: Sequence[Sequence[int]] = (),
-    special: str | frozenset[str] = "",
-    emits: str = "",
-    halo: Mapping[tuple[int, int], Reach] | None = None,
-    text: str = "",
+    reduce: Names | Mapping[str, str] = "",
+    replicated: Names = "",
+    linear: Sequence[Iterable[int]] = (),
+    local: LocalForm = LocalForm(),
     **keywords: Any,
-) -> Rule:
-    """Return a Rule without factors of size 1. Keywords may be names separated by blanks."""
-    factors = {name: size for name, size in sizes.items() if size > 1}
+) -> FactorRule:
+    """Return a FactorRule without factors of size 1. reduce: a sum, if no kind is named."""
+    present = {name: size for name, size in sizes.items() if size > 1}
 
-    def clean(tensors: Sequence[Dims]) -> tuple[Dims, ...]:
+    def clean(tensors: Sequence[DimNames]) -> tuple[Dims, ...]:
         return tuple(
-            tuple(tuple(f for f in dim if f in factors) for dim in dims) for dims in tensors
+            tuple(
+                tuple(f for f in ((dim,) if isinstance(dim, str) else dim) if f in present)
+                for dim in dims
+            )
+            for dims in tensors
         )
 
-    reductions = {f: "sum" for f in reduce.split()} if isinstance(reduce, str) else reduce
-    operands, results = clean(operands), clean(results)
-    halo = {place: reach for place, reach in (halo or {}).items() if operands[place[0]][place[1]]}
-    return Rule(
-        operands,
-        results,
-        factors,
-        {f: kind for f, kind in reductions.items() if f in factors},
-        _names(whole) & set(factors),
+    kinds = reduce if isinstance(reduce, Mapping) else dict.fromkeys(_names(reduce), "sum")
+    return FactorRule(
+        clean(operands),
+        clean(results),
+        present,
+        {f: kind for f, kind in kinds.items() if f in present},
+        frozenset(f for f in _names(replicated) if f in present),
         tuple(frozenset(g) for g in linear),
-        special=_names(special) & set(factors),
-        emits=_names(emits),
-        halo=halo,
-        text=text or describe(operands, results, halo),
+        local=replace(local, when=frozenset(f for f in _names(local.when) if f in present)),
         **keywords,
     )
 
@@ -210,7 +253,7 @@ def make_rule(
 def describe(
     operands: Sequence[Dims],
     results: Sequence[Dims],
-    halo: Mapping[tuple[int, int], Reach] | None = None,
+    halo: Mapping[Place, Reach] | None = None,
 ) -> str:
     """Return the sentence of these factors."""
 
@@ -228,8 +271,8 @@ def _dim(dim: Dim) -> str:
     return "1" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
 
 
-def _names(names: str | frozenset[str]) -> frozenset[str]:
-    return frozenset(names.split()) if isinstance(names, str) else frozenset(names)
+def _names(names: Names) -> list[str]:
+    return names.split() if isinstance(names, str) else list(names)
 
 
 def _tokens(text: str, sentence: str) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
-"""The tables of rules and decompositions. They are filled at import and only read afterwards.
+"""The table of rules. It is filled at import and only read afterwards.
 
 rule(op, "m k, k n -> m n", reduce="k")     one sentence for all calls of an operation
-@rule_for(op)                               a function from a Call to its Rule
-@decomposition(op)                          a function that computes it by other operations
+@rule_for(op)                               a function from a Call to its FactorRule
 """
 
 from __future__ import annotations
@@ -12,47 +11,36 @@ from typing import Any
 
 from ..compat.operators import AbsentOperator, find
 from ..compat.private_apis import OpOverload
-from .notation import Call, Rule, Sentence, Shapes, make_rule
+from .notation import Call, FactorRule, LocalForm, Sentence, Shapes, factors
+from .rewrites import Declined, is_present
 
-RULES: dict[Any, Callable[[Call], Rule | None]] = {}
-DECOMPOSITIONS: dict[Any, Callable] = {}  # applied to all calls, first of all
-# Decompositions for calls with sharded `whole` factors, or sharded halos. None: PyTorch's.
-SPLITS: dict[Any, Callable | None] = {}
-BLOCKWISE: set[Any] = set()  # the operations whose split takes the number of shards
-SKIPPED: list[str] = []  # names of registered operators that this torch lacks
+RuleFunction = Callable[[Call], FactorRule | Declined]
+RULES: dict[Any, RuleFunction] = {}
 
 
-def rule(
-    op: OpOverload | AbsentOperator | str,
-    sentence: str,
-    *,
-    splits: Callable | bool = False,
-    **keywords: Any,
-) -> None:
+def rule(op: OpOverload | AbsentOperator | str, sentence: str, **keywords: Any) -> None:
     """Register the sentence of an operation, or of a name `library::name` that may come later.
 
-    Keywords: those of make_rule and Rule; splits: see SPLITS.
+    keywords: see make_rule.
     """
     parsed = Sentence.parse(sentence)
-    rule_for(op, splits=splits)(lambda call: parsed.bind(call, splits=bool(splits), **keywords))
+    rule_for(op)(lambda call: parsed.bind(call, **keywords))
 
 
-def rule_function(op: Any) -> Callable[[Call], Rule | None] | None:
+def rule_function(op: Any) -> RuleFunction | None:
     """Return the function that computes the rule of an operation's calls, or None."""
     function = RULES.get(op)
     return RULES.get(op.name()) if function is None and isinstance(op, OpOverload) else function
 
 
-def rule_for(*ops: OpOverload | AbsentOperator | str, splits: Callable | bool = False) -> Callable:
-    """Register a function that computes the rule of a call. None: the call runs replicated."""
+def rule_for(*ops: OpOverload | AbsentOperator | str) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a function that computes the rule of a call. DECLINED: the call runs replicated."""
 
-    def register(function: Callable[[Call], Rule | None]) -> Callable[[Call], Rule | None]:
+    def register(function: RuleFunction) -> RuleFunction:
         for op in filter(is_present, ops):
             if op in RULES:
                 raise ValueError(f"{op} has a rule already")
             RULES[op] = function
-            if splits:
-                SPLITS[op] = splits if callable(splits) else None
         return function
 
     return register
@@ -65,45 +53,22 @@ def is_registered(name: str) -> bool:
     return find(namespace, operator, overload or "default") is not None
 
 
-def decomposition(*ops: OpOverload | AbsentOperator) -> Callable:
-    """Register a function that computes operations by others, with the same arguments."""
-
-    def register(function: Callable) -> Callable:
-        DECOMPOSITIONS.update(dict.fromkeys(filter(is_present, ops), function))
-        return function
-
-    return register
-
-
-def is_present(op: OpOverload | AbsentOperator | str) -> bool:
-    """Return whether this torch has an operator, or may load it later; else note it in SKIPPED."""
-    if isinstance(op, AbsentOperator):
-        SKIPPED.append(op.name())
-        return False
-    return True
-
-
-def replicated_rule(call: Call) -> Rule:
+def replicated_rule(call: Call) -> FactorRule:
     """Return the rule of an operation without one: every device computes all of it."""
-    sizes, dims = {}, []
-    for i, tensor in enumerate((*call.tensors, *call.results)):
-        names = tuple((f"r{i}_{d}",) for d in range(tensor.dim()))
-        sizes.update({name[0]: size for name, size in zip(names, tensor.shape)})
-        dims.append(names)
-    count = len(call.tensors)
-    return make_rule(
+    tensors, count = (*call.tensors, *call.results), len(call.tensors)
+    dims = [factors(f"r{i}_", t.dim()) for i, t in enumerate(tensors)]
+    return call.rule(
         dims[:count],
         dims[count:],
-        sizes,
-        whole=frozenset(sizes),
-        known=max(sizes.values(), default=1) < 2,
+        replicated=[name for names in dims for name in names],
+        known=all(size < 2 for t in tensors for size in t.shape),
     )
 
 
-def shape_argument(index: int) -> Callable:
-    """Return a `local` function for an operation whose argument `index` is the result's shape."""
+def shape_argument(index: int, emit: Callable | None = None, **keywords: Any) -> LocalForm:
+    """Return the local form of an operation whose argument `index` is the result's shape."""
 
-    def local(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
+    def arguments(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
         return (*args[:index], list(shapes.results[0]), *args[index + 1 :]), kwargs
 
-    return local
+    return LocalForm(emit, arguments=arguments, **keywords)

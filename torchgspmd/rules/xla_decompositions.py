@@ -17,6 +17,7 @@ from ..compat.private_apis import OpOverload
 from ..custom_ops.nd import attention_backward_by_products, attention_by_products
 from .decompositions import decomposition_of
 from .ops import uneven_reshape  # noqa: F401 (registers its operations)
+from .rewrites import rewrite, rewrite_of
 
 ours = torch.ops.torchgspmd
 
@@ -32,11 +33,17 @@ NORMS = {
 
 def unpartitioned_of(op: Any, *, splitting: int = 0) -> Callable | None:
     """Return a decomposition as decomposition_of does. XLA draws random numbers itself."""
+    function = rewrite_of("xla", op)
     if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
-        return _RANDOM.get(op)
-    return _FUNCTIONS.get(op) or decomposition_of(op, splitting=splitting or int(op in NORMS))
+        return function
+    return function or decomposition_of(op, splitting=splitting or int(op in NORMS))
 
 
+rewrite("xla", ours.attention.default)(attention_by_products)
+rewrite("xla", ours.attention_backward.default)(attention_backward_by_products)
+
+
+@rewrite("xla", aten.roll.default)
 def _roll(x: Tensor, shifts: list[int], dims: list[int] = ()) -> Tensor:
     """Compute roll by two slices and a cat, in which XLA sees a shift between neighbours."""
     if not dims:
@@ -49,15 +56,17 @@ def _roll(x: Tensor, shifts: list[int], dims: list[int] = ()) -> Tensor:
     return x
 
 
-_FUNCTIONS: dict[Any, Callable] = {
-    ours.attention.default: attention_by_products,
-    ours.attention_backward.default: attention_backward_by_products,
-    aten.roll.default: _roll,
-    ours.join_rows.default: lambda x, dim: x.flatten(dim, dim + 1),
-    ours.split_rows.default: lambda x, dim, width: x.unflatten(dim, (-1, width)),
-}
+@rewrite("xla", ours.join_rows.default)
+def _join_rows(x: Tensor, dim: int) -> Tensor:
+    return x.flatten(dim, dim + 1)
 
 
+@rewrite("xla", ours.split_rows.default)
+def _split_rows(x: Tensor, dim: int, width: int) -> Tensor:
+    return x.unflatten(dim, (-1, width))
+
+
+@rewrite("xla", aten.native_dropout.default)
 def _native_dropout(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
     if not train or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -65,17 +74,13 @@ def _native_dropout(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
     return x * (mask / (1 - p)), mask.bool()
 
 
-def _like(draw: Callable) -> Callable:
-    def draw_like(
-        x: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
+for _op, _draw in (
+    (aten.rand_like.default, aten.rand.default),
+    (aten.randn_like.default, aten.randn.default),
+):
+
+    @rewrite("xla", _op)
+    def _draw_like(
+        x: Tensor, draw: Any = _draw, dtype: Any = None, device: Any = None, **_: Any
     ) -> Tensor:
         return draw(list(x.shape), dtype=dtype or x.dtype, device=device or x.device)
-
-    return draw_like
-
-
-_RANDOM: dict[Any, Callable] = {
-    aten.native_dropout.default: _native_dropout,
-    aten.rand_like.default: _like(aten.rand.default),
-    aten.randn_like.default: _like(aten.randn.default),
-}

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...compat.private_apis import _pytree as pytree
-from ...rules import RENAMED, decomposition_of, simplified, trace
+from ...rules import DECLINED, RENAMED, decomposition_of, simplified, trace
 from ..ir import is_number, signature
 
 # Graphs of decompositions by (signature, splitting); None if there is none.
@@ -64,7 +64,7 @@ class _Expander:
             if isinstance(new.get(node), fx.Node) and "captured" in node.meta:
                 new[node].meta.setdefault("captured", node.meta["captured"])
         for node in list(self.graph.nodes):
-            if (same := simplified(node)) is not None:
+            if (same := simplified(node)) is not DECLINED:
                 # An output that is a result of its own stays one.
                 node.replace_all_uses_with(
                     same, lambda user, same=same: user.op != "output" or same.op == "call_function"
@@ -121,9 +121,10 @@ class _Expander:
             try:
                 inner = trace(function, args, kwargs)
             except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
-                # torch 2.9 raises IndexError for errors without a text.
-                inner = None
-            self.traced[key] = inner if inner is not None and _is_valid(inner, node) else None
+                # PyTorch's own have many ways to decline. torch 2.9 raises IndexError for errors
+                # without a text.
+                inner = DECLINED
+            self.traced[key] = None if inner is DECLINED or not _is_valid(inner, node) else inner
         return self.traced[key]
 
 

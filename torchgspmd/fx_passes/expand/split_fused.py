@@ -27,7 +27,7 @@ def ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Nod
             for shards in (_whole_shards, _uneven_shards, _multi_factor_shards, _window_shards)
         )
         for node, op in ops.items()
-        if op.rule.splits
+        if op.rule.split is not None
     }
     split = {node: shards for node, shards in split.items() if shards > 1}
     while unsplittable := [node for node in split if _is_tied_to_whole_op(ops[node], ops, split)]:
@@ -36,19 +36,19 @@ def ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Nod
     return split
 
 
-def _is_tied_to_whole_op(op: Op, ops: Mapping[fx.Node, Op], split: Collection[fx.Node]) -> bool:
+def _is_tied_to_whole_op(op: Op, ops: Mapping[fx.Node, Op], split_ops: Collection[fx.Node]) -> bool:
     """Return whether an operation shares an intermediate with one that stays fused.
 
     An example are the indices of max-pool. Both are split or neither, since the formats differ.
     """
-    rule = op.rule
-    if rule.takes is not None:
+    split = op.rule.split
+    if split.takes is not None:
         # The operand is an element of a tuple; its input is the operation that returns the tuple.
-        makers = op.operands[rule.takes].all_input_nodes
-        return not makers or makers[0] not in split or ops[makers[0]].rule.hands is None
-    handed = op.results[rule.hands] if rule.hands is not None else None
+        makers = op.operands[split.takes].all_input_nodes
+        return not makers or makers[0] not in split_ops or ops[makers[0]].rule.split.hands is None
+    handed = op.results[split.hands] if split.hands is not None else None
     return handed is not None and any(
-        user not in split or ops[user].rule.takes is None for user in handed.users
+        user not in split_ops or ops[user].rule.split.takes is None for user in handed.users
     )
 
 
@@ -86,7 +86,7 @@ def _axes(
     along = {
         a
         for axes, factors in zip(layouts.spec[value].dims, dims)
-        if not op.rule.whole.isdisjoint(factors)
+        if not op.rule.replicated.isdisjoint(factors)
         for a in axes
     }
     return along, set(layouts.spec[value].sharding_axes) - along

@@ -24,7 +24,7 @@ from ...comm.local_ops import mask_padding, only_first, take_part, take_window
 from ...compat.operators import aten
 from ...halo import Window
 from ...mesh import Mesh, sub_axis
-from ...rules import Rule, Shapes
+from ...rules import FactorRule, Shapes
 from ...shard_spec import Axes, ShardSpec
 from ..ir import is_number, is_operation, operands_of, tensors_of
 
@@ -47,11 +47,11 @@ class LocalTensor:
 
 
 class Emitter:
-    """Builder of the local nodes of one operation, the first argument of a rule's `emit`."""
+    """Builder of the local nodes of one operation, the first argument of a local form's `emit`."""
 
     def __init__(self, localizer: _Localizer, node: fx.Node) -> None:
         self.localizer, self.node = localizer, node
-        self.rule: Rule = node.meta["rule"]
+        self.rule: FactorRule = node.meta["rule"]
         self.assignment: dict[str, Axes] = node.meta["assignment"]
         self.results = [
             LocalTensor(spec.local_shape(t.shape, localizer.mesh), t.dtype, t.device)
@@ -69,6 +69,17 @@ class Emitter:
         """Return the number of the device's shard of a factor."""
         axes = self.assignment.get(factor, ())
         return fx.Proxy(self.localizer.index(axes)) if axes else 0
+
+    def start(self, factor: str) -> fx.Proxy | int:
+        """Return the global position of the first row of the device's shard of a factor."""
+        return self.index(factor) * self.size(factor)
+
+    def first_row(self, operand: int, dim: int) -> fx.Proxy | int:
+        """Return the first row of an operand's dimension that the device holds, halo included."""
+        factor = self.rule.operands[operand][dim][:1]
+        if not factor or not self.sharded(*factor):
+            return 0
+        return self.window(operand, dim).first(self.index(*factor))
 
     def global_shape(self, operand: int) -> tuple[int, ...]:
         """Return the global shape of an operand."""
@@ -111,6 +122,13 @@ class Emitter:
         if size % self.localizer.mesh.count(axes) == 0:
             return value
         return self.call(mask_padding, value, dim, self.index(factor), size, fill)
+
+    def scalar(self, value: Any, dtype: torch.dtype | None = None) -> fx.Node:
+        """Return a tensor of one number, by default of the result's dtype."""
+        result = self.results[0]
+        return self.call(
+            aten.scalar_tensor.default, value, dtype=dtype or result.dtype, device=result.device
+        )
 
     def shape(self, value: Any) -> tuple[int, ...]:
         """Return the local shape of a node or proxy."""
@@ -222,8 +240,8 @@ class _Localizer:
     # --------------------------------------------------------------------------------- operations
 
     def _operation(self, node: fx.Node) -> Any:
-        """Localize an operation, by its rule's `emit` or with local arguments."""
-        rule: Rule = node.meta["rule"]
+        """Localize an operation, by its local form's `emit` or with local arguments."""
+        rule: FactorRule = node.meta["rule"]
         operands = [
             self._mask_operand(node, value, i, rule) for i, value in enumerate(operands_of(node))
         ]
@@ -232,17 +250,13 @@ class _Localizer:
             (node.args, dict(node.kwargs)),
             lambda n: self.new[n] if is_number(n) else next(remaining),
         )
-        moved = rule.moves is not None and any(spec.windows for spec in node.meta["result_specs"])
-        if rule.emit is not None and (
-            moved
-            or any(
-                node.meta["assignment"].get(f) for f in rule.special | rule.emits | rule.windowed
-            )
+        moved = rule.moves and any(spec.windows for spec in node.meta["result_specs"])
+        if rule.local.emit is not None and (
+            moved or any(node.meta["assignment"].get(f) for f in {*rule.local.when, *rule.windowed})
         ):
-            results = rule.emit(Emitter(self, node), args, kwargs)
-            return results[0] if not isinstance(node.meta["val"], (tuple, list)) else results
-        if rule.local is not None:
-            args, kwargs = rule.local(args, kwargs, self._shapes(node))
+            return rule.local.emit(Emitter(self, node), args, kwargs)
+        if rule.local.arguments is not None:
+            args, kwargs = rule.local.arguments(args, kwargs, self._shapes(node))
         return self.graph.call_function(node.target, args, kwargs)
 
     def _shapes(self, node: fx.Node) -> Shapes:
@@ -257,13 +271,15 @@ class _Localizer:
             ),
         )
 
-    def _mask_operand(self, node: fx.Node, value: fx.Node, operand: int, rule: Rule) -> fx.Node:
+    def _mask_operand(
+        self, node: fx.Node, value: fx.Node, operand: int, rule: FactorRule
+    ) -> fx.Node:
         """Overwrite the padding of an operand if the operation would reduce it or look it up."""
         local, spec, shape = self.new[value], value.meta["spec"], value.meta["val"].shape
         for d, (factors, axes) in enumerate(zip(rule.operands[operand], spec.dims)):
             fill = next(
                 (rule.fill(f) for f in factors if rule.fill(f) is not None),
-                rule.padding.get(operand, 0.0 if operand in rule.positions else None),
+                rule.local.fill.get(operand),
             )
             if (
                 axes

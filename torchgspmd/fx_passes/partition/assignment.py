@@ -160,7 +160,7 @@ class Assignment:
             op = self.ops.get(user)
             if op is not None:
                 self._touch(user)
-                if depth and (pending and op.rule.linear or op.rule.moves is not None):
+                if depth and (pending and op.rule.linear or op.rule.moves):
                     for result in filter(None, op.results):
                         self._touch_users(result, pending, depth - 1)
 

@@ -177,7 +177,7 @@ class BodySearch(RegionProposals):
         """Assign the best strategies in which an axis shards these factors, or no factor."""
         at, inside = self.assignment, {op.node for op in body.ops}
         for op in body.ops:
-            if factors.get(op.node) in op.rule.whole:
+            if factors.get(op.node) in op.rule.replicated:
                 continue
             operands = tuple(
                 self.memory.interner.operand_layouts(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, fx
 
 from ...mesh import Mesh
-from ...rules import Rule
+from ...rules import FactorRule
 from ...shard_spec import ShardSpec
 from ..ir import Op
 from ..propagate.factors import Assignment as Factors
@@ -31,7 +31,7 @@ def local_bytes(val: Tensor, spec: ShardSpec, mesh: Mesh) -> float:
     return math.prod(spec.local_shape(val.shape, mesh)) * val.element_size()
 
 
-def arithmetic(rule: Rule, factors: Factors, mesh: Mesh, constants: CostConstants) -> float:
+def arithmetic(rule: FactorRule, factors: Factors, mesh: Mesh, constants: CostConstants) -> float:
     """Return what one device computes under an assignment of axes, in bytes on the wire."""
     if not rule.contraction:
         return 0.0

@@ -111,9 +111,7 @@ class _Inserter:
             if (
                 node.op == "call_function"
                 and not node.users
-                and (
-                    "step" in node.meta or getattr(node.meta.get("rule"), "moves", None) is not None
-                )
+                and ("step" in node.meta or getattr(node.meta.get("rule"), "moves", False))
             ):
                 self.graph.erase_node(node)
 

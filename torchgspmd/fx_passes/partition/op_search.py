@@ -41,7 +41,7 @@ class OpSearch:
         """
         ops = self.assignment.ops
         moved = (
-            tuple(ops[v].key for v in op.operands if v in ops and ops[v].rule.moves is not None)
+            tuple(ops[v].key for v in op.operands if v in ops and ops[v].rule.moves)
             if op.rule.halo
             else ()
         )

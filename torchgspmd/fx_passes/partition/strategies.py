@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from ...mesh import Mesh
-from ...rules import Rule
+from ...rules import FactorRule
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
 from ..propagate.factors import (
@@ -77,17 +77,17 @@ class Strategies:
             for spec in specs:
                 for factor, axes in project(dims, spec, rule.sizes, self.mesh).items():
                     for axis in axes:
-                        if factor not in rule.whole and not (
+                        if factor not in rule.replicated and not (
                             neighborhood.first and is_far(op, factor, axes, self.mesh)
                         ):
                             options[axis][factor] = None
                         # The axis has to leave this factor, or had better: any other may do.
-                        if factor in rule.whole | rule.windowed and rule.known:
+                        if factor in rule.replicated | rule.windowed and rule.known:
                             options[axis].update(
                                 dict.fromkeys(
                                     f
                                     for f in rule.sizes
-                                    if f not in rule.whole | rule.special | {factor}
+                                    if f not in rule.replicated | rule.special | {factor}
                                 )
                             )
                 for axis in spec.pending:
@@ -102,10 +102,10 @@ class Strategies:
                     or sum(isinstance(target, str) for target in targets) > 1
                     or (neighborhood.only_inputs and rule.reduce.keys() & targets.keys())
                 ):
-                    targets.update(dict.fromkeys(f for f in rule.sizes if f not in rule.whole))
+                    targets.update(dict.fromkeys(f for f in rule.sizes if f not in rule.replicated))
         return {axis: tuple(targets) for axis, targets in options.items() if len(targets) > 1}
 
-    def _disputed_axes(self, rule: Rule, available: Sequence[OperandLayouts]) -> set[str]:
+    def _disputed_axes(self, rule: FactorRule, available: Sequence[OperandLayouts]) -> set[str]:
         """Return the whole axes that shard a summed factor in one operand and not in another."""
         sides = [
             {
@@ -123,7 +123,7 @@ class Strategies:
         }
 
     def _choices(
-        self, rule: Rule, options: dict[str, tuple]
+        self, rule: FactorRule, options: dict[str, tuple]
     ) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
         """Yield all assignments; if several axes shard one factor, every order of them."""
         names = list(options)

@@ -13,7 +13,7 @@ import os
 from torch import Tensor, fx
 
 from ...mesh import Mesh
-from ...rules import Rule
+from ...rules import FactorRule
 from ..ir import operands_of
 
 ENABLED = "TORCHGSPMD_CHECK"
@@ -63,7 +63,7 @@ def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
 
 def _operand_faults(node: fx.Node) -> list[str]:
     """Return what is wrong with the layouts of an operation's operands."""
-    rule: Rule | None = node.meta.get("rule")
+    rule: FactorRule | None = node.meta.get("rule")
     if rule is None:
         return []
     faults = []

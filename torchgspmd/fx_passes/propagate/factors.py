@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...halo import sent_rows
 from ...mesh import Mesh
-from ...rules import Rule
+from ...rules import FactorRule
 from ...rules.notation import Dims
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
@@ -93,7 +93,7 @@ def assemble(
 
 
 def operand_layout(
-    rule: Rule, operand: int, shape: Sequence[int], assignment: Assignment, mesh: Mesh
+    rule: FactorRule, operand: int, shape: Sequence[int], assignment: Assignment, mesh: Mesh
 ) -> ShardSpec | None:
     """Return the layout that an operation needs of an operand, with the windows that it reads.
 
@@ -119,14 +119,14 @@ def layouts_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[ShardSpec, ...]
     None if the operation does more than move rows, or the windows cannot be expressed.
     """
     result = op.results[0]
-    if op.rule.moves is None or need.pending or result is None:
+    if not op.rule.moves or need.pending or result is None:
         return None
     shape, operand_specs = result.meta["val"].shape, []
     for i, value in enumerate(op.operands):
         spec = need.plain()
         for d, axes in enumerate(need.dims):
             reach, size, count = (
-                op.rule.moves.get((i, d)),
+                op.rule.row_access.get((i, d)),
                 value.meta["val"].shape[d],
                 mesh.count(axes),
             )
@@ -158,7 +158,7 @@ def is_far(op: Op, factor: str, axes: Axes, mesh: Mesh) -> bool:
     return False
 
 
-def result_pending(rule: Rule, dims: Dims, assignment: Assignment) -> tuple[Axes, str]:
+def result_pending(rule: FactorRule, dims: Dims, assignment: Assignment) -> tuple[Axes, str]:
     """Return the axes over which a result with these dimensions is pending, and the reduction."""
     own = {factor for dim in dims for factor in dim}
     axes: Axes = ()

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ...mesh import Mesh
-from ...rules import Rule, make_rule
+from ...rules import FactorRule, factors, make_rule
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, values
 from .factors import assemble, crowded, is_far, is_roomy, project
@@ -104,10 +104,9 @@ def propagate(
 
 def _tie(a: fx.Node, b: fx.Node, why: str) -> Op:
     """Return an operation that passes the layout of one value to another, and back."""
-    names = tuple((f"d{i}",) for i in range(a.meta["val"].dim()))
-    rule = make_rule(
-        [names], [names], {f"d{i}": n for i, n in enumerate(a.meta["val"].shape)}, text=why
-    )
+    shape = a.meta["val"].shape
+    names = factors("d", len(shape))
+    rule = make_rule([names], [names], dict(zip(names, shape)), text=why)
     return Op(a, rule, (a,), (b,), None)
 
 
@@ -213,8 +212,8 @@ class _Propagation:
         ]
         for factor in self._factor_order(rule, assignments, tensors):
             if (
-                factor in rule.whole
-                and not rule.splits
+                factor in rule.replicated
+                and rule.split is None
                 or stage < ALL
                 and (factor in rule.reduce or factor in rule.special)
                 or (stage == ELEMENTWISE and factor in rule.windowed)
@@ -228,7 +227,7 @@ class _Propagation:
                     yield _Extension(t, self.layouts.spec[value], longest, source)
 
     def _factor_order(
-        self, rule: Rule, assignments: list[dict[str, Axes]], tensors: list
+        self, rule: FactorRule, assignments: list[dict[str, Axes]], tensors: list
     ) -> list[str]:
         """Return the sharded factors, those of the largest tensors first."""
         weight: dict[str, int] = {}
@@ -238,7 +237,12 @@ class _Propagation:
         return sorted(weight, key=lambda f: -weight[f])
 
     def _longest(
-        self, rule: Rule, factor: str, assignments: list[dict[str, Axes]], tensors: list, stage: int
+        self,
+        rule: FactorRule,
+        factor: str,
+        assignments: list[dict[str, Axes]],
+        tensors: list,
+        stage: int,
     ) -> tuple[Axes, int]:
         """Return the longest list of axes that a tensor has for a factor, and its index.
 
@@ -261,7 +265,7 @@ class _Propagation:
 
     def _extend(
         self,
-        rule: Rule,
+        rule: FactorRule,
         factor: str,
         longest: Axes,
         t: int,
@@ -309,7 +313,7 @@ def _op_kind(op: Op) -> tuple:
     return id(op.rule), *(None if v is None else values.index(v) for v in values)
 
 
-def _broadcasts(rule: Rule, operand: int) -> bool:
+def _broadcasts(rule: FactorRule, operand: int) -> bool:
     """Return whether an operand lacks factors of a larger operand, or (alone) of the result."""
     own = {f for dim in rule.operands[operand] for f in dim}
     others = [

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ...custom_ops.resampling import Line, band, bands
+from ...custom_ops.resampling import Line
 from ..local_builder import LocalBuilder
-from ..notation import Call, Rule
+from ..notation import Call, FactorRule, LocalForm, Split
 from ..registry import rule_for
-from .interpolate import is_identity, rule_along
-from .pool_windows import renumber
+from ..rewrites import rewrite
+from .interpolate import adaptive_lines, is_identity, read_line, rule_along
+from .windows import renumber
 
 
 def _global(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -51,9 +52,15 @@ def _places(x: Tensor, dims: int) -> Tensor:
     return torch.arange(size.numel(), device=x.device).reshape(size)
 
 
-@rule_for(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default, splits=_global)
-def _maximum(call: Call) -> Rule:
-    lines = _lines(call, call.tensors[0].shape, call.results[0].shape, back=False)
+FORWARD = (aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
+BACKWARD = (aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default)
+rewrite("split", *FORWARD)(_global)
+rewrite("split", *BACKWARD)(_global_backward)
+
+
+@rule_for(*FORWARD)
+def _maximum(call: Call) -> FactorRule:
+    lines = adaptive_lines(call, call.tensors[0], call.results[0], back=False)
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         value, index, shape, size = args[0], None, list(local.shape(args[0])), 1
@@ -63,23 +70,19 @@ def _maximum(call: Call) -> Rule:
             size *= line.rows
         return [value, local.call(aten.expand.default, index, list(local.results[0].shape))]
 
-    return rule_along(call, lines, [0], emit, splits=_is_global(lines))
+    return rule_along(call, lines, [0], LocalForm(emit), split=_split(lines))
 
 
-@rule_for(
-    aten.adaptive_max_pool2d_backward.default,
-    aten.adaptive_max_pool3d_backward.default,
-    splits=_global_backward,
-)
-def _maximum_backward(call: Call) -> Rule:
+@rule_for(*BACKWARD)
+def _maximum_backward(call: Call) -> FactorRule:
     """Return the rule of (gradient, input, indices). Only the shape of the input is used."""
-    lines = _lines(call, call.tensors[1].shape, call.tensors[0].shape, back=True)
+    lines = adaptive_lines(call, call.tensors[1], call.tensors[0], back=True)
 
-    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
         """Scatter the gradients whose maximum is in the device's shard."""
         grad, index, shape = args[0], args[2], local.results[0].shape
         lead, grad_shape = len(shape) - len(lines), local.shape(args[0])
-        first = [local.index(f"d{d}") * shape[d] for d in range(lead, len(shape))]
+        first = [local.start(f"d{d}") for d in range(lead, len(shape))]
         rows, own_sizes = [line.rows for line in lines], shape[lead:]
         place = renumber(local, index, rows, own_sizes, [-f for f in first])
         # An index outside of the shard was clamped, so it does not come back.
@@ -88,27 +91,14 @@ def _maximum_backward(call: Call) -> Rule:
         flat = [*grad_shape[:lead], -1]
         zeros = local.call(aten.new_zeros.default, grad, [*shape[:lead], math.prod(own_sizes)])
         place, grad = (local.call(aten.reshape.default, t, flat) for t in (place, grad))
-        return [
-            local.call(
-                aten.reshape.default,
-                local.call(aten.scatter_add.default, zeros, lead, place, grad),
-                list(shape),
-            )
-        ]
+        total = local.call(aten.scatter_add.default, zeros, lead, place, grad)
+        return local.call(aten.reshape.default, total, list(shape))
 
-    return rule_along(call, lines, [0, 2], emit, splits=_is_global(lines))
+    return rule_along(call, lines, [0, 2], LocalForm(emit), split=_split(lines))
 
 
-def _lines(call: Call, before: Sequence[int], after: Sequence[int], back: bool) -> list[Line]:
-    spatial = 3 if "3d" in call.target._schema.name else 2
-    return [
-        Line(f"_adaptive_avg_pool{spatial}d", d, n, m, back=back)
-        for d, (n, m) in enumerate(zip(before[-spatial:], after[-spatial:]))
-    ]
-
-
-def _is_global(lines: Sequence[Line]) -> bool:
-    return all(line.positions == 1 for line in lines)
+def _split(lines: Sequence[Line]) -> Split | None:
+    return Split() if all(line.positions == 1 for line in lines) else None
 
 
 def _pool_dimension(
@@ -129,26 +119,7 @@ def _pool_dimension(
             aten.mul.Scalar, local.call(aten.reshape.default, row, [count, *trailing]), size
         )
         return value, row if index is None else local.call(aten.add.Tensor, row, index)
-    first = local.window(0, d).first(device) if local.sharded(f"d{d}") else 0
-    width = bands(line, torch.float32)[2].shape[1]
-    pair = local.call(
-        band._opoverload,
-        line.op,
-        line.dim,
-        line.rows,
-        line.positions,
-        line.corners,
-        line.scale,
-        line.back,
-        device * count,
-        count,
-        first,
-        shape[d],
-        width,
-        torch.float32,
-        result.device,
-    )
-    rows, weight = (local.call(operator.getitem, pair, i) for i in range(2))
+    rows, weight, width, first = read_line(local, line, d, shape[d], torch.float32)
     windows = [math.prod(shape[:d]), count * width, math.prod(shape[d + 1 :])]
     after = [*shape[:d], count, *shape[d + 1 :]]
 

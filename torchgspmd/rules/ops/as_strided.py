@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten, prims
-from ..registry import decomposition
+from ..rewrites import DECLINED, Declined, rewrite
 
 
 @dataclass
@@ -32,12 +32,10 @@ class Window:
     readers: list[tuple[int, int]]  # (dimension of the result, steps)
 
 
-def _storage_order(x: Tensor) -> list[int]:
-    """Return the dimensions in memory order. Gaps and overlaps raise NotImplementedError."""
+def _storage_order(x: Tensor) -> list[int] | None:
+    """Return the dimensions in memory order; None of a tensor with gaps or overlaps."""
     order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
-    if not x.permute(order).is_contiguous():
-        raise NotImplementedError("left as it is")
-    return order
+    return order if x.permute(order).is_contiguous() else None
 
 
 def _windows(
@@ -89,14 +87,14 @@ def _read(base: Tensor, dim: int, window: Window, size: Sequence[int]) -> Tensor
     return base.index_select(dim, place.reshape(-1)).unflatten(dim, shape)
 
 
-@decomposition(aten.as_strided.default, aten.as_strided_copy.default)
+@rewrite("decompose", aten.as_strided.default, aten.as_strided_copy.default)
 def _as_strided(
     x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Tensor:
-    offset = (storage_offset or 0) - x.storage_offset()
-    base = x.permute(_storage_order(x))
-    if not x.numel() or not math.prod(size) or offset < 0:
-        raise NotImplementedError("left as it is")
+) -> Tensor | Declined:
+    offset, storage = (storage_offset or 0) - x.storage_offset(), _storage_order(x)
+    if storage is None or not x.numel() or not math.prod(size) or offset < 0:
+        return DECLINED
+    base = x.permute(storage)
     windows = _windows([n for n in base.shape if n > 1], size, stride, offset)
     if windows is None:
         return base.reshape(-1)[_places(size, stride, offset, x.device).reshape(-1)].reshape(
@@ -115,15 +113,16 @@ def _as_strided(
     )
 
 
-@decomposition(aten.as_strided_scatter.default, prims.as_strided_scatter.default)
+@rewrite("decompose", aten.as_strided_scatter.default, prims.as_strided_scatter.default)
 def _as_strided_scatter(
     x: Tensor,
     source: Tensor,
     size: Sequence[int],
     stride: Sequence[int],
     storage_offset: int | None = None,
-) -> Tensor:
-    order = _storage_order(x)
+) -> Tensor | Declined:
+    if (order := _storage_order(x)) is None:
+        return DECLINED
     base = x.permute(order)
     places = _places(size, stride, (storage_offset or 0) - x.storage_offset(), x.device).reshape(-1)
     result = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1)).reshape(
@@ -142,10 +141,10 @@ def _places(
     return place
 
 
-@decomposition(aten.unfold.default, aten.unfold_copy.default)
-def _unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
+@rewrite("decompose", aten.unfold.default, aten.unfold_copy.default)
+def _unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor | Declined:
     if not x.dim():
-        raise NotImplementedError("left as it is")
+        return DECLINED
     dim = dimension % x.dim()
     count = (x.shape[dim] - size) // step + 1
     if size == step:
@@ -162,12 +161,12 @@ def _unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
     )
 
 
-@decomposition(aten.unfold_backward.default)
+@rewrite("decompose", aten.unfold_backward.default)
 def _unfold_backward(
     grad: Tensor, shape: Sequence[int], dimension: int, size: int, step: int
-) -> Tensor:
+) -> Tensor | Declined:
     if not shape:
-        raise NotImplementedError("left as it is")
+        return DECLINED
     dim = dimension % len(shape)
     rows = grad.movedim(-1, dim + 1).flatten(dim, dim + 1)
     return grad.new_zeros(shape).index_add(

@@ -13,13 +13,19 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.operators import aten
-from ..notation import Rule
+from ...halo import Reach
+from ..notation import FactorRule
+from ..rewrites import DECLINED, Declined
 
 MOST = 4  # the most slices of one dimension: q, k, v, and one more
 
 
 def parts_taken(
-    target: Any, args: tuple, rule: Rule, shape: Sequence[int], results: Sequence[Sequence[int]]
+    target: Any,
+    args: tuple,
+    rule: FactorRule,
+    shape: Sequence[int],
+    results: Sequence[Sequence[int]],
 ) -> list[tuple[int, int, int]]:
     """Return (dimension, start, end) of every result that is a slice of the only operand.
 
@@ -29,43 +35,29 @@ def parts_taken(
         d = (args[2] if len(args) > 2 else 0) % len(shape)
         starts = [sum(r[d] for r in results[:i]) for i in range(len(results))]
         return [(d, start, start + result[d]) for start, result in zip(starts, results)]
-    if rule.moves is None or len(rule.moves) != 1 or len(rule.operands) != 1:
+    if not rule.moves or len(rule.row_access) != 1 or len(rule.operands) != 1:
         return []
-    (((_, d), reach),) = rule.moves.items()
+    (((_, d), reach),) = rule.row_access.items()
     start, end = reach.low, reach.low + results[0][d]
-    plain = reach.low == reach.high and (reach.stride, reach.every, reach.fill, reach.wrap) == (
-        1,
-        1,
-        None,
-        False,
-    )
-    return (
-        [(d, start, end)]
-        if plain and 0 <= start and end <= shape[d] and end - start < shape[d]
-        else []
-    )
+    cuts = 0 <= start and end <= shape[d] and end - start < shape[d]
+    return [(d, start, end)] if cuts and reach == Reach(start, start) else []
 
 
 def parts_joined(
-    rule: Rule, shapes: Sequence[Sequence[int]], result: Sequence[int]
+    rule: FactorRule, shapes: Sequence[Sequence[int]], result: Sequence[int]
 ) -> tuple[int, list[int]] | None:
     """Return (dimension, borders of the operands) of a concatenation; None of other operations."""
-    if (
-        not rule.moves
-        or len(shapes) < 2
-        or len(rule.moves) != len(shapes)
-        or len({d for _, d in rule.moves}) != 1
-    ):
+    dims = {d for _, d in rule.row_access}
+    if not rule.moves or not len(rule.row_access) == len(shapes) > 1 or len(dims) != 1:
         return None
-    d = next(d for _, d in rule.moves)
+    (d,) = dims
     borders = [sum(shape[d] for shape in shapes[:i]) for i in range(len(shapes) + 1)]
-    contiguous = all(
-        rule.moves[i, d].low == rule.moves[i, d].high == -borders[i] for i in range(len(shapes))
-    )
+    reaches = [rule.row_access[i, d] for i in range(len(shapes))]
+    contiguous = all(r.low == r.high == -start for r, start in zip(reaches, borders))
     return (d, borders) if contiguous and borders[-1] == result[d] else None
 
 
-def passes_parts(rule: Rule, factor: str) -> bool:
+def passes_parts(rule: FactorRule, factor: str) -> bool:
     """Return whether the same call on slices of the operands gives a slice of the result.
 
     Of a factor that is summed, slices give the terms of the sum.
@@ -76,9 +68,9 @@ def passes_parts(rule: Rule, factor: str) -> bool:
         alone
         and len(rule.results) == 1
         and rule.known
-        and rule.local is None
+        and rule.local.arguments is None
         and rule.reduce.get(factor, "sum") == "sum"
-        and factor not in rule.whole | rule.special | rule.emits | rule.windowed
+        and factor not in rule.replicated.union(rule.local.when, rule.windowed)
     )
 
 
@@ -123,26 +115,24 @@ def goes_by_parts(rows: int, others: int, shards: int) -> bool:
     return rows <= MOST and math.gcd(rows, shards) == 1 and others % shards == 0
 
 
-def view_by_slices(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
+def view_by_slices(x: Tensor, shape: Sequence[int], shards: int) -> Tensor | Declined:
     """Reshape between [..., a * r, ...] and [..., a, r's dimensions, ...], one slice for each a.
 
-    The mesh divides r, but not the few rows a. NotImplementedError for any other reshape.
+    The mesh divides r, but not the few rows a.
     """
     before, after = ([n for n in s if n > 1] for s in (x.shape, shape))
     dim = next((d for d, (m, n) in enumerate(zip(before, after)) if m != n), None)
     if dim is None:
-        raise NotImplementedError("left as it is")
+        return DECLINED
     size, rows = max(before[dim], after[dim]), min(before[dim], after[dim])
     short, long = (before, after) if before[dim] == size else (after, before)
     whole = any(math.prod(long[dim:end]) == size for end in range(dim + 2, len(long) + 1))
     if not whole or not goes_by_parts(rows, size // rows, shards):
-        raise NotImplementedError("left as it is")
+        return DECLINED
     stacked = [*short[:dim], rows, size // rows, *short[dim + 1 :]]
     if short is before:
-        x = torch.stack(
-            [_reshape(x, before).narrow(dim, i * size // rows, size // rows) for i in range(rows)],
-            dim,
-        )
+        width, x = size // rows, _reshape(x, before)
+        x = torch.stack([x.narrow(dim, i * width, width) for i in range(rows)], dim)
     else:
         x = torch.cat(_reshape(x, stacked).unbind(dim), dim)
     return _reshape(x, shape)

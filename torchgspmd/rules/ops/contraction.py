@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compat.operators import aten
 from ...custom_ops.nd import einsum, split_equation, summed_alone
-from ..notation import Call, Rule, make_rule
-from ..registry import decomposition, rule, rule_for
+from ..local_builder import LocalBuilder
+from ..notation import Call, FactorRule, LocalForm
+from ..registry import rule, rule_for
+from ..rewrites import rewrite
 
 ours = torch.ops.torchgspmd
 
 
 @rule_for(ours.einsum.default)
-def _einsum(call: Call) -> Rule:
+def _einsum(call: Call) -> FactorRule:
     a, b, out = split_equation(call.args[0])
-    x, y = call.tensors
-    sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
-    summed = {letter: "sum" for letter in sizes if letter not in out}
-    return make_rule(
-        [[(c,) for c in a], [(c,) for c in b]],
-        [[(c,) for c in out]],
-        sizes,
-        reduce=summed,
+    return call.rule(
+        [a, b],
+        [out],
+        reduce=[letter for letter in dict.fromkeys(a + b) if letter not in out],
         linear=[[0], [1]],
         contraction=True,
         text=f"{' '.join(a)}, {' '.join(b)} -> {' '.join(out)}",
@@ -35,56 +35,56 @@ def _einsum(call: Call) -> Rule:
 rule(
     ours.attention.default,
     "b h s d, b h t d, b h t e -> b h s e, b h s",
-    whole="s t d e",
+    replicated="s t d e",
     contraction=True,
 )
 rule(
     ours.attention_backward.default,
     "b h s e, b h s d, b h t d, b h t e, b h s e, b h s -> b h s d, b h t d, b h t e",
-    whole="s t d e",
+    replicated="s t d e",
     contraction=True,
 )
 
 
-@decomposition(aten.mm.default)
+@rewrite("decompose", aten.mm.default)
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     return einsum("mk,kn->mn", a, b)
 
 
-@decomposition(aten.bmm.default)
+@rewrite("decompose", aten.bmm.default)
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
     return einsum("bmk,bkn->bmn", a, b)
 
 
-@decomposition(aten.mv.default)
+@rewrite("decompose", aten.mv.default)
 def _mv(a: Tensor, b: Tensor) -> Tensor:
     return einsum("mk,k->m", a, b)
 
 
-@decomposition(aten.dot.default)
+@rewrite("decompose", aten.dot.default)
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return einsum("k,k->", a, b)
 
 
-@decomposition(aten.vdot.default)
+@rewrite("decompose", aten.vdot.default)
 def _vdot(a: Tensor, b: Tensor) -> Tensor:
     return einsum("k,k->", a.conj_physical(), b)
 
 
-@decomposition(aten.addmm.default, aten.baddbmm.default)
+@rewrite("decompose", aten.addmm.default, aten.baddbmm.default)
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = einsum("mk,kn->mn", a, b) if a.dim() == 2 else einsum("bmk,bkn->bmn", a, b)
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
 
 
-@decomposition(aten.addbmm.default)
+@rewrite("decompose", aten.addbmm.default)
 def _addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = einsum("bmk,bkn->mn", a, b) * alpha
     return product if beta == 0 else product + bias * beta
 
 
-@decomposition(aten._trilinear.default)
+@rewrite("decompose", aten._trilinear.default)
 def _trilinear(
     a: Tensor,
     b: Tensor,
@@ -111,10 +111,37 @@ def _trilinear(
     return einsum(f"{shared},{third}->{out}", einsum(f"{first},{second}->{shared}", a, b), c)
 
 
-rule(aten._cdist_forward.default, "... p m, ... r m -> ... p r", whole="m")
+rule(aten._cdist_forward.default, "... p m, ... r m -> ... p r", replicated="m")
 rule(
     aten._cdist_backward.default,
     "... p r, ... p m, ... r m, ... p r -> ... p m",
-    whole="m",
+    replicated="m",
     reduce="r",
+)
+
+
+def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+    """Multiply the device's rows. The ends of the groups count from its first row."""
+    rows, weight, ends, *rest = args
+    shifted = local.call(aten.sub.Tensor, ends, local.start("t"))
+    ends = local.call(aten.clamp.default, shifted, 0, local.size("t"))
+    result = local.call(local.node.target, rows, weight, ends, *rest)
+    if not rest:
+        return result
+    return [local.call(operator.getitem, result, i) for i in range(len(local.results))]
+
+
+# Products of groups of rows [t, k] with one matrix each [e, k, n], from the package transformers.
+# They are registered by name, because it may not be installed.
+_GROUPS = {
+    "replicated": "e",
+    "contraction": True,
+    "local": LocalForm(_emit_groups, when="t"),
+}
+rule("transformers::grouped_mm_fallback", "t k, e k n, e -> t n", reduce="k", **_GROUPS)
+rule(
+    "transformers::grouped_mm_fallback_backward",
+    "t k, e k n, e, t n -> t k, e k n",
+    reduce="n t",
+    **_GROUPS,
 )

@@ -23,30 +23,24 @@ from ...compat.operators import aten
 from ...compat.private_apis import _select_conv_backend, is_missing
 from ...halo import Reach
 from ..local_builder import LocalBuilder
-from ..notation import Call, Dims, Rule, Shapes, make_rule
-from ..registry import decomposition, rule_for
-from .spread_windows import cut
+from ..notation import Call, DimNames, FactorRule, LocalForm, Shapes, factors
+from ..registry import rule_for
+from ..rewrites import DECLINED, Declined, rewrite
+from .windows import cut
 
 
 def _factors(
-    w: Tensor, few: Tensor, transposed: bool, groups: int
-) -> tuple[tuple[Dims, Dims, Dims], dict[str, int], str]:
-    """Return the factors of input, weight and output, sizes, and the names of `whole` factors.
-
-    The caller adds the sizes of the positions h0, h1, ...
-    """
-    spatial = range(w.dim() - 2)
-    inner, outer = (
-        (w.shape[0] // groups, w.shape[1]) if transposed else (w.shape[1], w.shape[0] // groups)
-    )
-    sizes = {"n": few.shape[0], "g": groups, "c": inner, "k": outer} | {
-        f"r{i}": w.shape[i + 2] for i in spatial
-    }
-    positions = [(f"h{i}",) for i in spatial]
-    window = [(f"r{i}",) for i in spatial]
-    weight = (("g", "c"), ("k",)) if transposed else (("g", "k"), ("c",))
-    tensors = (("n",), ("g", "c"), *positions), (*weight, *window), (("n",), ("g", "k"), *positions)
-    return tensors, sizes, " ".join(f"r{i}" for i in spatial)
+    x: Tensor, w: Tensor, positions: Sequence[int], transposed: bool, groups: int
+) -> tuple[list[DimNames], dict[str, int], list[str]]:
+    """Return the factors of input, weight and output, sizes, and the factors of the window."""
+    spatial, windows = factors("h", w.dim() - 2), factors("r", w.dim() - 2)
+    a, b = w.shape[:2]
+    inner, outer = (a // groups, b) if transposed else (b, a // groups)
+    sizes = {"n": x.shape[0], "g": groups, "c": inner, "k": outer}
+    sizes |= dict(zip(windows, w.shape[2:])) | dict(zip(spatial, positions))
+    weight = (("g", "c"), "k") if transposed else (("g", "k"), "c")
+    tensors = ["n", ("g", "c"), *spatial], [*weight, *windows], ["n", ("g", "k"), *spatial]
+    return list(tensors), sizes, windows
 
 
 def _reaches(
@@ -69,32 +63,30 @@ def _along_dim(values: Sequence[int], i: int) -> int:
 
 
 @rule_for(aten.convolution.default)
-def _convolution(call: Call) -> Rule | None:
+def _convolution(call: Call) -> FactorRule | Declined:
     if len(call.tensors) != 2:  # a bias that the decomposition could not separate
-        return None
+        return DECLINED
     (x, w), y = call.tensors, call.results[0]
     stride, padding, dilation, transposed, _, groups = call.args[3:9]
-    (x_dims, w_dims, y_dims), sizes, whole = _factors(w, x, transposed, groups)
-    reaches = [
-        reach.inverse(0.0) if transposed else reach
-        for reach in _reaches(w, stride, padding, dilation)
-    ]
-    sizes |= {f"h{i}": n for i, n in enumerate(y.shape[2:])}
-    return make_rule(
+    (x_dims, w_dims, y_dims), sizes, windows = _factors(x, w, y.shape[2:], transposed, groups)
+    reaches = _reaches(w, stride, padding, dilation)
+    return call.rule(
         [x_dims, w_dims],
         [y_dims],
         sizes,
         reduce="c",
-        whole=whole,
+        replicated=windows,
         linear=[[0], [1]],
         contraction=True,
-        halo={(0, i + 2): reach for i, reach in enumerate(reaches)},
-        emit=_emit,
-        emits="n g c k",
+        row_access={
+            (0, i + 2): reach.inverse(0.0) if transposed else reach
+            for i, reach in enumerate(reaches)
+        },
+        local=LocalForm(_emit, when="n g c k", positional=False),
     )
 
 
-def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     """Convolve windows, which include the padding.
 
     A transposed convolution computes all positions that its window touches, then cuts.
@@ -104,44 +96,23 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
     stride, padding, dilation, rest = (
         [_along_dim(v, i) for i in spatial] for v in (stride, padding, dilation, rest)
     )
+    spans = [d * (n - 1) for d, n in zip(dilation, local.shape(w)[2:])]
     cuts = {}
     for i in spatial:
         if local.sharded(f"h{i}"):
-            cuts[i] = (
-                cut(
-                    local,
-                    0,
-                    i + 2,
-                    stride[i],
-                    padding[i],
-                    dilation[i] * (local.shape(w)[i + 2] - 1),
-                )
-                if transposed
-                else None
-            )
+            if transposed:
+                cuts[i] = cut(local, 0, i + 2, stride[i], padding[i], spans[i])
             padding[i] = cuts[i].spare if transposed else 0
             rest[i] = 0
     groups = (local.results[0].shape if transposed else local.shape(x))[1] // local.shape(w)[1]
-    if transposed and cuts and set(stride) == {1} and not any(rest):
-        return [
-            _transposed_as_plain(
-                local,
-                x,
-                w,
-                [
-                    0 if i in cuts else dilation[i] * (local.shape(w)[i + 2] - 1) - padding[i]
-                    for i in spatial
-                ],
-                dilation,
-                groups,
-            )
-        ]
-    y = _same_kernel(
-        local, x, w, args[2:], (None, stride, padding, dilation, transposed, rest, groups)
-    )
+    if cuts and set(stride) == {1} and not any(rest):
+        margins = [0 if i in cuts else spans[i] - padding[i] for i in spatial]
+        return _transposed_as_plain(local, x, w, margins, dilation, groups)
+    options = (None, stride, padding, dilation, transposed, rest, groups)
+    y = _same_kernel(local, x, w, args[2:], options)
     for i, own in cuts.items():
-        y = own.apply(local, y, i + 2) if own else y
-    return [y]
+        y = own.apply(local, y, i + 2)
+    return y
 
 
 def _transposed_as_plain(
@@ -164,18 +135,9 @@ def _transposed_as_plain(
         [groups * outer, inner // groups, *window],
     )
     w = local.call(aten.flip.default, w, list(range(2, 2 + len(window))))
-    return local.call(
-        aten.convolution.default,
-        x,
-        w,
-        None,
-        [1] * len(window),
-        padding,
-        dilation,
-        False,
-        [0] * len(window),
-        groups,
-    )
+    ones, zeros = [1] * len(window), [0] * len(window)
+    options = (None, ones, padding, dilation, False, zeros, groups)
+    return local.call(aten.convolution.default, x, w, *options)
 
 
 def _same_kernel(
@@ -208,37 +170,35 @@ def _kernel(like: Sequence[Tensor], shapes: Sequence[Sequence[int]], options: Se
     ).name
 
 
-@decomposition(aten.convolution.default)
+@rewrite("decompose", aten.convolution.default)
 def _split_bias(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     y = aten.convolution.default(x, w, None, *options)
     return y if bias is None else y + bias.view([-1] + [1] * (x.dim() - 2))
 
 
 @rule_for(aten.convolution_backward.default)
-def _weight_gradient(call: Call) -> Rule | None:
+def _weight_gradient(call: Call) -> FactorRule | Declined:
     """Return the rule of the weight's gradient, which _backward leaves as it is.
 
     Only the shape of the weight is used.
     """
     if list(call.args[10]) != [False, True, False]:
-        return None
+        return DECLINED
     grad, x, w = call.tensors
     stride, padding, dilation, transposed, _, groups = call.args[4:10]
     few, many = (x, 0) if transposed else (grad, 1)
-    (x_dims, w_dims, y_dims), sizes, whole = _factors(w, x, transposed, groups)
-    sizes |= {f"h{i}": n for i, n in enumerate(few.shape[2:])}
-    halo = {(many, i + 2): reach for i, reach in enumerate(_reaches(w, stride, padding, dilation))}
-    return make_rule(
+    (x_dims, w_dims, y_dims), sizes, windows = _factors(x, w, few.shape[2:], transposed, groups)
+    reaches = _reaches(w, stride, padding, dilation)
+    return call.rule(
         [y_dims, x_dims, w_dims],
         [w_dims],
         sizes,
-        reduce=" ".join(f for f in sizes if f[0] in "nh"),
-        whole=whole,
+        reduce=[f for f in sizes if f[0] in "nh"],
+        replicated=windows,
         linear=[[0], [1]],
         contraction=True,
-        halo=halo,
-        local=_local_backward_groups,
-        emit=_emit_weight_gradient,
+        row_access={(many, i + 2): reach for i, reach in enumerate(reaches)},
+        local=LocalForm(_emit_weight_gradient, arguments=_local_backward_groups),
     )
 
 
@@ -255,50 +215,31 @@ def _emit_weight_gradient(local: LocalBuilder, args: tuple, kwargs: dict) -> lis
         for v in (padding, rest)
     )
     groups = local.shape(grad if transposed else x)[1] // local.shape(w)[1]
-    grads = local.call(
-        aten.convolution_backward.default,
-        grad,
-        x,
-        w,
-        None,
-        stride,
-        padding,
-        dilation,
-        transposed,
-        rest,
-        groups,
-        mask,
-    )
+    options = (None, stride, padding, dilation, transposed, rest, groups, mask)
+    grads = local.call(aten.convolution_backward.default, grad, x, w, *options)
     return [None, local.call(operator.getitem, grads, 1), None]
 
 
-@decomposition(aten.convolution_backward.default)
+@rewrite("decompose", aten.convolution_backward.default)
 def _backward(
     grad: Tensor,
     x: Tensor,
     w: Tensor,
     bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    mask: Sequence[bool],
+    *options: Any,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of input, weight and bias. The input's is a convolution."""
-    options = (stride, padding, dilation, transposed, output_padding, groups)
-    if list(mask) == [False, True, False]:
-        return aten.convolution_backward.default(grad, x, w, None, *options, mask)
-    return (
-        _input_gradient(grad, x, w, *options) if mask[0] else None,
-        aten.convolution_backward.default(
-            grad, x, w.new_zeros(()).expand(w.shape), None, *options, [False, True, False]
-        )[1]
-        if mask[1]
-        else None,
-        grad.sum([d for d in range(grad.dim()) if d != 1]) if mask[2] else None,
-    )
+    *options, mask = options
+    backward, only_weight = aten.convolution_backward.default, [False, True, False]
+    if list(mask) == only_weight:
+        return backward(grad, x, w, None, *options, mask)
+    w_grad = None
+    x_grad = _input_gradient(grad, x, w, *options) if mask[0] else None
+    if mask[1]:
+        like = w.new_zeros(()).expand(w.shape)
+        w_grad = backward(grad, x, like, None, *options, only_weight)[1]
+    bias = grad.sum([d for d in range(grad.dim()) if d != 1]) if mask[2] else None
+    return x_grad, w_grad, bias
 
 
 def _input_gradient(

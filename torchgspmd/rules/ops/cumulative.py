@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ..notation import Call, Rule, make_rule
-from ..registry import BLOCKWISE, SPLITS, rule_for
+from ..notation import Call, FactorRule, Split, factors
+from ..registry import rule_for
+from ..rewrites import DECLINED, Declined, rewrite
 
 
 @torch.library.custom_op("torchgspmd::suffix_sums", mutates_args=())
@@ -30,16 +32,12 @@ def _(x: Tensor, dim: int) -> Tensor:
 
 
 def count_blocks(size: int, shards: int) -> int:
-    """Return into how many equal blocks to cut a dimension, or raise NotImplementedError.
+    """Return into how many equal blocks to cut a dimension, 0 if it cannot be cut.
 
     shards: 1 if unknown. Then it is the largest divisor below 25.
     """
-    divisors = [
-        n for n in ([shards] if shards > 1 else range(24, 1, -1)) if size % n == 0 and size > n
-    ]
-    if not divisors:
-        raise NotImplementedError("left as it is")
-    return divisors[0]
+    counts = [shards] if shards > 1 else range(24, 1, -1)
+    return next((n for n in counts if size % n == 0 and size > n), 0)
 
 
 def cut(x: Tensor, dim: int, blocks: int) -> Tensor:
@@ -56,26 +54,19 @@ def block_starts(
     )
 
 
-@rule_for(
-    suffix_sums._opoverload,
-    aten.cumsum.default,
-    aten.cumprod.default,
-    aten.logcumsumexp.default,
-    aten.cummax.default,
-    aten.cummin.default,
-)
-def _scan(call: Call) -> Rule:
-    x = call.tensors[0]
-    dim = call.args[1] % x.dim() if x.dim() else 0
-    names = [(f"d{i}",) for i in range(x.dim())]
-    return make_rule(
-        [names],
-        [names] * len(call.results),
-        {f"d{i}": n for i, n in enumerate(x.shape)},
-        whole=f"d{dim}",
-        splits=True,
-        linear=[[0]] if call.target in (aten.cumsum.default, suffix_sums._opoverload) else (),
-    )
+def _split_scan(scan: Callable) -> Callable:
+    """Return a decomposition by scan(x in blocks, dim, shape of x)."""
+
+    def split(
+        x: Tensor, dim: int, *, dtype: torch.dtype | None = None, shards: int = 1
+    ) -> Tensor | tuple[Tensor, ...] | Declined:
+        dim %= max(x.dim(), 1)
+        blocks = count_blocks(x.shape[dim] if x.dim() else 1, shards)
+        if not blocks:
+            return DECLINED
+        return scan(cut(x if dtype is None else x.to(dtype), dim, blocks), dim, x.shape)
+
+    return split
 
 
 def _exclusive_scan(totals: Tensor, scan: Callable, dim: int, start: float) -> Tensor:
@@ -89,81 +80,70 @@ def _exclusive_scan(totals: Tensor, scan: Callable, dim: int, start: float) -> T
 def _blockwise(scan: Callable, join: Callable, start: float) -> Callable:
     """Return a decomposition into scans of blocks, joined with the totals before them."""
 
-    def split(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, shards: int = 1) -> Tensor:
-        dim %= max(x.dim(), 1)
-        x_blocks = cut(
-            x if dtype is None else x.to(dtype),
-            dim,
-            count_blocks(x.shape[dim] if x.dim() else 1, shards),
-        )
-        inner = scan(x_blocks, dim + 1)
-        totals = inner.select(dim + 1, x_blocks.shape[dim + 1] - 1)
-        return join(inner, _exclusive_scan(totals, scan, dim, start)).reshape(x.shape)
+    def split(x: Tensor, dim: int, shape: torch.Size) -> Tensor:
+        inner = scan(x, dim + 1)
+        totals = inner.select(dim + 1, x.shape[dim + 1] - 1)
+        return join(inner, _exclusive_scan(totals, scan, dim, start)).reshape(shape)
 
-    return split
+    return _split_scan(split)
 
 
-def _blockwise_suffix_sums(x: Tensor, dim: int, *, shards: int = 1) -> Tensor:
+@_split_scan
+def _blockwise_suffix_sums(x: Tensor, dim: int, shape: torch.Size) -> Tensor:
     """Compute suffix sums by blocks."""
-    x_blocks = cut(x, dim, count_blocks(x.shape[dim], shards))
-    inner = suffix_sums(x_blocks, dim + 1)
-    later = suffix_sums(inner.select(dim + 1, 0).narrow(dim, 1, x_blocks.shape[dim] - 1), dim)
-    later = aten.constant_pad_nd(later, [0, 0] * (x.dim() - 1 - dim) + [0, 1], 0)
-    return (inner + later.unsqueeze(dim + 1)).reshape(x.shape)
+    inner = suffix_sums(x, dim + 1)
+    later = suffix_sums(inner.select(dim + 1, 0).narrow(dim, 1, x.shape[dim] - 1), dim)
+    later = aten.constant_pad_nd(later, [0, 0] * (len(shape) - 1 - dim) + [0, 1], 0)
+    return (inner + later.unsqueeze(dim + 1)).reshape(shape)
 
 
 def _blockwise_extreme(scan: Callable, wins: Callable, lowest: Callable) -> Callable:
     """Return a decomposition of cummax or cummin into scans of blocks."""
 
-    def split(x: Tensor, dim: int, *, shards: int = 1) -> tuple[Tensor, Tensor]:
-        dim %= max(x.dim(), 1)
-        x_blocks = cut(x, dim, count_blocks(x.shape[dim] if x.dim() else 1, shards))
-        values, places = scan(x_blocks, dim + 1)
-        places = places + block_starts(
-            x_blocks.shape[dim], x_blocks.shape[dim + 1], x_blocks.dim() - 1 - dim, x.device
-        )
-        last = x_blocks.shape[dim + 1] - 1
-        best, at = scan(values.select(dim + 1, last).narrow(dim, 0, x_blocks.shape[dim] - 1), dim)
-        pads = [0, 0] * (x.dim() - 1 - dim) + [1, 0]
+    def split(x: Tensor, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        blocks, size = x.shape[dim : dim + 2]
+        values, places = scan(x, dim + 1)
+        places = places + block_starts(blocks, size, len(shape) - dim, x.device)
+        best, at = scan(values.select(dim + 1, size - 1).narrow(dim, 0, blocks - 1), dim)
+        pads = [0, 0] * (len(shape) - 1 - dim) + [1, 0]
         best = aten.constant_pad_nd(best, pads, lowest(x.dtype)).unsqueeze(dim + 1)
-        at = aten.constant_pad_nd(places.select(dim + 1, last).gather(dim, at), pads).unsqueeze(
-            dim + 1
-        )
+        at = places.select(dim + 1, size - 1).gather(dim, at)
+        at = aten.constant_pad_nd(at, pads).unsqueeze(dim + 1)
         own = values.isnan() | wins(values, best) if x.is_floating_point() else wins(values, best)
-        return torch.where(own, values, best).reshape(x.shape), torch.where(
-            own, places, at
-        ).reshape(x.shape)
+        best = torch.where(own, values, best).reshape(shape)
+        return best, torch.where(own, places, at).reshape(shape)
 
-    return split
-
-
-def _lowest(dtype: torch.dtype) -> float | int:
-    return (
-        -math.inf
-        if dtype.is_floating_point
-        else 0
-        if dtype == torch.bool
-        else torch.iinfo(dtype).min
-    )
+    return _split_scan(split)
 
 
-def _highest(dtype: torch.dtype) -> float | int:
-    return (
-        math.inf
-        if dtype.is_floating_point
-        else 1
-        if dtype == torch.bool
-        else torch.iinfo(dtype).max
-    )
+def _extreme(dtype: torch.dtype, sign: int) -> float | int:
+    """Return the largest (sign 1) or smallest number (-1) of a type."""
+    if dtype.is_floating_point:
+        return sign * math.inf
+    if dtype == torch.bool:
+        return max(sign, 0)
+    return torch.iinfo(dtype).max if sign > 0 else torch.iinfo(dtype).min
 
 
 _SCANS = {
+    suffix_sums._opoverload: _blockwise_suffix_sums,
     aten.cumsum.default: _blockwise(torch.cumsum, torch.add, 0),
     aten.cumprod.default: _blockwise(torch.cumprod, torch.mul, 1),
     aten.logcumsumexp.default: _blockwise(torch.logcumsumexp, torch.logaddexp, -math.inf),
-    suffix_sums._opoverload: _blockwise_suffix_sums,
-    aten.cummax.default: _blockwise_extreme(torch.cummax, torch.ge, _lowest),
-    aten.cummin.default: _blockwise_extreme(torch.cummin, torch.le, _highest),
+    aten.cummax.default: _blockwise_extreme(torch.cummax, torch.ge, partial(_extreme, sign=-1)),
+    aten.cummin.default: _blockwise_extreme(torch.cummin, torch.le, partial(_extreme, sign=1)),
 }
-SPLITS.update(_SCANS)
-BLOCKWISE.update(_SCANS)
+for _op, _function in _SCANS.items():
+    rewrite("split", _op)(_function)
+
+
+@rule_for(*_SCANS)
+def _scan(call: Call) -> FactorRule:
+    dim, names = call.args[1] % max(call.tensors[0].dim(), 1), factors("d", call.tensors[0].dim())
+    return call.rule(
+        [names],
+        [names] * len(call.results),
+        replicated=names[dim : dim + 1],
+        split=Split(),
+        linear=[[0]] if call.target in (aten.cumsum.default, suffix_sums._opoverload) else (),
+    )

@@ -2,163 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compat.operators import aten
+from ...compat.private_apis import OpOverload
 from ..local_builder import LocalBuilder
-from ..notation import Call, Rule, make_rule
-from ..registry import decomposition, rule_for, shape_argument
-
-
-def _factory_rule(call: Call, **keywords: Any) -> Rule:
-    shape = call.results[0].shape
-    return make_rule(
-        [],
-        [[(f"d{i}",) for i in range(len(shape))]],
-        {f"d{i}": n for i, n in enumerate(shape)},
-        **keywords,
-    )
+from ..notation import Call, FactorRule, LocalForm, factors
+from ..registry import rule_for, shape_argument
+from ..rewrites import rewrite
 
 
 @rule_for(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
-def _full(call: Call) -> Rule:
-    return _factory_rule(call, local=shape_argument(0))
+def _full(call: Call) -> FactorRule:
+    return call.rule([], [factors("d", call.results[0].dim())], local=shape_argument(0))
 
 
 @rule_for(aten.scalar_tensor.default)
-def _scalar(call: Call) -> Rule:
-    return _factory_rule(call)
+def _scalar(call: Call) -> FactorRule:
+    return call.rule([], [[]])
 
 
 @rule_for(aten.arange.start_step)
-def _arange(call: Call) -> Rule:
-    return _factory_rule(call, special="d0", emit=_emit_arange)
+def _arange(call: Call) -> FactorRule:
+    start, step = call.args[0], call.argument(2, "step", 1)
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+        options = {**kwargs, "dtype": local.results[0].dtype}
+        values = local.call(aten.arange.start_step, 0, local.size("d0"), 1, **options)
+        offset = local.start("d0")
+        scaled = values if step == 1 else local.call(aten.mul.Scalar, values, step)
+        return local.call(aten.add.Scalar, scaled, offset * step + start)
+
+    return call.rule([], [["d0"]], local=LocalForm(emit, when="d0"))
 
 
-def _emit_arange(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-    start, step = args[0], args[2] if len(args) > 2 else 1
-    size = local.size("d0")
-    values = local.call(
-        aten.arange.start_step, 0, size, 1, **{**kwargs, "dtype": local.results[0].dtype}
-    )
-    offset = local.index("d0") * size
-    scaled = values if step == 1 else local.call(aten.mul.Scalar, values, step)
-    return [local.call(aten.add.Scalar, scaled, offset * step + start)]
-
-
-@decomposition(aten.arange.default)
+@rewrite("decompose", aten.arange.default)
 def _arange_end(end: float, **options: Any) -> Tensor:
     return aten.arange.start_step(0, end, 1, **options)
 
 
-@decomposition(aten.arange.start)
+@rewrite("decompose", aten.arange.start)
 def _arange_start(start: float, end: float, **options: Any) -> Tensor:
     return aten.arange.start_step(start, end, 1, **options)
 
 
-def _options(x: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> dict[str, Any]:
-    return {
-        "dtype": x.dtype if dtype is None else dtype,
-        "device": x.device if device is None else device,
-    }
+def _register_filled(arguments: Callable, *ops: OpOverload) -> None:
+    """Decompose operations to `full`. arguments: of a call -> (shape, value)."""
+
+    @rewrite("decompose", *ops)
+    def filled(
+        x: Tensor,
+        *args: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        **_: Any,
+    ) -> Tensor:
+        shape, value = arguments(x, *args)
+        dtype, device = dtype or x.dtype, x.device if device is None else device
+        return aten.full.default(list(shape), value, dtype=dtype, device=device)
 
 
-@decomposition(aten.zeros_like.default)
-def _zeros_like(
-    x: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
-) -> Tensor:
-    return aten.full.default(list(x.shape), 0, **_options(x, dtype, device))
+_register_filled(lambda x: (x.shape, 0), aten.zeros_like.default, aten.empty_like.default)
+_register_filled(lambda x: (x.shape, 1), aten.ones_like.default)
+_register_filled(lambda x, value: (x.shape, value), aten.full_like.default, aten.fill.Scalar)
+_register_filled(
+    lambda x, size, *_: (size, 0),
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+_register_filled(lambda x, size: (size, 1), aten.new_ones.default)
+_register_filled(lambda x, size, value: (size, value), aten.new_full.default)
 
 
-@decomposition(aten.ones_like.default)
-def _ones_like(
-    x: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
-) -> Tensor:
-    return aten.full.default(list(x.shape), 1, **_options(x, dtype, device))
-
-
-@decomposition(aten.full_like.default)
-def _full_like(
-    x: Tensor,
-    value: float,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **_: Any,
-) -> Tensor:
-    return aten.full.default(list(x.shape), value, **_options(x, dtype, device))
-
-
-@decomposition(aten.empty_like.default)
-def _empty_like(
-    x: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
-) -> Tensor:
-    return aten.full.default(list(x.shape), 0, **_options(x, dtype, device))
-
-
-@decomposition(aten.new_zeros.default)
-def _new_zeros(
-    x: Tensor,
-    size: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **_: Any,
-) -> Tensor:
-    return aten.full.default(list(size), 0, **_options(x, dtype, device))
-
-
-@decomposition(aten.new_ones.default)
-def _new_ones(
-    x: Tensor,
-    size: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **_: Any,
-) -> Tensor:
-    return aten.full.default(list(size), 1, **_options(x, dtype, device))
-
-
-@decomposition(aten.new_full.default)
-def _new_full(
-    x: Tensor,
-    size: Sequence[int],
-    value: float,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **_: Any,
-) -> Tensor:
-    return aten.full.default(list(size), value, **_options(x, dtype, device))
-
-
-@decomposition(aten.new_empty.default, aten.new_empty_strided.default)
-def _new_empty(
-    x: Tensor,
-    size: Sequence[int],
-    *_: Any,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **__: Any,
-) -> Tensor:
-    return aten.full.default(list(size), 0, **_options(x, dtype, device))
-
-
-@decomposition(aten.fill.Scalar)
-def _fill(x: Tensor, value: float) -> Tensor:
-    return aten.full.default(list(x.shape), value, dtype=x.dtype, device=x.device)
-
-
-@decomposition(aten.fill.Tensor)
+@rewrite("decompose", aten.fill.Tensor)
 def _fill_tensor(x: Tensor, value: Tensor) -> Tensor:
     return value.to(x.dtype).expand(x.shape)
 
 
-@decomposition(aten.copy.default)
+@rewrite("decompose", aten.copy.default)
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return source.to(x.dtype).expand(x.shape).clone()

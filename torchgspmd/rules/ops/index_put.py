@@ -13,58 +13,59 @@ from torch import Tensor, fx
 
 from ...compat.operators import aten
 from ..local_builder import LocalBuilder
-from ..notation import Call, Rule, make_rule
-from ..registry import decomposition, rule_for
+from ..notation import Call, FactorRule, LocalForm, factors
+from ..registry import rule_for
+from ..rewrites import DECLINED, Declined, rewrite
 from .lookup import shard_index, zero_outside
+from .pointwise import broadcast_dims
 from .scatter import index_or_spare_row, only_on_first_shard, with_spare_row
 
 
 @rule_for(aten.index_put.default, aten._unsafe_index_put.default)
-def _index_put(call: Call) -> Rule | None:
-    factors = indexing_factors(call)
-    if factors is None:
-        return None
-    x, indices, result, sizes = factors
+def _index_put(call: Call) -> FactorRule | Declined:
+    if (names := indexing_factors(call)) is None:
+        return DECLINED
+    x, indices, result, sizes = names
     values, accumulate = call.tensors[-1], call.argument(3, "accumulate", False)
     lead = len(result) - values.dim()
     if lead < 0:
-        return None
-    value = [
-        name if values.shape[i] == sizes[name[0]] else () for i, name in enumerate(result[lead:])
-    ]
-    index_factors = " ".join(name for name in sizes if name[0] == "b")
-    row_factors = " ".join(name for name in sizes if name[0] == "v")
-    return make_rule(
+        return DECLINED
+    value = [name if n == sizes[name] else "" for name, n in zip(result[lead:], values.shape)]
+    written = [name for name in sizes if name[0] == "b"]
+    rows = [name for name in sizes if name[0] == "v"]
+    last = len(call.tensors) - 1
+    return call.rule(
         [x, *indices, value],
         [x],
         sizes,
-        special=f"{row_factors} {index_factors}",
-        reduce=index_factors if accumulate else "",
-        whole="" if accumulate else index_factors,
-        emit=_emit_index_put,
-        linear=[[0, len(call.tensors) - 1]],
-        positions=frozenset(range(1, len(call.tensors) - 1)),
+        reduce=written if accumulate else "",
+        replicated="" if accumulate else written,
+        linear=[[0, last]],
+        local=LocalForm(
+            _emit_index_put, when=rows + written, fill=dict.fromkeys(range(1, last), 0.0)
+        ),
     )
 
 
-def _emit_index_put(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+def _emit_index_put(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     """Write into the shard and its spare rows, then cut the spare rows off."""
     x, indices, values, *accumulate = args
-    local_indices, cut, operand = [], [], 0
+    local_indices, operand = [], 0
     x = only_on_first_shard(local, x, [f for f in local.rule.sizes if f[0] == "b"], "sum")
     for d, index in enumerate(indices):
         if index is not None:
             operand += 1
             index = nonnegative(local, index, local.rule.sizes.get(f"v{d}", 1))
-            for i, factors in enumerate(local.rule.operands[operand]):
-                index = local.masked(index, i, factors[0], -1) if factors else index
+            for i, names in enumerate(local.rule.operands[operand]):
+                index = local.masked(index, i, names[0], -1) if names else index
             index = index_or_spare_row(local, index, f"v{d}")
-            x, cut = with_spare_row(local, x, d), [*cut, d]
+            x = with_spare_row(local, x, d)
         local_indices.append(index)
     result = local.call(local.node.target, x, local_indices, values, *accumulate, **kwargs)
-    for d in cut:
-        result = local.call(aten.slice.Tensor, result, d, 0, local.size(f"v{d}"))
-    return [result]
+    for d, index in enumerate(indices):
+        if index is not None:
+            result = local.call(aten.slice.Tensor, result, d, 0, local.size(f"v{d}"))
+    return result
 
 
 def nonnegative(local: LocalBuilder, index: fx.Node, size: int) -> fx.Node:
@@ -77,7 +78,9 @@ def nonnegative(local: LocalBuilder, index: fx.Node, size: int) -> fx.Node:
     )
 
 
-def indexing_factors(call: Call) -> tuple[list, list[list], list, dict[str, int]] | None:
+def indexing_factors(
+    call: Call,
+) -> tuple[list[str], list[list[str]], list[str], dict[str, int]] | None:
     """Return the factors of x, of each index and of x[indices], and all sizes; None of masks."""
     x, arguments = call.tensors[0], call.args[1]
     tensors = [i for i in arguments if i is not None]
@@ -85,70 +88,57 @@ def indexing_factors(call: Call) -> tuple[list, list[list], list, dict[str, int]
         return None
     shape = torch.broadcast_shapes(*(i.shape for i in tensors))
     places = [d for d, i in enumerate(arguments) if i is not None]
-    names = [(f"v{d}" if d in places else f"d{d}",) for d in range(x.dim())]
-    index_names = [(f"b{i}",) for i in range(len(shape))]
-    sizes = {name[0]: n for name, n in (*zip(names, x.shape), *zip(index_names, shape))}
-    indices = [
-        [
-            index_names[len(shape) - i.dim() + k] if n == shape[len(shape) - i.dim() + k] else ()
-            for k, n in enumerate(i.shape)
-        ]
-        for i in tensors
-    ]
+    names = [f"v{d}" if d in places else f"d{d}" for d in range(x.dim())]
+    index_names = factors("b", len(shape))
+    sizes = dict(zip(names, x.shape)) | dict(zip(index_names, shape))
+    indices = [list(broadcast_dims(i.shape, shape, index_names)) for i in tensors]
     rest = [name for d, name in enumerate(names) if d not in places]
     at = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
     return names, indices, [*rest[:at], *index_names, *rest[at:]], sizes
 
 
 @rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
-def _index(call: Call) -> Rule | None:
-    factors = indexing_factors(call)
-    if factors is None:
-        return None
-    x, indices, result, sizes = factors
-    row_factors = " ".join(name for name in sizes if name[0] == "v")
-    return make_rule(
+def _index(call: Call) -> FactorRule | Declined:
+    if (names := indexing_factors(call)) is None:
+        return DECLINED
+    x, indices, result, sizes = names
+    rows = [name for name in sizes if name[0] == "v"]
+    fill = dict.fromkeys(range(1, len(call.tensors)), 0.0)
+    return call.rule(
         [x, *indices],
         [result],
         sizes,
-        special=row_factors,
-        reduce=row_factors,
-        emit=_emit_index,
+        reduce=rows,
         linear=[[0]],
-        positions=frozenset(range(1, len(call.tensors))),
+        local=LocalForm(_emit_index, when=rows, fill=fill),
     )
 
 
-def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     """Read the rows that the shard has; 0 in place of all others."""
     x, indices = args
-    local_indices, inside_all = [], None
+    local_indices, all_inside = [], None
     for d, index in enumerate(indices):
-        if index is not None and local.assignment.get(f"v{d}"):
-            index, inside = shard_index(
-                local, f"v{d}", nonnegative(local, index, local.rule.sizes[f"v{d}"])
-            )
-            inside_all = (
-                inside
-                if inside_all is None
-                else local.call(aten.logical_and.default, inside_all, inside)
-            )
+        if index is not None and local.sharded(f"v{d}"):
+            index = nonnegative(local, index, local.rule.sizes[f"v{d}"])
+            index, inside = shard_index(local, f"v{d}", index)
+            if all_inside is not None:
+                inside = local.call(aten.logical_and.default, all_inside, inside)
+            all_inside = inside
         local_indices.append(index)
     rank, places = len(local.rule.operands[0]), [d for d, i in enumerate(indices) if i is not None]
-    trailing = (
-        rank - 1 - places[-1] if places[-1] - places[0] == len(places) - 1 else rank - len(places)
-    )
-    return [
-        zero_outside(local, inside_all, local.call(local.node.target, x, local_indices), trailing)
-    ]
+    adjacent = places[-1] - places[0] == len(places) - 1
+    trailing = rank - 1 - places[-1] if adjacent else rank - len(places)
+    rows = local.call(local.node.target, x, local_indices)
+    return zero_outside(local, all_inside, rows, trailing)
 
 
-@decomposition(aten._unsafe_masked_index.default)
+@rewrite("decompose", aten._unsafe_masked_index.default)
 def _masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: float) -> Tensor:
     return aten._unsafe_index.Tensor(x, _clamp(x, indices)).masked_fill(~mask, fill)
 
 
-@decomposition(aten._unsafe_masked_index_put_accumulate.default)
+@rewrite("decompose", aten._unsafe_masked_index_put_accumulate.default)
 def _masked_index_put(
     x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor
 ) -> Tensor:
@@ -162,13 +152,13 @@ def _clamp(x: Tensor, indices: Sequence[Tensor | None]) -> list:
     ]
 
 
-@decomposition(aten.diagonal.default, aten.diagonal_copy.default)
+@rewrite("decompose", aten.diagonal.default, aten.diagonal_copy.default)
 def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     index, order = _diagonal_index(x.shape, offset, dim1, dim2, x.device)
     return aten.index.Tensor(x.permute(order), [None] * (x.dim() - 2) + index)
 
 
-@decomposition(aten.diagonal_backward.default)
+@rewrite("decompose", aten.diagonal_backward.default)
 def _diagonal_backward(
     grad: Tensor, shape: Sequence[int], offset: int, dim1: int, dim2: int
 ) -> Tensor:
@@ -178,7 +168,7 @@ def _diagonal_backward(
     return result.permute([order.index(d) for d in range(len(shape))])
 
 
-@decomposition(aten.diagonal_scatter.default)
+@rewrite("decompose", aten.diagonal_scatter.default)
 def _diagonal_scatter(
     x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Tensor:
@@ -202,17 +192,17 @@ def _diagonal_index(
     ] + [dim1, dim2]
 
 
-@decomposition(aten.trace.default)
+@rewrite("decompose", aten.trace.default)
 def _trace(x: Tensor) -> Tensor:
     return _diagonal(x).sum(dtype=None if x.is_floating_point() or x.is_complex() else torch.int64)
 
 
-@decomposition(aten.take.default)
+@rewrite("decompose", aten.take.default)
 def _take(x: Tensor, index: Tensor) -> Tensor:
     return x.reshape(-1)[torch.where(index < 0, index + x.numel(), index)]
 
 
-@decomposition(aten.put.default)
+@rewrite("decompose", aten.put.default)
 def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     flat = aten.index_put.default(
         x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate
@@ -220,7 +210,7 @@ def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> 
     return flat.reshape(x.shape)
 
 
-@decomposition(aten.masked_scatter.default)
+@rewrite("decompose", aten.masked_scatter.default)
 def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """Put the n-th element of the source where the mask has its n-th True."""
     x, mask = torch.broadcast_tensors(x, mask)
@@ -229,7 +219,7 @@ def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     return torch.where(mask, values, x)
 
 
-@decomposition(aten.masked_scatter_backward.default)
+@rewrite("decompose", aten.masked_scatter_backward.default)
 def _masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
     count = math.prod(sizes)
     flat = mask.expand(grad.shape).reshape(-1)

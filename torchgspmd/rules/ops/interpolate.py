@@ -9,46 +9,43 @@ with the weights of custom_ops/resampling.py. Otherwise it is the operation itse
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor, fx
 
 from ...compat.operators import aten
 from ...custom_ops.resampling import Line, band, bands, computation_dtype, weights
 from ...halo import Reach
 from ..local_builder import LocalBuilder
-from ..notation import Call, Rule, make_rule
+from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for, shape_argument
 
-_WITHOUT_CORNERS = {
-    1: ("upsample_nearest1d", "_upsample_nearest_exact1d"),
-    2: ("upsample_nearest2d", "_upsample_nearest_exact2d"),
-    3: ("upsample_nearest3d", "_upsample_nearest_exact3d"),
-}
-_WITH_CORNERS = {
-    1: ("upsample_linear1d",),
-    3: ("upsample_trilinear3d",),
-    2: (
-        "upsample_bilinear2d",
-        "upsample_bicubic2d",
-        "_upsample_bilinear2d_aa",
-        "_upsample_bicubic2d_aa",
-    ),
-}
+_INTERPOLATIONS = (  # name, number of spatial dimensions, whether it takes align_corners
+    ("upsample_nearest1d", 1, False),
+    ("_upsample_nearest_exact1d", 1, False),
+    ("upsample_linear1d", 1, True),
+    ("upsample_nearest2d", 2, False),
+    ("_upsample_nearest_exact2d", 2, False),
+    ("upsample_bilinear2d", 2, True),
+    ("upsample_bicubic2d", 2, True),
+    ("_upsample_bilinear2d_aa", 2, True),
+    ("_upsample_bicubic2d_aa", 2, True),
+    ("upsample_nearest3d", 3, False),
+    ("_upsample_nearest_exact3d", 3, False),
+    ("upsample_trilinear3d", 3, True),
+)
 
 
 def _register(name: str, count: int, aligned: bool) -> None:
-    """Register an operation with `count` spatial dimensions.
-
-    aligned: whether it has an argument align_corners.
-    """
+    """Register an interpolation and its gradient."""
 
     def lines(
-        call: Call, before: Sequence[int], after: Sequence[int], rest: Sequence[Any], back: bool
+        before: Sequence[int], after: Sequence[int], rest: Sequence[Any], back: bool
     ) -> list[Line]:
         corners, scales = (rest[0], rest[1:]) if aligned else (None, rest)
         scales = [*scales, *[None] * (count - len(scales))]
@@ -58,76 +55,60 @@ def _register(name: str, count: int, aligned: bool) -> None:
         ]
 
     @rule_for(getattr(aten, name).default)
-    def _forward(call: Call) -> Rule:
-        return _rule(
-            call, lines(call, call.tensors[0].shape, call.results[0].shape, call.args[2:], False)
-        )
+    def _forward(call: Call) -> FactorRule:
+        x, y = call.tensors[0], call.results[0]
+        return _rule(call, lines(x.shape, y.shape, call.args[2:], False))
 
     @rule_for(getattr(aten, f"{name}_backward").default)
-    def _backward(call: Call) -> Rule:
-        return _rule(
-            call, lines(call, call.results[0].shape, call.tensors[0].shape, call.args[3:], True), 2
-        )
+    def _backward(call: Call) -> FactorRule:
+        grad, x = call.tensors[0], call.results[0]
+        return _rule(call, lines(x.shape, grad.shape, call.args[3:], True), shape_argument(2))
 
 
-for _n in (1, 2, 3):
-    for _name in _WITHOUT_CORNERS[_n]:
-        _register(_name, _n, False)
-    for _name in _WITH_CORNERS[_n]:
-        _register(_name, _n, True)
+for _entry in _INTERPOLATIONS:
+    _register(*_entry)
 
 
 @rule_for(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
-def _average(call: Call) -> Rule:
-    return _rule(
-        call, _average_lines(call.target, call.tensors[0].shape, call.results[0].shape, False)
-    )
+def _average(call: Call) -> FactorRule:
+    return _rule(call, adaptive_lines(call, call.tensors[0], call.results[0], False))
 
 
 @rule_for(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
-def _average_backward(call: Call) -> Rule:
+def _average_backward(call: Call) -> FactorRule:
     """Return the rule of (gradient, input). Only the shape of the input is used."""
-    return _rule(
-        call, _average_lines(call.target, call.results[0].shape, call.tensors[0].shape, True)
-    )
+    return _rule(call, adaptive_lines(call, call.results[0], call.tensors[0], True))
 
 
-def _average_lines(op: Any, before: Sequence[int], after: Sequence[int], back: bool) -> list[Line]:
-    name = op._schema.name.removeprefix("aten::").removesuffix("_backward")
-    pairs = list(zip(before, after))[-int(name[-2]) :]
-    return [Line(name, d, n, m, back=back) for d, (n, m) in enumerate(pairs)]
+def adaptive_lines(call: Call, x: Tensor, y: Tensor, back: bool) -> list[Line]:
+    """Return the spatial dimensions of an adaptive pooling from x to y."""
+    spatial = 3 if "3d" in call.target._schema.name else 2
+    return [
+        Line(f"_adaptive_avg_pool{spatial}d", d, n, m, back=back)
+        for d, (n, m) in enumerate(zip(x.shape[-spatial:], y.shape[-spatial:]))
+    ]
 
 
-def _rule(call: Call, lines: Sequence[Line], shape_at: int | None = None) -> Rule:
-    """Return the rule of an operation. shape_at: which argument is the global result shape."""
+def _rule(call: Call, lines: Sequence[Line], local: LocalForm = LocalForm()) -> FactorRule:
+    """Return the rule of an operation. local: with the arguments for local shapes."""
 
-    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-        return [_resample(local, args[0], lines)]
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+        return _resample(local, args[0], lines)
 
-    return rule_along(
-        call,
-        lines,
-        [0],
-        emit,
-        linear=[[0]],
-        local=None if shape_at is None else shape_argument(shape_at),
-    )
+    return rule_along(call, lines, [0], replace(local, emit=emit), linear=[[0]])
 
 
 def rule_along(
-    call: Call, lines: Sequence[Line], windowed: Sequence[int], emit: Callable, **keywords: Any
-) -> Rule:
+    call: Call, lines: Sequence[Line], windowed: Sequence[int], local: LocalForm, **keywords: Any
+) -> FactorRule:
     """Return a rule in which all tensors have the dimensions d0, d1, ... of the result.
 
     windowed: operands that have a halo along `lines`, or are whole where they cannot.
     """
     y = call.results[0]
-    lead, halo, whole = y.dim() - len(lines), {}, set()
-    names = [(f"d{i}",) for i in range(y.dim())]
-    operands, sizes = (
-        [list(names) for _ in call.tensors],
-        {f"d{i}": n for i, n in enumerate(y.shape)},
-    )
+    lead, accesses, whole = y.dim() - len(lines), {}, set()
+    names = factors("d", y.dim())
+    operands, sizes = [list(names) for _ in call.tensors], dict(zip(names, y.shape))
     for d, line in enumerate(lines, start=lead):
         if not y.is_floating_point() or min(line.rows, line.positions) == 1 < max(
             line.rows, line.positions
@@ -135,20 +116,17 @@ def rule_along(
             whole |= {f"w{d}", f"d{d}"}
             sizes[f"w{d}"] = call.tensors[0].shape[d]
             for operand in windowed:
-                operands[operand][d] = (f"w{d}",)
+                operands[operand][d] = f"w{d}"
         elif not is_identity(line):
-            halo |= {
-                (operand, d): _reach(line).inverse(0.0) if line.back else _reach(line)
-                for operand in windowed
-            }
-    return make_rule(
+            reach = _reach(line).inverse(0.0) if line.back else _reach(line)
+            accesses |= {(operand, d): reach for operand in windowed}
+    return call.rule(
         operands,
         [names] * len(call.results),
         sizes,
-        whole=frozenset(whole),
-        halo=halo,
-        emit=emit,
-        emits=" ".join(f"d{d}" for d in range(lead, y.dim())),
+        replicated=whole,
+        row_access=accesses,
+        local=replace(local, when=names[lead:], positional=False),
         **keywords,
     )
 
@@ -200,32 +178,28 @@ def _resample(local: LocalBuilder, x: Any, lines: Sequence[Line]) -> Any:
     )
 
 
+def read_line(
+    local: LocalBuilder, line: Line, d: int, size: int, kind: torch.dtype
+) -> tuple[fx.Node, fx.Node, int, Any]:
+    """Return (rows, weights, width, first row of the halo) of the device's positions.
+
+    size: local size of the dimension. Row numbers are [positions * width], weights [positions,
+    width]. They count from the first row of the halo.
+    """
+    result, width = local.results[0], bands(line, kind)[2].shape[1]
+    first, start = local.first_row(0, d), local.index(f"d{d}") * result.shape[d]
+    options = (start, result.shape[d], first, size, width, kind, result.device)
+    pair = local.call(band._opoverload, *astuple(line), *options)
+    return *(local.call(operator.getitem, pair, i) for i in range(2)), width, first
+
+
 def _resample_dimension(
     local: LocalBuilder, value: Any, shape: Sequence[int], d: int, line: Line
 ) -> Any:
     """Resample one dimension of a local value of this shape."""
-    result, index = local.results[0], local.index(f"d{d}")
-    count, kind = result.shape[d], computation_dtype(result.dtype)
-    first = local.window(0, d).first(index) if local.sharded(f"d{d}") else 0
-    width = bands(line, kind)[2].shape[1]
-    pair = local.call(
-        band._opoverload,
-        line.op,
-        line.dim,
-        line.rows,
-        line.positions,
-        line.corners,
-        line.scale,
-        line.back,
-        index * count,
-        count,
-        first,
-        shape[d],
-        width,
-        kind,
-        result.device,
-    )
-    rows, weight = (local.call(operator.getitem, pair, i) for i in range(2))
+    count = local.results[0].shape[d]
+    kind = computation_dtype(local.results[0].dtype)
+    rows, weight, width, _ = read_line(local, line, d, shape[d], kind)
     value = local.call(aten.index_select.default, value, d, rows)
     value = local.call(aten.reshape.default, value, [*shape[:d], count, width, *shape[d + 1 :]])
     weight = local.call(aten.reshape.default, weight, [count, width, *[1] * (len(shape) - d - 1)])

@@ -11,42 +11,34 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
-from ..notation import Call, Rule, make_rule
-from ..registry import decomposition, rule_for
+from ..notation import Call, FactorRule, LocalForm, factors
+from ..registry import rule_for
+from ..rewrites import rewrite
+from .pointwise import broadcast_dims
 from .view import keep_rule
 
 
-def batched_rule(call: Call, trailing: list[int]) -> Rule:
+def batched_rule(call: Call, trailing: list[int]) -> FactorRule:
     """Return a rule in which the last `trailing` dimensions of each tensor are whole.
 
     Those before are the batch, and broadcast. Padding holds 0, because a factorization of NaN may
     raise. Padding of pivots holds 1, because they count from 1.
     """
-    tensors = [*call.tensors, *call.results]
-    batch = torch.broadcast_shapes(
-        *(t.shape[: max(t.dim() - n, 0)] for t, n in zip(tensors, trailing, strict=True))
-    )
-    sizes = {f"b{i}": size for i, size in enumerate(batch)}
-    dims = []
-    for k, (tensor, n) in enumerate(zip(tensors, trailing)):
-        n = min(n, tensor.dim())  # a result that was not asked for is empty
-        lead = tensor.dim() - n
-        names = [
-            (f"b{len(batch) - lead + i}",)
-            if tensor.shape[i] == batch[len(batch) - lead + i]
-            else ()
-            for i in range(lead)
-        ]
-        own = [(f"w{k}_{i}",) for i in range(n)]
-        sizes.update({name[0]: size for name, size in zip(own, tensor.shape[lead:])})
-        dims.append(names + own)
-    count = len(call.tensors)
-    return make_rule(
+    tensors, count = [*call.tensors, *call.results], len(call.tensors)
+    leads = [max(t.dim() - n, 0) for t, n in zip(tensors, trailing, strict=True)]
+    batch = torch.broadcast_shapes(*(t.shape[:lead] for t, lead in zip(tensors, leads)))
+    names = factors("b", len(batch))
+    dims = [
+        broadcast_dims(t.shape[:lead], batch, names) + factors(f"w{k}_", t.dim() - lead)
+        for k, (t, lead) in enumerate(zip(tensors, leads))
+    ]
+    fill = {i: 1.0 if t.dtype == torch.int32 else 0.0 for i, t in enumerate(call.tensors)}
+    return call.rule(
         dims[:count],
         dims[count:],
-        sizes,
-        whole=" ".join(name for name in sizes if name[0] == "w"),
-        padding={i: 1.0 if t.dtype == torch.int32 else 0.0 for i, t in enumerate(call.tensors)},
+        dict(zip(names, batch)),
+        replicated=[name for row in dims for name in row if name[:1] == "w"],
+        local=LocalForm(fill=fill),
     )
 
 
@@ -78,13 +70,13 @@ register_batched(aten.ormqr.default, "2 1 2", "2")
 register_batched(aten.triangular_solve.default, "2 2", "2 2")
 
 
-@decomposition(aten.cholesky.default)
+@rewrite("decompose", aten.cholesky.default)
 def _cholesky(x: Tensor, upper: bool = False) -> Tensor:
     """Factorize without the check of values, which padding would fail."""
     return aten.linalg_cholesky_ex.default(x, upper=upper)[0]
 
 
-@decomposition(aten.cholesky_inverse.default)
+@rewrite("decompose", aten.cholesky_inverse.default)
 def _cholesky_inverse(x: Tensor, upper: bool = False) -> Tensor:
     return aten.cholesky_solve.default(
         torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape), x, upper
@@ -92,19 +84,18 @@ def _cholesky_inverse(x: Tensor, upper: bool = False) -> Tensor:
 
 
 @rule_for(aten._linalg_solve_ex.default)
-def _solve(call: Call) -> Rule:
+def _solve(call: Call) -> FactorRule:
     a, b = call.tensors
     columns = 1 if b.dim() == 1 or b.shape == a.shape[:-1] else 2
     return batched_rule(call, [2, columns, columns, 2, 1, 0])
 
 
 @rule_for(aten._linalg_svd.default)
-def _svd(call: Call) -> Rule:
-    return batched_rule(
-        call, [2, 2, 1, 2] if call.argument(2, "compute_uv", True) else [2, 1, 1, 1]
-    )
+def _svd(call: Call) -> FactorRule:
+    with_vectors = call.argument(2, "compute_uv", True)
+    return batched_rule(call, [2, 2, 1, 2] if with_vectors else [2, 1, 1, 1])
 
 
 @rule_for(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
-def _fourier(call: Call) -> Rule:
+def _fourier(call: Call) -> FactorRule:
     return keep_rule(call, list(call.args[1]), linear=[[0]])

@@ -1,4 +1,4 @@
-"""Operations that look up by index: embedding, gather, index_select, nll_loss.
+"""Operations that look up by index: embedding, gather, index_select, losses of classes.
 
 A table may be sharded along the indexed dimension. Then each device reads the rows that it has, and
 puts 0 elsewhere. The sum over devices is the result (GSPMD's partitioned gather; Megatron's
@@ -7,35 +7,32 @@ vocabulary-parallel embedding).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, fx
 
 from ...compat.operators import aten
+from ...custom_ops import nd  # noqa: F401 (registers ctc_losses)
 from ..local_builder import LocalBuilder
-from ..notation import Call, Rule, make_rule
-from ..registry import decomposition, rule_for
+from ..notation import Call, FactorRule, LocalForm, factors
+from ..registry import rule_for
+from ..rewrites import DECLINED, Declined, rewrite
 
 
-def _factors(prefix: str, shape: Sequence[int], start: int = 0) -> list[tuple[str, ...]]:
-    return [(f"{prefix}{i + start}",) for i in range(len(shape))]
-
-
-def _sizes(*pairs: tuple[Sequence[tuple[str, ...]], Sequence[int]]) -> dict[str, int]:
-    return {name[0]: n for names, shape in pairs for name, n in zip(names, shape) if name}
+def in_shard(local: LocalBuilder, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Return (index into the device's shard of a factor, whether it falls into the shard)."""
+    shifted = local.call(aten.sub.Tensor, index, local.start(factor))
+    inside = local.call(
+        aten.logical_and.default,
+        local.call(aten.ge.Scalar, shifted, 0),
+        local.call(aten.lt.Scalar, shifted, local.size(factor)),
+    )
+    return shifted, inside
 
 
 def shard_index(local: LocalBuilder, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Return (index into the device's shard, clamped; whether it falls into the shard)."""
-    size, start = local.size(factor), local.index(factor) * local.size(factor)
-    shifted = local.call(aten.sub.Tensor, index, start)
-    inside = local.call(
-        aten.logical_and.default,
-        local.call(aten.ge.Scalar, shifted, 0),
-        local.call(aten.lt.Scalar, shifted, size),
-    )
-    return local.call(aten.clamp.default, shifted, 0, size - 1), inside
+    shifted, inside = in_shard(local, factor, index)
+    return local.call(aten.clamp.default, shifted, 0, local.size(factor) - 1), inside
 
 
 def zero_outside(
@@ -47,83 +44,62 @@ def zero_outside(
     """
     for _ in range(trailing):
         inside = local.call(aten.unsqueeze.default, inside, -1)
-    zero = local.call(
-        aten.scalar_tensor.default, 0, dtype=local.results[0].dtype, device=local.results[0].device
-    )
-    return local.call(aten.where.self, inside, values, zero)
+    return local.call(aten.where.self, inside, values, local.scalar(0))
 
 
 @rule_for(aten.embedding.default)
-def _embedding(call: Call) -> Rule:
-    table, index = call.tensors
-    names = _factors("i", index.shape)
-    return make_rule(
-        [[("v",), ("e",)], names],
-        [[*names, ("e",)]],
-        {"v": table.shape[0], "e": table.shape[1]} | _sizes((names, index.shape)),
-        special="v",
+def _embedding(call: Call) -> FactorRule:
+    names = factors("i", call.tensors[1].dim())
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
+        place, inside = shard_index(local, "v", args[1])
+        return zero_outside(local, inside, local.call(aten.embedding.default, args[0], place), 1)
+
+    return call.rule(
+        [["v", "e"], names],
+        [[*names, "e"]],
         reduce="v",
-        emit=_emit_embedding,
         linear=[[0]],
-        positions=frozenset({1}),
+        local=LocalForm(emit, when="v", fill={1: 0.0}),
     )
-
-
-def _emit_embedding(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-    table, index = args[:2]
-    place, inside = shard_index(local, "v", index)
-    return [zero_outside(local, inside, local.call(aten.embedding.default, table, place), 1)]
 
 
 @rule_for(aten.embedding_dense_backward.default)
-def _embedding_backward(call: Call) -> Rule:
-    grad, index = call.tensors
-    names = _factors("i", index.shape)
-    sizes = _sizes((names, index.shape)) | {"v": call.args[2], "e": grad.shape[-1]}
-    factors = " ".join(n[0] for n in names)
-    return make_rule(
-        [[*names, ("e",)], names],
-        [[("v",), ("e",)]],
-        sizes,
-        special="v",
-        reduce=factors,
-        whole=f"{factors} v" if call.args[4] else "",  # frequencies count all indices
-        emit=_emit_embedding_backward,
+def _embedding_backward(call: Call) -> FactorRule:
+    index, (rows, padding_index, by_frequency) = call.tensors[1], call.args[2:5]
+    names = factors("i", index.dim())
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
+        """Add only the gradients whose row the shard has."""
+        place, inside = shard_index(local, "v", args[1])
+        if padding_index >= 0:
+            is_row = local.call(aten.ne.Scalar, args[1], padding_index)
+            inside = local.call(aten.logical_and.default, inside, is_row)
+        grad = zero_outside(local, inside, args[0], 1)
+        options = (place, local.size("v"), -1, by_frequency)
+        return local.call(aten.embedding_dense_backward.default, grad, *options)
+
+    return call.rule(
+        [[*names, "e"], names],
+        [["v", "e"]],
+        dict(zip(names, index.shape)) | {"v": rows},
+        reduce=names,
+        replicated=[*names, "v"] if by_frequency else "",  # frequencies count all indices
         linear=[[0]],
-        positions=frozenset({1}),
+        local=LocalForm(emit, when="v", fill={1: 0.0}),
     )
-
-
-def _emit_embedding_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-    """Add only the gradients whose row the shard has."""
-    grad, index, _, padding_index, by_frequency = args
-    place, inside = shard_index(local, "v", index)
-    if padding_index >= 0:
-        inside = local.call(
-            aten.logical_and.default, inside, local.call(aten.ne.Scalar, index, padding_index)
-        )
-    unsqueezed = local.call(aten.unsqueeze.default, inside, -1)
-    zero = local.call(
-        aten.scalar_tensor.default, 0, dtype=local.results[0].dtype, device=local.results[0].device
-    )
-    grad = local.call(aten.where.self, unsqueezed, grad, zero)
-    return [
-        local.call(
-            aten.embedding_dense_backward.default, grad, place, local.size("v"), -1, by_frequency
-        )
-    ]
 
 
 def aligned_factors(
     dim: int, table: Tensor, index: Tensor, *sources: Tensor
-) -> tuple[list[list], dict[str, int], str]:
+) -> tuple[list[list[str]], dict[str, int], list[str]]:
     """Return the factors of table, index and sources in gather and scatter, sizes, whole factors.
 
     Dimensions of equal size correspond. Others are whole.
     """
-    names: list[list] = [[] for _ in (table, index, *sources)]
+    names: list[list[str]] = [[] for _ in (table, index, *sources)]
     sizes: dict[str, int] = {}
-    whole = []
+    whole: list[str] = []
     for d in range(table.dim()):
         row = [f"v{d}" if d == dim else f"d{d}", f"i{d}" if d == dim else f"d{d}"]
         if d != dim and table.shape[d] != index.shape[d]:
@@ -134,74 +110,84 @@ def aligned_factors(
             row.append(row[1] if same else f"s{k}_{d}")
             whole += [] if same else [row[1], row[-1]]
         for tensor_names, name, tensor in zip(names, row, (table, index, *sources)):
-            tensor_names.append((name,))
+            tensor_names.append(name)
             sizes[name] = tensor.shape[d]
-    return names, sizes, " ".join(whole)
+    return names, sizes, whole
 
 
 @rule_for(aten.gather.default)
-def _gather(call: Call) -> Rule | None:
+def _gather(call: Call) -> FactorRule | Declined:
     x, index = call.tensors
     if not x.dim() or index.dim() != x.dim():
-        return None
-    dim = call.args[1] % x.dim()
+        return DECLINED
+    dim = call.dim(1)
     (x_names, i_names), sizes, whole = aligned_factors(dim, x, index)
-    return make_rule(
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
+        place, inside = shard_index(local, f"v{dim}", args[2])
+        values = local.call(aten.gather.default, args[0], args[1], place)
+        return zero_outside(local, inside, values)
+
+    return call.rule(
         [x_names, i_names],
         [i_names],
         sizes,
-        special=f"v{dim}",
         reduce=f"v{dim}",
-        whole=whole,
-        emit=_emit_gather,
+        replicated=whole,
         linear=[[0]],
-        positions=frozenset({1}),
+        local=LocalForm(emit, when=f"v{dim}", fill={1: 0.0}),
     )
-
-
-def _emit_gather(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-    x, dim, index = args[:3]
-    rank = len(local.results[0].shape)
-    place, inside = shard_index(local, f"v{dim % rank}", index)
-    return [zero_outside(local, inside, local.call(aten.gather.default, x, dim, place))]
 
 
 @rule_for(aten.index_select.default)
-def _index_select(call: Call) -> Rule | None:
+def _index_select(call: Call) -> FactorRule | Declined:
     x, index = call.tensors
     if not x.dim() or not index.dim():
-        return None
-    dim = call.args[1] % x.dim()
-    names = _factors("d", x.shape)
-    out = [*names[:dim], ("i",), *names[dim + 1 :]]
-    sizes = _sizes((names, x.shape)) | {"i": index.shape[0]}
-    return make_rule(
-        [names, [("i",)]],
-        [out],
-        sizes,
-        special=f"d{dim}",
-        reduce=f"d{dim}",
-        emit=_emit_index_select,
+        return DECLINED
+    dim, names = call.dim(1), factors("d", x.dim())
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
+        place, inside = shard_index(local, names[dim], args[2])
+        rows = local.call(aten.index_select.default, args[0], args[1], place)
+        return zero_outside(local, inside, rows, x.dim() - 1 - dim)
+
+    return call.rule(
+        [names, ["i"]],
+        [[*names[:dim], "i", *names[dim + 1 :]]],
+        reduce=names[dim],
         linear=[[0]],
-        positions=frozenset({1}),
+        local=LocalForm(emit, when=names[dim], fill={1: 0.0}),
     )
 
 
-def _emit_index_select(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-    x, dim, index = args[:3]
-    rank = len(local.results[0].shape)
-    place, inside = shard_index(local, f"d{dim % rank}", index)
-    return [
-        zero_outside(
-            local,
-            inside,
-            local.call(aten.index_select.default, x, dim, place),
-            rank - 1 - dim % rank,
-        )
+@rule_for(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def _embedding_bag(call: Call) -> FactorRule:
+    """Return a rule in which only the columns of the table may be sharded."""
+    tensors, count = (*call.tensors, *call.results), len(call.tensors)
+    dims = [
+        [f"w{i}_{d}" if (t.dim(), d) != (2, 1) else "e" for d in range(t.dim())]
+        for i, t in enumerate(tensors)
     ]
+    whole = [name for row in dims for name in row if name != "e"]
+    return call.rule(dims[:count], dims[count:], {"e": call.tensors[0].shape[1]}, replicated=whole)
 
 
-@decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+# --------------------------------------------------------------------------------------- losses
+
+
+@rule_for(torch.ops.torchgspmd.ctc_losses.default)
+def _ctc(call: Call) -> FactorRule:
+    """Return a rule in which the batch may be sharded, unless its targets are concatenated."""
+    batched = call.tensors[1].dim() == 2
+    return call.rule(
+        [["t", "n", "c"], ["n", "s"] if batched else ["s"], ["n"], ["n"]],
+        [["n"], ["t", "n", "c"]],
+        replicated="t c s" if batched else "t c s n",
+        local=LocalForm(fill=dict.fromkeys(range(4), 0.0)),
+    )
+
+
+@rewrite("decompose", aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll_loss(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
@@ -220,7 +206,7 @@ def _nll_loss(
     return losses.sum() / total if reduction == 1 else losses.sum(), total
 
 
-@decomposition(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+@rewrite("decompose", aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def _nll_loss_backward(
     grad: Tensor,
     x: Tensor,

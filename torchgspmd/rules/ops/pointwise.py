@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -11,16 +11,18 @@ from torch import Tensor, fx
 from ...annotate import mark_sharding_op
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
-from ..notation import Call, Rule, make_rule
-from ..registry import decomposition, rule, rule_for
+from ..notation import Call, FactorRule, LocalForm, factors
+from ..registry import rule, rule_for
+from ..rewrites import rewrite
 
 
-def broadcast_dims(shape: Sequence[int], result: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+def broadcast_dims(
+    shape: Sequence[int], result: Sequence[int], names: Sequence[str] = ()
+) -> list[str]:
     """Return the factors of an operand that broadcasts to a result with factors d0, d1, ..."""
     offset = len(result) - len(shape)
-    return tuple(
-        (f"d{i + offset}",) if size == result[i + offset] else () for i, size in enumerate(shape)
-    )
+    names = (names or factors("d", len(result)))[offset:]
+    return [name if n == m else "" for name, n, m in zip(names, shape, result[offset:])]
 
 
 def quotient(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -32,21 +34,20 @@ def quotient(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     )
 
 
-def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = ()) -> Rule:
-    """Return the rule of an elementwise call. linear: see Rule."""
+def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = (), **keywords: Any) -> FactorRule:
+    """Return the rule of an elementwise call. linear: see FactorRule."""
     shape = tuple(call.results[0].shape)
-    linear = [g for g in linear if max(g) < len(call.tensors)]  # x + 1 is not linear in x
-    sizes = {f"d{i}": size for i, size in enumerate(shape)}
-    return make_rule(
+    return call.rule(
         [broadcast_dims(t.shape, shape) for t in call.tensors],
         [broadcast_dims(t.shape, shape) for t in call.results],
-        sizes,
-        linear=linear,
+        dict(zip(factors("d", len(shape)), shape)),
+        linear=[g for g in linear if max(g) < len(call.tensors)],  # x + 1 is not linear in x
+        **keywords,
     )
 
 
 def pointwise(*ops: OpOverload, linear: Sequence[Sequence[int]] = ()) -> None:
-    """Register elementwise operations. linear: see Rule."""
+    """Register elementwise operations. linear: see FactorRule."""
     rule_for(*ops)(lambda call: pointwise_rule(call, linear))
 
 
@@ -257,13 +258,14 @@ pointwise(mark_sharding_op._opoverload)
     aten.pow.Scalar,
     aten.pow.Tensor_Tensor,
 )
-def _integer_division(call: Call) -> Rule:
+def _integer_division(call: Call) -> FactorRule:
     """Return a rule whose padding of divisors and exponents is 1.
 
     An integer division by zero, or a negative exponent, kills the process, even in padding.
     """
     integers = not (call.results[0].dtype.is_floating_point or call.results[0].dtype.is_complex)
-    return replace(pointwise_rule(call), padding={len(call.tensors) - 1: 1.0} if integers else {})
+    fill = {len(call.tensors) - 1: 1.0} if integers else {}
+    return pointwise_rule(call, local=LocalForm(fill=fill))
 
 
 def is_linear_cast(call: Call) -> bool:
@@ -280,32 +282,29 @@ def is_linear_cast(call: Call) -> bool:
 
 
 @rule_for(aten._to_copy.default)
-def _to_copy(call: Call) -> Rule:
+def _to_copy(call: Call) -> FactorRule:
     return pointwise_rule(call, linear=[[0]] if is_linear_cast(call) else ())
 
 
-for _op, _sentence in (
-    (aten.view_as_real.default, "... -> ... 2"),
-    (aten.view_as_complex.default, "... 2 -> ..."),
-):
-    rule(_op, _sentence.replace("2", "c"), whole="c", linear=[[0]])
+rule(aten.view_as_real.default, "... -> ... c", replicated="c", linear=[[0]])
+rule(aten.view_as_complex.default, "... c -> ...", replicated="c", linear=[[0]])
 
 
-@decomposition(aten._conj.default)
+@rewrite("decompose", aten._conj.default)
 def _conj(x: Tensor) -> Tensor:
     return aten._conj_physical.default(x)
 
 
-@decomposition(aten._neg_view.default)
+@rewrite("decompose", aten._neg_view.default)
 def _neg_view(x: Tensor) -> Tensor:
     return -x
 
 
-@decomposition(aten.addcmul.default)
+@rewrite("decompose", aten.addcmul.default)
 def _addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
     return x + (a * b if value == 1 else a * b * value)
 
 
-@decomposition(aten.addcdiv.default)
+@rewrite("decompose", aten.addcdiv.default)
 def _addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
     return x + (a / b if value == 1 else a / b * value)

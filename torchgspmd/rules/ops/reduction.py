@@ -4,62 +4,94 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ..notation import Call, Rule, make_rule
-from ..registry import decomposition, rule_for
+from ...compat.private_apis import OpOverload
+from ..local_builder import LocalBuilder
+from ..notation import Call, FactorRule, LocalForm, factors
+from ..registry import rule_for
+from ..rewrites import DECLINED, Declined, rewrite
 from .pointwise import is_linear_cast
 
 
-def reduction_rule(call: Call, dims: Sequence[int] | int | None, kind: str | None) -> Rule:
+def reduction_rule(
+    call: Call, dims: Sequence[int] | int | None, kind: str | None, **keywords: Any
+) -> FactorRule:
     """Return the rule of a reduction over `dims`; None or empty: all dimensions.
 
     kind: the reduction of terms; None: the dimensions must be whole.
     """
-    x = call.tensors[0]
+    rank = call.tensors[0].dim()
     dims = [dims] if isinstance(dims, int) else dims
-    reduced = set(range(x.dim())) if not dims else {d % x.dim() for d in dims} if x.dim() else set()
-    names = [(f"d{i}",) for i in range(x.dim())]
-    remaining = [n for i, n in enumerate(names) if i not in reduced]
-    keepdim = [() if i in reduced else n for i, n in enumerate(names)]
-    sizes = {f"d{i}": size for i, size in enumerate(x.shape)}
-    factors = [f"d{i}" for i in sorted(reduced)]
-    results = [remaining if r.dim() == len(remaining) else keepdim for r in call.results]
-    return make_rule(
+    reduced = set(range(rank)) if not dims else {d % rank for d in dims} if rank else set()
+    names = factors("d", rank)
+    remaining = [name for d, name in enumerate(names) if d not in reduced]
+    keepdim = [name if name in remaining else "" for name in names]
+    summed = [names[d] for d in sorted(reduced)]
+    return call.rule(
         [names],
-        results,
-        sizes,
-        reduce={f: kind for f in factors} if kind else {},
-        whole="" if kind else " ".join(factors),
+        [remaining if r.dim() == len(remaining) else keepdim for r in call.results],
+        reduce=dict.fromkeys(summed, kind) if kind else {},
+        replicated="" if kind else summed,
         linear=[[0]] if kind == "sum" and is_linear_cast(call) else (),
+        **keywords,
     )
 
 
-for _op, _kind in (
-    (aten.sum.dim_IntList, "sum"),
-    (aten.amax.default, "max"),
-    (aten.amin.default, "min"),
-    (aten.prod.dim_int, "prod"),
-):
-    rule_for(_op)(lambda call, kind=_kind: reduction_rule(call, call.argument(1, "dim"), kind))
-for _op, _kind in (
-    (aten.sum.default, "sum"),
-    (aten.max.default, "max"),
-    (aten.min.default, "min"),
-    (aten.prod.default, "prod"),
-    (aten.median.default, None),
-    (aten.nanmedian.default, None),
-):
-    rule_for(_op)(lambda call, kind=_kind: reduction_rule(call, None, kind))
-for _op in (aten.median.dim, aten.nanmedian.dim):
-    rule_for(_op)(lambda call: reduction_rule(call, call.argument(1, "dim"), None))
-rule_for(aten.mode.default)(lambda call: reduction_rule(call, call.argument(1, "dim", -1), None))
-rule_for(aten.kthvalue.default)(
-    lambda call: reduction_rule(call, call.argument(2, "dim", -1), None)
-)
+def _reductions(
+    kind: str | None, *ops: OpOverload, at: int | None = 1, default: Any = None
+) -> None:
+    """Register reductions. at: which argument is `dim`; None: they reduce all dimensions."""
+    rule_for(*ops)(
+        lambda call: reduction_rule(
+            call, None if at is None else call.argument(at, "dim", default), kind
+        )
+    )
+
+
+_reductions("sum", aten.sum.dim_IntList)
+_reductions("max", aten.amax.default)
+_reductions("min", aten.amin.default)
+_reductions("prod", aten.prod.dim_int)
+_reductions("sum", aten.sum.default, at=None)
+_reductions("max", aten.max.default, at=None)
+_reductions("min", aten.min.default, at=None)
+_reductions("prod", aten.prod.default, at=None)
+_reductions(None, aten.median.default, aten.nanmedian.default, at=None)
+_reductions(None, aten.median.dim, aten.nanmedian.dim)
+_reductions(None, aten.mode.default, default=-1)
+_reductions(None, aten.kthvalue.default, at=2, default=-1)
+
+
+@rule_for(aten.histc.default)
+def _histogram(call: Call) -> FactorRule | Declined:
+    """Return the rule of a histogram with fixed borders: every device counts its own values.
+
+    Padding is filled with a value outside of the borders.
+    """
+    low, high = call.argument(2, "min", 0), call.argument(3, "max", 0)
+    if low == high:
+        return DECLINED
+    names, bins = factors("d", call.tensors[0].dim()), call.results[0].shape[0]
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+        x = args[0]
+        for d, name in enumerate(names):
+            x = local.masked(x, d, name, low - 1)
+        return local.call(aten.histc.default, x, bins, low, high)
+
+    return call.rule(
+        [names],
+        [["b"]],
+        {"b": bins},
+        replicated="b",
+        reduce=names,
+        local=LocalForm(emit, when=names),
+    )
 
 
 def _count(x: Tensor, dims: Sequence[int] | int | None) -> int:
@@ -75,7 +107,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-@decomposition(aten.mean.dim)
+@rewrite("decompose", aten.mean.dim)
 def _mean_dim(
     x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -88,12 +120,12 @@ def _mean_dim(
     return (total / _count(x, dim)).to(dtype)
 
 
-@decomposition(aten.mean.default)
+@rewrite("decompose", aten.mean.default)
 def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return _mean_dim(x, None, dtype=dtype)
 
 
-@decomposition(aten.any.dim, aten.any.dims, aten.any.default)
+@rewrite("decompose", aten.any.dim, aten.any.dims, aten.any.default)
 def _any(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = False) -> Tensor:
     if not x.numel():
         return x.ne(0).sum(dim, keepdim).ne(0)
@@ -101,7 +133,7 @@ def _any(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = Fals
     return (ones.amax() if dim is None else ones.amax(dim, keepdim)).ne(0)
 
 
-@decomposition(aten.all.dim, aten.all.dims, aten.all.default)
+@rewrite("decompose", aten.all.dim, aten.all.dims, aten.all.default)
 def _all(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = False) -> Tensor:
     if not x.numel():
         return x.eq(0).sum(dim, keepdim).eq(0)
@@ -109,7 +141,7 @@ def _all(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = Fals
     return (ones.amin() if dim is None else ones.amin(dim, keepdim)).ne(0)
 
 
-@decomposition(aten.var_mean.correction)
+@rewrite("decompose", aten.var_mean.correction)
 def _var_mean(
     x: Tensor,
     dim: Sequence[int] | None = None,
@@ -131,7 +163,7 @@ def _var_mean(
     ).to(dtype)
 
 
-@decomposition(aten.var.correction)
+@rewrite("decompose", aten.var.correction)
 def _var(
     x: Tensor,
     dim: Sequence[int] | None = None,
@@ -142,7 +174,7 @@ def _var(
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
-@decomposition(aten.std.correction)
+@rewrite("decompose", aten.std.correction)
 def _std(
     x: Tensor,
     dim: Sequence[int] | None = None,
@@ -153,7 +185,7 @@ def _std(
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0].sqrt()
 
 
-@decomposition(aten.std_mean.correction)
+@rewrite("decompose", aten.std_mean.correction)
 def _std_mean(
     x: Tensor,
     dim: Sequence[int] | None = None,
@@ -165,7 +197,7 @@ def _std_mean(
     return var.sqrt(), mean
 
 
-@decomposition(aten.aminmax.default)
+@rewrite("decompose", aten.aminmax.default)
 def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     if dim is None or not x.dim():
         dims = list(range(x.dim()))
@@ -173,7 +205,7 @@ def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tup
     return x.amin(dim, keepdim), x.amax(dim, keepdim)
 
 
-@decomposition(aten.logsumexp.default)
+@rewrite("decompose", aten.logsumexp.default)
 def _logsumexp(x: Tensor, dim: Sequence[int] | int, keepdim: bool = False) -> Tensor:
     if not x.is_floating_point() and not x.is_complex():
         x = x.to(torch.get_default_dtype())

@@ -15,9 +15,10 @@ from torch import fx
 
 from ...compat.operators import aten
 from ..local_builder import LocalBuilder
-from ..notation import IDENTITY, Call, Dims, Rule, make_rule
+from ..notation import IDENTITY, Call, FactorRule, LocalForm
 from ..registry import rule_for
-from .lookup import aligned_factors
+from ..rewrites import DECLINED, Declined
+from .lookup import aligned_factors, in_shard
 
 KINDS = {
     "sum": "sum",
@@ -31,16 +32,8 @@ KINDS = {
 
 def index_or_spare_row(local: LocalBuilder, index: fx.Node, factor: str) -> fx.Node:
     """Return indices into the device's shard. Those outside of it point behind its end."""
-    size = local.size(factor)
-    shifted = local.call(aten.sub.Tensor, index, local.index(factor) * size)
-    inside = local.call(
-        aten.logical_and.default,
-        local.call(aten.ge.Scalar, shifted, 0),
-        local.call(aten.lt.Scalar, shifted, size),
-    )
-    spare = local.call(
-        aten.scalar_tensor.default, size, dtype=torch.int64, device=local.results[0].device
-    )
+    shifted, inside = in_shard(local, factor, index)
+    spare = local.scalar(local.size(factor), torch.int64)
     return local.call(aten.where.self, inside, shifted, spare)
 
 
@@ -55,73 +48,47 @@ def only_on_first_shard(local: LocalBuilder, x: fx.Node, factors: list[str], kin
     """Return x on the device with the first shard of all factors, else the neutral value."""
     if kind in ("max", "min"):
         return x
-    first = True
-    for factor in factors:
-        if local.assignment.get(factor):
-            is_first = local.call(
-                aten.scalar_tensor.default,
-                local.index(factor) == 0,
-                dtype=torch.bool,
-                device=local.results[0].device,
-            )
-            first = (
-                is_first if first is True else local.call(aten.logical_and.default, first, is_first)
-            )
-    neutral = local.call(
-        aten.scalar_tensor.default,
-        IDENTITY[kind],
-        dtype=local.results[0].dtype,
-        device=local.results[0].device,
-    )
-    return x if first is True else local.call(aten.where.self, first, x, neutral)
+    first = None
+    for factor in filter(local.sharded, factors):
+        is_first = local.scalar(local.index(factor) == 0, torch.bool)
+        first = is_first if first is None else local.call(aten.logical_and.default, first, is_first)
+    neutral = local.scalar(IDENTITY[kind])
+    return x if first is None else local.call(aten.where.self, first, x, neutral)
 
 
-def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     """Write into the shard and its spare row, then cut the spare row off."""
     x, dim, index, *rest = args
     dim %= len(local.results[0].shape)
-    row_factor, index_factor = f"v{dim}", f"i{dim}"
-    place = next(
-        (i for i, factors in enumerate(local.rule.operands[1]) if factors == (index_factor,)), 0
-    )
-    masked, whole = (
-        local.masked(index, place, index_factor, -1),
-        not local.assignment.get(row_factor),
-    )
-    x = only_on_first_shard(local, x, [index_factor], local.rule.reduce.get(index_factor, "sum"))
-    if whole and masked is index:  # all rows are here
-        return [local.call(local.node.target, x, dim, index, *rest, **kwargs)]
-    result = local.call(
-        local.node.target,
-        with_spare_row(local, x, dim),
-        dim,
-        index_or_spare_row(local, masked, row_factor),
-        *rest,
-        **kwargs,
-    )
-    return [local.call(aten.slice.Tensor, result, dim, 0, local.size(row_factor))]
+    row, written = f"v{dim}", f"i{dim}"
+    place = next((i for i, names in enumerate(local.rule.operands[1]) if names == (written,)), 0)
+    masked = local.masked(index, place, written, -1)
+    x = only_on_first_shard(local, x, [written], local.rule.reduce.get(written, "sum"))
+    if not local.sharded(row) and masked is index:  # all rows are here
+        return local.call(local.node.target, x, dim, index, *rest, **kwargs)
+    x, index = with_spare_row(local, x, dim), index_or_spare_row(local, masked, row)
+    result = local.call(local.node.target, x, dim, index, *rest, **kwargs)
+    return local.call(aten.slice.Tensor, result, dim, 0, local.size(row))
 
 
 def _rule(
     call: Call,
     dim: int,
-    names: Sequence[Dims],
+    names: Sequence[list[str]],
     sizes: dict[str, int],
-    whole: str,
+    whole: list[str],
     kind: str | None,
     linear: Sequence[Sequence[int]] = (),
-) -> Rule:
-    special = f"v{dim} i{dim}" if kind else f"v{dim}"
-    return make_rule(
+) -> FactorRule:
+    row, written = f"v{dim}", f"i{dim}"
+    return call.rule(
         names,
         [names[0]],
         sizes,
-        special=special,
-        reduce={f"i{dim}": kind} if kind else {},
-        emit=_emit,
+        reduce={written: kind} if kind else {},
+        replicated=whole if kind else [*whole, written],
         linear=linear,
-        whole=whole if kind else f"{whole} i{dim}",
-        positions=frozenset({1}),
+        local=LocalForm(_emit, when=[row, written] if kind else row, fill={1: 0.0}),
     )
 
 
@@ -133,11 +100,11 @@ def _rule(
     aten.scatter_add.default,
     aten.scatter_reduce.two,
 )
-def _scatter(call: Call) -> Rule | None:
+def _scatter(call: Call) -> FactorRule | Declined:
     x, index, *source = call.tensors
     if not x.dim() or not index.numel() or not x.numel():
-        return None
-    dim = call.args[1] % x.dim()
+        return DECLINED
+    dim = call.dim(1)
     names, sizes, whole = aligned_factors(dim, x, index, *source)
     kind, linear = None, ()
     if call.target is aten.scatter_add.default:
@@ -146,9 +113,7 @@ def _scatter(call: Call) -> Rule | None:
         kind = KINDS.get(call.args[4])
     elif call.target is aten.scatter.src:
         linear = [[0, 2]]
-    return _rule(
-        call, dim, names, sizes, whole, kind if f"i{dim}" not in whole.split() else None, linear
-    )
+    return _rule(call, dim, names, sizes, whole, None if f"i{dim}" in whole else kind, linear)
 
 
 @rule_for(
@@ -157,23 +122,14 @@ def _scatter(call: Call) -> Rule | None:
     aten.index_fill.int_Scalar,
     aten.index_fill.int_Tensor,
 )
-def _index_write(call: Call) -> Rule | None:
+def _index_write(call: Call) -> FactorRule | Declined:
     x, index, *source = call.tensors
     if not x.dim() or not index.dim() or not index.numel() or not x.numel():
-        return None
-    dim = call.args[1] % x.dim()
-    table = [(f"v{d}" if d == dim else f"d{d}",) for d in range(x.dim())]
-    sizes = {name[0]: n for name, n in zip(table, x.shape)} | {f"i{dim}": index.shape[0]}
+        return DECLINED
+    dim, kind = call.dim(1), "sum" if call.target is aten.index_add.default else None
+    table = [f"v{d}" if d == dim else f"d{d}" for d in range(x.dim())]
     sources = [
-        [*table[:dim], (f"i{dim}",), *table[dim + 1 :]] if s.dim() == x.dim() else []
-        for s in source
+        [*table[:dim], f"i{dim}", *table[dim + 1 :]] if s.dim() == x.dim() else [] for s in source
     ]
-    return _rule(
-        call,
-        dim,
-        [table, [(f"i{dim}",)], *sources],
-        sizes,
-        "",
-        "sum" if call.target is aten.index_add.default else None,
-        [[0, 2]] if source and sources[0] else (),
-    )
+    linear = [[0, 2]] if source and sources[0] else ()
+    return _rule(call, dim, [table, [f"i{dim}"], *sources], {}, [], kind, linear)

@@ -7,56 +7,60 @@ selects the k largest of its block. They are gathered, and the k largest of them
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ..notation import Call, Rule, make_rule
-from ..registry import BLOCKWISE, SPLITS, rule_for
+from ..notation import Call, FactorRule, Split, factors
+from ..registry import rule_for
+from ..rewrites import DECLINED, Declined, rewrite
 from .cumulative import block_starts, count_blocks, cut
 from .reduction import reduction_rule
 from .view import keep_rule
 
 
 @rule_for(aten.sort.default, aten.sort.stable)
-def _sort(call: Call) -> Rule:
+def _sort(call: Call) -> FactorRule:
     return keep_rule(call, [call.argument(1, "dim", -1)])
 
 
 @rule_for(aten.searchsorted.Tensor, aten.bucketize.Tensor)
-def _search(call: Call) -> Rule:
+def _search(call: Call) -> FactorRule:
     """Return a rule in which the borders are whole, and the values may be sharded."""
-    values, borders = (
-        call.tensors[:2] if call.target is aten.bucketize.Tensor else call.tensors[1::-1]
+    values_first = call.target is aten.bucketize.Tensor
+    values, borders = call.tensors[:2] if values_first else call.tensors[1::-1]
+    names = factors("d", values.dim())
+    row = [*names[:-1], "w"] if borders.dim() > 1 else ["w"]
+    free = names if borders.dim() == 1 else [*names[:-1], "v"]
+    operands = [free, row] if values_first else [row, free]
+    return call.rule(
+        operands + [row] * (len(call.tensors) - 2),
+        [free],
+        dict(zip(free, values.shape)),
+        replicated="w",
     )
-    names = [(f"d{i}",) for i in range(values.dim())]
-    row = [*names[:-1], ("w",)] if borders.dim() > 1 else [("w",)]
-    free = names if borders.dim() == 1 else [*names[:-1], ("v",)]
-    sizes = {n[0]: size for n, size in (*zip(free, values.shape), *zip(row, borders.shape))}
-    operands = [free, row] if call.target is aten.bucketize.Tensor else [row, free]
-    return make_rule(operands + [row] * (len(call.tensors) - 2), [free], sizes, whole="w")
 
 
 @rule_for(aten.topk.default)
-def _topk(call: Call) -> Rule:
-    return replace(keep_rule(call, [call.argument(2, "dim", -1)]), splits=True)
+def _topk(call: Call) -> FactorRule:
+    return keep_rule(call, [call.argument(2, "dim", -1)], split=Split())
 
 
 @rule_for(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
-def _extreme(call: Call) -> Rule:
+def _extreme(call: Call) -> FactorRule:
     dim = call.argument(1, "dim")
-    return replace(reduction_rule(call, dim, None), splits=dim is not None)
+    return reduction_rule(call, dim, None, split=None if dim is None else Split())
 
 
+@rewrite("split", aten.topk.default)
 def _split_topk(
     x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, shards: int = 1
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | Declined:
     dim %= max(x.dim(), 1)
     blocks = count_blocks(x.shape[dim] if x.dim() else 1, shards)
-    if k == 0 or x.shape[dim] // blocks <= k:
-        raise NotImplementedError("left as it is")
+    if not blocks or k == 0 or x.shape[dim] // blocks <= k:
+        return DECLINED
     x_blocks = cut(x, dim, blocks)
     values, places = x_blocks.topk(k, dim + 1, largest, sorted)
     dtype = torch.int32 if x.shape[dim] < 2**31 else torch.int64  # fewer bytes to send
@@ -87,17 +91,11 @@ def _first_place(reduce: Callable) -> Callable:
     return split
 
 
-def _only_place(split: Callable) -> Callable:
-    return lambda x, dim=None, keepdim=False: split(x, dim, keepdim)[1]
-
-
-SPLITS.update(
-    {
-        aten.topk.default: _split_topk,
-        aten.max.dim: _first_place(torch.amax),
-        aten.min.dim: _first_place(torch.amin),
-        aten.argmax.default: _only_place(_first_place(torch.amax)),
-        aten.argmin.default: _only_place(_first_place(torch.amin)),
-    }
-)
-BLOCKWISE.add(aten.topk.default)
+for _reduce, _with_place, _place in (
+    (torch.amax, aten.max.dim, aten.argmax.default),
+    (torch.amin, aten.min.dim, aten.argmin.default),
+):
+    _split = rewrite("split", _with_place)(_first_place(_reduce))
+    rewrite("split", _place)(
+        lambda x, dim=None, keepdim=False, split=_split: split(x, dim, keepdim)[1]
+    )

@@ -12,6 +12,7 @@ steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from torch import Tensor
 from ...compat.operators import aten
 from ...halo import Reach
 from ..local_builder import LocalBuilder
-from ..notation import Call, Rule, make_rule
+from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for
+from ..rewrites import DECLINED, Declined
 
 
 @torch.library.custom_op("torchgspmd::join_rows", mutates_args=())
@@ -45,77 +47,73 @@ def _(x: Tensor, dim: int, width: int) -> Tensor:
     return x.new_empty([*x.shape[:dim], x.shape[dim] // width, width, *x.shape[dim + 1 :]])
 
 
-def _names(rank: int, dim: int) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+def _names(rank: int, dim: int) -> tuple[list[str], list[str]]:
     """Return the factors of the flat tensor, and of the one whose dimension `dim` is rows."""
-    flat = [(f"d{i}",) for i in range(rank)]
-    return flat, [*flat[: dim + 1], ("w",), *flat[dim + 1 :]]
+    flat = factors("d", rank)
+    return flat, [*flat[: dim + 1], "w", *flat[dim + 1 :]]
 
 
 @rule_for(join_rows._opoverload)
-def _join(call: Call) -> Rule:
+def _join(call: Call) -> FactorRule:
     shape, dim = call.results[0].shape, call.args[1]
     width = call.tensors[0].shape[dim + 1]
     flat, rows = _names(len(shape), dim)
-    sizes = {f"d{i}": n for i, n in enumerate(shape)} | {"w": width}
-    return make_rule(
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+        """Flatten the rows that the device's positions touch, then take its positions."""
+        x = args[0]
+        shape, length = local.shape(x), local.size(flat[dim])
+        joined = [*shape[:dim], shape[dim] * width, *shape[dim + 2 :]]
+        x = local.call(aten.reshape.default, x, joined)
+        first = local.start(flat[dim]) - local.first_row(0, dim) * width
+        return local.narrow(x, dim, first, length)
+
+    return call.rule(
         [rows],
         [flat],
-        sizes,
-        whole="w",
+        dict(zip(flat, shape)),
+        replicated="w",
         linear=[[0]],
-        halo={(0, dim): Reach(1 - width, 0, every=width)},
-        emit=_emit_join,
+        row_access={(0, dim): Reach(1 - width, 0, every=width)},
+        local=LocalForm(emit),
     )
-
-
-def _emit_join(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-    """Flatten the rows that the device's positions touch, then take its positions."""
-    x, dim = args
-    shape, length, index = local.shape(x), local.size(f"d{dim}"), local.index(f"d{dim}")
-    width = local.global_shape(0)[dim + 1]
-    flat = local.call(
-        aten.reshape.default, x, [*shape[:dim], shape[dim] * width, *shape[dim + 2 :]]
-    )
-    return [
-        local.narrow(flat, dim, index * length - local.window(0, dim).first(index) * width, length)
-    ]
 
 
 @rule_for(split_rows._opoverload)
-def _split(call: Call) -> Rule:
-    shape, (dim, width) = call.tensors[0].shape, call.args[1:]
+def _split(call: Call) -> FactorRule:
+    dim, width = call.args[1:]
+    shape = call.tensors[0].shape
     flat, rows = _names(len(shape), dim)
-    sizes = {f"d{i}": n for i, n in enumerate(shape)} | {f"d{dim}": shape[dim] // width, "w": width}
-    return make_rule(
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+        return local.call(aten.reshape.default, args[0], list(local.results[0].shape))
+
+    return call.rule(
         [flat],
         [rows],
-        sizes,
-        whole="w",
+        dict(zip(flat, shape)) | {flat[dim]: shape[dim] // width},
+        replicated="w",
         linear=[[0]],
-        halo={(0, dim): Reach(0, width - 1, width)},
-        emit=_emit_split,
+        row_access={(0, dim): Reach(0, width - 1, width)},
+        local=LocalForm(emit),
     )
 
 
-def _emit_split(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-    return [local.call(aten.reshape.default, args[0], list(local.results[0].shape))]
-
-
-def uneven_view(x: Tensor, shape: Sequence[int]) -> Tensor:
+def uneven_view(x: Tensor, shape: Sequence[int]) -> Tensor | Declined:
     """Compute a reshape that flattens, or unflattens, dimensions by join_rows and split_rows.
 
     The first of the dimensions is the rows, the others are their elements.
     """
     flat, long = sorted((tuple(x.shape), tuple(shape)), key=lambda s: len([n for n in s if n > 1]))
     pairs, at = [], []
-    for n, dims in zip(flat, _groups_of_sizes(flat, long)):
+    for n, dims in zip(flat, _groups_of_sizes(flat, long) or ()):
         if len(dims) > 1:
             at.append(len(pairs))
             pairs += [dims[0], n // dims[0]]
         else:
             pairs.append(n)
     if not at:
-        raise NotImplementedError("left as it is")
+        return DECLINED
     if flat == tuple(x.shape):
         for dim in at:
             x = split_rows(x, dim, pairs[dim + 1])
@@ -126,17 +124,17 @@ def uneven_view(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x
 
 
-def _groups_of_sizes(flat: Sequence[int], long: Sequence[int]) -> list[list[int]]:
+def _groups_of_sizes(flat: Sequence[int], long: Sequence[int]) -> list[list[int]] | None:
     """Return for each flat dimension the sizes above 1 whose product it is.
 
-    NotImplementedError if a size belongs to two flat dimensions.
+    None if a size belongs to two flat dimensions.
     """
     rest, groups = [n for n in long if n > 1], []
     for n in flat:
         dims, product = [], 1
         while product < n:
             if not rest or n % (product * rest[0]):
-                raise NotImplementedError("left as it is")
+                return None
             product *= rest[0]
             dims.append(rest.pop(0))
         groups.append(dims)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ...compat.operators import aten
 from ..local_builder import LocalBuilder
-from ..notation import Call, Dims, Rule, make_rule
-from ..registry import BLOCKWISE, decomposition, rule_for, shape_argument
+from ..notation import Call, Dims, FactorRule, LocalForm, Split, factors
+from ..registry import rule_for, shape_argument
+from ..rewrites import DECLINED, Declined, rewrite
 from .concat_slice import view_by_slices
 from .lookup import zero_outside
 from .pointwise import broadcast_dims
 from .uneven_reshape import uneven_view
 
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-BLOCKWISE.update(VIEWS)
 
 
 def reshape_factors(
@@ -89,86 +89,77 @@ def _products(shape: Sequence[int]) -> list[int]:
     return result
 
 
-def _uneven_reshape(x: Tensor, shape: Sequence[int], shards: int) -> Tensor:
+@rewrite("split", *VIEWS)
+def _uneven_reshape(x: Tensor, shape: Sequence[int], shards: int) -> Tensor | Declined:
     """Compute a reshape along dimensions that `shards` does not divide."""
-    try:
-        return view_by_slices(x, shape, shards)
-    except NotImplementedError:
-        return uneven_view(x, shape)
+    result = view_by_slices(x, shape, shards)
+    return uneven_view(x, shape) if result is DECLINED else result
 
 
-@rule_for(*VIEWS, splits=_uneven_reshape)
-def _view(call: Call) -> Rule | None:
+@rule_for(*VIEWS)
+def _view(call: Call) -> FactorRule | Declined:
     before, after = call.tensors[0].shape, call.results[0].shape
     if 0 in before:
-        return None
+        return DECLINED
     left, right, sizes = reshape_factors(before, after)
-    private = frozenset(name for name in sizes if not name.startswith("f"))
-    return make_rule(
+    private = [name for name in sizes if not name.startswith("f")]
+    return call.rule(
         [left],
         [right],
         sizes,
-        whole=private,
+        replicated=private,
         linear=[[0]],
         local=shape_argument(1),
-        splits=not private,
+        split=None if private else Split(),
     )
 
 
 @rule_for(aten.permute.default)
-def _permute(call: Call) -> Rule:
-    names = [(f"d{i}",) for i in range(call.tensors[0].dim())]
-    sizes = {f"d{i}": n for i, n in enumerate(call.tensors[0].shape)}
-    return make_rule([names], [[names[d] for d in call.args[1]]], sizes, linear=[[0]])
+def _permute(call: Call) -> FactorRule:
+    return _permuted(call, call.args[1])
 
 
 @rule_for(aten.t.default)
-def _t(call: Call) -> Rule:
-    return _transposed(call, 0, 1) if call.tensors[0].dim() == 2 else _transposed(call, 0, 0)
+def _t(call: Call) -> FactorRule:
+    return _permuted(call, [1, 0] if call.tensors[0].dim() == 2 else [0][: call.tensors[0].dim()])
 
 
 @rule_for(aten.transpose.int)
-def _transpose(call: Call) -> Rule:
-    return _transposed(call, call.args[1], call.args[2])
+def _transpose(call: Call) -> FactorRule:
+    order = list(range(call.tensors[0].dim()))
+    if order:
+        a, b = call.args[1:]
+        order[a], order[b] = order[b], order[a]
+    return _permuted(call, order)
 
 
-def _transposed(call: Call, a: int, b: int) -> Rule:
-    names = [(f"d{i}",) for i in range(call.tensors[0].dim())]
-    out = list(names)
-    if names:
-        out[a], out[b] = out[b], out[a]
-    return make_rule(
-        [names], [out], {f"d{i}": n for i, n in enumerate(call.tensors[0].shape)}, linear=[[0]]
-    )
+def _permuted(call: Call, order: Sequence[int]) -> FactorRule:
+    names = factors("d", len(order))
+    return call.rule([names], [[names[d] for d in order]], linear=[[0]])
 
 
 @rule_for(aten.expand.default)
-def _expand(call: Call) -> Rule:
+def _expand(call: Call) -> FactorRule:
     shape = call.results[0].shape
-    return make_rule(
+    names = factors("d", len(shape))
+    return call.rule(
         [broadcast_dims(call.tensors[0].shape, shape)],
-        [[(f"d{i}",) for i in range(len(shape))]],
-        {f"d{i}": n for i, n in enumerate(shape)},
+        [names],
+        dict(zip(names, shape)),
         linear=[[0]],
         local=shape_argument(1),
     )
 
 
 @rule_for(aten.unsqueeze.default, aten.squeeze.dims)
-def _unsqueeze(call: Call) -> Rule:
+def _unsqueeze(call: Call) -> FactorRule:
     x, y = call.tensors[0], call.results[0]
-    long = [(f"d{i}",) for i, n in enumerate(x.shape) if n > 1]
-    sizes = {f"d{i}": n for i, n in enumerate(x.shape)}
-    names = iter(long)
-    return make_rule(
-        [[(f"d{i}",) for i in range(x.dim())]],
-        [[next(names) if n > 1 else () for n in y.shape]],
-        sizes,
-        linear=[[0]],
-    )
+    names = factors("d", x.dim())
+    long = iter([name for name, n in zip(names, x.shape) if n > 1])
+    return call.rule([names], [[next(long) if n > 1 else "" for n in y.shape]], linear=[[0]])
 
 
-@decomposition(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+@rewrite("decompose", aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     """Squeeze the dimensions of global size 1. Local shards of others may have size 1 too."""
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
@@ -176,118 +167,94 @@ def _squeeze(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     return aten.squeeze.dims(x, ones) if ones else x.view(x.shape)
 
 
-def keep_rule(call: Call, dims: Sequence[int], **keywords: Any) -> Rule:
+def keep_rule(call: Call, dims: Iterable[int], **keywords: Any) -> FactorRule:
     """Return a rule in which all tensors have the same dimensions, and `dims` are whole."""
-    rank = max(t.dim() for t in (*call.tensors, *call.results))
-    shape = max((t.shape for t in (*call.tensors, *call.results)), key=math.prod)
-    sizes = {f"d{i}": n for i, n in enumerate(shape)}
+    tensors, count = (*call.tensors, *call.results), len(call.tensors)
+    rank, largest = max(t.dim() for t in tensors), max((t.shape for t in tensors), key=math.prod)
     whole = {d % rank for d in dims} if rank else set()
-    extra: dict[str, int] = {}
-
-    def names(index: int, tensor: Tensor) -> list[tuple[str, ...]]:
-        result = []
-        for i, n in enumerate(tensor.shape):
-            if i in whole:
-                extra[f"w{index}_{i}"] = n
-                result.append((f"w{index}_{i}",))
-            else:
-                result.append((f"d{i}",))
-        return result
-
-    operands = [names(i, t) for i, t in enumerate(call.tensors)]
-    results = [names(len(operands) + i, t) for i, t in enumerate(call.results)]
-    shardable = {name: n for name, n in sizes.items() if int(name[1:]) not in whole}
-    return make_rule(operands, results, {**shardable, **extra}, whole=frozenset(extra), **keywords)
+    names = [
+        [f"w{index}_{d}" if d in whole else f"d{d}" for d in range(tensor.dim())]
+        for index, tensor in enumerate(tensors)
+    ]
+    return call.rule(
+        names[:count],
+        names[count:],
+        {f"d{d}": n for d, n in enumerate(largest) if d not in whole},
+        replicated=[name for row in names for name in row if name[0] == "w"],
+        **keywords,
+    )
 
 
-@decomposition(aten.cat.default)
-def _cat_without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+@rewrite("decompose", aten.cat.default)
+def _cat_without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | Declined:
     """Drop the empty tensors of one dimension, which PyTorch accepts beside any tensors."""
     nonempty = [t for t in tensors if t.dim() != 1 or t.numel()]
     if len(nonempty) == len(tensors) or not nonempty or nonempty[0].dim() == 1:
-        raise NotImplementedError("left as it is")
+        return DECLINED
     return torch.cat(nonempty, dim)
 
 
 @rule_for(aten.split.Tensor, aten.split_with_sizes.default, aten.tril.default, aten.triu.default)
-def _split_or_triangle(call: Call) -> Rule:
+def _split_or_triangle(call: Call) -> FactorRule:
     split = call.target in (aten.split.Tensor, aten.split_with_sizes.default)
     return keep_rule(call, [call.argument(2, "dim", 0)] if split else [-2, -1], linear=[[0]])
 
 
+def _without(names: list[str], dim: int) -> list[str]:
+    return names[:dim] + names[dim + 1 :]
+
+
 @rule_for(aten.select.int)
-def _select(call: Call) -> Rule:
+def _select(call: Call) -> FactorRule:
     """Return a rule that reduces the dimension: devices without the row add zeros."""
-    x, dim = call.tensors[0], call.args[1] % call.tensors[0].dim()
-    names = [(f"d{i}",) for i in range(x.dim())]
-    return make_rule(
+    dim, names = call.dim(1), factors("d", call.tensors[0].dim())
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
+        """Select the row on the device that has it; 0 on all others."""
+        size = call.tensors[0].shape[dim]
+        owner, place = divmod(args[2] % size, local.size(names[dim]))
+        index = local.scalar(local.index(names[dim]), torch.int64)
+        is_owner = local.call(aten.eq.Scalar, index, owner)
+        return zero_outside(local, is_owner, local.call(aten.select.int, args[0], dim, place))
+
+    return call.rule(
         [names],
-        [[n for i, n in enumerate(names) if i != dim]],
-        {f"d{i}": n for i, n in enumerate(x.shape)},
-        reduce=f"d{dim}",
-        special=f"d{dim}",
+        [_without(names, dim)],
+        reduce=names[dim],
         linear=[[0]],
-        emit=_emit_select,
+        local=LocalForm(emit, when=names[dim]),
     )
-
-
-def _emit_select(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-    """Select the row on the device that has it; 0 on all others."""
-    shape, dim = local.global_shape(0), args[1] % len(local.global_shape(0))
-    owner, place = divmod(args[2] % shape[dim], local.size(f"d{dim}"))
-    index = local.call(
-        aten.scalar_tensor.default,
-        local.index(f"d{dim}"),
-        dtype=torch.int64,
-        device=local.results[0].device,
-    )
-    return [
-        zero_outside(
-            local,
-            local.call(aten.eq.Scalar, index, owner),
-            local.call(aten.select.int, args[0], dim, place),
-        )
-    ]
 
 
 @rule_for(aten.select_backward.default)
-def _select_backward(call: Call) -> Rule:
+def _select_backward(call: Call) -> FactorRule:
     y = call.results[0]
-    dim = call.args[2] % y.dim()
-    names = [(f"d{i}",) for i in range(y.dim())]
-    return make_rule(
-        [[n for i, n in enumerate(names) if i != dim]],
+    dim, names = call.args[2] % y.dim(), factors("d", y.dim())
+    return call.rule(
+        [_without(names, dim)],
         [names],
-        {f"d{i}": n for i, n in enumerate(y.shape)},
-        whole=f"d{dim}",
+        dict(zip(names, y.shape)),
+        replicated=names[dim],
         linear=[[0]],
         local=shape_argument(1),
     )
 
 
 @rule_for(aten.unbind.int)
-def _unbind(call: Call) -> Rule:
-    x, dim = call.tensors[0], call.argument(1, "dim", 0) % call.tensors[0].dim()
-    names = [(f"d{i}",) for i in range(x.dim())]
-    remaining = [n for i, n in enumerate(names) if i != dim]
-    return make_rule(
-        [names],
-        [remaining] * len(call.results),
-        {f"d{i}": n for i, n in enumerate(x.shape)},
-        whole=f"d{dim}",
-        linear=[[0]],
-    )
+def _unbind(call: Call) -> FactorRule:
+    dim, names = call.dim(1, 0), factors("d", call.tensors[0].dim())
+    results = [_without(names, dim)] * len(call.results)
+    return call.rule([names], results, replicated=names[dim], linear=[[0]])
 
 
 @rule_for(aten.stack.default)
-def _stack(call: Call) -> Rule:
-    y, dim = call.results[0], call.argument(1, "dim", 0) % call.results[0].dim()
-    names = [(f"d{i}",) for i in range(y.dim())]
-    remaining = [n for i, n in enumerate(names) if i != dim]
-    return make_rule(
-        [remaining] * len(call.tensors),
+def _stack(call: Call) -> FactorRule:
+    y, count = call.results[0], len(call.tensors)
+    dim, names = call.argument(1, "dim", 0) % y.dim(), factors("d", y.dim())
+    return call.rule(
+        [_without(names, dim)] * count,
         [names],
-        {f"d{i}": n for i, n in enumerate(y.shape)},
-        whole=f"d{dim}",
-        linear=[list(range(len(call.tensors)))],
+        dict(zip(names, y.shape)),
+        replicated=names[dim],
+        linear=[range(count)],
     )

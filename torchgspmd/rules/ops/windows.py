@@ -1,6 +1,9 @@
-"""The windows that pooling reads, as convolutions do.
+"""Windows that pooling and convolutions read, or spread over the positions of the result.
 
 avg_pool1d, kernel 3, stride 2, padding 1       ... w[2p-1:2p+2] -> ... w
+
+Transposed convolutions and the gradients of pooling spread their windows. A device computes all
+positions that its window touches, then takes its own out of them.
 """
 
 from __future__ import annotations
@@ -12,8 +15,60 @@ from typing import Any
 from ...compat.operators import aten
 from ...halo import Reach
 from ..local_builder import LocalBuilder
-from ..notation import Call, Rule, make_rule
-from .spread_windows import Cut, cut
+from ..notation import Call, FactorRule, LocalForm, factors
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The device's own positions, among those that its window touches.
+
+    They begin at `start`. The operation already leaves out `spare` positions at both ends. If the
+    stride exceeds the kernel, `front` and `back` zeros are added: positions that no row touches.
+    """
+
+    start: Any
+    length: int
+    spare: int
+    front: int
+    back: int
+
+    def apply(self, local: LocalBuilder, y: Any, dim: int) -> Any:
+        """Return the device's positions of y along a dimension."""
+        if self.front or self.back:
+            y = local.call(
+                aten.constant_pad_nd.default,
+                y,
+                [0, 0] * (len(local.results[0].shape) - 1 - dim) + [self.front, self.back],
+            )
+        return local.narrow(y, dim, self.start, self.length)
+
+
+def cut(
+    local: LocalBuilder,
+    operand: int,
+    dim: int,
+    stride: int,
+    padding: int,
+    span: int,
+    crop: bool = True,
+) -> Cut:
+    """Return the Cut for the window of an operand's dimension.
+
+    span: distance of the first and last element of the kernel. crop: whether the operation can
+    leave out `spare` positions.
+    """
+    factor = local.rule.operands[operand][dim][0]
+    window, length = local.window(operand, dim), local.size(factor)
+
+    def start(device: Any) -> Any:
+        return device * length + padding - window.first(device) * stride
+
+    starts = {start(device) for device in range(stride)}  # they repeat after `stride` devices
+    end = (window.length - 1) * stride + span + 1
+    front, back = max(0, -min(starts)), max(0, max(starts) + length - end)
+    spare = min(min(starts), end - max(starts) - length) if crop and not front and not back else 0
+    own_start = start(local.index(factor)) if len(starts) > 1 else starts.pop()
+    return Cut(own_start + (front - spare), length, spare, front, back)
 
 
 @dataclass(frozen=True)
@@ -61,21 +116,21 @@ def pool_rule(
     windows: Sequence[PoolWindow],
     reaches: Sequence[Reach],
     windowed: Sequence[int],
-    positions: Any,
+    positions: Sequence[int],
+    emit: Any,
     **keywords: Any,
-) -> Rule:
+) -> FactorRule:
     """Return a rule in which all tensors have the dimensions d0, d1, ... of shape `positions`.
 
     windowed: the operands with a halo along the last dimensions.
     """
-    names = [(f"d{i}",) for i in range(len(positions))]
-    lead = len(positions) - len(windows)
-    halo = {(operand, lead + i): reach for operand in windowed for i, reach in enumerate(reaches)}
-    return make_rule(
+    names, lead = factors("d", len(positions)), len(positions) - len(windows)
+    return call.rule(
         [names] * len(call.tensors),
         [names] * len(call.results),
-        {f"d{i}": n for i, n in enumerate(positions)},
-        halo=halo,
+        dict(zip(names, positions)),
+        row_access={(i, lead + d): reach for i in windowed for d, reach in enumerate(reaches)},
+        local=LocalForm(emit),
         **keywords,
     )
 
@@ -139,14 +194,20 @@ class Spread:
     def first(self, local: LocalBuilder, i: int) -> Any:
         """Return the global number of the first row, along spatial dimension i."""
         dim, w = len(self.shape) - len(self.windows) + i, self.windows[i]
-        return (
-            local.window(0, dim).first(local.index(f"d{dim}")) * w.stride - w.padding
-            if dim in self.cuts
-            else 0
-        )
+        return local.first_row(0, dim) * w.stride - w.padding if dim in self.cuts else 0
 
-    def cut(self, local: LocalBuilder, value: Any) -> Any:
-        """Return the device's own rows of a value."""
+    def gradient(self, local: LocalBuilder, args: tuple, rest: list) -> Any:
+        """Return the own rows of a call (gradient, input, kernel, stride, padding, *rest)."""
+        x = local.call(aten.new_zeros.default, args[1], [])
+        value = local.call(
+            local.node.target,
+            args[0],
+            local.call(aten.expand.default, x, self.shape),
+            args[2],
+            [w.stride for w in self.windows],
+            remaining_padding(local, self.windows),
+            *rest,
+        )
         for dim, own in self.cuts.items():
             value = own.apply(local, value, dim)
         return value

@@ -1,0 +1,199 @@
+"""Max and average pooling, and their gradients. Along a sharded dimension they read a halo."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from ...compat.operators import aten
+from ..local_builder import LocalBuilder
+from ..notation import Call, FactorRule, Split
+from ..registry import rule_for
+from ..rewrites import rewrite
+from .max_pool_stages import max_pool, max_pool_backward, stages
+from .windows import (
+    PoolWindow,
+    Spread,
+    forward_windows,
+    pool_rule,
+    pool_windows,
+    remaining_padding,
+    renumber,
+)
+
+FORWARD = (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+BACKWARD = (
+    aten.max_pool2d_with_indices_backward.default,
+    aten.max_pool3d_with_indices_backward.default,
+)
+rewrite("split", *FORWARD)(max_pool)
+rewrite("split", *BACKWARD)(max_pool_backward)
+
+
+def _has_several_stages(kernel: Sequence[int], *options: Any) -> bool:
+    """Return whether the decomposition pools several dimensions. Then its indices differ."""
+    return len(stages(len(kernel), kernel, *options)) > 1
+
+
+@rule_for(*FORWARD)
+def _maximum(call: Call) -> FactorRule:
+    windows = forward_windows(call)
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
+        """Pool a halo, then convert its indices to those of the whole input."""
+        pair = local.call(
+            call.target,
+            args[0],
+            args[1],
+            [w.stride for w in windows],
+            remaining_padding(local, windows),
+            [w.dilation for w in windows],
+            call.argument(5, "ceil_mode", False),
+        )
+        index = local.call(operator.getitem, pair, 1)
+        lead, shape = len(local.results[0].shape) - len(windows), local.shape(args[0])
+        moves = [local.first_row(0, d) for d in range(lead, len(shape))]
+        return [
+            local.call(operator.getitem, pair, 0),
+            renumber(local, index, shape[lead:], [w.rows for w in windows], moves),
+        ]
+
+    has_stages = _has_several_stages(*call.args[1:5])
+    return pool_rule(
+        call,
+        windows,
+        [w.reach(-math.inf) for w in windows],
+        [0],
+        call.results[0].shape,
+        emit,
+        split=Split(hands=1) if has_stages else None,
+    )
+
+
+@rule_for(*BACKWARD)
+def _maximum_backward(call: Call) -> FactorRule:
+    """Return the rule of (gradient, input, indices). Only the shape of the input is used."""
+    windows = pool_windows(call.tensors[1].shape, call.tensors[0].shape, *call.args[2:6])
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+        """Compute the gradient of all rows that the halo touches, then cut."""
+        spread = Spread.from_windows(local, windows)
+        moves = [-spread.first(local, i) for i in range(len(windows))]
+        rows = [w.rows for w in windows]
+        index = renumber(local, args[-1], rows, spread.shape[-len(windows) :], moves)
+        return spread.gradient(local, args, [*args[5:-1], index])
+
+    return pool_rule(
+        call,
+        windows,
+        [w.reach(0.0).inverse(0.0) for w in windows],
+        [0, 2],
+        call.tensors[1].shape,
+        emit,
+        split=Split(takes=2 if _has_several_stages(*call.args[2:6]) else None),
+    )
+
+
+@rule_for(aten.avg_pool2d.default, aten.avg_pool3d.default)
+def _average(call: Call) -> FactorRule:
+    windows, ceil = forward_windows(call), call.argument(4, "ceil_mode", False)
+    padded = call.argument(5, "count_include_pad", True)
+    uniform = call.argument(6, "divisor_override") or _uniform_divisor(windows, padded)
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+        """Pool a halo. Where divisors differ, sum it, then divide by the row counts."""
+        stride, padding = [w.stride for w in windows], remaining_padding(local, windows)
+        y = local.call(call.target, args[0], args[1], stride, padding, ceil, True, uniform or 1)
+        if uniform:
+            return y
+        counts = _row_counts(local, windows, local.results[0].shape, padded, None)
+        return local.call(aten.div.Tensor, y, counts)
+
+    return pool_rule(
+        call,
+        windows,
+        [w.reach(0.0) for w in windows],
+        [0],
+        call.results[0].shape,
+        emit,
+        linear=[[0]],
+    )
+
+
+@rule_for(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+def _average_backward(call: Call) -> FactorRule:
+    """Return the rule of (gradient, input). Only the shape of the input is used."""
+    windows = pool_windows(call.tensors[1].shape, call.tensors[0].shape, *call.args[2:5])
+    ceil, padded, divisor = call.args[5:8]
+    uniform = divisor or _uniform_divisor(windows, padded)
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+        """Compute the gradient of all rows that the halo touches, then cut."""
+        grad, spread = args[0], Spread.from_windows(local, windows)
+        if not uniform:
+            counts = _row_counts(local, windows, local.shape(grad), padded, 0)
+            grad = local.call(aten.div.Tensor, grad, counts)
+        return spread.gradient(local, (grad, *args[1:]), [ceil, True, uniform or 1])
+
+    return pool_rule(
+        call,
+        windows,
+        [w.reach(0.0).inverse(0.0) for w in windows],
+        [0],
+        call.tensors[1].shape,
+        emit,
+        linear=[[0]],
+    )
+
+
+def _uniform_divisor(windows: Sequence[PoolWindow], padded: bool) -> int | None:
+    """Return the divisor of every position if it is the same for all, else None."""
+    for w in windows:
+        margin = w.padding if padded else 0
+        if (
+            (w.positions - 1) * w.stride - w.padding + w.kernel > w.rows + margin
+            or w.padding
+            and not padded
+        ):
+            return None
+    return math.prod(w.kernel for w in windows)
+
+
+def _row_counts(
+    local: LocalBuilder,
+    windows: Sequence[PoolWindow],
+    shape: Sequence[int],
+    padded: bool,
+    operand: int | None,
+) -> Any:
+    """Return how many rows each position averages over. padded: whether padding counts.
+
+    The positions are those of the local result, or of an operand's halo.
+    """
+    result, dtype, device = None, local.results[0].dtype, local.results[0].device
+    for i, w in enumerate(windows):
+        dim, margin = len(shape) - len(windows) + i, w.padding if padded else 0
+        if operand is None:
+            first = local.index(f"d{dim}") * shape[dim]
+        else:
+            first = local.first_row(operand, dim)
+        start = local.call(aten.arange.default, shape[dim], device=device)
+        start = local.call(
+            aten.add.Scalar,
+            local.call(aten.mul.Scalar, local.call(aten.add.Scalar, start, first), w.stride),
+            -w.padding,
+        )
+        end = local.call(
+            aten.clamp.default, local.call(aten.add.Scalar, start, w.kernel), None, w.rows + margin
+        )
+        count = local.call(aten.sub.Tensor, end, local.call(aten.clamp.default, start, -margin))
+        count = local.call(aten.clamp.default, count, 1)  # positions past the end
+        count = local.call(
+            aten._to_copy.default,
+            local.call(aten.view.default, count, [-1] + [1] * (len(shape) - 1 - dim)),
+            dtype=dtype,
+        )
+        result = count if result is None else local.call(aten.mul.Tensor, result, count)
+    return result

@@ -1,0 +1,79 @@
+"""The one table of what stands in the place of what.
+
+    level       target                      apply(the arguments of a call) -> its results
+    decompose   an operator                 computes it by others; applied to all calls
+    split       an operator with a rule     the same, where shards of a replicated factor, or of one
+                                            with a halo, are asked for; `shards` is their number
+    xla         an operator                 the same for XLA's partitioner, before the two above
+    simplify    an operator                 node -> another node with the same value
+
+A function that does not apply to a call returns DECLINED. Then the next one of its level is asked,
+and in the end the call stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ..compat.operators import AbsentOperator
+
+LEVELS = ("decompose", "split", "xla", "simplify")
+
+
+class Declined(Enum):
+    """The type of DECLINED."""
+
+    DECLINED = 0
+
+
+DECLINED = Declined.DECLINED
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A function that stands in the place of a target, at one level."""
+
+    level: str
+    target: Any
+    apply: Callable
+
+
+REWRITES: dict[tuple[str, Any], list[Rewrite]] = {}  # filled at import, and only read afterwards
+SKIPPED: list[str] = []  # names of registered operators that this torch lacks
+
+
+def rewrite(level: str, *targets: Any) -> Callable:
+    """Register a function at a level, for operators that this torch has."""
+    assert level in LEVELS
+
+    def register(function: Callable) -> Callable:
+        for target in filter(is_present, targets):
+            REWRITES.setdefault((level, target), []).append(Rewrite(level, target, function))
+        return function
+
+    return register
+
+
+def rewrite_of(level: str, target: Any) -> Callable | None:
+    """Return the first function of a level, or None."""
+    entries = REWRITES.get((level, target))
+    return entries[0].apply if entries else None
+
+
+def apply_first(level: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what the first function of a level that applies to a call returns, or DECLINED."""
+    for entry in REWRITES.get((level, target), ()):
+        if (result := entry.apply(*args, **kwargs)) is not DECLINED:
+            return result
+    return DECLINED
+
+
+def is_present(op: Any) -> bool:
+    """Return whether this torch has an operator, or may load it later; else note it in SKIPPED."""
+    if isinstance(op, AbsentOperator):
+        SKIPPED.append(op.name())
+        return False
+    return True
