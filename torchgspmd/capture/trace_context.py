@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch.nn.attention import flex_attention
 from torch.nn.modules import transformer
 from torch.utils import checkpoint as checkpointing
 
+from ..compat.patches import Patch, apply
 from ..compat.private_apis import (
     DisableTorchFunction,
     FunctionalTensor,
@@ -43,7 +45,6 @@ class _Checkpoint:
 
 
 _batch_norm = nn.BatchNorm1d.forward  # inherited from _BatchNorm
-_equal_truths, _other_truths = torch.SymBool.__eq__, torch.SymBool.__ne__
 
 
 def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
@@ -68,62 +69,76 @@ def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
     return result
 
 
-_PATCHES = (
-    *(
-        (torch.compiler, name, True)
-        for name in ("_is_compiling_flag", "_is_exporting_flag")
-        if hasattr(torch.compiler, name)
+def _always(value: Any) -> Callable[[Any], Any]:
+    """Return the replacement of anything by a value."""
+    return lambda _: value
+
+
+def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Callable], Callable]:
+    """Return the replacement of a comparison of SymBools: with numbers, as of bools."""
+    return lambda before: (
+        lambda self, other: (
+            compare(bool(self), other) if isinstance(other, (int, float)) else before(self, other)
+        )
+    )
+
+
+_COMPILED = "masks of transformers ask whether the code is being compiled"
+_FLEX = "flex_attention is compiled; it is traced as a softmax of scores"
+_TRUTH = "a truth would not equal the number that it is compared with"
+_BATCHES = "the batch count would become a number; SyncBatchNorm is the same on whole batches"
+_WEIGHTS = "recurrent layers would take the weights of a list that was made before"
+
+PATCHES = (
+    Patch(torch.compiler, "_is_compiling_flag", _always(True), _COMPILED),
+    Patch(torch.compiler, "_is_exporting_flag", _always(True), _COMPILED),
+    Patch(
+        checkpointing,
+        "CheckpointFunction",
+        _always(_Checkpoint),
+        "a checkpoint with use_reentrant=True runs a backward of its own",
     ),
-    (checkpointing, "CheckpointFunction", _Checkpoint),
-    (flex_attention, "flex_attention_hop", math_attention),
-    (flex_attention, "_validate_device", lambda *_: None),
-    (
+    Patch(flex_attention, "flex_attention_hop", _always(math_attention), _FLEX),
+    Patch(flex_attention, "_validate_device", _always(lambda *_: None), _FLEX),
+    Patch(
         transformer,
         "_detect_is_causal_mask",
-        lambda mask, is_causal=None, size=None: is_causal is True,
+        _always(lambda mask, is_causal=None, size=None: is_causal is True),
+        "nn.Transformer reads whether a mask is causal, which only chooses a kernel",
     ),
-    (Distribution, "_validate_args", False),
-    (FunctionalTensor, "tolist", Tensor.tolist),
-    (FunctionalTensor, "to_dense", Tensor.to_dense),
-    (
-        torch.SymBool,
-        "__eq__",
-        lambda self, other: (
-            bool(self) == other if isinstance(other, (int, float)) else _equal_truths(self, other)
-        ),
+    Patch(
+        Distribution,
+        "_validate_args",
+        _always(False),
+        "distributions read their parameters to check the range",
     ),
-    (
-        torch.SymBool,
-        "__ne__",
-        lambda self, other: (
-            bool(self) != other if isinstance(other, (int, float)) else _other_truths(self, other)
-        ),
+    *(
+        Patch(FunctionalTensor, name, _always(getattr(Tensor, name)), "it has a method of its own")
+        for name in ("tolist", "to_dense")
     ),
-    (_BatchNorm, "forward", _cumulative_batch_norm),
-    (nn.SyncBatchNorm, "forward", _cumulative_batch_norm),
-    (
+    Patch(torch.SymBool, "__eq__", _comparison(operator.eq), _TRUTH),
+    Patch(torch.SymBool, "__ne__", _comparison(operator.ne), _TRUTH),
+    Patch(_BatchNorm, "forward", _always(_cumulative_batch_norm), _BATCHES),
+    Patch(nn.SyncBatchNorm, "forward", _always(_cumulative_batch_norm), _BATCHES),
+    Patch(
         nn.RNNBase,
         "_flat_weights",
-        property(lambda self: [getattr(self, name, None) for name in self._flat_weights_names]),
+        _always(
+            property(lambda self: [getattr(self, name, None) for name in self._flat_weights_names])
+        ),
+        _WEIGHTS,
     ),
-    (nn.RNNBase, "_update_flat_weights", lambda self: None),
-    (nn.RNNBase, "flatten_parameters", lambda self: None),
+    Patch(nn.RNNBase, "_update_flat_weights", _always(lambda self: None), _WEIGHTS),
+    Patch(nn.RNNBase, "flatten_parameters", _always(lambda self: None), _WEIGHTS),
 )
 
 
 class capturing:
     """A context manager that patches library code for the time of a capture.
 
-    * Code that asks whether it is being compiled, such as masks of transformers, is told so.
-    * Checkpointing is use_reentrant=False: use_reentrant=True runs a backward of its own.
-    * nn.Transformer does not read a mask to see whether it is causal, which only chooses a kernel.
-    * Distributions do not check the range of their parameters.
-    * BatchNorm does not turn its batch count into a number. SyncBatchNorm is the same, since
-      batches are whole.
-    * Recurrent layers take their current weights, without a list of them.
-    * Anomaly detection is off.
-    * What torch.compile compiled runs as it was written. flex_attention is a softmax of scores.
-    * Hooks for saved tensors, such as those of a checkpoint around the call, apply to runs only.
+    Besides the patches, anomaly detection is off, what torch.compile compiled runs as it was
+    written, and hooks for saved tensors, such as those of a checkpoint around the call, apply to
+    runs only.
     """
 
     active = 0  # number of captures under way
@@ -139,13 +154,10 @@ class capturing:
             self.hooks.append(hooks)
             _pop_saved_tensors_default_hooks()
         self.stance = torch.compiler.set_stance("force_eager")
-        self.before = [(owner, name, vars(owner).get(name)) for owner, name, _ in _PATCHES]
-        for owner, name, value in _PATCHES:
-            setattr(owner, name, value)
+        self.patches = apply(PATCHES)
 
     def __exit__(self, *_: Any) -> None:
-        for owner, name, value in self.before:
-            delattr(owner, name) if value is None else setattr(owner, name, value)
+        self.patches.close()
         self.stance.__exit__(None, None, None)
         for hooks in reversed(self.hooks):
             _push_saved_tensors_default_hooks(*hooks)

@@ -168,7 +168,7 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(
         PARALLELIZE,
         "torch.distributed.tensor.DTensor._op_dispatcher",
-        "_allow_implicit_replication _custom_op_handlers",
+        "_allow_implicit_replication _custom_op_handlers _try_replicate_spec_for_scalar_tensor",
     ),
     *_rows(
         NOTHING,

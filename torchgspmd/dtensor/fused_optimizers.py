@@ -14,19 +14,22 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
-from .op_handlers import as_before, handlers
+from .ours import as_before
 
-_STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
+STEPS = tuple(
+    getattr(packet, overload)
+    for packet in (
+        aten._fused_adam_,
+        aten._fused_adamw_,
+        aten._fused_adagrad_,
+        aten._fused_sgd_,
+    )
+    for overload in packet.overloads()
+)
 
 
-def install_fused_optimizers() -> None:
-    """Install handlers of the fused steps for all DTensors of this process."""
-    for packet in (getattr(aten, name) for name in _STEPS):
-        for overload in packet.overloads():
-            handlers().setdefault(getattr(packet, overload), _fused_step)
-
-
-def _fused_step(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def fused_step(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Step on lists of local tensors if the tensors at one index have one layout."""
     lists = [
         a
         for a in (*args, *kwargs.values())

@@ -1,46 +1,206 @@
-"""Table of handlers that replace operations of torch's DTensor."""
+"""Operations and methods that torch's DTensor computes wrong, or not at all, for our DTensors.
+
+Each is for the row of install.py that says what is wrong. A plain tensor beside a DTensor is the
+whole tensor, the same on every rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
 from typing import Any
 
-from torch.distributed.tensor import DTensor
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ..comm.process_groups import find_groups
-from ..compat.operators import AbsentOperator
+from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
-from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError, user_line
+from .ours import Handler, as_before, is_ours
+from .replicated_fallback import distribute_like, full_tensor, is_distributed, run_replicated
+from .view_writeback import replace_data
+
+_MEAN, _SUM = 1, 2  # values of the argument `reduction` of losses
+_ADDITIVE = aten.add_.Tensor, aten.sub_.Tensor
+_LINEAR = *_ADDITIVE, aten.mul_.Tensor, aten.div_.Tensor
 
 
-def handlers() -> dict:
-    """Return the handlers (operation, args, kwargs) -> result, by operation."""
-    return DTensor._op_dispatcher._custom_op_handlers
+def set_data(self: DTensor, value: Tensor) -> None:
+    """Set `data` to a DTensor or a whole tensor; nothing is sent unless layouts differ.
+
+    Raise ShardingError for another shape, dtype or mesh.
+    """
+    if value.shape != self.shape or value.dtype != self.dtype:
+        raise ShardingError(
+            f"the data of a DTensor, {self.dtype} of shape {list(self.shape)}, "
+            f"is set to {value.dtype} of shape {list(value.shape)}",
+            where=user_line(),
+            why="programs were made for the one that was there",
+            fix="model.to(dtype) changes types; change shapes before the model is wrapped",
+        )
+    if not isinstance(value, DTensor):
+        value = distribute_like(self, value)
+    elif value.device_mesh != self.device_mesh:
+        raise ShardingError(
+            f"the data of a DTensor on {self.device_mesh} is set to one on {value.device_mesh}",
+            where=user_line(),
+            fix="give it a DTensor on its own mesh, or the whole tensor",
+        )
+    else:
+        value = value.redistribute(placements=self.placements)
+    replace_data(self, value)
 
 
-def handle(table: Mapping[Any, Callable]) -> None:
-    """Add handlers of operators; operators that this torch lacks are left out."""
-    handlers().update(
-        {op: function for op, function in table.items() if not isinstance(op, AbsentOperator)}
+def format_number(self: DTensor, spec: str) -> str:
+    """Format a 0-d DTensor as its number, as Tensor does."""
+    return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+
+def numpy(self: DTensor, **options: Any) -> Any:
+    """Return the values of the whole tensor as an array."""
+    return full_tensor(self.detach() if options.get("force") else self).numpy(**options)
+
+
+def tolist(self: DTensor) -> list:
+    """Return the values of the whole tensor as lists."""
+    return full_tensor(self).tolist()
+
+
+def item(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Return the number of a DTensor, with its pending reduction."""
+    return full_tensor(args[0]).item()
+
+
+def in_place(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Run an operation in place; reduce a pending DTensor first unless its sum can stay pending.
+
+    A plain tensor stays plain.
+    """
+    if isinstance(args[0], DTensor):
+        return (as_before if op in _LINEAR and _can_stay_pending(op, args) else reduce_first)(
+            op, args, kwargs
+        )
+    return op(
+        args[0], *(full_tensor(a) if isinstance(a, DTensor) else a for a in args[1:]), **kwargs
     )
 
 
-def as_before(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Run an operation as torch's DTensor does, without its handler."""
-    table = handlers()
-    handler = table.pop(op, None)  # None: another thread runs the operation.
-    try:
-        return op(*args, **kwargs)
-    finally:
-        if handler is not None:
-            table[op] = handler
+def _can_stay_pending(op: OpOverload, args: tuple) -> bool:
+    """Whether a pending sum stays valid under an in-place operation."""
+    pending = [p for p in args[0].placements if p.is_partial()]
+    if not pending or any(p != Partial() for p in pending):
+        return not pending
+    other = args[1].placements if isinstance(args[1], DTensor) else None
+    return other == args[0].placements if op in _ADDITIVE else not isinstance(args[1], Tensor)
 
 
-def is_ours(tensor: Any) -> bool:
-    """Whether a value is a DTensor on a mesh of parallelize."""
-    return isinstance(tensor, DTensor) and find_groups(tensor.device_mesh) is not None
+def out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Compute into `out`; DTensor looks for its mesh only among the operands."""
+    result = op.overloadpacket(
+        *args, **{name: value for name, value in kwargs.items() if name != "out"}
+    )
+    return (
+        kwargs["out"].copy_(result)
+        if kwargs["out"].shape == result.shape
+        else as_before(op, args, kwargs)
+    )
 
 
-def our_dtensors(args: tuple, kwargs: dict) -> list[DTensor]:
-    """Return the DTensors on meshes of parallelize among the arguments of an operation."""
-    return [*filter(is_ours, pytree.tree_leaves((args, kwargs)))]
+def reduce_first(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Reduce all pending operands, then run an operation in place on one or more DTensors."""
+    first = (
+        [*map(_reduce_in_place, args[0])]
+        if isinstance(args[0], (list, tuple))
+        else _reduce_in_place(args[0])
+    )
+    return as_before(op, (first, *map(_reduce, args[1:])), kwargs)
+
+
+def _reduce(value: Any) -> Any:
+    """Return a DTensor, or a list of them, without pending reductions."""
+    if isinstance(value, (list, tuple)):
+        return [*map(_reduce, value)]
+    if (
+        not isinstance(value, DTensor)
+        or not any(p.is_partial() for p in value.placements)
+        or not is_ours(value)
+    ):
+        return value
+    return value.redistribute(
+        placements=[Replicate() if p.is_partial() else p for p in value.placements]
+    )
+
+
+def _reduce_in_place(tensor: DTensor) -> DTensor:
+    reduced = _reduce(tensor)
+    if reduced is not tensor:
+        tensor._local_tensor, tensor._spec = reduced._local_tensor, reduced._spec
+    return tensor
+
+
+def scan(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Scan along a dimension counted from the start: DTensor mistakes negative ones."""
+    tensor, dim, *rest = args
+    return as_before(op, (tensor, dim % max(tensor.dim(), 1), *rest), kwargs)
+
+
+def gather(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Gather along a replicated dimension; DTensor's result of a sharded one is unusable."""
+    tensor, dim, *rest = args
+    if isinstance(tensor, DTensor) and any(
+        p.is_shard(dim % max(tensor.dim(), 1)) for p in tensor.placements
+    ):
+        tensor = tensor.redistribute(
+            placements=[
+                Replicate() if p.is_shard(dim % tensor.dim()) else p for p in tensor.placements
+            ]
+        )
+    return as_before(op, (tensor, dim, *rest), kwargs)
+
+
+def replicate_first(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Compute a reduction on whole tensors if its operand is sharded."""
+    return (
+        run_replicated(op, args, kwargs, args[0])
+        if is_distributed(args[0])
+        else as_before(op, args, kwargs)
+    )
+
+
+def convolution(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Convolve whole tensors unless only the batch is sharded: DTensor gets the rest wrong."""
+    is_backward = op is aten.convolution_backward.default  # Its first operand is a gradient.
+    *inputs, weight = args[: 3 if is_backward else 2]
+    batch_only = all(
+        p == Shard(0) or p.is_replicate()
+        for t in inputs
+        if isinstance(t, DTensor)
+        for p in t.placements
+    )
+    if batch_only and not (isinstance(weight, DTensor) and is_distributed(weight)):
+        return as_before(op, args, kwargs)
+    return run_replicated(
+        op, args, kwargs, next(t for t in (*inputs, weight) if isinstance(t, DTensor))
+    )
+
+
+def mean_from_sum(gradients: int) -> Handler:
+    """Return a handler that computes a mean loss, or its gradient, from the summed loss.
+
+    gradients: the number of gradients before the operands.
+    """
+
+    def compute(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+        arguments = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
+        if arguments.get("reduction", _MEAN) != _MEAN:
+            return as_before(op, args, kwargs)
+        count = math.prod(
+            torch.broadcast_shapes(*(t.shape for t in args[gradients : gradients + 2]))
+        )
+        arguments["reduction"] = _SUM
+        if gradients:
+            arguments["grad_output"] = args[0] / count
+        result = as_before(op, (), arguments)
+        return result if gradients else result / count
+
+    return compute

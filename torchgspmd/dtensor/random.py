@@ -23,7 +23,7 @@ from ..comm.rank_mismatch import Account, raise_difference
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..errors import user_line
-from .op_handlers import as_before, handle, our_dtensors
+from .ours import as_before, our_dtensors
 from .replicated_fallback import distribute_like, run_replicated, store_full
 
 _FILLED = tuple(
@@ -59,19 +59,15 @@ _OTHERS = (
     aten.normal.float_Tensor,
     aten.rrelu_with_noise.default,
 )
+DRAWING = (*_FILLED, *_LIKE, *_OTHERS)
 
 
-def install_random() -> None:
-    """Install handlers of random operations for DTensors on the meshes of parallelize."""
-    handle(dict.fromkeys((*_FILLED, *_LIKE, *_OTHERS), _draw))
-
-
-def _draw(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def draw(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Draw the numbers of a whole tensor and return or store this rank's shard."""
-    ours = our_dtensors(args, kwargs)
-    if not ours or ours[0].device.type == "meta":
+    one = our_dtensors(args, kwargs)[0]
+    if one.device.type == "meta":
         return as_before(op, args, kwargs)
-    one, groups = ours[0], find_groups(ours[0].device_mesh)
+    groups = find_groups(one.device_mesh)
     state, does = (
         _state_hash(kwargs.get("generator"), one.device),
         f"draws random numbers for a DTensor at {user_line()}",

@@ -14,9 +14,11 @@ import functools
 import logging
 import zlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ..comm.process_groups import find_groups
@@ -25,18 +27,9 @@ from ..comm.rank_mismatch import Account, raise_difference
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
+from .ours import acts_on_ours, our_dtensors
 
 _FAILED = "Sharding propagation failed", "found no DeviceMesh from dtensor args"
-_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"  # from torch 2.10 on
-
-
-def install_fallback() -> None:
-    """Install the fallback for DTensors on the meshes of parallelize."""
-    dispatcher: Any = DTensor._op_dispatcher
-    name = _PROPAGATE if hasattr(dispatcher, _PROPAGATE) else "dispatch"
-    before = getattr(dispatcher, name)
-    if not hasattr(before, "__wrapped__"):
-        setattr(dispatcher, name, _with_fallback(before))
 
 
 def is_distributed(tensor: DTensor) -> bool:
@@ -71,33 +64,59 @@ def distribute_like(tensor: DTensor, values: Tensor) -> DTensor:
     )
 
 
-def _with_fallback(before: Callable) -> Callable:
-    """Wrap a dispatch function: operations that it cannot shard are computed on whole tensors."""
+def with_fallback(before: Callable) -> Callable:
+    """Wrap a dispatch function: our DTensors that it cannot shard are computed on as a whole."""
 
     @functools.wraps(before)
     def dispatch(op: OpOverload, args: tuple, kwargs: dict, *others: Any) -> Any:
+        # Other namespaces communicate, and one rank may run them alone.
+        if op.namespace != "aten" or not acts_on_ours(args, kwargs):
+            return before(op, args, kwargs, *others)
         log = logging.getLogger("torch._subclasses.fake_tensor")
         was, log.disabled = log.disabled, True  # It would log a traceback of the caught error.
         try:
             return before(op, args, kwargs, *others)
         # Errors about layouts are raised on all ranks alike.
         except (NotImplementedError, RuntimeError, AssertionError) as error:
-            ours = [
-                t
-                for t in pytree.tree_leaves((args, kwargs))
-                if isinstance(t, DTensor) and find_groups(t.device_mesh)
-            ]
-            is_of_layouts = isinstance(error, NotImplementedError) or any(
+            if not isinstance(error, NotImplementedError) and not any(
                 words in str(error) for words in _FAILED
-            )
-            # Other namespaces communicate, and one rank may run them alone.
-            if not (ours and is_of_layouts and op.namespace == "aten"):
+            ):
                 raise
         finally:
             log.disabled = was
-        return run_replicated(op, args, kwargs, ours[0])
+        return run_replicated(op, args, kwargs, our_dtensors(args, kwargs)[0])
 
     return dispatch
+
+
+class UsersFlag:
+    """Stand-in for DTensor's flag of implicit replication, which is on for our DTensors.
+
+    It has the value that the user gave the flag, and the user's DTensors follow it. One exception:
+    torch's C++ code reads the flag itself. If it has the layout of an operation on two replicated
+    DTensors in its cache, a plain tensor of the same shape may replace one of them.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.value = False
+
+    def __get__(self, dispatcher: Any, owner: type | None = None) -> bool:
+        return self.value
+
+    def __set__(self, dispatcher: Any, value: bool) -> None:
+        self.value = value
+
+
+def with_replication(before: Callable) -> Callable:
+    """Wrap the function that makes the layout of a plain tensor: beside ours it is replicated."""
+    allowing = SimpleNamespace(_allow_implicit_replication=True)
+
+    @functools.wraps(before)
+    def replicate(op: OpOverload, tensor: Tensor, mesh: DeviceMesh) -> Any:
+        owner = before.__self__ if find_groups(mesh) is None else allowing
+        return before.__func__(owner, op, tensor, mesh)
+
+    return replicate
 
 
 def run_replicated(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> Any:

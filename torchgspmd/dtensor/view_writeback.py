@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, user_line
-from .op_handlers import as_before, handle, is_ours
+from .ours import as_before, is_ours
 from .replicated_fallback import (
     check_read_by_all,
     distribute_like,
@@ -31,8 +31,8 @@ from .replicated_fallback import (
     run_replicated,
 )
 
-_SETITEM, _COPY = Tensor.__setitem__, Tensor.copy_
-_SLICES = (
+_COPY = Tensor.copy_
+SLICES = (
     aten.slice.Tensor,
     aten.select.int,
     aten.split.Tensor,
@@ -40,7 +40,7 @@ _SLICES = (
     aten.unbind.int,
     aten.diagonal.default,
 )
-_RESHAPES = (
+RESHAPES = (
     "view",
     "view_as",
     "reshape",
@@ -58,7 +58,7 @@ _RESHAPES = (
     "unsqueeze",
     "expand",
 )  # methods; other views of DTensors go through the dispatcher
-_RESHAPES_IN_PLACE = (
+RESHAPES_IN_PLACE = (
     "t_",
     "transpose_",
     "swapaxes_",
@@ -67,7 +67,7 @@ _RESHAPES_IN_PLACE = (
     "unsqueeze_",
 )
 _METADATA_ONLY = {
-    *_RESHAPES_IN_PLACE,
+    *RESHAPES_IN_PLACE,
     "as_strided_",
     "detach_",
     "requires_grad_",
@@ -80,29 +80,15 @@ _METADATA_ONLY = {
     "sparse_resize_",
     "sparse_resize_and_clear_",
 }
-_MUTATIONS = [
+MUTATIONS = [
     name
     for name in dir(Tensor)
     if name.endswith("_") and not name.startswith("_") and name not in _METADATA_ONLY
 ]
-_MUTATIONS += [
+MUTATIONS += [
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor")
 ]
-
-
-def install_views() -> None:
-    """Install the write-back of views for DTensors on the meshes of parallelize."""
-    handle(dict.fromkeys(_SLICES, _slice))
-    DTensor.__setitem__ = _setitem
-    for name in _RESHAPES:
-        setattr(DTensor, name, _reshape_method(getattr(Tensor, name)))
-    for name in ("T", "mT"):
-        setattr(DTensor, name, property(_reshape_method(getattr(Tensor, name).__get__)))
-    for name in _MUTATIONS:
-        setattr(DTensor, name, _mutation_method(getattr(Tensor, name)))
-    for name in _RESHAPES_IN_PLACE:
-        setattr(DTensor, name, _in_place_reshape_method(name.removesuffix("_")))
 
 
 def replace_data(tensor: DTensor, other: DTensor) -> None:
@@ -111,9 +97,9 @@ def replace_data(tensor: DTensor, other: DTensor) -> None:
     tensor._local_tensor, tensor._spec = other._local_tensor.detach(), other._spec
 
 
-def _in_place_reshape_method(name: str) -> Callable:
+def in_place_reshape_method(method: Callable) -> Callable:
     """Return a method such as t_ that also updates the shape of a DTensor."""
-    method = getattr(Tensor, f"{name}_")
+    name = method.__name__.removesuffix("_")
 
     @functools.wraps(method)
     def reshape(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
@@ -128,7 +114,7 @@ def _in_place_reshape_method(name: str) -> Callable:
     return reshape
 
 
-def _slice(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def slice_base(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Run a slicing operation and record the base of its results."""
     base, spec = args[0], args[0]._spec
     if torch.__version__ < "2.10":
@@ -151,7 +137,7 @@ def _nth(results: Any, i: int) -> Tensor:
     return results if isinstance(results, Tensor) else results[i]
 
 
-def _reshape_method(method: Callable) -> Callable:
+def reshape_method(method: Callable) -> Callable:
     """Return a view method that records the base of its result."""
 
     @functools.wraps(method)
@@ -187,14 +173,13 @@ def _record_base(part: DTensor, base: DTensor, view: Callable[[Tensor], Tensor])
             part._view_of = base, view
 
 
-def _mutation_method(method: Callable) -> Callable:
+def mutation_method(method: Callable) -> Callable:
     """Return an in-place method that also changes the base of a view."""
 
     @functools.wraps(method)
     def mutate(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
-        if isinstance(self, DTensor):
-            _write_back(self)
+        _write_back(self)
         return result
 
     return mutate
@@ -226,30 +211,39 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _setitem(self: DTensor, index: Any, value: Any) -> None:
-    """Assign to entries of a DTensor, also along sharded dimensions."""
-    mask = (
-        isinstance(index, DTensor)
-        and index.dtype is torch.bool
-        and index.shape == self.shape
-        and not isinstance(value, Tensor)
-    )
-    if not (mask or is_distributed(self)):
-        _SETITEM(self, index, value)
-    elif mask:
-        _COPY(self, torch.where(index, value, self))  # Nothing is sent.
-    else:
-        check_read_by_all(self)
-        entries = tuple(_replicate(e) for e in (index if isinstance(index, tuple) else (index,)))
-        values = _replicate(self).clone()
-        _SETITEM(values, entries, _replicate(value))
-        _COPY(
-            self,
-            values.redistribute(
-                placements=[Replicate() if p.is_partial() else p for p in self.placements]
-            ),
+def setitem_method(setitem: Callable) -> Callable:
+    """Return the assignment to entries, also along sharded dimensions."""
+
+    @functools.wraps(setitem)
+    def assign(self: DTensor, index: Any, value: Any) -> None:
+        if not is_ours(self):
+            return setitem(self, index, value)
+        mask = (
+            isinstance(index, DTensor)
+            and index.dtype is torch.bool
+            and index.shape == self.shape
+            and not isinstance(value, Tensor)
         )
-    _write_back(self)
+        if mask:
+            _COPY(self, torch.where(index, value, self))  # Nothing is sent.
+        elif not is_distributed(self):
+            setitem(self, index, value)
+        else:
+            check_read_by_all(self)
+            entries = tuple(
+                _replicate(e) for e in (index if isinstance(index, tuple) else (index,))
+            )
+            values = _replicate(self).clone()
+            setitem(values, entries, _replicate(value))
+            _COPY(
+                self,
+                values.redistribute(
+                    placements=[Replicate() if p.is_partial() else p for p in self.placements]
+                ),
+            )
+        _write_back(self)
+
+    return assign
 
 
 def _replicate(value: Any) -> Any:

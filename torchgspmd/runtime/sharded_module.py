@@ -18,8 +18,7 @@ from ..comm.process_groups import groups_of
 from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, raise_difference
 from ..compat.private_apis import _pytree as pytree
-from ..dtensor.fused_optimizers import install_fused_optimizers
-from ..dtensor.install import install_dtensors
+from ..dtensor.install import hold
 from ..dtensor.storage import shard_module, spec_of, storable
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
@@ -60,8 +59,6 @@ class ShardedModule(ModuleProxy):
 
         hooks: whether programs include the model's own hooks. Hooks of submodules are included.
         """
-        install_fused_optimizers()
-        install_dtensors()
         tensors = [*model.parameters(), *model.buffers()]
         device = next(
             (t.device.type for t in tensors if not t.is_meta),
@@ -95,6 +92,16 @@ class ShardedModule(ModuleProxy):
                 lambda submodule: ShardedModule(submodule, mesh, backend, hooks=False, **options),
             )
         self.register_load_state_dict_pre_hook(_distribute_state)
+        self.register_state_dict_post_hook(_hold_state)
+
+    def _read_structure(self) -> None:
+        super()._read_structure()
+        hold(self, (t for _, t in named_tensors(self._model)))
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> ShardedModule:
+        module = super()._apply(fn, recurse)
+        self._read_structure()
+        return module
 
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -301,6 +308,11 @@ def _distribute_state(module: ShardedModule, state: dict[str, Any], prefix: str,
             state[prefix + name] = distribute_tensor(
                 loaded.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None
             )
+
+
+def _hold_state(module: ShardedModule, state: dict[str, Any], *_: Any) -> None:
+    """Let the patches of DTensor last while a tensor of a state_dict lives."""
+    hold(module, state.values())
 
 
 def _storable_mark(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:

@@ -1,0 +1,81 @@
+"""Which DTensors are ours, and handlers of their operations.
+
+A DTensor is ours if its mesh equals that of a module of parallelize. All others are the user's:
+their operations are torch's, also while our patches are applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from ..comm.process_groups import find_groups
+from ..compat.patches import Installation
+from ..compat.private_apis import OpOverload
+from ..compat.private_apis import _pytree as pytree
+
+INSTALLATION = Installation()  # the patches of this process; install.py has their table
+Handler = Callable[[OpOverload, tuple, dict], Any]
+
+
+def handlers() -> dict[Any, Handler]:
+    """Return the handlers of DTensor's operations, by operation."""
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+def is_ours(tensor: Any) -> bool:
+    """Whether a value is a DTensor on a mesh of parallelize."""
+    return isinstance(tensor, DTensor) and find_groups(tensor.device_mesh) is not None
+
+
+def our_dtensors(args: tuple, kwargs: dict) -> list[DTensor]:
+    """Return the DTensors on meshes of parallelize among the arguments of an operation."""
+    return [*filter(is_ours, pytree.tree_leaves((args, kwargs)))]
+
+
+def acts_on_ours(args: tuple, kwargs: dict) -> bool:
+    """Whether the first DTensor among the arguments of an operation is ours."""
+    for value in (*args, *kwargs.values()):
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, DTensor):
+                return is_ours(each)
+    return False
+
+
+def as_before(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Run an operation as torch's DTensor does, without its handler."""
+    table = handlers()
+    handler = table.pop(op, None)  # None: another thread runs the operation.
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None and INSTALLATION.is_active:
+            table[op] = handler
+
+
+def for_ours(function: Handler) -> Callable[[Handler | None], Handler]:
+    """Return the replacement of a handler: `function` for our DTensors, as before for others."""
+
+    def replace(torch_handler: Handler | None) -> Handler:
+        others = torch_handler or as_before
+
+        def handler(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+            return (function if acts_on_ours(args, kwargs) else others)(op, args, kwargs)
+
+        return handler
+
+    return replace
+
+
+def method_for_ours(function: Callable) -> Callable[[Callable], Callable]:
+    """Return the replacement of a method: `function` for our DTensors, as before for others."""
+
+    def replace(before: Callable) -> Callable:
+        def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+            return (function if is_ours(self) else before)(self, *args, **kwargs)
+
+        return method
+
+    return replace
