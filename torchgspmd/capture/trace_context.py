@@ -61,8 +61,8 @@ def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
     self._check_input_dim(input)
     self.num_batches_tracked.add_(1)
     running = self.running_mean, self.running_var
-    of_batch = [buffer.clone() for buffer in running]
-    result = F.batch_norm(input, *of_batch, self.weight, self.bias, True, 1.0, self.eps)
+    mean, variance = of_batch = [buffer.clone() for buffer in running]
+    result = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
     for buffer, value in zip(running, of_batch):
         share = 1.0 / self.num_batches_tracked.to(buffer.dtype)
         buffer.mul_(1 - share).add_(value * share)

@@ -38,8 +38,7 @@ class Patch:
         """Whether this torch needs it. A release between checked ones is as the next of these."""
         checked, now = [*map(release, CHECKED)], release(torch.__version__)
         nearest = min((c for c in checked if c >= now), default=max(checked))
-        exists = isinstance(self.owner, dict) or hasattr(self.owner, self.name)
-        return exists and nearest in map(release, self.versions)
+        return nearest in map(release, self.versions)
 
     def value(self) -> Any:
         """Return what the owner has itself, without what it inherits; ABSENT if that is nothing."""

@@ -56,7 +56,7 @@ def format_number(self: DTensor, spec: str) -> str:
     return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
 
-def numpy(self: DTensor, **options: Any) -> Any:
+def numpy(self: Any, **options: Any) -> Any:
     """Return the values of the whole tensor as an array."""
     return full_tensor(self.detach() if options.get("force") else self).numpy(**options)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from ..comm.process_groups import find_groups
+from ..comm.process_groups import ProcessGroups, find_groups
 from ..compat.patches import Installation
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
@@ -33,6 +33,13 @@ def is_ours(tensor: Any) -> bool:
 def our_dtensors(args: tuple, kwargs: dict) -> list[DTensor]:
     """Return the DTensors on meshes of parallelize among the arguments of an operation."""
     return [*filter(is_ours, pytree.tree_leaves((args, kwargs)))]
+
+
+def groups_of_ours(tensor: DTensor) -> ProcessGroups:
+    """Return the process groups of the mesh of one of our DTensors."""
+    groups = find_groups(tensor.device_mesh)
+    assert groups is not None
+    return groups
 
 
 def acts_on_ours(args: tuple, kwargs: dict) -> bool:

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.process_groups import find_groups
 from ..comm.rank_check import check_ranks
 from ..comm.rank_mismatch import Account, raise_difference
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..errors import user_line
-from .ours import as_before, our_dtensors
+from .ours import as_before, groups_of_ours, our_dtensors
 from .replicated_fallback import distribute_like, run_replicated, store_full
 
 _FILLED = tuple(
@@ -67,7 +66,7 @@ def draw(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     one = our_dtensors(args, kwargs)[0]
     if one.device.type == "meta":
         return as_before(op, args, kwargs)
-    groups = find_groups(one.device_mesh)
+    groups = groups_of_ours(one)
     state, does = (
         _state_hash(kwargs.get("generator"), one.device),
         f"draws random numbers for a DTensor at {user_line()}",
@@ -97,4 +96,4 @@ def _state_hash(generator: torch.Generator | None, device: torch.device) -> int:
             if device.type == "cpu"
             else torch.get_device_module(device).get_rng_state(device)
         )
-    return zlib.crc32(state.cpu().numpy())
+    return zlib.crc32(memoryview(state.cpu().numpy()))

@@ -27,7 +27,7 @@ from ..comm.rank_mismatch import Account, raise_difference
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
-from .ours import acts_on_ours, our_dtensors
+from .ours import acts_on_ours, groups_of_ours, our_dtensors
 
 _FAILED = "Sharding propagation failed", "found no DeviceMesh from dtensor args"
 
@@ -50,10 +50,8 @@ def full_tensor(tensor: DTensor) -> Tensor:
 
 def check_read_by_all(tensor: DTensor) -> None:
     """Raise ShardingError on every rank, before any of them waits, unless all ranks read it."""
-    groups, does = (
-        find_groups(tensor.device_mesh),
-        f"reads a DTensor, of which each device has a part, at {user_line()}",
-    )
+    groups = groups_of_ours(tensor)
+    does = f"reads a DTensor, of which each device has a part, at {user_line()}"
     check_ranks(groups, zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does)))
 
 
@@ -107,7 +105,7 @@ class UsersFlag:
         self.value = value
 
 
-def with_replication(before: Callable) -> Callable:
+def with_replication(before: Any) -> Callable:
     """Wrap the function that makes the layout of a plain tensor: beside ours it is replicated."""
     allowing = SimpleNamespace(_allow_implicit_replication=True)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from .replicated_fallback import (
     run_replicated,
 )
 
-_COPY = Tensor.copy_
+_COPY, _DATA = Tensor.copy_, cast(Any, Tensor.data)
 SLICES = (
     aten.slice.Tensor,
     aten.select.int,
@@ -93,7 +93,7 @@ MUTATIONS += [
 
 def replace_data(tensor: DTensor, other: DTensor) -> None:
     """Give a DTensor the shape, the layout and the memory of another one."""
-    Tensor.data.__set__(tensor, other)
+    _DATA.__set__(tensor, other)
     tensor._local_tensor, tensor._spec = other._local_tensor.detach(), other._spec
 
 
@@ -102,7 +102,7 @@ def in_place_reshape_method(method: Callable) -> Callable:
     name = method.__name__.removesuffix("_")
 
     @functools.wraps(method)
-    def reshape(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    def reshape(self: Any, *args: Any, **kwargs: Any) -> DTensor:
         if not is_ours(self) or torch.is_grad_enabled() and self.requires_grad:
             return method(self, *args, **kwargs)
         replace_data(self, getattr(self, name)(*args, **kwargs))
@@ -159,7 +159,7 @@ def _views_may_copy(base: DTensor) -> bool:
     return is_ours(base) and (is_distributed(base) or hasattr(base, "_view_of"))
 
 
-def _record_base(part: DTensor, base: DTensor, view: Callable[[Tensor], Tensor]) -> None:
+def _record_base(part: Any, base: Any, view: Callable[[Tensor], Tensor]) -> None:
     """Record (base, view) in a view that shares no memory; view: computes the part of whole values.
 
     A view of a view records the outermost base.
@@ -188,7 +188,7 @@ def mutation_method(method: Callable) -> Callable:
 def _write_back(part: DTensor) -> None:
     """Write the values of a changed view into its base."""
     owner, view = getattr(part, "_view_of", (None, None))
-    if owner is None:
+    if owner is None or view is None:
         return
     if torch.is_grad_enabled() and (owner.requires_grad or part.requires_grad):
         raise ShardingError(
