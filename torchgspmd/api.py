@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from .annotated_program import Annotated, decide, lay_out
 from .capture import Captured, capture, opened
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
-from .dump import Dump
+from .dump import dump_plan
 from .errors import ShardingError, user_line
 from .fix_candidates import report_replicated
-from .fx_passes import Rules, decompose_ops, localize, regather_weights
-from .fx_passes.partition.insert_collectives import inserted
-from .fx_passes.partition.partition import Memories
-from .fx_passes.schedule.communicate import OPTIONAL, schedule
+from .fx_passes.boundary import start_program
+from .fx_passes.pipeline import run, skippable
+from .fx_passes.program import Request
+from .fx_passes.stages import SCHEDULED
 from .mesh import Mesh
 from .plan import Plan
 from .prefix_specs import spread_inputs
-from .rules import natively
 from .shard_spec import ShardSpec
 from .without_gc import without_gc
 
@@ -144,118 +140,45 @@ def compile_plan(
     _check_option("rng", rng, ("global", "native"))
     _check_option("regather", regather, ("auto", "always", "never"))
     for name in skip_passes:
-        _check_option("pass", name, OPTIONAL)
-    device = device or max(
-        (n.meta["val"].device.type for n in captured.graph.find_nodes(op="placeholder")),
-        default="cpu",
-    )
-    rules, clock, dump = Rules(), _Clock(), Dump(mesh)
-    dump("capture", captured.graph)
-    options = {
-        "whole": stored is not None,
-        "parts": True,
-        "rules": rules,
-        "expand": partial(decompose_ops, traced={}),
-        "clock": clock,
-        "dump": dump,
-    }
-    program = lay_out(captured, mesh, arguments, out_specs, stored, cut_products=True, **options)
-    memories: Memories = {}
-    sharded = decide(program, plain, rules, memories=memories)
-    clock("partition")
-    if program.products_cut:
-        uncut = lay_out(captured, mesh, arguments, out_specs, stored, **options)
-        program, sharded = min(
-            (program, sharded),
-            (uncut, decide(uncut, plain, rules, memories=memories)),
-            key=lambda alternative: _sent_bytes(alternative[1]),
-        )
-    dump("partition", sharded)
-    clock("partition")
-    if rng == "native":
-        natively(sharded)
-    result = _localized_plan(
-        program,
+        _check_option("pass", name, skippable())
+    request = Request(
+        captured,
         mesh,
-        regather_weights(sharded) if regather == "always" else sharded,
-        device,
-        skip_passes,
-        clock,
+        arguments,
+        out_specs,
+        stored or {},
+        stored is not None,
+        plain,
+        rng=rng,
+        regather=regather,
+        skip_passes=frozenset(skip_passes),
+        device=device or _device_of(captured),
     )
-    if regather == "auto" and result.memory.peak > _device_memory(captured):
-        result = _localized_plan(
-            program, mesh, regather_weights(sharded), device, skip_passes, clock
-        )
-    clock("localize")
-    dump.final(result)
+    result = _plan(request)
+    dump_plan(result)
     if strict and result.replicated_ops:
-        raise report_replicated(
-            result,
-            lambda changed: compile_plan(
-                changed,
-                mesh,
-                arguments,
-                out_specs,
-                stored,
-                plain,
-                False,
-                rng,
-                regather,
-                skip_passes,
-                device,
-            ),
-        )
+        raise report_replicated(result, lambda changed: _plan(replace(request, captured=changed)))
     return result
 
 
-def _localized_plan(
-    annotated: Annotated,
-    mesh: Mesh,
-    sharded: fx.Graph,
-    device: str,
-    skip_passes: Sequence[str],
-    clock: _Clock,
-) -> Plan:
-    """Return the plan of a partitioned graph: the program of one device, scheduled."""
-    captured = annotated.captured
-    program = fx.GraphModule(
-        captured.constants, schedule(localize(sharded, mesh), mesh, device, skip_passes)
-    )
-    return Plan(mesh, captured, sharded, program, annotated.layouts, clock.seconds)
-
-
-def _device_memory(captured: Captured) -> float:
-    """Return the bytes of the GPU that the program is for; no limit elsewhere."""
-    on_gpu = any(
-        n.meta["val"].device.type == "cuda" for n in captured.graph.find_nodes(op="placeholder")
-    )
-    return (
-        torch.cuda.get_device_properties(0).total_memory
-        if on_gpu and torch.cuda.is_available()
-        else math.inf
+def _plan(request: Request) -> Plan:
+    """Run the passes up to the program of one device."""
+    program = run(start_program(request), until=SCHEDULED)
+    module = fx.GraphModule(request.captured.constants, program.graph)
+    return Plan(
+        request.mesh, request.captured, program.sharded, module, program.layouts, program.seconds
     )
 
 
-def _check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def _device_of(captured: Captured) -> str:
+    """Return the type of device of the inputs."""
+    inputs = captured.graph.find_nodes(op="placeholder")
+    return max((n.meta["val"].device.type for n in inputs), default="cpu")
+
+
+def _check_option(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ShardingError(
             f"there is no {name} '{value}'; there are {', '.join(map(repr, allowed))}",
             where=user_line(),
         )
-
-
-def _sent_bytes(graph: fx.Graph) -> float:
-    """Return the bytes that a device sends in a partitioned graph."""
-    return sum(node.meta["step"].sent for node in inserted(graph))
-
-
-class _Clock:
-    """Seconds between calls, by name; calls of one name add up."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.last = time.perf_counter()
-
-    def __call__(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name], self.last = self.seconds.get(name, 0.0) + now - self.last, now

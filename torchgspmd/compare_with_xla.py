@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .annotated_program import decide, lay_out
 from .capture import ARGUMENT, BUFFER, PARAMETER
 from .comm.collective import Collective
 from .errors import ShardingError, user_line
+from .fx_passes.boundary import start_program
+from .fx_passes.pipeline import run, xla_passes
 from .fx_passes.printer import type_text
+from .fx_passes.program import Request
 from .plan import Plan
 from .shard_spec import ShardSpec
 from .xla_backend.hlo import collectives
@@ -85,15 +87,15 @@ class Comparison:
     def __init__(self, plan: Plan, pin: str) -> None:
         self.plan, self.pin, self.device = plan, pin, start(plan.mesh, backward=False)
         inputs = list(zip(plan.captured.inputs, plan.input_layouts))
-        annotated = lay_out(
+        request = Request(
             plan.captured,
             plan.mesh,
             [spec for i, spec in inputs if i.kind == ARGUMENT],
             stored={i.name: spec for i, spec in inputs if i.kind in (PARAMETER, BUFFER)},
-            parts=pin == "all",
             expand=unpartitioned,
+            keep_marks=True,
         )
-        self.graph = decide(annotated, keep_marks=True) if pin == "all" else annotated.graph
+        self.graph = run(start_program(request), steps=xla_passes(pin)).graph
         self.ours: tuple[Collective, ...] = plan.collectives
         self.text = program_text(self._run(self._graph()))
         self.xla: tuple[Collective, ...] = collectives(self.text, plan.mesh)

@@ -9,42 +9,44 @@ import difflib
 import os
 import sys
 
-from torch import fx
-
 from .fx_passes.printer import graph_text, program_text
-from .mesh import Mesh
+from .fx_passes.program import Program
+from .fx_passes.stages import LOCAL
 from .plan import Plan
 
 
-class Dump:
-    """Printer that takes the graph after every pass, and the plan at the end."""
+def _level() -> int:
+    return int(os.environ.get("TORCHGSPMD_DUMP") or 0)
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.level, self.before = mesh, int(os.environ.get("TORCHGSPMD_DUMP") or 0), ""
 
-    def __call__(self, name: str, graph: fx.Graph) -> None:
-        if self.level < 2:
-            return
-        text = graph_text(graph, self.mesh)
-        changes = difflib.unified_diff(
-            self.before.splitlines(), text.splitlines(), "before", name, lineterm="", n=0
+def dump_pass(program: Program, name: str) -> None:
+    """Print what a pass changed, or the whole program at its first stage and on one device."""
+    if _level() < 2:
+        return
+    is_global, before = program.stage < LOCAL, program.printed
+    text = graph_text(program.graph, program.mesh) if is_global else program_text(program.graph)
+    changes = difflib.unified_diff(
+        before.splitlines(), text.splitlines(), "before", name, lineterm="", n=0
+    )
+    is_first = not before or before.startswith("mesh") != is_global
+    _print(text if is_first else "\n".join(changes) or "no change", f"after {name}")
+    program.printed = text
+
+
+def dump_plan(plan: Plan) -> None:
+    """Print the plan."""
+    level = _level()
+    if level:
+        _print(str(plan), "the plan")
+    if level > 1:
+        _print(
+            program_text(plan.program.graph),
+            "what each device runs, where communication begins and is waited for",
         )
-        self._print(text if not self.before else "\n".join(changes), f"after {name}")
-        self.before = text
+    if level > 2:
+        lines = [line for value in plan.layouts.spec for line in plan.layouts.explain(value)]
+        _print("\n".join(lines), "who sharded what, and why")
 
-    def final(self, plan: Plan) -> None:
-        """Print the plan."""
-        if self.level:
-            self._print(str(plan), "the plan")
-        if self.level > 1:
-            self._print(
-                program_text(plan.program.graph),
-                "what each device runs, where communication begins and is waited for",
-            )
-        if self.level > 2:
-            lines = [line for value in plan.layouts.spec for line in plan.layouts.explain(value)]
-            self._print("\n".join(lines), "who sharded what, and why")
 
-    @staticmethod
-    def _print(text: str, title: str) -> None:
-        print(f"---- torchgspmd: {title}\n{text}", file=sys.stderr)
+def _print(text: str, title: str) -> None:
+    print(f"---- torchgspmd: {title}\n{text}", file=sys.stderr)

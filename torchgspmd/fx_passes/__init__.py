@@ -1,4 +1,4 @@
-"""The passes on the global graph, in order. Each is one function in one file."""
+"""The passes. Each is one function in one file; pipeline.py has their order."""
 
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules
@@ -7,10 +7,7 @@ from .partition.partition import partition
 from .partition.regather_weights import regather_weights
 from .propagate.propagate import Layouts, propagate
 
-PASSES = (decompose_ops, propagate, partition, regather_weights, localize)
-
 __all__ = [
-    "PASSES",
     "Layouts",
     "Rules",
     "decompose_ops",

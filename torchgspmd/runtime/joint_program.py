@@ -10,44 +10,26 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from ..capture import (
-    ARGUMENT,
     BUFFER,
     GRADIENT,
     MUTATION,
-    OBSERVED,
     OUTPUT,
     PARAMETER,
     TANGENT,
 )
 from ..comm.process_groups import ProcessGroups
-from ..comm.rank_check import RankCheck, fits
-from ..comm.ring_einsum import ring_einsum_scatter, ring_gather_einsum
-from ..compat.operators import c10d
+from ..comm.rank_check import RankCheck
 from ..dtensor.storage import (
-    cut_padding,
     gradient_like,
     local_of,
-    pad_stored,
-    slice_global,
-    stored_shape,
-    strided_like,
     takes_gradient,
     whole_of,
     wrap_local,
 )
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
-from ..fx_passes.lower.elide_copies import elide_copies
-from ..fx_passes.lower.fold_views import fold_views
-from ..fx_passes.lower.gloo_all_to_all import gloo_all_to_all
-from ..fx_passes.lower.lower_collectives import lower_collectives
-from ..fx_passes.lower.lower_einsum import lower_einsum
-from ..fx_passes.lower.nll_backward import nll_backward
-from ..fx_passes.lower.reduce_in_bucket import reduce_in_bucket
-from ..fx_passes.lower.reuse_buffers import reuse_buffers
-from ..fx_passes.lower.split_joint import split_joint
-from ..fx_passes.lower.torch_bindings import torch_bindings
-from ..fx_passes.lower.verify_in_flight import STARTS, WAIT, verify_in_flight
-from ..fx_passes.lower.wire_dtypes import wire_dtypes
+from ..fx_passes.pipeline import run
+from ..fx_passes.program import Program, Rank, Request
+from ..fx_passes.stages import SCHEDULED
 from ..plan import Plan
 from ..shard_spec import ShardSpec
 from .autograd_boundary import (
@@ -57,9 +39,6 @@ from .autograd_boundary import (
     saved_tensors_for,
 )
 from .module_proxy import slot_of
-
-_REDUCTIONS = (c10d.all_reduce.default, _IN_PLACE := c10d.all_reduce_.default)
-_SENDING = {*STARTS, WAIT, ring_einsum_scatter, ring_gather_einsum}
 
 
 class JointProgram:
@@ -97,101 +76,35 @@ class JointProgram:
             torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
             for n in plan.program.graph.nodes
         )
-        graph = fold_views(
-            lower_einsum(
-                lower_collectives(elide_copies(_copy(plan.program.graph)), groups),
-                groups.device_type,
+        parameters = [i.kind == PARAMETER for i in self.captured.inputs]
+        program = run(
+            Program(
+                Request(
+                    self.captured,
+                    groups.mesh,
+                    plain=[not isinstance(t, DTensor) for t in tensors],
+                    device=groups.device_type,
+                ),
+                _copy(plan.program.graph),
+                groups.mesh,
+                SCHEDULED,
+                Rank(
+                    groups,
+                    backend,
+                    {i: table[name] for i, (table, name) in enumerate(self.slots) if parameters[i]},
+                    self.settle,
+                    self.carry,
+                ),
+                sharded=plan.sharded,
+                seconds=plan.seconds,
             )
         )
-        self._convert_inputs(graph, tensors)
-        self._convert_outputs(graph)
-        forward, backward = split_joint(
-            graph,
-            len(self.tangent_outputs),
-            len(self.gradient_inputs) + self.out_kinds.count(OBSERVED),
-        )
-        owner = self.captured.constants
+        owner, targets = self.captured.constants, {n.target for n in program.graph.nodes}
         self.rank_check: RankCheck
-        self.carries = self.checks_in_forward = False
-        if backend == "torch":
-            self._insert_rank_check(forward)
-        self.forward = _compile_graph(owner, forward, groups, backend)
-        self.backward = _compile_graph(owner, backward, groups, backend, boxed=True)
-
-    def _convert_inputs(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
-        """Insert the conversion of the caller's tensors to the shards that the program takes."""
-        mesh, coordinates = self.groups.mesh, self.groups.coordinates
-        arguments = iter(tensors)
-        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        for node, inp, spec in zip(placeholders, self.captured.inputs, self.plan.input_layouts):
-            plain = inp.kind == ARGUMENT and not isinstance(next(arguments), DTensor)
-            if plain or inp.kind == TANGENT and self.wrapped(inp.output) is None:
-                slice_global(graph, node, spec, mesh, coordinates)
-            else:
-                pad_stored(
-                    graph,
-                    node,
-                    stored_shape(spec, inp.shape, mesh, coordinates),
-                    spec.local_shape(inp.shape, mesh),
-                )
-
-    def _convert_outputs(self, graph: fx.Graph) -> None:
-        """Remove the padding of results and gradients.
-
-        Gradients of parameters get the strides of these, as optimizers expect.
-        """
-        mesh, coordinates = self.groups.mesh, self.groups.coordinates
-        node = graph.output_node()
-        nodes = self.plan.sharded.output_node().args[0]
-        outputs = []
-        with graph.inserting_before(node):
-            for value, spec, source, out in zip(
-                node.args[0], self.plan.out_specs, nodes, self.captured.outputs
-            ):
-                if spec is not None:
-                    shape = tuple(source.meta["val"].shape)
-                    meta = value.meta
-                    value = cut_padding(
-                        graph,
-                        value,
-                        stored_shape(spec, shape, mesh, coordinates),
-                        spec.local_shape(shape, mesh),
-                    )
-                    if out.kind == GRADIENT and self.captured.inputs[out.input].kind == PARAMETER:
-                        table, name = self.slots[out.input]
-                        value = strided_like(graph, value, table[name])
-                    value.meta = value.meta or dict(meta)
-                outputs.append(value)
-        node.args = (tuple(outputs),)
-
-    def _insert_rank_check(self, forward: fx.Graph) -> None:
-        """Finish the rank check before the first collective starts.
-
-        If the first collective is a small sum that ends before the next, the check carries it.
-        """
-        first, done = [*(n for n in forward.nodes if n.target in _SENDING), None, None][:2]
-        if first is None:
-            return
-        self.checks_in_forward = True
-        self.carries = (
-            _is_sum(first)
-            and done.args[0] is first
-            and fits(
-                self.groups,
-                first.meta["shape"],
-                first.meta["dtype"],
-                self.groups.size(first.args[2]),
-            )
-        )
-        with forward.inserting_before(first):
-            if not self.carries:
-                forward.call_function(self.settle)
-                return
-            check = forward.call_function(self.carry, (first.args[0],))
-        with forward.inserting_before(done):
-            done.replace_all_uses_with(forward.call_function(RankCheck.total, (check,)))
-        forward.erase_node(done)
-        forward.erase_node(first)
+        self.carries = self.carry in targets
+        self.checks_in_forward = self.carries or self.settle in targets
+        self.forward = _compile_graph(owner, program.graph, backend)
+        self.backward = _compile_graph(owner, program.backward.graph, backend, boxed=True)
 
     def wrapped(self, output: int) -> ShardSpec | None:
         """Return the layout of an output that is returned as a DTensor; None for a plain one."""
@@ -320,10 +233,6 @@ class _Run(torch.autograd.Function):
         return None, *(flat if first_order else forbid_double_backward(flat))
 
 
-def _is_sum(node: fx.Node) -> bool:
-    return node.target in _REDUCTIONS and node.args[1] == "sum"
-
-
 def _copy(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph; the plan keeps its program unchanged."""
     copy = fx.Graph()
@@ -331,21 +240,11 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def _compile_graph(
-    owner: nn.Module, graph: fx.Graph, groups: ProcessGroups, backend: str, boxed: bool = False
-) -> Any:
+def _compile_graph(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = False) -> Any:
     """Return a function that runs the graph. boxed: it takes a list of inputs and empties it."""
-    verify_in_flight(graph)
     if backend == "inductor":
-        for node in graph.nodes:
-            if node.target is _IN_PLACE:  # Inductor does not functionalize it.
-                node.target = c10d.all_reduce.default
-        compiled = torch.compile(fx.GraphModule(owner, wire_dtypes(gloo_all_to_all(graph, groups))))
+        compiled = torch.compile(fx.GraphModule(owner, graph))
         return (lambda inputs: compiled(*inputs)) if boxed else compiled
-    graph = wire_dtypes(
-        gloo_all_to_all(reduce_in_bucket(reuse_buffers(nll_backward(graph))), groups)
-    )
-    torch_bindings(graph).lint()
     if boxed:
         graph.set_codegen(BoxedCodeGen())
     return fx.GraphModule(owner, graph).forward

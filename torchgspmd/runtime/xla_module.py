@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..annotated_program import Annotated, decide, lay_out
 from ..capture import (
     ARGUMENT,
     BUFFER,
@@ -29,8 +28,11 @@ from ..capture import (
 )
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
+from ..fx_passes.boundary import start_program
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 from ..fx_passes.lower.split_joint import split_joint
+from ..fx_passes.pipeline import run, xla_passes
+from ..fx_passes.program import Program, Request
 from ..mesh import Mesh
 from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
@@ -145,7 +147,7 @@ class XlaModule(ModuleProxy):
             *spread_inputs(self._in_specs, args, kwargs, mesh),
             *(None for _ in captured.places),
         ]
-        annotated = lay_out(
+        request = Request(
             captured,
             mesh,
             required,
@@ -155,9 +157,10 @@ class XlaModule(ModuleProxy):
                 for i in captured.inputs
                 if i.kind in (PARAMETER, BUFFER)
             },
-            parts=self._pin == "all",
             expand=unpartitioned,
+            keep_marks=True,
         )
+        annotated = run(start_program(request), steps=xla_passes(self._pin))
         program = _Program(annotated, self._model, mesh, self._device, self._pin)
         self.__dict__["planning_seconds"] = time.perf_counter() - begin
         return program
@@ -218,7 +221,7 @@ class _Program:
     """The forward and backward graph of lazy operations for one call."""
 
     def __init__(
-        self, annotated: Annotated, model: nn.Module, mesh: Mesh, device: torch.device, pin: str
+        self, annotated: Program, model: nn.Module, mesh: Mesh, device: torch.device, pin: str
     ) -> None:
         self.captured, self.mesh, self.device = annotated.captured, mesh, device
         inputs, outputs = self.captured.inputs, self.captured.outputs
@@ -229,7 +232,7 @@ class _Program:
         self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in outputs if o.kind == MUTATION]
         self.outputs = sum(o.kind == OUTPUT for o in outputs)
-        graph = decide(annotated, keep_marks=True) if pin == "all" else annotated.graph
+        graph = annotated.graph
         placed = [n.meta["spec"].closed() for n in graph.nodes if n.op == "placeholder"]
         self.arguments = [
             check(spec, mesh, f"argument '{i.name}'")

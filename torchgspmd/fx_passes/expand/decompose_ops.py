@@ -92,7 +92,6 @@ class _Expander:
             copy = self.graph.node_copy(node, new.__getitem__)
             copy.target = RENAMED.get(node.target, node.target)
             copy.meta = {**meta, "val": node.meta["val"]}
-            copy.meta.pop("spec", None)  # The layout of an earlier propagation does not count.
             return copy
         operands: list[fx.Node] = []
         fx.map_arg((node.args, dict(node.kwargs)), lambda n: operands.append(n))

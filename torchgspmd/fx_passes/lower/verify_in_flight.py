@@ -1,4 +1,4 @@
-"""Verify the memory of collectives in flight, in every lowered program if TORCHGSPMD_CHECK=1.
+"""Verify the memory of collectives in flight.
 
 needs    the program of one rank, with torch.distributed's functional collectives
 ensures  every collective has one wait, which alone reads its result;
@@ -8,14 +8,12 @@ ensures  every collective has one wait, which alone reads its result;
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Iterator
 
 from torch import fx
 
 from ...compat.operators import c10d
 from ...compat.private_apis import OpOverload
-from ..partition.verify_partition import ENABLED
 
 STARTS = {
     c10d.all_gather_into_tensor.default,
@@ -29,8 +27,6 @@ WAIT = c10d.wait_tensor.default
 
 def verify_in_flight(graph: fx.Graph) -> fx.Graph:
     """Return the graph. Raise AssertionError, for a bug of torchgspmd, if it is not legal."""
-    if os.environ.get(ENABLED) != "1":
-        return graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     faults = [fault for node in order if node.target in STARTS for fault in _faults(node, order)]
     if faults:

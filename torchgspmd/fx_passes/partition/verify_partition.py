@@ -1,6 +1,6 @@
-"""Check the partitioned program when TORCHGSPMD_CHECK=1, as in the tests.
+"""Verify a partitioned program.
 
-needs    the graph that `partition` returns, on its own mesh
+needs    the graph that `partition` returns, on its own mesh; after `merge_axes` on the whole one
 ensures  every value has one layout, of its rank, on axes of the mesh, each axis once; every operand
          has the layout that the strategy of its operation needs; every inserted step leads where it
          says; every output has its promised layout
@@ -8,22 +8,15 @@ ensures  every value has one layout, of its rank, on axes of the mesh, each axis
 
 from __future__ import annotations
 
-import os
-
 from torch import Tensor, fx
 
-from ...mesh import Mesh
+from ...mesh import Mesh, sub_axis
 from ...rules import FactorRule
 from ..ir import operands_of
 
-ENABLED = "TORCHGSPMD_CHECK"
 
-
-def verify_partition(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """Return the graph; raise AssertionError if it is illegal, which is a bug of torchgspmd."""
-    if os.environ.get(ENABLED) != "1":
-        return graph
-    graph.lint()
+def verify_partition(graph: fx.Graph, mesh: Mesh) -> None:
+    """Raise AssertionError if a graph is illegal, which is a bug of torchgspmd."""
     faults = [
         fault
         for node in graph.nodes
@@ -36,7 +29,6 @@ def verify_partition(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
         raise AssertionError(
             "partition made an illegal program; please report this:\n  " + "\n  ".join(faults)
         )
-    return graph
 
 
 def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
@@ -50,7 +42,7 @@ def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
     faults = [
         f"%{node} is [{spec}], which names axis {a} that mesh {mesh} does not have"
         for a in axes
-        if a not in mesh.names
+        if a not in mesh.names and (sub_axis(a) or (a,))[0] not in mesh.names
     ]
     if len(spec.dims) != value.dim():
         faults.append(f"%{node} has {value.dim()} dimensions, its layout [{spec}] {len(spec.dims)}")

@@ -1,0 +1,220 @@
+"""The layouts that are asked for at the boundary of a program, for `propagate` and `partition`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from ..annotate import mark_sharding_op
+from ..capture import (
+    ARGUMENT,
+    GRADIENT,
+    MUTATION,
+    OBSERVED,
+    OUTPUT,
+    TANGENT,
+    Captured,
+    Output,
+)
+from ..compat.private_apis import _pytree as pytree
+from ..dtensor.storage import storable
+from ..errors import ShardingError
+from ..mesh import Mesh
+from ..prefix_specs import spread
+from ..shard_spec import ShardSpec
+from ..spec_notation import UNCONSTRAINED
+from .partition.partition import partition
+from .program import Program, Request
+from .propagate.propagate import propagate
+
+_MARK = mark_sharding_op._opoverload
+
+
+def start_program(request: Request, **state: Any) -> Program:
+    """Return the program at stage CAPTURED, with the layouts asked for at its boundary."""
+    captured, mesh = request.captured, request.mesh
+    results = _result_specs(captured, request.out_specs, mesh, request.on_processes)
+    inputs = _input_specs(captured, mesh, request.arguments, request.stored)
+    outputs = [out for out in captured.outputs if out.kind == OUTPUT]
+    results = [
+        inputs[out.input] or spec if out.open and out.input >= 0 else spec
+        for spec, out in zip(results, outputs)
+    ]
+    return Program(request, captured.graph, mesh, inputs=inputs, results=results, **state)
+
+
+def propagate_program(program: Program) -> fx.Graph:
+    """Propagate layouts from inputs, marks and outputs.
+
+    Tied values get equal layouts: gradients and updates with their inputs, cotangents with their
+    outputs.
+    """
+    graph, mesh, captured = program.graph, program.mesh, program.captured
+    placeholders, returned = program.placeholders, graph.output_node().args[0]
+    marks = graph.find_nodes(op="call_function", target=_MARK)
+    seeds = [
+        (node, spec, f"marked at {inp.source}" if inp.source else "in_specs")
+        for node, inp, spec in zip(placeholders, captured.inputs, program.inputs)
+        if spec is not None
+    ]
+    seeds += [(node, _mark_spec(node, mesh), f"marked at {node.meta['source']}") for node in marks]
+    outs = [v for v, out in zip(returned, captured.outputs) if out.kind == OUTPUT]
+    seeds += [
+        (v, spec, "out_specs")
+        for v, spec in zip(outs, program.results)
+        if spec is not None and isinstance(v, fx.Node)
+    ]
+    ties = [
+        (placeholders[out.input], value, f"{out.kind} of {captured.inputs[out.input].name}")
+        for value, out in zip(returned, captured.outputs)
+        if out.kind in (GRADIENT, MUTATION) and isinstance(value, fx.Node)
+    ]
+    ties += [
+        (outs[inp.output], node, "cotangent")
+        for node, inp in zip(placeholders, captured.inputs)
+        if inp.kind == TANGENT
+    ]
+    program.layouts = propagate(graph, mesh, seeds, ties, program.rules)
+    for node in marks:
+        node.meta["mark"] = program.layouts.spec[node]
+    return graph
+
+
+def partition_program(program: Program) -> fx.Graph:
+    """Partition: choose the layout of every value and insert the collectives."""
+    mesh, results, captured = program.mesh, program.results, program.captured
+    placeholders, layouts = program.placeholders, program.layouts.spec
+    on_processes = program.request.on_processes
+    fixed = {n: layouts[n] for n, spec in zip(placeholders, program.inputs) if spec is not None}
+    outputs = _required_outputs(program)
+    values, cotangents = program.graph.output_node().args[0], {}
+    for node, inp in zip(placeholders, captured.inputs):
+        spec = results[inp.output] if inp.kind == TANGENT else None
+        if spec is not None and not any(spec.open):
+            fixed[node] = spec
+        elif spec is not None and on_processes:  # a cotangent has the layout of its output
+            cotangents[node], outputs[inp.output] = (values[inp.output], spec), node
+    return partition(
+        program.graph,
+        mesh,
+        fixed,
+        outputs,
+        program.rules,
+        program.request.keep_marks,
+        program.memories,
+        _leaving(mesh) if on_processes else None,
+        cotangents,
+    )
+
+
+def _leaving(mesh: Mesh) -> Callable[[ShardSpec, tuple[int, ...]], ShardSpec]:
+    """Return the function from a layout to the nearest one that a DTensor can express."""
+    return lambda spec, shape: storable(spec, shape, mesh).map_axes(mesh.whole)
+
+
+def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:
+    """Return the spec without axes of size 1, which shard nothing."""
+    return ShardSpec(
+        tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims), spec.open
+    )
+
+
+def _input_specs(
+    captured: Captured,
+    mesh: Mesh,
+    arguments: Sequence[ShardSpec | None],
+    stored: Mapping[str, ShardSpec],
+) -> list[ShardSpec | None]:
+    """Return the layout that is required of every input of the graph, None if there is none."""
+    remaining = iter(arguments)
+    specs = []
+    for inp in captured.inputs:
+        spec = (
+            next(remaining)
+            if inp.kind == ARGUMENT
+            else stored.get(inp.name)
+            if inp.kind != TANGENT
+            else None
+        )
+        if spec is None:
+            spec = inp.mark
+        specs.append(
+            _drop_trivial(spec.check(mesh, inp.shape, f"{inp.kind} '{inp.name}'"), mesh)
+            if spec is not None
+            else None
+        )
+    return specs
+
+
+def _result_specs(
+    captured: Captured, out_specs: Any, mesh: Mesh, whole: bool
+) -> list[ShardSpec | None]:
+    """Return the required spec, or None, of every flat output of the function.
+
+    whole: outputs without a spec are replicated.
+    """
+    outs = [out for out in captured.outputs if out.kind == OUTPUT]
+    values = captured.graph.output_node().args[0][: len(outs)]
+    leaves = list(captured.result_leaves)
+    for slot, value in zip(captured.result_slots, values):
+        leaves[slot] = value.meta["val"]
+    tree = pytree.tree_unflatten(leaves, captured.results)
+    specs = [
+        None if spec is None else _drop_trivial(spec, mesh)
+        for spec in spread(out_specs, tree, mesh, "the result")
+    ]
+    specs += [None] * (len(values) - len(specs))  # outputs put into arguments and attributes
+    return (
+        [
+            _result_on_processes(spec, out, tuple(v.meta["val"].shape), mesh)
+            for spec, out, v in zip(specs, outs, values)
+        ]
+        if whole
+        else specs
+    )
+
+
+def _result_on_processes(
+    spec: ShardSpec | None, out: Output, shape: tuple[int, ...], mesh: Mesh
+) -> ShardSpec:
+    """Return the layout of a result on real processes: replicated, unless another is required."""
+    if spec is None:
+        return _unconstrained(len(shape)) if out.open else ShardSpec.replicated(len(shape))
+    return spec if any(spec.open) else storable(spec, shape, mesh)
+
+
+def _unconstrained(rank: int) -> ShardSpec:
+    return ShardSpec.parse((UNCONSTRAINED,) * rank)
+
+
+def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
+    """Return the layout of a mark. Raise if it was made for another mesh."""
+    marked = Mesh.parse(node.args[1])
+    if marked != mesh.unsplit():
+        raise ShardingError(
+            f"a value is marked on mesh {marked}, but the program runs on mesh {mesh.unsplit()}",
+            where=node.meta["source"],
+            fix="use one Mesh for all marks of a program",
+        )
+    return _drop_trivial(ShardSpec.parse(node.args[2]), marked).map_axes(mesh.refine)
+
+
+def _required_outputs(program: Program) -> dict[int, ShardSpec | fx.Node]:
+    """Return, by position of an output, its required layout or the input whose layout it has."""
+    required: dict[int, ShardSpec | fx.Node] = {}
+    captured, specs, placeholders = program.captured, iter(program.results), program.placeholders
+    arguments = [i for i, inp in enumerate(captured.inputs) if inp.kind == ARGUMENT]
+    whole = {i for i, is_plain in zip(arguments, program.request.plain) if is_plain}
+    for i, out in enumerate(captured.outputs):
+        spec = next(specs) if out.kind == OUTPUT else None
+        if out.kind != OUTPUT and out.input in whole:
+            required[i] = ShardSpec.replicated(len(captured.inputs[out.input].shape))
+        elif out.kind in (GRADIENT, MUTATION):
+            required[i] = placeholders[out.input]
+        elif out.kind == OBSERVED and program.request.on_processes:
+            required[i] = _unconstrained(program.graph.output_node().args[0][i].meta["val"].dim())
+        elif spec is not None:
+            required[i] = spec
+    return required

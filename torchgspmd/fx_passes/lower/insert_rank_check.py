@@ -1,0 +1,51 @@
+"""Finish the comparison of the ranks before the first collective of the forward.
+
+before   %r = all_reduce_(%x, sum, g);  %w = wait_tensor(%r)
+after    finish_check();  %r = all_reduce_(%x, sum, g);  %w = wait_tensor(%r)
+before   %r = all_reduce_(%x, sum, g);  %w = wait_tensor(%r)    # a few numbers
+after    %c = carry_check(%x);  %w = total(%c)
+needs    the forward of one rank; meta["shape"] and meta["dtype"] on collectives
+
+The message of the comparison carries a small sum that ends before the next collective begins.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ...comm.rank_check import RankCheck, fits
+from ...comm.ring_einsum import ring_einsum_scatter, ring_gather_einsum
+from ...compat.operators import c10d
+from ..program import Program
+from .verify_in_flight import STARTS, WAIT
+
+_REDUCTIONS = (c10d.all_reduce.default, c10d.all_reduce_.default)
+_SENDING = {*STARTS, WAIT, ring_einsum_scatter, ring_gather_einsum}
+
+
+def insert_rank_check(program: Program) -> fx.Graph | None:
+    """Rewrite the graph in place and return it; None for a backward, or if nothing is sent."""
+    graph, rank = program.graph, program.rank
+    if program.backward is None:
+        return None
+    first, done = [*(n for n in graph.nodes if n.target in _SENDING), None, None][:2]
+    if first is None:
+        return None
+    carries = (
+        first.target in _REDUCTIONS
+        and first.args[1] == "sum"
+        and done.args[0] is first
+        and fits(
+            rank.groups, first.meta["shape"], first.meta["dtype"], rank.groups.size(first.args[2])
+        )
+    )
+    with graph.inserting_before(first):
+        if not carries:
+            graph.call_function(rank.finish_check)
+            return graph
+        check = graph.call_function(rank.carry_check, (first.args[0],))
+    with graph.inserting_before(done):
+        done.replace_all_uses_with(graph.call_function(RankCheck.total, (check,)))
+    graph.erase_node(done)
+    graph.erase_node(first)
+    return graph

@@ -1,0 +1,340 @@
+"""The way of a program, from capture to what a rank runs: PIPELINE, to be read from top to bottom.
+
+A pass takes a program from the stage that it needs to the stage that it ensures; stages.py says
+what holds there. After each pass `run` adds to the program's seconds, prints what changed
+(TORCHGSPMD_DUMP=2) and verifies the graph (TORCHGSPMD_CHECK=1).
+
+The way goes back in two places. If a pass with `again` changes a program, those passes run once
+more. Alternatives run with one of their passes and without it, and the cheaper program is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from itertools import dropwhile
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..dump import dump_pass
+from ..errors import ShardingError, did_you_mean, user_line
+from ..rules import natively
+from ..without_gc import without_gc
+from .boundary import partition_program, propagate_program
+from .lower.convert_boundary import convert_inputs, convert_outputs
+from .lower.elide_copies import elide_copies
+from .lower.fold_views import fold_views
+from .lower.functional_reductions import functional_reductions
+from .lower.gloo_all_to_all import gloo_all_to_all
+from .lower.insert_rank_check import insert_rank_check
+from .lower.lower_collectives import lower_collectives
+from .lower.lower_einsum import lower_einsum
+from .lower.nll_backward import nll_backward
+from .lower.reduce_in_bucket import reduce_in_bucket
+from .lower.reuse_buffers import reuse_buffers
+from .lower.torch_bindings import torch_bindings
+from .lower.wire_dtypes import wire_dtypes
+from .partition.insert_collectives import inserted
+from .partition.regather_weights import regather_weights
+from .program import Program
+from .program_passes import (
+    localize,
+    merge_axes,
+    overlap,
+    split_axes,
+    split_fused,
+    split_joint,
+    split_products,
+)
+from .schedule.bucket import bucket
+from .schedule.collective_matmul import collective_matmul
+from .schedule.liveness import peak
+from .schedule.start_wait import start_wait
+from .stages import (
+    ANNOTATED,
+    CAPTURED,
+    EXPANDED,
+    LOCAL,
+    LOWERED,
+    PARTITIONED,
+    RUNNABLE,
+    SCHEDULED,
+    Stage,
+    drop_later_keys,
+    verifies,
+    verify,
+)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A rewrite of a program.
+
+    run: takes the program, and returns the rewritten graph; None if it changed nothing. From
+    `split_joint` on it is called for the forward, and for the backward.
+    needs, ensures: the stages before and after it.
+    optional: names for `skip_passes`; a pass whose names are all skipped is left out.
+    when: whether the pass is for this program.
+    again: passes before it, or itself, that run next if it changed the program.
+    """
+
+    name: str
+    run: Callable[[Program], fx.Graph | None]
+    needs: Stage
+    ensures: Stage
+    optional: tuple[str, ...] = ()
+    when: Callable[[Program], bool] = lambda p: True
+    again: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """Passes that may run with one of them and without it.
+
+    choice: the name of that pass. order: whether it runs, for one way after the other. enough:
+    whether to try no further way. cost: the cheapest way is taken, else the last one.
+    """
+
+    choice: str
+    order: Callable[[Program], tuple[bool, ...]]
+    enough: Callable[[Program], bool]
+    cost: Callable[[Program], float] | None
+    passes: tuple[Pass, ...]
+
+    @property
+    def needs(self) -> Stage:
+        return self.passes[0].needs
+
+
+Step = Pass | Alternatives
+
+
+def _sent_bytes(p: Program) -> float:
+    """Return the bytes that a device sends in a partitioned program."""
+    return sum(node.meta["step"].sent for node in inserted(p.graph))
+
+
+def _fits_device(p: Program) -> bool:
+    """Return whether the program of one device fits into its GPU; elsewhere it does."""
+    inputs = p.captured.graph.find_nodes(op="placeholder")
+    if not torch.cuda.is_available() or all(n.meta["val"].device.type != "cuda" for n in inputs):
+        return True
+    return peak(p.graph) <= torch.cuda.get_device_properties(0).total_memory
+
+
+def _is_native(p: Program) -> bool:
+    return p.request.rng == "native"
+
+
+def _is_torch(p: Program) -> bool:
+    return p.rank.backend == "torch"
+
+
+def _is_inductor(p: Program) -> bool:
+    return p.rank.backend == "inductor"
+
+
+def _of(rewrite: Callable[[fx.Graph], fx.Graph]) -> Callable[[Program], fx.Graph]:
+    """Return the `run` of a pass that needs nothing but the graph."""
+    return lambda p: rewrite(p.graph)
+
+
+_REGATHER = {"auto": (False, True), "always": (True,), "never": (False,)}
+
+PIPELINE: tuple[Step, ...] = (
+    # Layouts and collectives. A product whose result is cut may be computed piece by piece.
+    Alternatives(
+        "split_products",
+        order=lambda p: (True, False),
+        enough=lambda p: "split_products" not in p.changed,
+        cost=_sent_bytes,
+        passes=(
+            Pass("decompose_ops", lambda p: p.request.expand(p.graph), CAPTURED, EXPANDED),
+            Pass("propagate", propagate_program, EXPANDED, ANNOTATED),
+            Pass("split_fused", split_fused, ANNOTATED, ANNOTATED, again=("propagate",)),
+            Pass("split_products", split_products, ANNOTATED, ANNOTATED, again=("propagate",)),
+            Pass("split_axes", split_axes, ANNOTATED, ANNOTATED, again=("propagate", "split_axes")),
+            Pass("partition", partition_program, ANNOTATED, PARTITIONED),
+            Pass("merge_axes", merge_axes, PARTITIONED, PARTITIONED),
+        ),
+    ),
+    Pass("draw_natively", _of(natively), PARTITIONED, PARTITIONED, when=_is_native),
+    # The program of one device. Weights are gathered again if a GPU's memory would not suffice.
+    Alternatives(
+        "regather_weights",
+        order=lambda p: _REGATHER[p.request.regather],
+        enough=_fits_device,
+        cost=None,
+        passes=(
+            Pass("regather_weights", _of(regather_weights), PARTITIONED, PARTITIONED),
+            Pass("localize", localize, PARTITIONED, LOCAL),
+            Pass(
+                "collective_matmul",
+                lambda p: collective_matmul(p.graph, p.mesh, p.machine),
+                LOCAL,
+                LOCAL,
+                optional=("collective_matmul",),
+            ),
+            Pass("bucket", lambda p: bucket(p.graph, p.machine), LOCAL, LOCAL, ("bucket",)),
+            Pass("start_wait", _of(start_wait), LOCAL, SCHEDULED),
+            Pass("overlap", overlap, SCHEDULED, SCHEDULED, optional=("overlap", "prefetch")),
+        ),
+    ),
+    # A Plan has the program up to here; its text is the same for all ranks. Now for one of them.
+    Pass("elide_copies", _of(elide_copies), SCHEDULED, SCHEDULED),
+    Pass(
+        "lower_collectives", lambda p: lower_collectives(p.graph, p.rank.groups), SCHEDULED, LOWERED
+    ),
+    Pass("lower_einsum", lambda p: lower_einsum(p.graph, p.request.device), LOWERED, LOWERED),
+    Pass("fold_views", _of(fold_views), LOWERED, LOWERED),
+    Pass("convert_inputs", convert_inputs, LOWERED, LOWERED),
+    Pass("convert_outputs", convert_outputs, LOWERED, LOWERED),
+    Pass("split_joint", split_joint, LOWERED, LOWERED),
+    # The forward and the backward, each by itself.
+    Pass("insert_rank_check", insert_rank_check, LOWERED, LOWERED, when=_is_torch),
+    Pass("nll_backward", _of(nll_backward), LOWERED, LOWERED, when=_is_torch),
+    Pass("reuse_buffers", _of(reuse_buffers), LOWERED, RUNNABLE, when=_is_torch),
+    Pass("reduce_in_bucket", _of(reduce_in_bucket), RUNNABLE, RUNNABLE, when=_is_torch),
+    Pass("functional_reductions", _of(functional_reductions), LOWERED, RUNNABLE, when=_is_inductor),
+    Pass("gloo_all_to_all", lambda p: gloo_all_to_all(p.graph, p.rank.groups), RUNNABLE, RUNNABLE),
+    Pass("wire_dtypes", _of(wire_dtypes), RUNNABLE, RUNNABLE),
+    Pass("torch_bindings", _of(torch_bindings), RUNNABLE, RUNNABLE, when=_is_torch),
+)
+
+_current: ContextVar[tuple[Step, ...]] = ContextVar("pipeline", default=PIPELINE)
+
+
+# --------------------------------------------------------------------------------------- the runner
+
+
+@without_gc()
+def run(
+    program: Program, until: Stage | None = None, steps: Sequence[Step] | None = None
+) -> Program:
+    """Return the program after the steps that follow its stage.
+
+    until: the stage to stop at, as soon as a step reaches it. steps: other ones than PIPELINE.
+    """
+    steps = _current.get() if steps is None else steps
+    if (first := program.stage) == CAPTURED:
+        _inspect(program, "capture")
+    for step in dropwhile(lambda step: step.needs != first, steps):
+        if program.stage == until:
+            break
+        if isinstance(step, Pass):
+            _run_pass(step, program, steps)
+        else:
+            program = _run_alternatives(step, program)
+    return program
+
+
+def _run_alternatives(step: Alternatives, program: Program) -> Program:
+    """Run the passes with the choice and without it; return the program that is taken."""
+    ways: list[Program] = []
+    for has_choice in step.order(program):
+        ways.append(copy.copy(program))
+        passes = [each for each in step.passes if has_choice or each.name != step.choice]
+        for each in passes:
+            _run_pass(each, ways[-1], passes)
+        if step.enough(ways[-1]):
+            break
+    return min(ways, key=step.cost) if step.cost else ways[-1]
+
+
+def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
+    """Run a pass, then the passes that have to run again if it changed the program."""
+    if not step.when(program) or step.optional and program.request.skip_passes >= {*step.optional}:
+        return
+    again = [each for name in step.again for each in steps if each.name == name]
+    for half in _halves(program):
+        if half.stage != step.needs:
+            raise AssertionError(
+                f"{step.name} needs stage {step.needs.name}, not {half.stage.name}"
+            )
+        begin = time.perf_counter()
+        graph = step.run(half)
+        program.seconds[step.name] = (
+            program.seconds.get(step.name, 0.0) + time.perf_counter() - begin
+        )
+        half.stage = step.ensures
+        if graph is not None:
+            half.graph, half.changed = graph, half.changed | {step.name}
+            if again:
+                half.stage = again[0].needs
+                drop_later_keys(graph, half.stage)
+    _inspect(program, step.name)
+    for each in again if program.stage != step.ensures else ():
+        _run_pass(each, program, steps)
+
+
+def _inspect(program: Program, name: str) -> None:
+    """Print and verify a program after the pass of that name, if the environment says so."""
+    for half in _halves(program):
+        dump_pass(half, name)
+        if verifies():
+            verify(half.graph, half.stage, half.mesh)
+
+
+def _halves(program: Program) -> tuple[Program, ...]:
+    """Return the forward and the backward, or the program alone while it has both."""
+    return (program, program.backward) if program.backward else (program,)
+
+
+# ---------------------------------------------------------------------------- what there is to run
+
+
+def passes() -> tuple[Pass, ...]:
+    """Return all passes, in the order of the pipeline."""
+    steps = _current.get()
+    return tuple(p for s in steps for p in (s.passes if isinstance(s, Alternatives) else (s,)))
+
+
+def xla_passes(pin: str) -> tuple[Pass, ...]:
+    """Return the passes before XLA's partitioner. pin="all": ours decides all layouts."""
+    names = {"decompose_ops", "propagate", "split_fused"}
+    if pin == "all":
+        names |= {"split_axes", "partition", "merge_axes"}
+    return tuple(each for each in passes() if each.name in names)
+
+
+def skippable() -> list[str]:
+    """Return the names that `skip_passes` takes."""
+    return sorted(name for each in passes() for name in each.optional)
+
+
+@contextmanager
+def with_pass(new: Pass, *, after: str) -> Iterator[None]:
+    """Run a further pass behind that of the name `after`, while in this context.
+
+    Example:
+        >>> count = Pass("count", lambda p: print(len(p.graph.nodes), "nodes"), LOCAL, LOCAL)
+        >>> with with_pass(count, after="localize"):
+        ...     result = plan(torch.neg, torch.ones(4), mesh=Mesh(data=2))
+        3 nodes
+    """
+    names = [each.name for each in passes()]
+    if after not in names:
+        raise ShardingError(
+            f"there is no pass '{after}'", where=user_line(), fix=did_you_mean(after, names)
+        )
+    token = _current.set(tuple(_with_pass(_current.get(), new, after)))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _with_pass(steps: Sequence[Step], new: Pass, after: str) -> Iterator[Any]:
+    for step in steps:
+        if isinstance(step, Alternatives):
+            yield replace(step, passes=tuple(_with_pass(step.passes, new, after)))
+            continue
+        yield step
+        if step.name == after:
+            yield new

@@ -1,0 +1,103 @@
+"""Program: a graph on its way from capture to what a rank runs, with all that passes need of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..capture import Captured
+from ..comm.process_groups import ProcessGroups
+from ..mesh import Mesh
+from ..shard_spec import ShardSpec
+from .expand.decompose_ops import decompose_ops
+from .ir import Rules
+from .partition.machine import Machine, machine_of
+from .partition.partition import Memories
+from .propagate.propagate import Layouts
+from .stages import CAPTURED, Stage
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a program; api.plan has the options.
+
+    arguments: a layout, or None, for each argument. stored: layouts of parameters and buffers, by
+    name. on_processes: results without a layout are replicated, the others become DTensors.
+    plain: for each argument whether it is a whole tensor on every rank; its gradient is whole then.
+    expand: decomposes the operations of a graph, and nodes that are to be decomposed all the same.
+    keep_marks: for XLA, which has no cheap way past a mark. device: a type; "meta" stands for GPUs.
+    """
+
+    captured: Captured
+    mesh: Mesh
+    arguments: Sequence[ShardSpec | None] = ()
+    out_specs: Any = None
+    stored: Mapping[str, ShardSpec] = field(default_factory=dict)
+    on_processes: bool = False
+    plain: Sequence[bool] = ()
+    expand: Callable[..., fx.Graph] = field(
+        default_factory=lambda: partial(decompose_ops, traced={})
+    )
+    keep_marks: bool = False
+    rng: str = "global"
+    regather: str = "never"
+    skip_passes: frozenset[str] = frozenset()
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The process that a program is lowered for.
+
+    parameters: by input, the parameters, whose gradients get their strides. finish_check: ends the
+    comparison of the ranks. carry_check: begins it, together with the sum of a small tensor.
+    """
+
+    groups: ProcessGroups
+    backend: str
+    parameters: Mapping[int, Tensor]
+    finish_check: Callable[[], None]
+    carry_check: Callable[[Tensor], Any]
+
+
+@dataclass
+class Program:
+    """A graph and its stage.
+
+    mesh: from `split_axes` to `merge_axes` a mesh with split axes. inputs, results: the layouts
+    asked for, on it. layouts: what `propagate` returns. sharded: the partitioned graph.
+    backward: from `split_joint` on the program of the backward; graph is the forward's then.
+    changed: names of the passes that changed it. seconds: by pass. printed: the last dump.
+    """
+
+    request: Request
+    graph: fx.Graph
+    mesh: Mesh
+    stage: Stage = CAPTURED
+    rank: Rank | None = None
+    inputs: list[ShardSpec | None] = field(default_factory=list)
+    results: list[ShardSpec | None] = field(default_factory=list)
+    rules: Rules = field(default_factory=Rules)
+    memories: Memories = field(default_factory=dict)
+    layouts: Layouts | None = None
+    sharded: fx.Graph | None = None
+    backward: Program | None = None
+    changed: frozenset[str] = frozenset()
+    seconds: dict[str, float] = field(default_factory=dict)
+    printed: str = ""
+
+    @property
+    def captured(self) -> Captured:
+        return self.request.captured
+
+    @property
+    def machine(self) -> Machine:
+        return machine_of(self.request.device)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))

@@ -1,0 +1,73 @@
+"""Passes that need more of a program than its graph, as rows of the pipeline call them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from ..capture import GRADIENT, OBSERVED, TANGENT
+from .expand import split_axes as sub_axes
+from .expand import split_fused as fused
+from .expand import split_products as products
+from .localize.localize import localize as localize_graph
+from .lower.split_joint import split_joint as split_graph
+from .program import Program
+from .schedule.overlap import overlap as overlap_graph
+
+
+def split_fused(program: Program) -> fx.Graph | None:
+    """Decompose operations that are sharded along a dimension which they need whole."""
+    splitting = fused.ops_to_split(program.graph, program.layouts, program.rules)
+    return program.request.expand(program.graph, splitting) if splitting else None
+
+
+def split_products(program: Program) -> fx.Graph | None:
+    """Compute products whose result is cut piece by piece."""
+    changed = products.split_products(program.graph, program.layouts, program.rules)
+    return program.graph if changed else None
+
+
+def split_axes(program: Program) -> fx.Graph | None:
+    """Go on with a mesh of split axes, where an operation can use only a part of one."""
+    splits = sub_axes.required_splits(program.graph, program.layouts, program.rules)
+    if not splits:
+        return None
+    mesh = program.mesh = program.mesh.split(splits)
+    program.inputs, program.results = (
+        [spec and spec.map_axes(mesh.refine) for spec in specs]
+        for specs in (program.inputs, program.results)
+    )
+    return program.graph
+
+
+def merge_axes(program: Program) -> fx.Graph | None:
+    """Go back to the mesh that was asked for."""
+    fine, program.mesh = program.mesh, program.request.mesh
+    return None if fine == program.mesh else sub_axes.merge_axes(program.graph, fine)
+
+
+def localize(program: Program) -> fx.Graph:
+    """Return the graph of one device; the partitioned one stays with the program."""
+    program.sharded = program.graph
+    return localize_graph(program.graph, program.mesh)
+
+
+def overlap(program: Program) -> fx.Graph:
+    """Move starts up and waits down, for the reasons that are not skipped."""
+    skip = program.request.skip_passes
+    return overlap_graph(
+        program.graph, early="overlap" not in skip, prefetch="prefetch" not in skip
+    )
+
+
+def split_joint(program: Program) -> fx.Graph:
+    """Return the graph of the forward; the backward becomes a program of its own."""
+    kinds = [out.kind for out in program.captured.outputs]
+    forward, backward = split_graph(
+        program.graph,
+        sum(inp.kind == TANGENT for inp in program.captured.inputs),
+        kinds.count(GRADIENT) + kinds.count(OBSERVED),
+    )
+    program.backward = replace(program, graph=backward)
+    return forward

@@ -1,0 +1,108 @@
+"""The stages of a program, the metadata of its nodes at each, and the verifier.
+
+TORCHGSPMD_CHECK=1 lets the runner (pipeline.py) verify a program after every pass, as the tests do.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ..mesh import Mesh
+from ..rules import Rule
+from ..shard_spec import ShardSpec
+from .lower.verify_in_flight import verify_in_flight
+from .partition.step import Step
+from .partition.verify_partition import verify_partition
+
+
+class Stage(enum.IntEnum):
+    """What holds of a program. docs/architecture.md prints one at each stage."""
+
+    CAPTURED = 0  # ATen operations at global shapes, forward and backward in one graph
+    EXPANDED = 1  # operations have rules, or cannot be decomposed
+    ANNOTATED = 2  # every value has a layout
+    PARTITIONED = 3  # every operand has the layout that its operation needs
+    LOCAL = 4  # shapes of one device, whose coordinates are inputs
+    SCHEDULED = 5  # nothing but `start` communicates, and every result has a `wait`
+    LOWERED = 6  # torch.distributed's functional collectives, for one rank
+    RUNNABLE = 7  # rewritten for the backend: results may be written over operands
+
+
+CAPTURED, EXPANDED, ANNOTATED, PARTITIONED, LOCAL, SCHEDULED, LOWERED, RUNNABLE = Stage
+
+
+class Key(NamedTuple):
+    """A key of node.meta: the stages that have it, the type of its value, and its meaning."""
+
+    name: str
+    first: Stage
+    last: Stage
+    type: Any
+    meaning: str
+
+
+# Where a size or number is known only when the program runs, val has a 1 or a number in its place.
+_ROWS = (
+    Key("val", CAPTURED, PARTITIONED, object, "fake tensor (several: a tuple), or a number"),
+    Key("captured", CAPTURED, PARTITIONED, str, "node of the captured graph with the same value"),
+    Key("source", CAPTURED, RUNNABLE, str | None, "file:line of the user's code"),
+    Key("backward", CAPTURED, RUNNABLE, bool, "belongs to the backward"),
+    Key("dynamic", CAPTURED, RUNNABLE, bool, "has sizes known in a run; runs whole, unchanged"),
+    Key("spec", ANNOTATED, RUNNABLE, ShardSpec, "layout of the value"),
+    Key("mark", ANNOTATED, PARTITIONED, ShardSpec, "layout that a mark asks for"),
+    Key("rule", PARTITIONED, PARTITIONED, Rule, "of the operation"),
+    Key("assignment", PARTITIONED, PARTITIONED, dict, "factor of the rule: axes that shard it"),
+    Key("operand_specs", PARTITIONED, PARTITIONED, tuple, "layouts that the operation needs"),
+    Key("result_specs", PARTITIONED, PARTITIONED, tuple, "layouts of its results"),
+    Key("specs", PARTITIONED, PARTITIONED, tuple, "layouts of the outputs, on the output node"),
+    Key("step", PARTITIONED, RUNNABLE, Step | None, "step between layouts that the node takes"),
+    Key("global", LOCAL, RUNNABLE, str, "name in the partitioned graph"),
+    Key("shape", LOCAL, RUNNABLE, tuple | list | None, "shape on one device, padding included"),
+    Key("dtype", LOCAL, RUNNABLE, torch.dtype | None, "of a tensor"),
+    Key("bytes", LOCAL, SCHEDULED, int, "of all results of a start"),
+    Key("product", LOWERED, RUNNABLE, bool, "computes an einsum"),
+    Key("again", ANNOTATED, PARTITIONED, bool, "for XLA: repeats a node of the forward"),
+)
+META = {row.name: row for row in _ROWS}
+
+
+def verifies() -> bool:
+    """Return whether programs are verified: TORCHGSPMD_CHECK=1."""
+    return os.environ.get("TORCHGSPMD_CHECK") == "1"
+
+
+def verify(graph: fx.Graph, stage: Stage, mesh: Mesh) -> None:
+    """Raise AssertionError, for a bug of a pass, unless a graph is legal at its stage."""
+    graph.lint()
+    faults = [f for node in graph.nodes for key in node.meta if (f := _fault(node, key, stage))]
+    if faults:
+        raise AssertionError("metadata that stages.py does not list:\n  " + "\n  ".join(faults))
+    if stage == PARTITIONED:
+        verify_partition(graph, mesh)
+    elif stage == LOWERED:
+        verify_in_flight(graph)
+
+
+def _fault(node: fx.Node, name: str, stage: Stage) -> str | None:
+    """Return what is wrong with a key of a node's metadata at a stage."""
+    row = META.get(name)
+    if row is None:
+        return f"%{node} has meta['{name}'], which has no row"
+    if not row.first <= stage <= row.last:
+        return f"%{node} has meta['{name}'] at stage {stage.name}"
+    if not isinstance(node.meta[name], row.type):
+        return f"meta['{name}'] of %{node} is a {type(node.meta[name]).__name__}"
+    return None
+
+
+def drop_later_keys(graph: fx.Graph, stage: Stage) -> None:
+    """Remove the metadata of later stages from a graph that goes back to a stage."""
+    later = [row.name for row in _ROWS if row.first > stage]
+    for node in graph.nodes:
+        for name in later:
+            node.meta.pop(name, None)
