@@ -13,14 +13,13 @@ from torch import Tensor, fx
 from .capture import ARGUMENT, BUFFER, PARAMETER
 from .comm.collective import Collective
 from .errors import ShardingError, user_line
-from .fx_passes.boundary import start_program
-from .fx_passes.pipeline import run, xla_passes
+from .fx_passes.pipeline import annotate_for_xla
 from .fx_passes.printer import type_text
 from .fx_passes.program import Request
 from .plan import Plan
 from .shard_spec import ShardSpec
 from .xla_backend.hlo import collectives
-from .xla_backend.lower import PINS, lower, on_device, unpartitioned
+from .xla_backend.lower import PINS, lower, on_device
 from .xla_backend.runtime import start
 from .xla_backend.sharding import device_order, layout_text, spec_of_text
 from .xla_backend.state import place_tensor, program_text, sync
@@ -92,10 +91,8 @@ class Comparison:
             plan.mesh,
             [spec for i, spec in inputs if i.kind == ARGUMENT],
             stored={i.name: spec for i, spec in inputs if i.kind in (PARAMETER, BUFFER)},
-            expand=unpartitioned,
-            keep_marks=True,
         )
-        self.graph = run(start_program(request), steps=xla_passes(pin)).graph
+        self.graph = annotate_for_xla(request, pin).graph
         self.ours: tuple[Collective, ...] = plan.collectives
         self.text = program_text(self._run(self._graph()))
         self.xla: tuple[Collective, ...] = collectives(self.text, plan.mesh)

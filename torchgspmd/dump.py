@@ -9,9 +9,8 @@ import difflib
 import os
 import sys
 
-from .fx_passes.printer import graph_text, program_text
+from .fx_passes.printer import program_text
 from .fx_passes.program import Program
-from .fx_passes.stages import LOCAL
 from .plan import Plan
 
 
@@ -23,14 +22,11 @@ def dump_pass(program: Program, name: str) -> None:
     """Print what a pass changed, or the whole program at its first stage and on one device."""
     if _level() < 2:
         return
-    is_global, before = program.stage < LOCAL, program.printed
-    text = graph_text(program.graph, program.mesh) if is_global else program_text(program.graph)
-    changes = difflib.unified_diff(
-        before.splitlines(), text.splitlines(), "before", name, lineterm="", n=0
-    )
-    is_first = not before or before.startswith("mesh") != is_global
-    _print(text if is_first else "\n".join(changes) or "no change", f"after {name}")
-    program.printed = text
+    before, text = program.printed.splitlines(), str(program).splitlines()
+    changes = [*difflib.unified_diff(before, text, "before", name, lineterm="", n=0)]
+    is_first = before[:1] != text[:1]
+    _print("\n".join(text if is_first else changes or ["no change"]), f"after {name}")
+    program.printed = "\n".join(text)
 
 
 def dump_plan(plan: Plan) -> None:

@@ -1,15 +1,6 @@
 """The graph that the passes work on, and functions that read it.
 
-It is a torch.fx.Graph of ATen operations at global shapes. Metadata of a node:
-
-    val        Fake tensor. An operation with several results has a tuple of them, and a getitem
-               node takes each. A number that is computed only when the program runs is a number.
-    dynamic    True if the node reads or computes such a number, or a tensor of such a size. The
-               size is 1 in val. The node runs replicated, unchanged.
-    source     file:line of the user's code, or None
-    backward   True if the node belongs to the backward
-    captured   Name of the node of the captured graph that has the same value, if there is one
-    spec       ShardSpec, from `propagate` on
+It is a torch.fx.Graph of ATen operations at global shapes; stages.py lists its metadata.
 """
 
 from __future__ import annotations

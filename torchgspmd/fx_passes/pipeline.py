@@ -24,9 +24,11 @@ from torch import fx
 
 from ..dump import dump_pass
 from ..errors import ShardingError, did_you_mean, user_line
+from ..plan import Plan
 from ..rules import natively
 from ..without_gc import without_gc
-from .boundary import partition_program, propagate_program
+from ..xla_backend.lower import unpartitioned
+from .boundary import partition_program, propagate_program, start_program
 from .lower.convert_boundary import convert_inputs, convert_outputs
 from .lower.elide_copies import elide_copies
 from .lower.fold_views import fold_views
@@ -42,7 +44,7 @@ from .lower.torch_bindings import torch_bindings
 from .lower.wire_dtypes import wire_dtypes
 from .partition.insert_collectives import inserted
 from .partition.regather_weights import regather_weights
-from .program import Program
+from .program import Program, Rank, Request
 from .program_passes import (
     localize,
     merge_axes,
@@ -295,12 +297,22 @@ def passes() -> tuple[Pass, ...]:
     return tuple(p for s in steps for p in (s.passes if isinstance(s, Alternatives) else (s,)))
 
 
-def xla_passes(pin: str) -> tuple[Pass, ...]:
-    """Return the passes before XLA's partitioner. pin="all": ours decides all layouts."""
+def lower_plan(plan: Plan, rank: Rank, plain: Sequence[bool]) -> Program:
+    """Return the program of one rank. plain: as in Request. The plan's own stays as it is."""
+    graph, device = fx.Graph(), rank.groups.device_type
+    graph.output(graph.graph_copy(plan.program.graph, {}))
+    request = Request(plan.captured, plan.mesh, plain=plain, device=device)
+    state = {"rank": rank, "sharded": plan.sharded, "seconds": plan.seconds}
+    return run(Program(request, graph, plan.mesh, SCHEDULED, **state))
+
+
+def annotate_for_xla(request: Request, pin: str) -> Program:
+    """Return the program that XLA partitions. pin="all": our partitioner chooses all layouts."""
     names = {"decompose_ops", "propagate", "split_fused"}
     if pin == "all":
         names |= {"split_axes", "partition", "merge_axes"}
-    return tuple(each for each in passes() if each.name in names)
+    request = replace(request, expand=unpartitioned, keep_marks=True)
+    return run(start_program(request), steps=[each for each in passes() if each.name in names])
 
 
 def skippable() -> list[str]:

@@ -17,8 +17,9 @@ from .expand.decompose_ops import decompose_ops
 from .ir import Rules
 from .partition.machine import Machine, machine_of
 from .partition.partition import Memories
+from .printer import graph_text, program_text
 from .propagate.propagate import Layouts
-from .stages import CAPTURED, Stage
+from .stages import CAPTURED, LOCAL, Stage
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ class Program:
     changed: frozenset[str] = frozenset()
     seconds: dict[str, float] = field(default_factory=dict)
     printed: str = ""
+
+    def __str__(self) -> str:
+        if self.stage < LOCAL:
+            return graph_text(self.graph, self.mesh)
+        return program_text(self.graph)
 
     @property
     def captured(self) -> Captured:

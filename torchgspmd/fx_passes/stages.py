@@ -61,7 +61,6 @@ _ROWS = (
     Key("result_specs", PARTITIONED, PARTITIONED, tuple, "layouts of its results"),
     Key("specs", PARTITIONED, PARTITIONED, tuple, "layouts of the outputs, on the output node"),
     Key("step", PARTITIONED, RUNNABLE, Step | None, "step between layouts that the node takes"),
-    Key("global", LOCAL, RUNNABLE, str, "name in the partitioned graph"),
     Key("shape", LOCAL, RUNNABLE, tuple | list | None, "shape on one device, padding included"),
     Key("dtype", LOCAL, RUNNABLE, torch.dtype | None, "of a tensor"),
     Key("bytes", LOCAL, SCHEDULED, int, "of all results of a start"),

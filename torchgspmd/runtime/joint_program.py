@@ -27,9 +27,8 @@ from ..dtensor.storage import (
     wrap_local,
 )
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
-from ..fx_passes.pipeline import run
-from ..fx_passes.program import Program, Rank, Request
-from ..fx_passes.stages import SCHEDULED
+from ..fx_passes.pipeline import lower_plan
+from ..fx_passes.program import Rank
 from ..plan import Plan
 from ..shard_spec import ShardSpec
 from .autograd_boundary import (
@@ -76,28 +75,15 @@ class JointProgram:
             torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
             for n in plan.program.graph.nodes
         )
-        parameters = [i.kind == PARAMETER for i in self.captured.inputs]
-        program = run(
-            Program(
-                Request(
-                    self.captured,
-                    groups.mesh,
-                    plain=[not isinstance(t, DTensor) for t in tensors],
-                    device=groups.device_type,
-                ),
-                _copy(plan.program.graph),
-                groups.mesh,
-                SCHEDULED,
-                Rank(
-                    groups,
-                    backend,
-                    {i: table[name] for i, (table, name) in enumerate(self.slots) if parameters[i]},
-                    self.settle,
-                    self.carry,
-                ),
-                sharded=plan.sharded,
-                seconds=plan.seconds,
-            )
+        parameters = {
+            i: table[name]
+            for i, ((table, name), inp) in enumerate(zip(self.slots, self.captured.inputs))
+            if inp.kind == PARAMETER
+        }
+        program = lower_plan(
+            plan,
+            Rank(groups, backend, parameters, self.settle, self.carry),
+            [not isinstance(t, DTensor) for t in tensors],
         )
         owner, targets = self.captured.constants, {n.target for n in program.graph.nodes}
         self.rank_check: RankCheck
@@ -231,13 +217,6 @@ class _Run(torch.autograd.Function):
         if program.captured.observed:
             program.observe(results[len(program.gradient_inputs) :])
         return None, *(flat if first_order else forbid_double_backward(flat))
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph; the plan keeps its program unchanged."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
 
 
 def _compile_graph(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = False) -> Any:

@@ -28,16 +28,15 @@ from ..capture import (
 )
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
-from ..fx_passes.boundary import start_program
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 from ..fx_passes.lower.split_joint import split_joint
-from ..fx_passes.pipeline import run, xla_passes
+from ..fx_passes.pipeline import annotate_for_xla
 from ..fx_passes.program import Program, Request
 from ..mesh import Mesh
 from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from ..xla_backend.host import report_host_operations
-from ..xla_backend.lower import PINS, lower, on_device, unpartitioned
+from ..xla_backend.lower import PINS, lower, on_device
 from ..xla_backend.recompute import mark_repeated, separate
 from ..xla_backend.runtime import start
 from ..xla_backend.sharding import check
@@ -157,10 +156,8 @@ class XlaModule(ModuleProxy):
                 for i in captured.inputs
                 if i.kind in (PARAMETER, BUFFER)
             },
-            expand=unpartitioned,
-            keep_marks=True,
         )
-        annotated = run(start_program(request), steps=xla_passes(self._pin))
+        annotated = annotate_for_xla(request, self._pin)
         program = _Program(annotated, self._model, mesh, self._device, self._pin)
         self.__dict__["planning_seconds"] = time.perf_counter() - begin
         return program

@@ -200,7 +200,6 @@ class _Localizer:
         return {
             "source": node.meta.get("source"),
             "backward": node.meta.get("backward", False),
-            "global": node.name,
             "dtype": val.dtype if isinstance(val, torch.Tensor) else None,
             "step": node.meta.get("step"),
             "dynamic": node.meta.get("dynamic", False),

@@ -41,11 +41,11 @@ def _emit_uniform(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     return local.call(ours.uniform.default, seed, stream, shape, starts, *rest)
 
 
-def natively(graph: fx.Graph) -> None:
-    """Let a graph draw by PyTorch's own generator, with one seed for each shard."""
-    for node in graph.nodes:
-        if node.target is ours.uniform.default:
-            node.args = (*node.args[:-1], True)
+def natively(graph: fx.Graph) -> fx.Graph:
+    """Let a graph draw by PyTorch's own generator, with one seed for each shard. Return it."""
+    for node in graph.find_nodes(op="call_function", target=ours.uniform.default):
+        node.args = (*node.args[:-1], True)
+    return graph
 
 
 def _draw(

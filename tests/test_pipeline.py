@@ -1,0 +1,243 @@
+"""The page of passes: stages follow on each other, and each pass is timed, printed and verified."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh, ShardingError
+from torchgspmd.capture import PARAMETER
+from torchgspmd.fx_passes import pipeline
+from torchgspmd.fx_passes.pipeline import PIPELINE, Alternatives, Pass, lower_plan, with_pass
+from torchgspmd.fx_passes.program import Program, Rank
+from torchgspmd.fx_passes.stages import ANNOTATED, CAPTURED, LOCAL, META, RUNNABLE, Stage
+
+ROOT = Path(gspmd.__file__).parent
+MESH = Mesh(data=2)
+PLANNED = [p.name for step in PIPELINE[:3] for p in getattr(step, "passes", (step,))]
+LOWERED = [p.name for p in PIPELINE[3:]]
+ELSEWHERE = {"draw_natively", "regather_weights", "functional_reductions"}  # not for every program
+
+
+class Ranks:
+    """What lowering asks of the process groups of a mesh, on rank 0 and without processes."""
+
+    mesh, coordinates, device_type, checked_on = MESH, {"data": 0}, "cpu", torch.device("cpu")
+
+    def group(self, axes: tuple[str, ...]) -> tuple[str, list[int]]:
+        return "+".join(axes), list(range(MESH.count(axes)))
+
+    def size(self, name: str) -> int:
+        return MESH.count(name.split("+"))
+
+    def position(self, name: str) -> int:
+        return 0
+
+
+def planned(**options: object) -> gspmd.Plan:
+    model = nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 4))
+    x = torch.ones(4, 8)
+    return gspmd.plan(model, x, mesh=MESH, in_specs="data _", grad=True, **options)
+
+
+def lowered(plan: gspmd.Plan, backend: str = "torch") -> Program:
+    inputs = plan.captured.inputs
+    parameters = {
+        i: torch.empty(inp.shape) for i, inp in enumerate(inputs) if inp.kind == PARAMETER
+    }
+    rank = Rank(Ranks(), backend, parameters, planned, lowered)
+    return lower_plan(plan, rank, [True])
+
+
+# -------------------------------------------------------------------------------------- the tuple
+
+
+@pytest.mark.parametrize("backend", ["torch", "inductor"])
+@pytest.mark.parametrize("choice", [True, False])
+def test_each_pass_begins_at_the_stage_where_the_one_before_it_ends(
+    backend: str, choice: bool
+) -> None:
+    program = SimpleNamespace(
+        rank=SimpleNamespace(backend=backend), request=SimpleNamespace(rng="native")
+    )
+    stage = CAPTURED
+    for step in PIPELINE:
+        for each in step.passes if isinstance(step, Alternatives) else (step,):
+            if each.when(program) and (choice or each.name != getattr(step, "choice", None)):
+                assert each.needs == stage <= each.ensures
+                stage = each.ensures
+    assert stage == RUNNABLE
+
+
+def test_names_are_unique_and_what_runs_again_comes_before() -> None:
+    names = [each.name for each in pipeline.passes()]
+    assert len(names) == len(set(names))
+    for each in pipeline.passes():
+        assert all(names.index(name) <= names.index(each.name) for name in each.again)
+
+
+def test_each_file_of_a_pass_is_a_row() -> None:
+    """A file whose header says before and after is a pass; its name is that of the row.
+
+    The folder `partition` is one pass, and regather_weights.
+    """
+    headers = {
+        path.stem
+        for path in (ROOT / "fx_passes").rglob("*.py")
+        if path.parent.name != "partition"
+        and {"before", "after"}
+        <= {line[:6].strip() for line in path.read_text().split('"""')[1].split("\n")}
+    }
+    rows = {each.name for each in pipeline.passes()}
+    assert headers - rows <= {"convert_boundary"}  # two rows
+    elsewhere = {"partition", "regather_weights", "merge_axes", "draw_natively"}
+    assert rows - headers == elsewhere | {"convert_inputs", "convert_outputs"}
+
+
+def test_what_may_be_skipped_is_in_the_tuple() -> None:
+    assert pipeline.skippable() == ["bucket", "collective_matmul", "overlap", "prefetch"]
+    plan = planned(skip_passes=["bucket", "overlap"])
+    assert "bucket" not in plan.seconds and "overlap" in plan.seconds  # prefetch is done there
+    assert "overlap" not in planned(skip_passes=["overlap", "prefetch"]).seconds
+    with pytest.raises(ShardingError, match="there is no pass 'partition'; there are 'bucket', "):
+        planned(skip_passes=["partition"])
+
+
+# -------------------------------------------------------------------------------------- the runner
+
+
+def test_each_pass_is_timed_printed_and_verified(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    verified: Counter = Counter()
+    verify = pipeline.verify
+
+    def counting(graph, stage, mesh):
+        verified[stage] += 1
+        verify(graph, stage, mesh)
+
+    monkeypatch.setattr(pipeline, "verify", counting)
+    monkeypatch.setenv("TORCHGSPMD_DUMP", "2")
+    plan = planned()
+    printed = capsys.readouterr().err
+    expected = [name for name in PLANNED if name not in ELSEWHERE]
+    assert list(plan.seconds) == ["capture", *expected]
+    assert [name for name in expected if f": after {name}\n" not in printed] == []
+    lowered(plan)
+    printed = capsys.readouterr().err
+    expected = [name for name in LOWERED if name not in ELSEWHERE]
+    assert [name for name in expected if not plan.seconds.get(name)] == []
+    once = LOWERED.index("split_joint")
+    for i, name in enumerate(LOWERED):
+        assert printed.count(f": after {name}\n") == (name not in ELSEWHERE) * (1 + (i >= once))
+    assert [stage for stage in Stage if not verified[stage]] == []
+
+
+def test_a_program_for_inductor_writes_over_nothing() -> None:
+    program = lowered(planned(), "inductor")
+    assert program.stage == RUNNABLE
+    names = [str(n.target) for half in (program, program.backward) for n in half.graph.nodes]
+    assert not any("all_reduce_." in name or "add_." in name for name in names)
+
+
+def test_a_key_without_a_row_fails_and_is_named() -> None:
+    def colour(program: Program) -> None:
+        for node in program.graph.nodes:
+            node.meta["colour"] = "red"
+
+    with with_pass(Pass("colour", colour, LOCAL, LOCAL), after="localize"):
+        with pytest.raises(AssertionError, match=r"has meta\['colour'\], which has no row"):
+            planned()
+
+
+def test_a_key_at_another_stage_or_of_another_type_fails_and_is_named() -> None:
+    def early(program: Program) -> None:
+        program.graph.output_node().meta["bytes"] = 1
+
+    with with_pass(Pass("early", early, ANNOTATED, ANNOTATED), after="propagate"):
+        with pytest.raises(AssertionError, match=r"meta\['bytes'\] at stage ANNOTATED"):
+            planned()
+
+    def wrong(program: Program) -> None:
+        program.graph.output_node().meta["backward"] = 1
+
+    with with_pass(Pass("wrong", wrong, LOCAL, LOCAL), after="bucket"):
+        with pytest.raises(AssertionError, match=r"meta\['backward'\] of %output is a int"):
+            planned()
+
+
+def test_the_table_has_each_key_that_the_source_names() -> None:
+    """Of `.meta["key"]`, `.meta.get("key")`, `"key" in n.meta` and `.meta = {"key": ...}`."""
+    keys: dict[str, str] = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for key in key_names(node):
+                keys.setdefault(key, f"{path.name}:{node.lineno}")
+    traced = {"custom"}  # of make_fx, which capture/normalize.py reads
+    assert {k: where for k, where in keys.items() if k not in META.keys() | traced} == {}
+    assert set(META) <= keys.keys()
+
+
+def is_meta(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "meta"
+
+
+def key_names(node: ast.AST) -> list[str]:
+    keys: list[ast.AST] = []
+    if isinstance(node, ast.Subscript) and is_meta(node.value):
+        keys = [node.slice]
+    elif isinstance(node, ast.Call) and is_meta(getattr(node.func, "value", None)):
+        keys = node.args[:1]
+    elif isinstance(node, ast.Compare) and is_meta(node.comparators[0]):
+        keys = [node.left]
+    elif isinstance(node, (ast.Assign, ast.AugAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(map(is_meta, targets)):
+            keys = [k for d in ast.walk(node.value) if isinstance(d, ast.Dict) for k in d.keys]
+    return [k.value for k in keys if isinstance(k, ast.Constant) and isinstance(k.value, str)]
+
+
+# ------------------------------------------------------------------------------------- alternatives
+
+
+def test_a_pass_of_an_unknown_place_is_an_error() -> None:
+    with pytest.raises(ShardingError, match="there is no pass 'localise'"):
+        with with_pass(Pass("mine", str, LOCAL, LOCAL), after="localise"):
+            pass
+
+
+def test_passes_are_inserted_while_in_the_context_only() -> None:
+    seen: list[str] = []
+    mine = Pass("mine", lambda p: seen.append(p.stage.name), LOCAL, LOCAL, optional=("mine",))
+    with with_pass(mine, after="localize"):
+        assert planned().seconds["mine"] > 0
+        assert "mine" not in planned(skip_passes=["mine"]).seconds
+    planned()
+    assert seen == ["LOCAL"]
+
+
+@pytest.mark.parametrize("regather, ways", [("never", 1), ("auto", 2), ("always", 1)])
+def test_weights_are_gathered_again_where_a_device_is_too_small(
+    regather: str, ways: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counter()
+    small = [*PIPELINE]
+    small[2] = pipeline.replace(PIPELINE[2], enough=lambda p: regather == "never")
+    token = pipeline._current.set(tuple(small))
+    try:
+        with with_pass(
+            Pass("count", lambda p: counted.update(["localized"]), LOCAL, LOCAL), after="localize"
+        ):
+            assert ("regather_weights" in planned(regather=regather).seconds) == (
+                regather != "never"
+            )
+    finally:
+        pipeline._current.reset(token)
+    assert counted["localized"] == ways
