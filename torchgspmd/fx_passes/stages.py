@@ -16,6 +16,7 @@ from ..mesh import Mesh
 from ..rules import Rule
 from ..shard_spec import ShardSpec
 from .lower.verify_in_flight import verify_in_flight
+from .partition.explain_costs import Decisions
 from .partition.step import Step
 from .partition.verify_partition import verify_partition
 
@@ -59,7 +60,10 @@ _ROWS = (
     Key("assignment", PARTITIONED, PARTITIONED, dict, "factor of the rule: axes that shard it"),
     Key("operand_specs", PARTITIONED, PARTITIONED, tuple, "layouts that the operation needs"),
     Key("result_specs", PARTITIONED, PARTITIONED, tuple, "layouts of its results"),
-    Key("specs", PARTITIONED, PARTITIONED, tuple, "layouts of the outputs, on the output node"),
+    Key("specs", PARTITIONED, PARTITIONED, tuple, "of the output node: layouts of the outputs"),
+    Key(
+        "decisions", PARTITIONED, PARTITIONED, Decisions, "of the output: what was chosen, and why"
+    ),
     Key("step", PARTITIONED, RUNNABLE, Step | None, "step between layouts that the node takes"),
     Key("shape", LOCAL, RUNNABLE, tuple | list | None, "shape on one device, padding included"),
     Key("dtype", LOCAL, RUNNABLE, torch.dtype | None, "of a tensor"),
