@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..mesh import Mesh
-from ..rules import Rule
+from ..rules import FactorRule
 from ..shard_spec import ShardSpec
 from .lower.verify_in_flight import verify_in_flight
 from .partition.explain_costs import Decisions
@@ -56,7 +56,7 @@ _ROWS = (
     Key("dynamic", CAPTURED, RUNNABLE, bool, "has sizes known in a run; runs whole, unchanged"),
     Key("spec", ANNOTATED, RUNNABLE, ShardSpec, "layout of the value"),
     Key("mark", ANNOTATED, PARTITIONED, ShardSpec, "layout that a mark asks for"),
-    Key("rule", PARTITIONED, PARTITIONED, Rule, "of the operation"),
+    Key("rule", PARTITIONED, PARTITIONED, FactorRule, "of the operation"),
     Key("assignment", PARTITIONED, PARTITIONED, dict, "factor of the rule: axes that shard it"),
     Key("operand_specs", PARTITIONED, PARTITIONED, tuple, "layouts that the operation needs"),
     Key("result_specs", PARTITIONED, PARTITIONED, tuple, "layouts of its results"),
