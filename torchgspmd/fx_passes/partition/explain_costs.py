@@ -10,21 +10,19 @@ Nothing is kept of the search but its result, from which the assignment is compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from ...mesh import Mesh
 from ...shard_spec import ShardSpec
-from ..ir import Op, Rules, values
-from ..propagate.factors import crowded
+from ..ir import Op, Rules
 from .assignment import Assignment
 from .cost_constants import CostConstants
 from .cost_model import CostModel, arithmetic
 from .neighborhood import Strategy
-from .regions import bodies, chains, sources, sums, threads
-from .search_memory import SearchMemory
+from .search_memory import SearchMemory, situation
 from .strategies import marked
 
 MAX_ROWS = 12  # Candidates in a table, the cheapest ones.
@@ -55,11 +53,6 @@ class Decisions:
         omitted = frozenset(at.omitted_marks)
         return cls(at.graph, at.mesh, constants, inputs, at.strategy_of, outputs, omitted)
 
-    def memory(self) -> SearchMemory:
-        """Return an empty memory for these decisions' graph."""
-        layouts = ((v.meta["val"].shape, v.meta["spec"]) for v in values(self.graph))
-        return SearchMemory(self.mesh, crowded(layouts, self.mesh), self.constants)
-
     def assignment(self, memory: SearchMemory) -> Assignment:
         """Return the assignment with these decisions."""
         at = Assignment(
@@ -75,7 +68,7 @@ class Decisions:
 
 def explain_costs(decisions: Decisions, value: fx.Node) -> str:
     """Return the costs of all candidates for the operation of a value, and why one won."""
-    memory = decisions.memory()
+    memory = SearchMemory(*situation(decisions.graph, decisions.mesh, decisions.constants))
     at = decisions.assignment(memory)
     costs = CostModel(at, memory.resharder, decisions.constants.tie_break)
     op = at.producers.get(value)
@@ -104,7 +97,7 @@ def explain_costs(decisions: Decisions, value: fx.Node) -> str:
 
     rows = sorted(map(row, candidates.values()), key=lambda r: (r.total, not r.chosen))
     title = f"%{value.name} <- {op.node.name}: {op.rule}"
-    why = _reason(rows, op, at, decisions)
+    why = _reason(rows, op, decisions)
     return "\n".join([title, *_table(rows, decisions.constants), f"chosen: {why}"])
 
 
@@ -165,7 +158,7 @@ def _table(rows: Sequence[Row], constants: CostConstants) -> list[str]:
     ]
 
 
-def _reason(rows: Sequence[Row], op: Op, at: Assignment, decisions: Decisions) -> str:
+def _reason(rows: Sequence[Row], op: Op, decisions: Decisions) -> str:
     """Return why the chosen candidate won. rows: the cheapest first."""
     if op.node in decisions.omitted_marks:
         return "nobody uses the layout of the mark, so it is left out"
@@ -176,8 +169,8 @@ def _reason(rows: Sequence[Row], op: Op, at: Assignment, decisions: Decisions) -
     chosen = next(row for row in rows if row.chosen)
     if chosen is not rows[0]:
         return (
-            f"it costs {chosen.total - rows[0].total:,.1f} more than the first here, "
-            f"and less in all: {_together(op, at, decisions)}"
+            f"it costs {chosen.total - rows[0].total:,.1f} more than the first here, and less in "
+            "all: its neighbors changed with it"
         )
     other = rows[1]
     if other.total - chosen.total < 1e-6 * max(1.0, chosen.total):
@@ -189,15 +182,3 @@ def _reason(rows: Sequence[Row], op: Op, at: Assignment, decisions: Decisions) -
     )
     more = f"{other.total - chosen.total:,.1f}"
     return f"it costs least; the next costs {more} more ({differences or 'fees'})"
-
-
-def _together(op: Op, at: Assignment, decisions: Decisions) -> str:
-    """Return with which operations a strategy was changed."""
-    kinds: dict[str, Callable] = {
-        "a sum": lambda: sums(at.ops),
-        "a chain of operations on one tensor": lambda: [*chains(at.ops), *sources(at.ops)],
-        "a body between contractions": lambda: bodies(at.ops),
-        "a thread, which one dimension runs through": lambda: threads(at.ops, decisions.constants),
-    }
-    names = [name for name, regions in kinds.items() if any(op in r.ops for r in regions())]
-    return f"it changed together with {' and '.join(names) or 'its neighbors'}"

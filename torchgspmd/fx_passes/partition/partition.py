@@ -11,7 +11,8 @@ source   the idea of pending sums is Shardy's `unreduced`; choosing by cost over
 
 A strategy (see strategies.py) says what an operation needs of its operands and returns as results.
 An Assignment has one for every operation, a CostModel says what it costs, and searches change it:
-op_search.py one operation, region_search.py several at once, solver.py all, round by round.
+op_search.py one operation, sum_search.py, chain_search.py and body_search.py several at once,
+solver.py all, round by round.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from torch import fx
 
 from ...mesh import Mesh
 from ...shard_spec import ShardSpec
-from ..ir import Rules, values
-from ..propagate.factors import crowded
+from ..ir import Rules
 from .assignment import Assignment
 from .cost_constants import CostConstants
 from .explain_costs import Decisions
 from .insert_collectives import insert_collectives
-from .search_memory import Memories, SearchMemory
+from .search_memory import Memories, SearchMemory, situation
 from .solver import Cotangents, Solver, Storable
 
 
@@ -52,10 +52,8 @@ def partition(
     cotangents: input -> (the output whose layout it comes in, the open layout requested for it).
     constants: of the cost model.
     """
-    layouts = ((v.meta["val"].shape, v.meta["spec"]) for v in values(graph))
-    situation = mesh, crowded(layouts, mesh), constants
-    memories = {} if memories is None else memories
-    memory = memories.setdefault(situation, SearchMemory(*situation))
+    shared = situation(graph, mesh, constants)
+    memory = ({} if memories is None else memories).setdefault(shared, SearchMemory(*shared))
     assignment = Assignment(graph, mesh, input_specs, rules or Rules(), memory.interner, constants)
     solver = Solver(assignment, memory, outputs, storable, cotangents or {})
     costs = solver.solve()

@@ -2,6 +2,10 @@
 
 before   every operation has the strategy that is cheapest while the others keep theirs
 after    all of them have other strategies, if those cost less together
+source   ours
+
+A proposal sets the strategies of a region. It stays if it costs less; else the former strategies
+are restored.
 """
 
 from __future__ import annotations

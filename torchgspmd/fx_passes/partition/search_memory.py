@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from torch import fx
+
 from ...mesh import Mesh
-from ..propagate.factors import Crowded
+from ..ir import values
+from ..propagate.factors import Crowded, crowded
 from .cost_constants import CostConstants
 from .neighborhood import Interner, Strategy
 from .reshard import Resharder
@@ -24,4 +27,11 @@ class SearchMemory:
         self.rejected: set[tuple] = set()  # layouts tried for bodies that gained nothing
 
 
-Memories = dict[tuple[Mesh, Crowded, CostConstants], SearchMemory]
+Situation = tuple[Mesh, Crowded, CostConstants]
+Memories = dict[Situation, SearchMemory]
+
+
+def situation(graph: fx.Graph, mesh: Mesh, constants: CostConstants) -> Situation:
+    """Return what graphs have in common that share a memory."""
+    layouts = ((v.meta["val"].shape, v.meta["spec"]) for v in values(graph))
+    return mesh, crowded(layouts, mesh), constants

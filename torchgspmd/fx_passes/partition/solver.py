@@ -2,7 +2,7 @@
 
 The first sweep goes by the propagated layouts. The following ones go by the choices of the
 neighbors, until nothing gets cheaper; an operation is visited again when its neighborhood changed.
-Then regions change at once (see region_search.py). The result is the cheapest of the states in
+Then regions change at once (see regions.py). The result is the cheapest of the states in
 which such rounds end.
 """
 
@@ -15,12 +15,14 @@ from torch import fx
 
 from ...shard_spec import ShardSpec
 from .assignment import Assignment
+from .body_search import BodySearch
+from .chain_search import ChainSearch
 from .cost_model import CostModel
 from .neighborhood import Strategy
 from .op_search import OpSearch
-from .region_search import RegionSearch
 from .search_memory import SearchMemory
 from .strategies import marked
+from .sum_search import SumSearch
 
 Cotangents = dict[fx.Node, tuple[fx.Node, ShardSpec]]
 Storable = Callable[[ShardSpec, tuple[int, ...]], ShardSpec]
@@ -41,7 +43,8 @@ class Solver:
         self.outputs, self.storable, self.cotangents = outputs, storable, cotangents
         costs = CostModel(assignment, memory.resharder, self.constants.pending_bonus)
         self.op_search = OpSearch(assignment, costs, memory)
-        self.region_search = RegionSearch(self.op_search)
+        self.sums, self.chains = SumSearch(self.op_search), ChainSearch(self.op_search)
+        self.bodies = BodySearch(self.op_search)
 
     @property
     def costs(self) -> CostModel:
@@ -86,7 +89,7 @@ class Solver:
         self.assignment.new_version()
         self._run_sweeps()
         for _ in range(rounds):
-            if not self.region_search.change_regions():
+            if not any([self.bodies.lay_out(), self.sums.reduce_early()]):
                 break
             self._run_sweeps()
 
@@ -97,7 +100,7 @@ class Solver:
             changed = [
                 self.op_search.choose(op) for op in (order if sweep % 2 else reversed(order))
             ]
-            changed += self.region_search.improve()
+            changed += [*self.sums.improve(), *self.chains.improve()]
             changed += [self._choose_input(node) for node in self.assignment.open_inputs]
             self._require_outputs()
             if not any(changed):

@@ -1,39 +1,15 @@
-"""Change the strategies of several operations at once, where none of them gains alone.
-
-before   every operation of a region has the strategy that is cheapest while the others keep theirs
-after    all of them have other ones, which cost less together
-needs    an assignment, which it changes
-source   ours
-
-A proposal sets the strategies of a region. It stays if it costs less; else the former strategies
-are restored.
+"""Other layouts for chains of operations on one tensor, alone or with the contraction before   every operation of a chain has the strategy that is cheapest while the others keep theirs
+after    all are laid out like the operand of the chain, or as its result is needed, if that costs
+         less
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from .body_search import BodySearch
 from .op_search import OpSearch
 from .region_proposal import RegionProposals
 from .regions import Region, chains, sources
-from .sum_search import SumSearch
-
-
-class RegionSearch:
-    """Proposals for all regions of a graph: sums, chains, contractions, bodies and threads."""
-
-    def __init__(self, op_search: OpSearch) -> None:
-        self.sums, self.chains = SumSearch(op_search), ChainSearch(op_search)
-        self.bodies = BodySearch(op_search)
-
-    def improve(self) -> list[bool]:
-        """Try sums, chains and contractions once; return of each whether it changed."""
-        return [*self.sums.improve(), *self.chains.improve()]
-
-    def change_regions(self) -> bool:
-        """Try other layouts for bodies and threads, and earlier sums; return whether any helped."""
-        return any([self.bodies.lay_out(), self.sums.reduce_early()])
 
 
 class ChainSearch(RegionProposals):
