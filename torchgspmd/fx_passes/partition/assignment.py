@@ -78,7 +78,9 @@ class Assignment:
         for op in self.ops.values():
             for value in filter(None, (*op.operands, *op.results)):
                 self.neighbors[value].add(op.node)
-        self.sharer_counts: dict[tuple[fx.Node, int], int] = {}  # by value and key of operations
+        self.sharer_counts: dict[
+            tuple[fx.Node, int | None], int
+        ] = {}  # by value and key of operations
 
     def _initial_layouts(self, input_specs: Mapping[fx.Node, ShardSpec]) -> dict:
         """Return the layouts of inputs and constants; an open input uses whole axes only."""
@@ -211,7 +213,7 @@ class Assignment:
             near = {
                 axis
                 for spec in (
-                    *map(self.layout_of.get, op.operands),
+                    *(self.layout_of[v] for v in op.operands),
                     *self.required_layouts(op.results[0], False),
                 )
                 for axis in spec.pending

@@ -57,7 +57,7 @@ class BodySearch(RegionProposals):
         Without the present ones, and without factors that few of the operations have.
         """
         options: dict[tuple[str, int | None], None] = {}
-        place = {
+        place: dict[tuple[fx.Node, str | None], int] = {
             (node, factor): i
             for i, factors in enumerate(body.classes)
             if len(factors) >= self.constants.min_share * len(body.ops)
@@ -189,7 +189,7 @@ class BodySearch(RegionProposals):
                 tuple(
                     dict.fromkeys(
                         spec
-                        for (user, _), spec in at.required.get(v, {}).items()
+                        for (user, _), spec in (at.required.get(v, {}) if v else {}).items()
                         if user not in inside
                     )
                 )

@@ -1,4 +1,6 @@
-"""Other layouts for chains of operations on one tensor, alone or with the contraction before   every operation of a chain has the strategy that is cheapest while the others keep theirs
+"""Other layouts for chains of operations on one tensor, alone or with the contraction in front.
+
+before   every operation of a chain has the strategy that is cheapest while the others keep theirs
 after    all are laid out like the operand of the chain, or as its result is needed, if that costs
          less
 """

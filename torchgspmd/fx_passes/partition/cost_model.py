@@ -84,7 +84,8 @@ class CostModel:
         for value, layout, uses in zip(op.results, strategy.results, neighborhood.required):
             if cost >= limit:
                 return cost
-            cost += self._distribution_cost(value, layout, uses, limit - cost)
+            if value is not None:
+                cost += self._distribution_cost(value, layout, uses, limit - cost)
         for value, have, need in zip(op.operands, neighborhood.operands, strategy.operands):
             if cost >= limit:
                 return cost

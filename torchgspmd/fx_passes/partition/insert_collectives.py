@@ -83,12 +83,9 @@ class _Inserter:
 
     def _copy_node(self, node: fx.Node) -> None:
         """Copy an operation or an input, with its operands resharded."""
-        op, strategy = self.assignment.ops.get(node), self.assignment.strategy_of.get(node)
-        operands = iter(())
-        if op is not None:
-            operands = iter(
-                [self.value(v, s, node) for v, s in zip(op.operands, strategy.operands)]
-            )
+        op, at = self.assignment.ops.get(node), self.assignment
+        needs = at.strategy_of[node].operands if op else ()
+        operands = iter([self.value(v, s, node) for v, s in zip(op.operands, needs)] if op else ())
         copy = self.graph.node_copy(
             node,
             lambda n: (None if is_number(n) else next(operands, None)) or self.new[n],
@@ -96,14 +93,15 @@ class _Inserter:
         self.new[node] = copy
         copy.meta = dict(node.meta)
         if op is not None:
+            strategy = at.strategy_of[node]
             copy.meta |= {
                 "rule": op.rule,
                 "assignment": dict(strategy.assignment),
                 "result_specs": strategy.results,
                 "operand_specs": strategy.operands,
             }
-        if node in self.assignment.layout_of:
-            copy.meta["spec"] = self.assignment.layout_of[node]
+        if node in at.layout_of:
+            copy.meta["spec"] = at.layout_of[node]
 
     def _erase_unused_moves(self) -> None:
         """Erase steps without users, and moves of rows of which only windows are used."""
@@ -119,14 +117,13 @@ class _Inserter:
         """Return the value laid out as `spec`, from the copy that is cheapest to start from."""
         copies = self.copies.setdefault(value, {self.assignment.layout_of[value]: self.new[value]})
         if spec not in copies:
-            val = value.meta["val"]
-            shape, itemsize = tuple(val.shape), val.element_size()
-            start = min(copies, key=lambda s: self.costs.resharder.cost(shape, itemsize, s, spec))
+            size, resharder = self.assignment.sizes[value], self.costs.resharder
+            start = min(copies, key=lambda s: resharder.cost(*size, s, spec))
             if (copy := self.recompute_windows(value, start, spec, user)) is not None:
                 copies[spec] = copy
                 return copy
             node = copies[start]
-            for step in self.costs.resharder.steps(shape, itemsize, start, spec):
+            for step in resharder.steps(*size, start, spec):
                 if step.spec in copies:
                     node = copies[step.spec]
                     continue
@@ -148,11 +145,10 @@ class _Inserter:
         None if that sends more than windows of the value itself.
         """
         windows = self.costs.operand_windows(value, spec) if spec.windows else None
-        val, op = value.meta["val"], self.assignment.ops.get(value)
-        if windows is None or self.costs.window_cost(value, spec) > self.costs.resharder.cost(
-            tuple(val.shape), val.element_size(), start, spec
-        ):
+        cost = self.costs.resharder.cost(*self.assignment.sizes[value], start, spec)
+        if windows is None or self.costs.window_cost(value, spec) > cost:
             return None
+        op = self.assignment.ops[value]
         rest = iter([self.value(v, s, user) for v, s in zip(op.operands, windows)])
         copy = self.graph.node_copy(value, lambda n: next(rest))
         assignment = {f"d{d}": axes for d, axes in enumerate(spec.dims) if axes}

@@ -23,7 +23,7 @@ class OpSearch:
             return False
         current = at.strategy_of.get(op.node)
         best = self.best_strategy(op, at.neighborhood(op, first), current)
-        if best is not current:
+        if best is not None and best is not current:
             at.assign(op, best)
         at.worklist.discard(op.node)
         return best is not current

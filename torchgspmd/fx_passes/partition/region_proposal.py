@@ -52,4 +52,6 @@ class RegionProposals:
         self, op: Op, candidates: list[Strategy], neighborhood: Neighborhood
     ) -> None:
         """Assign the cheapest of the candidates, as if `neighborhood` were around it."""
-        self.assignment.assign(op, self.op_search.costs.cheapest(op, candidates, neighborhood))
+        best = self.op_search.costs.cheapest(op, candidates, neighborhood)
+        if best is not None:
+            self.assignment.assign(op, best)

@@ -109,9 +109,9 @@ def chains(ops: Mapping[fx.Node, Op]) -> list[Region]:
 def sources(ops: Mapping[fx.Node, Op]) -> list[Region]:
     """Return contractions with the chain behind them, if nothing else uses their result."""
     makers = {
-        op.results[0]: op
+        _result(op): op
         for op in ops.values()
-        if op.rule.contraction and len(op.results[0].users) == 1
+        if op.rule.contraction and len(_result(op).users) == 1
     }
     return [
         _chain([makers[links[0].operands[0]], *links])
@@ -122,7 +122,12 @@ def sources(ops: Mapping[fx.Node, Op]) -> list[Region]:
 
 def _chain(ops: list[Op]) -> Region:
     """Return the region of operations that follow one another."""
-    return Region(tuple(ops), frozenset(op.results[0] for op in ops), ops[-1].results[0])
+    return Region(tuple(ops), frozenset(map(_result, ops)), _result(ops[-1]))
+
+
+def _result(op: Op) -> fx.Node:
+    """Return the result of an operation that has one, which is never without a node."""
+    return next(value for value in op.results if value is not None)
 
 
 def _op_sequences(ops: Mapping[fx.Node, Op]) -> list[list[Op]]:
@@ -131,8 +136,8 @@ def _op_sequences(ops: Mapping[fx.Node, Op]) -> list[list[Op]]:
     for op in ops.values():
         if _is_link(op) and not _is_link(ops.get(op.operands[0])):
             chain = [op]
-            while len(chain[-1].results[0].users) == 1 and _is_link(
-                after := ops.get(next(iter(chain[-1].results[0].users)))
+            while len(users := _result(chain[-1]).users) == 1 and (
+                (after := ops.get(next(iter(users)))) is not None and _is_link(after)
             ):
                 chain.append(after)
             sequences.append(chain)

@@ -113,22 +113,21 @@ class Solver:
         at = self.assignment
         uses = at.required_layouts(node, first=False)
         layouts = (node.meta["spec"], *(spec for spec in uses if not spec.pending))
-        output, requested = self.cotangents.get(node, (None, None))
-        if output is not None:
-            layouts = (*layouts, at.layout_of[output].with_pending(()))
+        tied = self.cotangents.get(node)
+        if tied is not None:
+            layouts = (*layouts, at.layout_of[tied[0]].with_pending(()))
         candidates = [
             at.layout_of[node],
-            *(spec.plain().map_axes(self.assignment.mesh.whole) for spec in layouts),
+            *(spec.plain().map_axes(at.mesh.whole) for spec in layouts),
         ]
-        if output is not None:
-            candidates = [self._fill_open(requested, spec, output) for spec in candidates]
+        if tied is not None:
+            candidates = [self._fill_open(tied[1], spec, tied[0]) for spec in candidates]
 
         def cost(spec: ShardSpec) -> float:
             """Return what all moves of the input cost if it is stored in this layout."""
-            arrival = (
-                0.0 if output is None else self.costs.move_cost(output, at.layout_of[output], spec)
-            )
-            return arrival + sum(self.costs.move_cost(node, spec, use) for use in uses)
+            move_cost = self.costs.move_cost
+            arrival = move_cost(tied[0], at.layout_of[tied[0]], spec) if tied else 0.0
+            return arrival + sum(move_cost(node, spec, use) for use in uses)
 
         best = min(candidates, key=cost)
         changed = best != at.layout_of[node]
