@@ -16,18 +16,7 @@ import torch
 import torchgspmd
 
 GLOBALS = {"torch": torch, **{name: getattr(torchgspmd, name) for name in torchgspmd.__all__}}
-# The interfaces whose docstrings have all sections.
-NAMES = (
-    "annotate",
-    "compare_with_xla",
-    "doctor",
-    "mark_sharding",
-    "plan",
-    "Mesh",
-    "Plan",
-    "ShardSpec",
-    "ShardingError",
-)
+NAMES = [name for name in torchgspmd.__all__ if name not in ("UNCONSTRAINED", "rule")]
 
 
 def functions() -> Iterator[tuple[str, Callable]]:

@@ -67,10 +67,13 @@ class Mesh:
             ShardingError: The dimensions have no names.
 
         Example:
+            >>> import torch.distributed as dist
             >>> from torch.distributed.device_mesh import init_device_mesh
-            >>> devices = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))  # doctest: +SKIP
-            >>> Mesh.from_device_mesh(devices)  # doctest: +SKIP
-            Mesh(data=2)
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> devices = init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+            >>> Mesh.from_device_mesh(devices)
+            Mesh(data=1)
+            >>> dist.destroy_process_group()
         """
         if device_mesh.mesh_dim_names is None:
             raise ShardingError(

@@ -73,10 +73,16 @@ def parallelize(
             shapes of arguments differ between ranks.
 
     Example:
-        >>> mesh = Mesh(data=2, model=2)
-        >>> mark_sharding(model.weight, mesh, "model _")
+        >>> import torch.distributed as dist  # here one process; under torchrun one a device
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh, model = Mesh(data=1, model=1), torch.nn.Linear(4, 2)
+        >>> weight = mark_sharding(model.weight, mesh, "model _")
         >>> module = parallelize(model, mesh, in_specs="data _")
-        >>> module(batch).sum().backward()
+        >>> module(torch.ones(8, 4)).sum().backward()
+        >>> module.weight.grad.full_tensor()
+        tensor([[8., 8., 8., 8.],
+                [8., 8., 8., 8.]])
+        >>> dist.destroy_process_group()
     """
     if backend not in BACKENDS:
         raise ShardingError(
@@ -128,13 +134,18 @@ def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
         mesh: The mesh of the module.
         spec: The layout. The global size of a sharded dimension is the local size times the shards.
 
+    Returns:
+        The global batch, a DTensor; an XLA tensor in a process that runs on XLA.
+
     Raises:
         ShardingError: The spec shards one dimension by axes out of mesh order.
 
     Example:
-        >>> batch = shard_batch(torch.randn(8, 16), Mesh(data=2), "data _")
-        >>> batch.shape
-        torch.Size([16, 16])
+        >>> import torch.distributed as dist  # here one process; under torchrun one a device
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shard_batch(torch.ones(8, 16), Mesh(data=1), "data _").shape
+        torch.Size([8, 16])
+        >>> dist.destroy_process_group()
     """
     if is_started():
         return place_batch(local, mesh, spec)
