@@ -99,7 +99,7 @@ def plan(
         isinstance(t, Tensor) and t.is_meta
         for t in (*captured.tensors, *pytree.tree_leaves((args, kwargs)))
     )
-    specs += [None for _ in captured.places]
+    specs += [None for _ in captured.state_inputs]
     result = compile_plan(
         captured,
         mesh,

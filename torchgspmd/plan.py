@@ -277,7 +277,7 @@ class Plan:
             >>> [list(t.shape) for t in result.flat_inputs((x, w), {})]
             [[4, 8], [8, 16]]
         """
-        for place in self.captured.places:
+        for place in self.captured.state_inputs:
             if not place.holds():
                 raise ShardingError(
                     f"there is no {place.kind} at '{place.name}' any more, "
@@ -288,7 +288,7 @@ class Plan:
         leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
         self.captured.check_looks()
         arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        arguments += self.captured.at_places()
+        arguments += self.captured.state_tensors()
         expected = [i for i in self.captured.inputs if i.kind == ARGUMENT]
         if tree != self.captured.arguments or len(arguments) != len(expected):
             raise ShardingError(

@@ -17,7 +17,7 @@ from .captured import (
     Output,
 )
 from .state.object_trees import opened
-from .state.places import State, Varying
+from .state.state_inputs import State, Varying
 from .trace import capture
 from .trace_context import is_capturing, is_transforming, not_compiled
 from .unsupported import check_module

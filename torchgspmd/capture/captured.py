@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec
-from .state.argument_mutations import ArgumentMutation, StateMutation, apply_mutations
 from .state.guards import Guards
 from .state.object_trees import Opened, closed
-from .state.places import Place
+from .state.state_inputs import TensorInput
 from .state.value_guards import ValueGuard
+from .state.writes import Write, apply_writes
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
 OUTPUT, MUTATION, GRADIENT, OBSERVED = "output", "mutation", "gradient", "observed"
@@ -67,20 +67,21 @@ class Captured:
     number_slots: tuple[int, ...]  # which leaves are Computed
     has_backward: bool = False
     opened: bool = False  # whether the result has objects that hold tensors
-    argument_mutations: tuple[ArgumentMutation, ...] = ()  # of containers among the arguments
-    state_mutations: tuple[StateMutation, ...] = ()  # of attributes, and of tables that are named
-    observed: tuple[StateMutation, ...] = ()  # state mutations by the backward
+    # to containers among the arguments, attributes, and tables that are named
+    writes: tuple[Write, ...] = ()
+    observed: tuple[Write, ...] = ()  # by the backward
     # the parameters and buffers of the module, in input order
     tensors: list[Tensor] = field(default_factory=list)
     reads: Guards = field(default_factory=Guards)  # attributes and variables that were read
-    places: tuple[Place, ...] = ()  # places of the tensors and numbers that are the last arguments
+    # the tensors and numbers of the state, which are the last arguments
+    state_inputs: tuple[TensorInput, ...] = ()
     looks: tuple[ValueGuard, ...] = ()  # guards on the values of buffers
 
     def result(self, outputs: Sequence[Any], arguments: tuple[tuple, dict]) -> Any:
-        """Return the result of the function, and apply its mutations.
+        """Return the result of the function, and repeat its writes.
 
         outputs: a value for every output of kind OUTPUT; those after the tensors of the result
-        belong to mutations.
+        belong to writes.
 
         arguments: the (args, kwargs) of this call, whose containers are changed.
         """
@@ -89,13 +90,9 @@ class Captured:
             leaves[slot] = value
         for slot in self.number_slots:
             leaves[slot] = leaves[slot].now()
-        # All values are computed before any of them is written.
-        mutations = [mutation.fill(outputs) for mutation in self.state_mutations]
         tree = pytree.tree_unflatten(leaves, self.results)
-        if self.argument_mutations:
-            apply_mutations(self.argument_mutations, outputs, arguments)
-        for mutation in mutations:
-            mutation.write()
+        if self.writes:
+            apply_writes(self.writes, outputs, arguments)
         return closed(tree, arguments) if self.opened else tree
 
     def holds(self) -> bool:
@@ -120,9 +117,9 @@ class Captured:
                     fix="plan it again",
                 )
 
-    def at_places(self) -> list[Tensor]:
+    def state_tensors(self) -> list[Tensor]:
         """Return the tensors and numbers that runs take from attributes and tables."""
-        return [place.tensor() for place in self.places]
+        return [each.tensor() for each in self.state_inputs]
 
     def numbers(self, besides: dict | None = None) -> list[tuple[str, int | float]]:
         """Return name and value of the numbers that the program takes as tensors.
@@ -130,9 +127,9 @@ class Captured:
         besides: a table whose numbers are left out.
         """
         return [
-            (place.name, place.value())
-            for place in self.places
-            if place.kind == "number" and place.root is not besides
+            (each.name, each.source.read())
+            for each in self.state_inputs
+            if each.kind == "number" and each.source.root is not besides
         ]
 
     def described(
@@ -211,8 +208,7 @@ class Captured:
 
     def observe(self, values: Sequence[Any]) -> None:
         """Store the outputs of kind OBSERVED where the gradient hooks of the program put them."""
-        for mutation in self.observed:
-            mutation.fill(values).write()
+        apply_writes(self.observed, values)
 
     def visible(self) -> set[int]:
         """Return the outputs that pytree finds in the result.

@@ -27,8 +27,8 @@ from ..errors import user_line
 from .rewrites.masked_indexing import SELECTING
 from .state.mutations import Tables
 from .state.rebound_state import check_alike
+from .state.source import Source
 from .state.value_guards import ValueGuards
-from .state.variable_tables import Table
 from .trace_context import at_once
 
 _CHECKS = {aten._linalg_check_errors.default}
@@ -44,9 +44,9 @@ class Functional(FunctionalTensorMode):
     def __init__(self, tables: Tables, value_guards: ValueGuards) -> None:
         super().__init__()
         self.tables, self.value_guards = tables, value_guards
-        value_guards.entry_of = self._entry_of
-        # views of tensors that are no inputs, each with the table entry of its base, by id
-        self.views: dict[int, tuple[Tensor, tuple | None]] = {}
+        value_guards.source_of = self._source_of
+        # views of tensors that are no inputs, each with the source of its base, by id
+        self.views: dict[int, tuple[Tensor, Source | None]] = {}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -56,9 +56,9 @@ class Functional(FunctionalTensorMode):
         if func is _ITEM:
             if (constant := self.ask(args[0])) is not None:
                 return constant.item()
-            if (entry := self._entry_of(args[0])) is not None:
+            if (source := self._source_of(args[0])) is not None:
                 with at_once():
-                    self.value_guards.record(*entry, user_line())
+                    self.value_guards.record(source, user_line())
         if (
             func in SELECTING
             and (constant := self._evaluate_selection(func, args, kwargs or {})) is not None
@@ -68,13 +68,13 @@ class Functional(FunctionalTensorMode):
             for parameter, value in zip(func._schema.arguments, args):
                 if (
                     parameter.alias_info is not None
-                    and (entry := self._entry_of(value)) is not None
+                    and (source := self._source_of(value)) is not None
                 ):
-                    raise UnlistedMutation(entry)
+                    raise UnlistedMutation(source)
         with _interpolation_in_one_piece(func):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
-            self.views[id(result)] = result, self._entry_of(args[0])
+            self.views[id(result)] = result, self._source_of(args[0])
         return (
             result
             if func.is_view or func._schema.is_mutable
@@ -106,8 +106,8 @@ class Functional(FunctionalTensorMode):
                 return self.value_guards.ask(slot.proxy.node, tracer.root, user_line(), is_shape)
             if not is_shape or type(tensor) is not Tensor or is_functorch_wrapped_tensor(tensor):
                 return None
-            entry = self._entry_of(tensor) or ({"a tensor": tensor}, ("a tensor",))
-            return tensor if self.value_guards.record(*entry, user_line()) else None
+            source = self._source_of(tensor) or Source({"a tensor": tensor}, ("a tensor",))
+            return tensor if self.value_guards.record(source, user_line()) else None
 
     def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
         """Return the indices that a mask selects, a constant for each dimension.
@@ -138,19 +138,19 @@ class Functional(FunctionalTensorMode):
             results = func(*args, **kwargs)
         return self._constants(results)
 
-    def _entry_of(self, value: Any) -> tuple | None:
-        """Return the table entry of a tensor that is no functional tensor, else None."""
+    def _source_of(self, value: Any) -> Source | None:
+        """Return the source of a tensor that is no functional tensor, else None."""
         if not isinstance(value, Tensor) or isinstance(value, FunctionalTensor):
             return None
-        return self.views[id(value)][1] if id(value) in self.views else self.tables.owner_of(value)
+        return self.views[id(value)][1] if id(value) in self.views else self.tables.source_of(value)
 
 
 class UnlistedMutation(Exception):
-    """A mutation of a tensor in a table entry that is no input of the program."""
+    """A mutation of a tensor of the state that is no input of the program."""
 
-    def __init__(self, entry: tuple[Table, tuple]) -> None:
+    def __init__(self, source: Source) -> None:
         super().__init__()
-        self.entry = entry
+        self.source = source
 
 
 @contextmanager

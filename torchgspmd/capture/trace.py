@@ -28,8 +28,9 @@ from .functionalize import FunctionalTensor, UnlistedMutation
 from .normalize import normalize
 from .state.mutations import Tables
 from .state.object_trees import opened
-from .state.places import Place, State, Varying
 from .state.recorder import record_reads
+from .state.source import Source, step_name
+from .state.state_inputs import State, TensorInput, Varying
 from .state.symbolic_numbers import Computed
 from .state.value_guards import ValueGuards
 from .trace_context import no_other_random_numbers
@@ -62,9 +63,9 @@ def capture(
     args, kwargs = opened((args, kwargs))
     module_tensor_ids = frozenset(map(id, module_state.values()))
     while True:
-        places, number_places = state.places(module_tensor_ids), state.numbers(varying.now)
+        tensors, numbers = state.tensors(module_tensor_ids), state.numbers(varying.now)
         value_guards = ValueGuards(
-            _buffers(fn, module_state) | _places_after(module_state, (args, kwargs), places),
+            _buffers(fn, module_state) | _inputs_after(module_state, (args, kwargs), tensors),
             state.is_looking,
             state.shapes,
         )
@@ -78,33 +79,33 @@ def capture(
                 grad,
                 hooks,
                 state,
-                [*places, *number_places],
+                [*tensors, *numbers],
                 varying,
                 value_guards,
             )
             fill_constants()
         except UnlistedMutation as error:
-            if error.entry in state:
+            if error.source.entry in state.entries:
                 raise ShardingError(
                     "the program changes a tensor in place that shares its memory with "
-                    f"'{error.entry[1][-1]}'",
+                    f"'{step_name(error.source.steps[-1])}'",
                     where=user_line_of(error),
                     why="each tensor that a module keeps is an input of its own",
                     fix="keep one of them, and take views of it in forward",
                 ) from None
-            state.add(*error.entry)
+            state.add(error.source)
             continue
         except Exception:
             if value_guards.could_look:  # a trace that may read values of buffers may succeed
                 state.is_looking = True
-            elif number_places:
+            elif numbers:
                 state.is_counting = False  # some functions in C++ take plain numbers only
-            elif len(state.places(module_tensor_ids)) == len(places):
+            elif len(state.tensors(module_tensor_ids)) == len(tensors):
                 raise
             continue
-        if len(state.places(module_tensor_ids)) == len(places) and len(
+        if len(state.tensors(module_tensor_ids)) == len(tensors) and len(
             state.numbers(varying.now)
-        ) == len(number_places):
+        ) == len(numbers):
             return captured
 
 
@@ -117,7 +118,7 @@ def _trace_once(
     grad: bool,
     hooks: bool,
     stored_state: State,
-    places: list[Place],
+    state_inputs: list[TensorInput],
     varying: Varying,
     value_guards: ValueGuards,
 ) -> tuple[Captured, Callable[[], None]]:
@@ -130,15 +131,15 @@ def _trace_once(
         for name, t in state.items()
     ]
     inputs += [_input(ARGUMENT, names[i], leaves[i], mesh) for i in tensor_slots]
-    state_tensors = [place.tensor() for place in places]
+    state_tensors = [each.tensor() for each in state_inputs]
     owners = (
-        {id(m.__dict__): f"{name}." for name, m in fn.named_modules() if name}
+        {id(m): f"{name}." for name, m in fn.named_modules() if name}
         if isinstance(fn, nn.Module)
         else {}
     )
     inputs += [
-        _input(ARGUMENT, owners.get(id(place.root), "") + place.name, tensor, mesh)
-        for place, tensor in zip(places, state_tensors)
+        _input(ARGUMENT, owners.get(id(each.source.root), "") + each.name, tensor, mesh)
+        for each, tensor in zip(state_inputs, state_tensors)
     ]
     tensors = [*state.values(), *(leaves[i] for i in tensor_slots), *state_tensors]
     tables = Tables(fn, FunctionalTensor, stored_state, varying.now)
@@ -151,7 +152,7 @@ def _trace_once(
         tree,
         grad,
         tables,
-        places,
+        state_inputs,
         value_guards,
     )
     read_recorder = (
@@ -169,18 +170,13 @@ def _trace_once(
     del mode
     constants = program.take_constants(traced.graph)
     used = program.drop_unused(traced.graph)
-    first = len(tensors) - len(places)
+    first = len(tensors) - len(state_inputs)
     inputs = [each for i, each in enumerate(inputs) if i < first or i - first in used]
     graph, inputs = normalize(traced.graph, inputs, program.tangents)
     check_constants(graph, traced)
-    state_mutations, observed = (
-        tuple(each.resolve_numbers(False) for each in program.state_mutations),
-        tuple(each.resolve_numbers(True) for each in program.observed),
-    )
     computed = tuple(
         i for i, leaf in enumerate(program.result_leaves) if isinstance(leaf, Computed)
     )
-    reads = tables.reads(used, program.constants.operands)
     captured = Captured(
         graph,
         traced,
@@ -194,12 +190,11 @@ def _trace_once(
         computed,
         bool(program.tangents),
         program.opened,
-        tuple(program.argument_mutations),
-        state_mutations,
-        observed,
+        tuple(write.resolve_numbers(False) for write in program.writes),
+        tuple(write.resolve_numbers(True) for write in program.observed),
         tensors[: len(state)],
-        reads,
-        tuple(place for i, place in enumerate(places) if i in used),
+        tables.guards(used, program.constants.operands),
+        tuple(each for i, each in enumerate(state_inputs) if i in used),
         tuple(value_guards.looks.values()),
     )
     return captured, lambda cached=program.constants: cached.fill_values(constants, traced)
@@ -215,27 +210,27 @@ def _module_state(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _buffers(module: Any, module_state: dict[str, Tensor]) -> dict[int, tuple[Place, Tensor]]:
-    """Return place and tensor of a module's buffers, by input index."""
+def _buffers(module: Any, module_state: dict[str, Tensor]) -> dict[int, TensorInput]:
+    """Return a module's buffers, by input index."""
     buffers = {}
     for i, (name, tensor) in enumerate(module_state.items()):
         if not isinstance(tensor, nn.Parameter):
             owner, _, last = name.rpartition(".")
-            buffers[i] = Place(module.get_submodule(owner)._buffers, (last,)), tensor
+            buffers[i] = TensorInput(Source(module.get_submodule(owner)._buffers, (last,)))
     return buffers
 
 
-def _places_after(
-    module_state: dict[str, Tensor], arguments: Any, places: list[Place]
-) -> dict[int, tuple[Place, Tensor]]:
-    """Return place and tensor of state in attributes and tables, by input index.
+def _inputs_after(
+    module_state: dict[str, Tensor], arguments: Any, tensors: list[TensorInput]
+) -> dict[int, TensorInput]:
+    """Return state in attributes and tables, by input index.
 
     These inputs follow those of the module and the arguments.
     """
     first = len(module_state) + sum(
         isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(arguments)
     )
-    return {first + i: (place, place.tensor()) for i, place in enumerate(places)}
+    return {first + i: each for i, each in enumerate(tensors)}
 
 
 def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:

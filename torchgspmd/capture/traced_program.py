@@ -17,13 +17,13 @@ from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
 from .functionalize import Functional, FunctionalTensor, unwrap, was_mutated
 from .normalize import NUMBERS
-from .state.argument_mutations import ArgumentMutation, StateMutation, WatchedArguments
 from .state.mutations import Tables
 from .state.object_trees import closed, is_opened, opened
-from .state.places import NumberPlace, Place, Varying
 from .state.rebound_state import rebound_buffers, rebound_parameters
+from .state.state_inputs import TensorInput, Varying
 from .state.symbolic_numbers import to_computed
 from .state.value_guards import ValueGuards
+from .state.writes import WatchedArguments, Write
 from .trace_context import capturing
 
 
@@ -40,7 +40,7 @@ class TracedProgram:
         tree: pytree.TreeSpec,
         grad: bool,
         tables: Tables,
-        places: list[Place],
+        state_inputs: list[TensorInput],
         value_guards: ValueGuards,
     ) -> None:
         self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = (
@@ -56,16 +56,15 @@ class TracedProgram:
             [name for name, _ in fn.named_parameters()] if isinstance(fn, nn.Module) else []
         )
         self.tables: Tables = tables
-        self.places: list[Place] = places
+        self.state_inputs: list[TensorInput] = state_inputs
         self.value_guards: ValueGuards = value_guards
         self.constants = CachedConstants(FunctionalTensor)
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
         self.sources: dict[int, frozenset[int]] = {}  # outputs that reach each input
         self.rebound: dict[int, Tensor] = {}
-        self.argument_mutations: list[ArgumentMutation] = []
-        self.state_mutations: list[StateMutation] = []
-        self.observed: list[StateMutation] = []
+        self.writes: list[Write] = []
+        self.observed: list[Write] = []
         self.observed_values: list[Tensor] = []  # values that gradient hooks store
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
@@ -115,21 +114,21 @@ class TracedProgram:
             ]
 
     def _input_in_place(self, output: int, tensor: Tensor) -> int:
-        """Return the input whose place receives an output of the same shape, or -1."""
-        entries = {
-            (id(mutation.root), path)
-            for mutation in self.state_mutations
-            for path, index in mutation.output_paths()
+        """Return the input whose source receives an output of the same shape, or -1."""
+        sources = {
+            source
+            for write in self.writes
+            for source, index in write.output_sources()
             if index == output
         }
         first = len(self.names) + len(self.slots)
         return next(
             (
                 first + i
-                for i, place in enumerate(self.places)
-                if (id(place.root), place.path) in entries
+                for i, each in enumerate(self.state_inputs)
+                if each.kind == "tensor"
+                and each.source in sources
                 and self.shapes[first + i] == tensor.shape
-                and not isinstance(place, NumberPlace)
             ),
             -1,
         )
@@ -143,7 +142,7 @@ class TracedProgram:
         return dict(zip(self.constant_ids, values[count:]))
 
     def drop_unused(self, graph: fx.Graph) -> set[int]:
-        """Erase placeholders of places whose tensors are not used; return the used places."""
+        """Erase placeholders of state that is not used; return the used state inputs."""
         first = len(self.names) + len(self.slots)
         changed = {out.input for out in self.outputs if out.kind == MUTATION}
         new_positions, erased = {}, 0
@@ -162,9 +161,9 @@ class TracedProgram:
         self, inputs: list[Tensor], tracker: SourceTracker
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Run forward and backward with the traced tensors in place of the module's own."""
-        stand_ins = inputs[len(inputs) - len(self.places) :]
+        stand_ins = inputs[len(inputs) - len(self.state_inputs) :]
         if not isinstance(self.fn, nn.Module):
-            with self.tables.substitute(self.places, stand_ins):
+            with self.tables.substitute(self.state_inputs, stand_ins):
                 return self._forward_backward(inputs, tracker)
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
@@ -173,7 +172,7 @@ class TracedProgram:
             return results
 
         state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
-        with self.tables.substitute(self.places, stand_ins):
+        with self.tables.substitute(self.state_inputs, stand_ins):
             return torch.func.functional_call(
                 _FunctionalWrapper(self.fn, forward_backward), state, (), tie_weights=True
             )
@@ -202,12 +201,13 @@ class TracedProgram:
                 i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)
             ]
             outputs = [self.result_leaves[i] for i in self.result_slots]
-            self.argument_mutations = watched.mutations(outputs)
+            argument_writes = watched.writes(outputs)
             self.result_count = len(outputs)
             self.rebound = self._rebound(inputs) if isinstance(self.fn, nn.Module) else {}
-            self.state_mutations = self.tables.mutations(
+            state_writes = self.tables.writes(
                 outputs, [*inputs[: len(self.names)], *self.rebound.values()]
             )
+            self.writes = [*argument_writes, *state_writes]
         finally:
             watched.restore()
         if any(isinstance(leaf, Iterator) for leaf in self.result_leaves):
@@ -220,7 +220,7 @@ class TracedProgram:
             isinstance(leaf, NUMBERS)
             for leaf in (
                 *self.result_leaves,
-                *pytree.tree_leaves([e.changed for e in self.argument_mutations]),
+                *pytree.tree_leaves([write.value for write in argument_writes]),
             )
         ):
             raise ShardingError(
@@ -231,7 +231,7 @@ class TracedProgram:
         self.opened = any(map(is_opened, pytree.tree_leaves(result, is_leaf=is_opened)))
         self.tables.start_backward()
         grads = self._backward(outputs, inputs, tracker) if self.grad else {}
-        self.observed = self.tables.mutations(self.observed_values, inputs[: len(self.names)])
+        self.observed = self.tables.writes(self.observed_values, inputs[: len(self.names)])
         return outputs, grads
 
     def _backward(

@@ -106,7 +106,7 @@ class JointProgram:
         flat = [
             *state,
             *(leaf for leaf in leaves if isinstance(leaf, Tensor)),
-            *self.captured.at_places(),
+            *self.captured.state_tensors(),
         ]
         if self.mutated:
             self.captured.check_aliases(flat)

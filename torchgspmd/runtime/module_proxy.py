@@ -205,8 +205,8 @@ class ModuleProxy(nn.Module):
         ]
 
     def _attribute_prefixes(self) -> dict[int, str]:
-        """Return the prefix of attribute names by the id of a submodule's `__dict__`."""
-        return {id(m.__dict__): f"{name}." for name, m in self._model.named_modules() if name}
+        """Return the prefix of attribute names by the id of a submodule."""
+        return {id(m): f"{name}." for name, m in self._model.named_modules() if name}
 
     def _program_for(self, key: Any, compile_program: Callable[[], Any]) -> Any:
         """Return the program for calls of a key; compile one if no cached one's guards hold."""
@@ -225,8 +225,8 @@ class ModuleProxy(nn.Module):
             if program.captured.holds():
                 return program
         for program in self._all_programs():
-            for place in program.captured.reads.changed():
-                self._state.vary(*place)
+            for source, value in program.captured.reads.changed():
+                self._state.vary(source, value)
         if len(programs) == MAX_PROGRAMS:
             names = ", ".join(
                 sorted(

@@ -193,12 +193,12 @@ class ShardedModule(ModuleProxy):
     ) -> None:
         """Raise ShardingError on every rank if a whole tensor differs between ranks."""
         names = [i.name for i in captured.inputs if i.kind == ARGUMENT]
-        first = len(tensors) - len(captured.places)  # index of the first attribute
+        first = len(tensors) - len(captured.state_inputs)  # index of the first attribute
         whole = [
             (name, i < first, t)
             for i, (name, t) in enumerate(zip(names, tensors))
             if not isinstance(t, DTensor)
-            and (i < first or captured.places[i - first].kind == "tensor")
+            and (i < first or captured.state_inputs[i - first].kind == "tensor")
         ]
         whole += [
             (name, False, t)
@@ -265,7 +265,7 @@ class ShardedModule(ModuleProxy):
             state=self._state,
             varying=varying,
         )
-        state = captured.at_places()
+        state = captured.state_tensors()
         specs = [*spread_inputs(self._in_specs, args, kwargs, self._mesh), *(None for _ in state)]
         tensors = [
             *(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)),

@@ -144,7 +144,7 @@ class XlaModule(ModuleProxy):
             )
         required = [
             *spread_inputs(self._in_specs, args, kwargs, mesh),
-            *(None for _ in captured.places),
+            *(None for _ in captured.state_inputs),
         ]
         request = Request(
             captured,
@@ -257,7 +257,7 @@ class _Program:
         """Run a call (args, kwargs) with these leaves."""
         tensors = [
             *(leaf for leaf in leaves if isinstance(leaf, Tensor)),
-            *self.captured.at_places(),
+            *self.captured.state_tensors(),
         ]
         arguments = [
             place_tensor(t, spec, self.mesh, self.device)

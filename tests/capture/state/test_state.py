@@ -63,7 +63,7 @@ def test_of_very_many_objects_the_nearest_are_watched():
     net.trainer = Node(6)  # 5,461 of them
     net.use = lambda x, n: x * net.trainer.children[3].children[0].value
     plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2))
-    assert len(plan.captured.reads.names) < 20 and plan.captured.reads.hold()
+    assert len(plan.captured.reads.guards) < 20 and plan.captured.reads.hold()
     net.trainer.children[3].children[0].value = 2.0
     assert not plan.captured.reads.hold()
     assert len(Reach([net]).objects) == 1000
@@ -432,10 +432,8 @@ def test_parameters_that_forward_cannot_change(change, message):
 def test_what_functions_that_forward_calls_read_and_write():
     net, x = Keeps(lambda x, n: x), rand(4, 6)
     plan = gspmd.plan(net, x, mesh=gspmd.Mesh(data=2), in_specs="data _")
-    assert (
-        LOSSES == []
-        and dict(zip(plan.captured.reads.names, plan.captured.reads.values))["FACTOR"] == 2.0
-    )
+    predicates = {guard.source.name: guard.predicate for guard in plan.captured.reads.guards}
+    assert LOSSES == [] and predicates["FACTOR"] == 2.0
     for step in (1, 2):
         torch.testing.assert_close(plan.simulate(x), 2 * step * x.mean())
         torch.testing.assert_close(LOSSES, [x.mean() * i for i in range(1, step + 1)])

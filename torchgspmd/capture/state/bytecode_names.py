@@ -6,12 +6,13 @@ import dis
 import functools
 import sys
 from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
-_EMPTY = CellType()
+from .source import ABSENT, Attribute, Source
+
 _METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
 _COMMON = {*dir(Tensor), *dir(dict), *dir(list), *dir(str)}
 # methods that are called without their name
@@ -70,13 +71,19 @@ def is_installed(module: str | None) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
-def global_names(function: FunctionType) -> Iterator[tuple[dict, str]]:
-    """Yield (namespace, name) of the globals that a function reads.
+def global_sources(function: FunctionType) -> Iterator[Source]:
+    """Yield the sources of the globals that a function reads.
 
     This includes attributes of Python modules, as in `settings.SCALE`.
     """
     for names in _dotted_names(function.__code__):
-        yield from ((table, name) for table, name, _ in _resolve_dotted_name(function, names))
+        yield from (source for source, _ in _resolve_dotted_name(function, names))
+
+
+def cell_sources(function: FunctionType) -> Iterator[Source]:
+    """Yield the sources of the closure variables of a function."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        yield Source(cell, (Attribute(name),))
 
 
 def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
@@ -85,14 +92,10 @@ def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
     A class that is called gives `__init__`.
     """
     for names in _dotted_names(function.__code__):
-        for table, name, rest in _resolve_dotted_name(function, names):
-            if isinstance(table[name], type) and is_own(table[name].__module__):
-                yield table[name], *(rest[:1] or ("__init__",))
-    around = {
-        name: cell.cell_contents
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
-        if cell != _EMPTY
-    }
+        for source, rest in _resolve_dotted_name(function, names):
+            if isinstance(cls := source.read(), type) and is_own(cls.__module__):
+                yield cls, *(rest[:1] or ("__init__",))
+    around = {source.name: source.read() for source in cell_sources(function)}
     for name, *rest in _dotted_names(function.__code__, "LOAD_DEREF") if around else ():
         if (
             isinstance(cls := around.get(name), type)
@@ -102,27 +105,25 @@ def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
             yield cls, *(rest[:1] or ("__init__",))
 
 
-def assigned_globals(function: FunctionType) -> Iterator[tuple[dict, str]]:
-    """Yield (namespace, name) of the globals and module attributes that a function may assign."""
-    yield from (
-        (function.__globals__, name) for name in _stored_names(function.__code__, "STORE_GLOBAL")
-    )
-    for table, name in (
-        global_names(function) if (stored := _stored_names(function.__code__, "STORE_ATTR")) else ()
-    ):
-        if isinstance(value := table[name], ModuleType) and is_own(value.__name__):
-            yield from ((value.__dict__, attribute) for attribute in stored)
+def assigned_globals(function: FunctionType) -> Iterator[Source]:
+    """Yield the sources of the globals and module attributes that a function may assign."""
+    for name in _stored_names(function.__code__, "STORE_GLOBAL"):
+        yield Source(function.__globals__, (name,))
+    stored = _stored_names(function.__code__, "STORE_ATTR")
+    for source in global_sources(function) if stored else ():
+        if isinstance(value := source.read(), ModuleType) and is_own(value.__name__):
+            yield from (Source(value.__dict__, (attribute,)) for attribute in stored)
 
 
-def assigned_cells(function: FunctionType) -> Iterator[tuple[str, CellType]]:
+def assigned_cells(function: FunctionType) -> Iterator[Source]:
     """Yield the closure variables that a function assigns, and those that hold tensors.
 
     A function assigns one that it declares `nonlocal`.
     """
     stored = _stored_names(function.__code__, "STORE_DEREF")
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        if name in stored or cell != _EMPTY and isinstance(cell.cell_contents, Tensor):
-            yield name, cell
+    for source in cell_sources(function):
+        if source.name in stored or isinstance(source.read(), Tensor):
+            yield source
 
 
 def assigned_attributes(function: FunctionType) -> tuple[str, ...]:
@@ -142,16 +143,16 @@ def may_name_its_class(function: FunctionType) -> bool:
 
 def _resolve_dotted_name(
     function: FunctionType, names: tuple[str, ...]
-) -> Iterator[tuple[dict, str, tuple[str, ...]]]:
+) -> Iterator[tuple[Source, tuple[str, ...]]]:
     """Resolve a dotted global name.
 
-    Yields (namespace, name, remaining names) for every module namespace on the way.
+    Yields (source, remaining names) for every module namespace on the way.
     """
     table: dict = function.__globals__
     for i, name in enumerate(names):
         if name not in table:
             return
-        yield table, name, names[i + 1 :]
+        yield Source(table, (name,)), names[i + 1 :]
         if not isinstance(value := table[name], ModuleType) or not is_own(value.__name__):
             return
         table = value.__dict__
@@ -227,8 +228,7 @@ def _plain_functions(function: Any) -> Iterator[FunctionType]:
 
 def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[Any]:
     """Yield what a function may call: globals, methods of classes, closure variables."""
-    for table, name in global_names(function):
-        yield table[name]
+    yield from (source.read() for source in global_sources(function))
     for cls, attribute in class_names(function):
         unnamed = () if is_installed(cls.__module__) else _UNNAMED
         yield from (
@@ -238,9 +238,7 @@ def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[
         )
     for name in _method_names(function.__code__):
         yield from methods.get(name, ())
-    for cell in function.__closure__ or ():
-        if cell != _EMPTY and is_function(cell.cell_contents):
-            yield cell.cell_contents
+    yield from filter(is_function, (source.read() for source in cell_sources(function)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -293,7 +291,6 @@ def reachable_values(function: Any) -> Iterator[Any]:
     elif isinstance(function, MethodType):
         yield from (function.__self__, *reachable_values(function.__func__))
     elif isinstance(function, FunctionType):
-        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
         class_attributes = (
             value
             for cls, attribute in class_names(function)
@@ -301,9 +298,9 @@ def reachable_values(function: Any) -> Iterator[Any]:
             if name == attribute
         )
         yield from (
-            *cells,
+            *(v for source in cell_sources(function) if (v := source.read()) is not ABSENT),
             *(function.__defaults__ or ()),
-            *(table[name] for table, name in global_names(function)),
+            *(source.read() for source in global_sources(function)),
             *class_attributes,
         )
     else:

@@ -10,7 +10,7 @@ lists, tables, sets and NumPy arrays. Tensors, functions and objects are compare
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
-from .number_guards import Conditions
-from .places import COUNTED, DEEP, LISTS, LONG, is_table
+from .source import ABSENT, DEEP, LISTS, LONG, Marker, Source, attributes, attributes_of, is_table
+from .state_inputs import COUNTED, Conditions
 from .symbolic_numbers import SymbolicNumber
-from .variable_tables import Variables
 
 _PLAIN = (
     bool,
@@ -41,25 +40,12 @@ _CONTAINERS = (tuple, dict, *LISTS)
 _VERY_LONG = 100 * LONG  # limit of plain values that are compared in one list
 # hooks, tables and `training`, which other guards cover
 KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
-
-
-class _Marker:
-    """A marker in the place of a value."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-    def __repr__(self) -> str:
-        return self.why
-
-
-ABSENT, ANY = _Marker("absent"), _Marker("anything")
-A_TABLE = "a table"  # name of a table in a closure, or of an argument of a partial
+ANY = Marker("anything")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The guard on a tensor that the program takes from its place in every run."""
+    """The predicate on a tensor that the program takes from its source in every run."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,7 +64,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Contents:
-    """A snapshot of a list, tuple or table.
+    """A snapshot of a list, tuple or table, or of the attributes of an object.
 
     Items are plain values, tensors, further Contents, or Kind or ANY in place of tensors.
     """
@@ -86,11 +72,6 @@ class Contents:
     cls: type
     keys: tuple
     items: tuple
-
-    def leaves(self) -> Iterator[Any]:
-        """Yield the items, and those of nested Contents."""
-        for item in self.items:
-            yield from item.leaves() if isinstance(item, Contents) else (item,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,102 +93,114 @@ class Copied:
         return now == self.value
 
 
+@dataclass(frozen=True)
+class HasAttributes:
+    """Which of these names an object has as attributes."""
+
+    names: Container[str]
+    present: tuple[str, ...]
+
+    @staticmethod
+    def of(holder: Any, names: Container[str]) -> HasAttributes:
+        return HasAttributes(names, tuple(filter(names.__contains__, attributes_of(holder) or {})))
+
+    def hold(self, now: Any) -> bool:
+        """Return whether the object has the same of them."""
+        return HasAttributes.of(now, self.names).present == self.present
+
+
+_PREDICATES = (Kind, Contents, Conditions, Copied, HasAttributes)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What a program depends on: a predicate of the value of a source.
+
+    The predicate is one of _PREDICATES. Any other stands for equality with it, or identity.
+    """
+
+    source: Source
+    predicate: Any
+
+    def holds(self) -> bool:
+        """Return whether the value satisfies the predicate."""
+        return matches(self.source.read(), self.predicate)
+
+    def described(self) -> str:
+        """Describe the current value, the same in all processes that have it."""
+        value = self.source.read()
+        if isinstance(self.predicate, HasAttributes):
+            value = HasAttributes.of(value, self.predicate.names).present
+        elif isinstance(self.predicate, Contents) and type(value) is self.predicate.cls:
+            value = snapshot_components(value)
+        return _describe(value)
+
+
 class Guards:
-    """Guards on entries of tables; ABSENT where the instance had no entry."""
+    """The guards on what a program has read."""
 
-    def __init__(self) -> None:
-        self.tables: list[dict[str, Any]] = []
-        self.names: list[str] = []
-        # plain values, tensors and objects first, then Kind, Contents, Conditions and Copied
-        self.values: list[Any] = []
-        self.simple = 0  # how many of the values come first
-        # (table, name, value) of tables that are no dicts
-        self.others: list[tuple[Any, str, Any]] = []
+    def __init__(self, guards: Iterable[Guard] = ()) -> None:
+        """Sort the guards by how they are compared.
 
-    def add(self, table: Any, name: str, value: Any) -> None:
-        """Add a guard. table: a dict, Variables, or another object with `get`."""
-        if not isinstance(table, dict):
-            self.others.append((table, name, value))
-            return
-        is_simple = not isinstance(value, (Kind, Contents, Conditions, Copied))
-        place = self.simple if is_simple else len(self.values)
-        for column, entry in ((self.tables, table), (self.names, name), (self.values, value)):
-            column.insert(place, entry)
-        self.simple += is_simple
-
-    def now(self) -> list[Any]:
-        """Return the current entries of the dicts."""
-        return [*map(dict.get, self.tables, self.names, repeat(ABSENT))]
-
-    def changed(self) -> Iterator[tuple[Any, tuple, Any]]:
-        """Yield (root, path, value) of numbers and tensors that differ from their guards.
-
-        This includes those in lists and tables that attributes and variables hold.
+        Entries of dicts are read in C, first those whose values mostly are the same objects.
         """
-        others = (
-            (table, name, table.get(name, ABSENT), value)
-            for table, name, value in self.others
-            if isinstance(table, Variables)
-        )
-        for table, name, now, value in (
-            *zip(self.tables, self.names, self.now(), self.values),
-            *others,
-        ):
-            root, path = (now, ()) if name == A_TABLE else (table, (name,))
-            yield from ((root, *leaf) for leaf in _changed_leaves(now, value, path))
-
-    def differing(self) -> list[str]:
-        """Return the names of the entries whose guards fail."""
-        return [
-            *(
-                name
-                for name, now, value in zip(self.names, self.now(), self.values)
-                if not matches(now, value)
-            ),
-            *(
-                name
-                for table, name, value in self.others
-                if not matches(table.get(name, ABSENT), value)
-            ),
+        entries = [(guard, guard.source.dict_entry()) for guard in guards]
+        order = [
+            *((guard, e) for guard, e in entries if e and not _is_predicate(guard)),
+            *((guard, e) for guard, e in entries if e and _is_predicate(guard)),
         ]
-
-    def described(self, owners: Mapping[int, str]) -> list[tuple[str, str]]:
-        """Return names and descriptions of the current entries, the same text in every process.
-
-        owners: the prefix of the names of a module, by the id of its table.
-        """
-        now = [
-            *zip(self._qualified_names(owners), self.now()),
-            *((name, table.get(name, ABSENT)) for table, name, _ in self.others),
-        ]
-        return [(f"'{name}'", _describe(value)) for name, value in now]
-
-    def tensors(self, owners: Mapping[int, str]) -> dict[int, str]:
-        """Return the names of the tensors in the guards, by their ids."""
-        entries = [
-            *zip(self._qualified_names(owners), self.values),
-            *((name, value) for _, name, value in self.others),
-        ]
-        return {
-            id(leaf): name
-            for name, value in entries
-            for leaf in (value.leaves() if isinstance(value, Contents) else (value,))
-            if isinstance(leaf, Tensor)
-        }
-
-    def _qualified_names(self, owners: Mapping[int, str]) -> list[str]:
-        return [owners.get(id(table), "") + name for table, name in zip(self.tables, self.names)]
+        self.rest = [guard for guard, entry in entries if entry is None]
+        self.guards = [*(guard for guard, _ in order), *self.rest]
+        self.simple = sum(not _is_predicate(guard) for guard, _ in order)
+        self.tables, self.keys = [e[0] for _, e in order], [e[1] for _, e in order]
+        self.predicates = [guard.predicate for guard, _ in order]
 
     def hold(self) -> bool:
         """Return whether all guards hold."""
-        now = self.now()
-        if not all(map(is_, now[: self.simple], self.values)) and not all(
-            map(matches, now[: self.simple], self.values)
+        now, simple = [*map(dict.get, self.tables, self.keys, repeat(ABSENT))], self.simple
+        if not all(map(is_, now[:simple], self.predicates)) and not all(
+            map(matches, now[:simple], self.predicates)
         ):
             return False
-        return all(map(matches, now[self.simple :], self.values[self.simple :])) and all(
-            matches(table.get(name, ABSENT), value) for table, name, value in self.others
+        return all(map(matches, now[simple:], self.predicates[simple:])) and all(
+            guard.holds() for guard in self.rest
         )
+
+    def changed(self) -> Iterator[tuple[Source, Any]]:
+        """Yield source and value of numbers and tensors that differ from their guards.
+
+        This includes those in lists and tables that attributes and variables hold.
+        """
+        for guard in self.guards:
+            yield from _changed_leaves(guard.source, guard.source.read(), guard.predicate)
+
+    def differing(self) -> list[str]:
+        """Return the names of the sources whose guards fail."""
+        return [guard.source.name for guard in self.guards if not guard.holds()]
+
+    def described(self, owners: Mapping[int, str]) -> list[tuple[str, str]]:
+        """Return names and descriptions of the current values, the same text in every process.
+
+        owners: the prefix of the names of a module, by its id.
+        """
+        return [(f"'{_name(guard, owners)}'", guard.described()) for guard in self.guards]
+
+    def tensors(self, owners: Mapping[int, str]) -> dict[int, str]:
+        """Return the names of the tensors in the guards, by their ids."""
+        return {
+            id(leaf): _name(guard, owners)
+            for guard in self.guards
+            for leaf in leaves_of(guard.predicate)
+            if isinstance(leaf, Tensor)
+        }
+
+
+def _is_predicate(guard: Guard) -> bool:
+    return isinstance(guard.predicate, _PREDICATES)
+
+
+def _name(guard: Guard, owners: Mapping[int, str]) -> str:
+    return owners.get(id(guard.source.root), "") + guard.source.name
 
 
 def is_plain(value: Any) -> bool:
@@ -242,8 +235,30 @@ def snapshot(value: Any, depth: int = 0) -> Any:
         or _is_constant(value)
     ):
         return value
-    keys, items = (tuple(value), value.values()) if isinstance(value, dict) else ((), value)
+    return snapshot_components(value, depth)
+
+
+def snapshot_components(value: Any, depth: int = 0) -> Contents:
+    """Return a snapshot of a list, tuple or table, or of the attributes of an object."""
+    keys, items = _keys_and_items(value)
     return Contents(type(value), keys, tuple(snapshot(item, depth + 1) for item in items))
+
+
+def _keys_and_items(value: Any) -> tuple[tuple, Collection[Any]]:
+    """Return keys and items of a table or an object; of a list or tuple no keys."""
+    if isinstance(value, (tuple, *LISTS)):
+        return (), value
+    table = value if isinstance(value, dict) else attributes(value)
+    return tuple(table), table.values()
+
+
+def leaves_of(snapshot: Any) -> Iterator[Any]:
+    """Yield the values in a snapshot."""
+    if isinstance(snapshot, Contents):
+        for item in snapshot.items:
+            yield from leaves_of(item)
+    else:
+        yield snapshot
 
 
 def _copy_values(value: Any) -> Copied | None:
@@ -267,17 +282,15 @@ def _is_constant(value: Any) -> bool:
     )
 
 
-def _changed_leaves(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, Any]]:
-    """Yield path and value of the numbers and tensors that differ from the guard."""
+def _changed_leaves(source: Source, now: Any, value: Any) -> Iterator[tuple[Source, Any]]:
+    """Yield source and value of the numbers and tensors that differ from the guard."""
     if type(value) is tuple:
         value = Contents(tuple, (), value)
-    if isinstance(value, Contents) and type(now) is value.cls and len(now) == len(value.items):
-        keys, items = (
-            (tuple(now), now.values()) if isinstance(now, dict) else (tuple(range(len(now))), now)
-        )
-        if keys == (value.keys or keys):
-            for key, one, other in zip(keys, items, value.items):
-                yield from _changed_leaves(one, other, (*path, key))
+    if isinstance(value, Contents) and type(now) is value.cls:
+        keys, items = _keys_and_items(now)
+        if keys == value.keys and len(items) == len(value.items):
+            for key, one, other in zip(keys or range(len(items)), items, value.items):
+                yield from _changed_leaves(source.at(key), one, other)
     elif (
         type(now) is type(value)
         and type(now) in COUNTED
@@ -286,7 +299,7 @@ def _changed_leaves(now: Any, value: Any, path: tuple) -> Iterator[tuple[tuple, 
         and isinstance(now, Tensor)
     ):
         if now is not value:
-            yield path, now
+            yield source, now
 
 
 def matches(now: Any, value: Any) -> bool:
@@ -295,14 +308,16 @@ def matches(now: Any, value: Any) -> bool:
         return True
     if isinstance(value, Kind):
         return isinstance(now, Tensor) and Kind.of(now) == value
-    if isinstance(value, (Conditions, Copied)):
+    if isinstance(value, (Conditions, Copied, HasAttributes)):
         return value.hold(now)
     if isinstance(value, Contents):
+        if type(now) is not value.cls:
+            return False
+        keys, items = _keys_and_items(now)
         return (
-            type(now) is value.cls
-            and len(now) == len(value.items)
-            and (not isinstance(now, dict) or tuple(now) == value.keys)
-            and all(map(matches, now.values() if isinstance(now, dict) else now, value.items))
+            keys == value.keys
+            and len(items) == len(value.items)
+            and all(map(matches, items, value.items))
         )
     return (
         type(now) is type(value)
@@ -318,10 +333,8 @@ def _describe(value: Any) -> str:
     The order of strings in a set differs between processes, so they are sorted.
     """
     value = snapshot(value)
-    if isinstance(value, (Tensor, Kind)):
+    if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}"
-    if isinstance(value, Conditions):
-        return f"{value.cls.__name__} {value.results}"
     if isinstance(value, Copied):
         return str(
             sorted(map(repr, value.value))
@@ -331,7 +344,7 @@ def _describe(value: Any) -> str:
     if not isinstance(value, Contents):
         return (
             repr(value)
-            if isinstance(value, (tuple, *_PLAIN))
+            if isinstance(value, (tuple, Marker, *_PLAIN))
             else getattr(value, "__qualname__", type(value).__name__)
         )
     items = [_describe(item) for item in value.items]

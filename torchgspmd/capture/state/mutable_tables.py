@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -14,44 +13,82 @@ from .bytecode_names import (
     assigned_cells,
     assigned_globals,
     class_names,
-    global_names,
+    global_sources,
     is_own,
     may_name_its_class,
     reachable_values,
 )
-from .guards import ABSENT, KEPT_BY_TORCH
-from .object_trees import slots_of
-from .places import LISTS, LONG, is_table
-from .variable_tables import Table, cell_variable, class_variables, slot_variables
+from .guards import KEPT_BY_TORCH, snapshot, snapshot_components
+from .source import (
+    ABSENT,
+    LISTS,
+    LONG,
+    Attribute,
+    Source,
+    Step,
+    attributes,
+    attributes_of,
+    component,
+    is_table,
+    slots_of,
+    step_name,
+)
 
 _MANY = 2000  # limit of tables below one module, object or table
 
 
-@dataclass
 class MutableTable:
-    """A dict or list, and its entries before the trace."""
+    """The entries of a dict or list, or the attributes of an object, and what they were.
 
-    container: Table
-    before: dict
-    last_entries: dict  # entries at the last look for mutations
-    # attributes of a module or object, global variables, or a table in a closure
-    root: Table
-    path: tuple = ()  # keys from the root to this table
-    # whether these are attributes, of which only tensors and plain values are tracked
-    attributes: bool = False
-    is_named: bool = False  # whether a function names the table, or the object of the attributes
-    # of variables and classes: names that functions assign, and names of tensors
-    names: tuple[str, ...] | None = None
+    before: before the trace. initial: with the stand-ins of the trace. last: at the last look for
+    mutations. steps: of variables and classes, those that functions assign, and those of tensors.
+    """
 
-    def entries(self) -> dict:
-        """Return the current entries; of a list by position."""
-        if self.names is None:
-            return _entries(self.container)
-        return {
-            name: value
-            for name in self.names
-            if (value := self.container.get(name, ABSENT)) is not ABSENT
-        }
+    before: dict[Step, Any]
+    initial: dict[Step, Any]
+    last: dict[Step, Any]
+
+    def __init__(
+        self,
+        source: Source,
+        container: Any,
+        are_attributes: bool = False,
+        is_named: bool = False,
+        steps: tuple[Step, ...] | None = None,
+    ) -> None:
+        """Take the entries.
+
+        are_attributes: whether these are attributes or variables, of which only tensors and plain
+        values are tracked. is_named: whether a function names the table, or the object.
+        """
+        self.source, self.container, self.are_attributes = source, container, are_attributes
+        self.is_named, self.steps = is_named, steps
+        self.before = self.initial = self.last = self.entries()
+
+    def entries(self) -> dict[Step, Any]:
+        """Return the current entries by their steps."""
+        if self.steps is not None:
+            return {
+                step: value
+                for step in self.steps
+                if (value := component(self.container, step)) is not ABSENT
+            }
+        if not self.are_attributes:
+            is_list = isinstance(self.container, LISTS)
+            return dict(enumerate(self.container) if is_list else self.container)
+        entries = attributes(self.container)
+        if isinstance(self.container, nn.Module):
+            return {step: v for step, v in entries.items() if step.name not in KEPT_BY_TORCH}
+        return entries
+
+    def snapshot(self) -> Any:
+        """Return a snapshot of the entries that `matches` compares with."""
+        return (snapshot_components if self.are_attributes else snapshot)(self.container)
+
+    def initial_of(self, step: Step) -> tuple[Any] | None:
+        """Return what the entry was at first, ABSENT if it was not; None if it is not tracked."""
+        is_tracked = self.steps is None or step in self.steps
+        return (self.initial.get(step, ABSENT),) if is_tracked else None
 
 
 def find_tables(
@@ -67,50 +104,41 @@ def find_tables(
     """
     seen: set[int] = set()
     for holder in (*modules, *objects):
-        if is_table(attributes := getattr(holder, "__dict__", None)):
-            yield from _nested_tables(attributes, seen, attributes, (), True)
-        if slots_of(type(holder)):
-            yield from _nested_tables(
-                slot_variables(holder), seen, slot_variables(holder), (), True
-            )
+        if attributes_of(holder) is not None or slots_of(type(holder)):
+            yield from _nested_tables(holder, seen, Source(holder), True)
     for module in modules:
-        yield from _nested_tables(module._buffers, seen, module._buffers)
+        yield from _nested_tables(module._buffers, seen, Source(module._buffers))
     variables = {
-        id(table[name]): (table, (name,))
+        id(value): source
         for function in called
-        for table, name in global_names(function)
-        if is_table(table[name])
+        for source in global_sources(function)
+        if is_table(value := source.read())
     }
     for function in (*functions, *called):
         for value in reachable_values(function):
-            attributes = (
-                value if isinstance(value, (dict, *LISTS)) else getattr(value, "__dict__", None)
-            )
-            if is_table(attributes) and not isinstance(value, (Tensor, ModuleType)):
-                root, path = variables.get(id(value), (attributes, ()))
-                yield from _nested_tables(
-                    attributes, seen, root, path, attributes is not value, True
-                )
-    written: dict[int, tuple[Table, dict[str, None]]] = {}
+            is_container = isinstance(value, (dict, *LISTS))
+            if (
+                is_table(value) if is_container else attributes_of(value) is not None
+            ) and not isinstance(value, (Tensor, ModuleType)):
+                source = variables.get(id(value), Source(value))
+                yield from _nested_tables(value, seen, source, not is_container, True)
+    assigned: dict[Source, dict[Step, None]] = {}
+    sources = [*_assigned_variables(called), *_class_attributes((*modules, *objects), called)]
+    for source in sources:
+        assigned.setdefault(Source(source.root), {})[source.steps[0]] = None
+    for source, steps in assigned.items():
+        yield MutableTable(source, source.root, True, steps=tuple(steps))
+
+
+def _assigned_variables(called: Sequence[FunctionType]) -> Iterator[Source]:
+    """Yield the variables that functions may assign, and those that hold tensors."""
     for function in called:
-        tensors = (
-            (table, name)
-            for table, name in global_names(function)
-            if isinstance(table[name], Tensor)
-        )
-        cells = ((cell_variable(name, cell), name) for name, cell in assigned_cells(function))
-        for table, name in (*assigned_globals(function), *tensors, *cells):
-            written.setdefault(id(table), (table, {}))[1][name] = None
-    for table, name in _class_attributes((*modules, *objects), called):
-        written.setdefault(id(table), (table, {}))[1][name] = None
-    for table, names in written.values():
-        entries = {name: table[name] for name in names if name in table}
-        yield MutableTable(table, entries, entries, table, (), True, names=tuple(names))
+        yield from assigned_globals(function)
+        yield from (s for s in global_sources(function) if isinstance(s.read(), Tensor))
+        yield from assigned_cells(function)
 
 
-def _class_attributes(
-    holders: Sequence[Any], called: Sequence[FunctionType]
-) -> Iterator[tuple[Table, str]]:
+def _class_attributes(holders: Sequence[Any], called: Sequence[FunctionType]) -> Iterator[Source]:
     """Yield the class attributes that functions may assign, and those that hold tensors."""
     kinds, assigned_anywhere = _bases(map(type, holders)), set()
     for function in called:
@@ -121,14 +149,14 @@ def _class_attributes(
             *(kinds if may_name_its_class(function) else ()),
         ]
         yield from (
-            (class_variables(cls), name)
+            Source(cls, (Attribute(name),))
             for cls in classes
             for name in names
             if not _is_descriptor(cls.__dict__.get(name))
         )
     for cls in kinds:
         yield from (
-            (class_variables(cls), name)
+            Source(cls, (Attribute(name),))
             for name, value in cls.__dict__.items()
             if isinstance(value, Tensor) or name in assigned_anywhere and not _is_descriptor(value)
         )
@@ -147,11 +175,10 @@ def _is_descriptor(value: Any) -> bool:
 
 
 def _nested_tables(
-    container: Table,
+    container: Any,
     seen: set[int],
-    root: Table,
-    path: tuple = (),
-    attributes: bool = False,
+    source: Source,
+    are_attributes: bool = False,
     is_named: bool = False,
     inside: set[int] | None = None,
 ) -> Iterator[MutableTable]:
@@ -162,15 +189,10 @@ def _nested_tables(
     if id(container) in seen:
         return
     seen.add(id(container))
-    entries = _entries(container)
-    yield MutableTable(container, entries, entries, root, path, attributes, is_named)
+    table = MutableTable(source, container, are_attributes, is_named)
+    yield table
     inside = set() if inside is None else inside
-    for name, value in entries.items() if len(entries) <= LONG else ():
-        if is_table(value) and name not in KEPT_BY_TORCH and len(inside) < _MANY:
+    for step, value in table.before.items() if len(table.before) <= LONG else ():
+        if is_table(value) and step_name(step) not in KEPT_BY_TORCH and len(inside) < _MANY:
             inside.add(id(value))
-            yield from _nested_tables(value, seen, root, (*path, name), inside=inside)
-
-
-def _entries(container: Table) -> dict:
-    """Return the entries of a table; of a list by position."""
-    return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container)
+            yield from _nested_tables(value, seen, source.at(step), inside=inside)

@@ -19,28 +19,26 @@ from torch import Tensor, nn
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
 from ..normalize import NUMBERS
-from .argument_mutations import StateMutation, replace_tensors
 from .bytecode_names import called_functions, reachable_values
 from .guards import (
-    A_TABLE,
-    ABSENT,
     ANY,
     KEPT_BY_TORCH,
     Contents,
+    Guard,
     Guards,
     Kind,
     is_plain,
     is_watched,
+    leaves_of,
     matches,
-    snapshot,
 )
 from .mutable_tables import MutableTable, find_tables
-from .number_guards import Tally
 from .object_trees import opened
-from .places import LISTS, NumberPlace, Place, State, is_table
 from .recorder import Reach, Recorder
-from .symbolic_numbers import SymbolicNumber, at_backward, tally_of
-from .variable_tables import ClassVariables, Table, Variables
+from .source import ABSENT, LISTS, Source, Step, is_table, set_component, step_name
+from .state_inputs import NumberInput, State, TensorInput
+from .symbolic_numbers import SymbolicNumber, at_backward, number_of
+from .writes import EXTEND, REPLACE, Write, replace_tensors
 
 
 class Tables:
@@ -72,11 +70,11 @@ class Tables:
             self.functions += [m.forward, *(hook for table in hooks for hook in table.values())]
         self._reach()
         self.tables = [*find_tables(self.modules, self.objects, self.functions, self.called)]
-        self.globals = {id(t.container): t.names for t in self.tables if t.names is not None}
-        self.changed: set[tuple[int, Any]] = set()  # entries of roots
-        # (stand-in, index of the place, guard on its tensor) by the id of the stand-in
-        self.places: dict[int, tuple[Tensor, int, Kind]] = {}
-        self.numbers: list[Tally] = []
+        self.table_of = {id(table.container): table for table in self.tables}
+        self.changed: dict[Source, None] = {}  # entries of roots, as an ordered set
+        # (stand-in, index of the input, predicate on its tensor) by the id of the stand-in
+        self.stand_ins: dict[int, tuple[Tensor, int, Kind]] = {}
+        self.numbers: list[NumberInput] = []
         self.recorder: Recorder | None = None  # while a module is traced
 
     def _reach(self) -> None:
@@ -99,48 +97,41 @@ class Tables:
         self.objects = [*reach.objects.values()] if self.modules else []
 
     @contextmanager
-    def substitute(self, places: Sequence[Place], stand_ins: Sequence[Tensor]) -> Iterator[None]:
-        """Put stand-ins into the places for the time of a trace, then restore all tables.
+    def substitute(
+        self, inputs: Sequence[TensorInput], stand_ins: Sequence[Tensor]
+    ) -> Iterator[None]:
+        """Put stand-ins in the place of inputs for the time of a trace, then restore all tables.
 
         Objects that were assigned to attributes stay.
         """
-        before = [place.value() for place in places]
-        self.places = {
+        before = [each.source.read() for each in inputs]
+        self.stand_ins = {
             id(tensor): (tensor, i, Kind.of(value))
             for i, (value, tensor) in enumerate(zip(before, stand_ins))
             if isinstance(value, Tensor)
         }
-        self.numbers = [
-            Tally(place, value, tensor)
-            for place, value, tensor in zip(places, before, stand_ins)
-            if isinstance(place, NumberPlace)
-        ]
+        self.numbers = [each for each in inputs if isinstance(each, NumberInput)]
         try:
-            for place, tensor in zip(places, stand_ins):
-                place.put(tensor)
-            for tally in self.numbers:
-                tally.place.put(SymbolicNumber(tally))
+            for each, value, tensor in zip(inputs, before, stand_ins):
+                if isinstance(each, NumberInput):
+                    each.value, each.traced = value, tensor
+                    each.source.write(SymbolicNumber(each))
+                else:
+                    each.source.write(tensor)
             for table in self.tables:
-                table.last_entries = table.entries()
-            self.initial_entries = {
-                id(table.container): table.last_entries for table in self.tables
-            }
-            self.named = [
-                (table, snapshot(table.container)) for table in self.tables if table.is_named
-            ]
+                table.initial = table.last = table.entries()
+            self.named = [(table, table.snapshot()) for table in self.tables if table.is_named]
             if self.recorder is not None:
                 self.recorder.record_variables(self.called)
             yield
         finally:
             for table in self.tables:
                 self._restore(table)
-            for tally in self.numbers:
-                if tally.place.is_there() and type(tally.place.value()) is SymbolicNumber:
-                    tally.place.put(tally.value)
             # Stand-ins may remain in global variables.
-            for place, tensor, value in zip(places, stand_ins, before):
-                if place.is_there() and place.value() is tensor:
-                    place.put(value)
+            for each, tensor, value in zip(inputs, stand_ins, before):
+                now = each.source.read()
+                if now is tensor or type(now) is SymbolicNumber:
+                    each.source.write(value)
 
     def _restore(self, table: MutableTable) -> None:
         """Restore the entries of a table."""
@@ -150,193 +141,173 @@ class Tables:
                 container.clear()
                 container.extend(before.values())
             return
-        for name, value in table.entries().items():
-            if value is not before.get(name, ABSENT) and self._is_mutation(name, value):
-                _put(container, name, before.get(name, ABSENT))
+        now = table.entries()
+        for step, value in now.items():
+            if value is not before.get(step, ABSENT) and self._is_mutation(step, value):
+                set_component(container, step, before.get(step, ABSENT))
         # Only missing entries are written: the table may be read-only.
-        for name in [name for name in before if name not in container]:
-            container[name] = before[name]
+        for step in [step for step in before if step not in now]:
+            set_component(container, step, before[step])
 
-    def mutations(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[StateMutation]:
-        """Return the mutations since the last look; append their tensors to the outputs.
+    def writes(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[Write]:
+        """Return what was written since the last look; append its tensors to the outputs.
 
         state: parameters and buffers, which do not count: an LSTM has its weights in a list, too.
         """
-        mutations, state_ids = [], frozenset(map(id, state))
+        writes, state_ids = [], frozenset(map(id, state))
         for table in self.tables:
-            old, now = table.last_entries, table.entries()
-            table.last_entries = now
-            for name, value in now.items():
-                if isinstance(value, NUMBERS) and value is not old.get(name):
+            old, now = table.last, table.entries()
+            table.last = now
+            for step, value in now.items():
+                if isinstance(value, NUMBERS) and value is not old.get(step):
                     raise ShardingError(
-                        f"the program puts a number into '{name}' that is known only when it runs",
+                        f"the program puts a number into '{step_name(step)}' that is known only "
+                        "when it runs",
                         where=user_line(),
                         fix="keep the tensor, and call item() on it outside",
                     )
-            changed = {
-                name: value
-                for name, value in now.items()
-                if value is not old.get(name, ABSENT)
-                and self._is_mutation(name, value, state_ids)
-                and not matches(value, old.get(name, ABSENT))
-            }
-            removed = tuple(
-                name
-                for name in old
-                if name not in now and (not table.attributes or self._is_mutation(name, old[name]))
-            )
-            appended: list = []
-            is_whole_list = isinstance(table.container, LISTS) and len(now) < len(old)
-            if isinstance(table.container, LISTS) and len(now) != len(old):
-                is_whole_list = is_whole_list or any(name < len(old) for name in changed)
-                appended = [*table.container][0 if is_whole_list else len(old) :]
-                changed, removed = {}, ()
-            if not (changed or removed or appended or is_whole_list):
-                continue
-            entries = {name: replace_tensors(value, outputs) for name, value in changed.items()}
-            mutations.append(
-                StateMutation(
-                    table.root,
-                    table.path,
-                    entries,
-                    removed,
-                    replace_tensors(appended, outputs),
-                    is_whole_list,
-                )
-            )
-            names = [
-                *changed,
-                *removed,
-                *(range(0 if is_whole_list else len(old), len(now)) if appended else ()),
-            ]
-            for name in names or [0]:
-                self.changed.add((id(table.root), (*table.path, name)[0]))
-                self.state.add(table.root, (*table.path, name), changed.get(name))
-        return mutations
+            for write in self._writes_of(table, old, now, state_ids):
+                first = len(old) if write.how == EXTEND else 0
+                items = map(write.source.at, range(first, len(now)) or (0,))
+                for source in (write.source,) if write.source.steps else items:
+                    self.changed[source.entry] = None
+                    self.state.add(source, write.value)
+                if write.value is not ABSENT:
+                    write = replace(write, value=replace_tensors(write.value, outputs))
+                writes.append(write)
+        return writes
+
+    def _writes_of(
+        self, table: MutableTable, old: dict[Step, Any], now: dict[Step, Any], state: frozenset[int]
+    ) -> Iterator[Write]:
+        """Yield the writes that turn the old entries of a table into the new ones."""
+        changed = {
+            step: value
+            for step, value in now.items()
+            if value is not old.get(step, ABSENT)
+            and self._is_mutation(step, value, state)
+            and not matches(value, old.get(step, ABSENT))
+        }
+        if isinstance(table.container, LISTS) and len(now) != len(old):
+            is_whole = len(now) < len(old) or any(position < len(old) for position in changed)
+            items = [*table.container][0 if is_whole else len(old) :]
+            yield Write(table.source, items, REPLACE if is_whole else EXTEND)
+            return
+        yield from (Write(table.source.at(step), value) for step, value in changed.items())
+        for step, value in old.items():
+            if step not in now and (not table.are_attributes or self._is_mutation(step, value)):
+                yield Write(table.source.at(step), ABSENT)
 
     def start_backward(self) -> None:
-        """Let numbers of the backward be those that forward left in the places."""
-        for tally in self.numbers:
-            if tally.place.is_there() and type(symbol := tally.place.value()) is SymbolicNumber:
-                tally.place.put(at_backward(symbol, tally.place))
+        """Let numbers of the backward be those that forward left in the state."""
+        for number in self.numbers:
+            if type(symbol := number.source.read()) is SymbolicNumber:
+                number.source.write(at_backward(symbol, number.source))
         for table in self.tables:
-            table.last_entries = table.entries()
+            table.last = table.entries()
 
-    def _is_mutation(self, name: Any, value: Any, excluded: frozenset[int] = frozenset()) -> bool:
+    def _is_mutation(self, step: Step, value: Any, excluded: frozenset[int] = frozenset()) -> bool:
         """Return whether runs write the entry: it is plain, or a tensor of the trace."""
-        return name not in KEPT_BY_TORCH and (
+        return step_name(step) not in KEPT_BY_TORCH and (
             is_plain(value) or _contains_tensor(value, self.traced, excluded)
         )
 
-    def reads(self, used: Container[int], operands: Container[int]) -> Guards:
+    def guards(self, used: Container[int], operands: Container[int]) -> Guards:
         """Return the guards on what was read, and on tables and objects that functions name.
 
-        used: the places whose tensors the program uses. operands: ids of other tensors that
+        used: the inputs whose tensors the program uses. operands: ids of other tensors that
         functions were called with.
         """
         self.operands = operands
-        reads = (
-            self.recorder.to_guards(lambda *entry: self._guard_of_read(used, *entry))
-            if self.recorder is not None
-            else Guards()
-        )
-        tallies = {
-            tally.place.name: tally for tally in self.numbers if tally.place.root is self.varying
-        }
+        return Guards(self._guards(used))
+
+    def _guards(self, used: Container[int]) -> Iterator[Guard]:
+        if self.recorder is not None:
+            yield from self.recorder.to_guards(lambda *entry: self._predicate_of_read(used, *entry))
+        numbers = {number.source: number for number in self.numbers}
         for name, value in self.varying.items():
-            reads.add(
-                self.varying, name, tallies[name].to_conditions() if name in tallies else value
-            )
-        classes = {
-            id(table.container): table.container
-            for table in self.tables
-            if isinstance(table.container, ClassVariables)
-        }
-        for holder, name in self.changed:  # a read through type(self) is not recorded
-            if holder in classes and (
-                self.recorder is None or (holder, name) not in self.recorder.entries
+            source = Source(self.varying, (name,))
+            is_input = source in numbers
+            yield Guard(source, numbers[source].to_conditions() if is_input else value)
+        for source in self.changed:  # a read through type(self) is not recorded
+            if isinstance(source.root, type) and (
+                self.recorder is None or source not in self.recorder.entries
             ):
-                compared = self._guard_value(
-                    self.initial_entries[holder].get(name, ABSENT), used, True
-                )
-                if compared is not ANY:
-                    reads.add(classes[holder], name, compared)
+                before = self.table_of[id(source.root)].initial.get(source.steps[0], ABSENT)
+                if (predicate := self._predicate(before, used, True)) is not ANY:
+                    yield Guard(source, predicate)
         for table, contents in self.named:
-            if not table.attributes or any(self._is_used(leaf, used) for leaf in contents.leaves()):
-                compared = self._guard_value(
-                    contents, used, table.attributes or self._is_changed(table.root, table.path[:1])
-                )
-                if compared is not ANY:
-                    reads.add(
-                        *(
-                            (table.root, table.path[0])
-                            if table.path
-                            else ({A_TABLE: table.root}, A_TABLE)
-                        ),
-                        compared,
-                    )
-        return reads
+            if table.are_attributes and not any(
+                self._is_used(leaf, used) for leaf in leaves_of(contents)
+            ):
+                continue
+            is_changed = table.are_attributes or self._is_changed(table.source)
+            if (predicate := self._predicate(contents, used, is_changed)) is not ANY:
+                yield Guard(table.source, predicate)
 
-    def _guard_of_read(
-        self, used: Container[int], table: dict, name: str, value: Any, then: Any
+    def _predicate_of_read(
+        self, used: Container[int], source: Source, value: Any, then: Any
     ) -> Any:
-        """Return the guard on an entry that was read.
+        """Return the predicate of the guard on what was read.
 
-        value: the entry when it was read. then: its snapshot.
+        value: the value when it was read. then: its snapshot.
         """
-        initial = self.initial_entries.get(id(table))
-        if initial is not None and name not in self.globals.get(id(table), (name,)):
-            initial = None
+        table = self.table_of.get(id(source.root)) if source.steps else None
+        initial = table.initial_of(source.steps[0]) if table is not None else None
         if (
             initial is None
-            and isinstance(table, Variables)
+            and source.steps
+            and source.dict_entry() is None
             and not self._has_stand_in(then)
-            and not matches(table.get(name, ABSENT), then)
+            and not matches(source.read(), then)
         ):
             warnings.warn(
-                f"forward assigns '{name}' in a way that is not seen: runs of the program "
+                f"forward assigns '{source.name}' in a way that is not seen: runs of the program "
                 "do not; keep it in an attribute of the "
                 "module",
                 stacklevel=2,
             )
             return ANY
-        if initial is not None and (
-            type(before := initial.get(name, ABSENT)) is SymbolicNumber or id(before) in self.places
-        ):
-            value = then = before  # the read may have come before the stand-in
-        if initial is not None and initial.get(name, ABSENT) is not value:
-            return ANY  # the program had written the entry before the read
-        if table.get(name, ABSENT) is not value and not is_watched(value) and not is_table(value):
+        if initial is not None:
+            before = initial[0]
+            if type(before) is SymbolicNumber or id(before) in self.stand_ins:
+                value = then = before  # the read may have come before the stand-in
+            if before is not value:
+                return ANY  # the program had written the entry before the read
+        if source.read() is not value and not is_watched(value) and not is_table(value):
             return ANY  # an object that the trace replaced
-        return self._guard_value(then, used, self._is_changed(table, (name,)))
+        return self._predicate(then, used, self._is_changed(source))
 
     def _has_stand_in(self, value: Any) -> bool:
-        """Return whether the value is or contains a stand-in for the content of a place."""
-        leaves = value.leaves() if isinstance(value, Contents) else (value,)
-        return any(type(leaf) is SymbolicNumber or id(leaf) in self.places for leaf in leaves)
+        """Return whether the value is or contains a stand-in for an input."""
+        return any(
+            type(leaf) is SymbolicNumber or id(leaf) in self.stand_ins for leaf in leaves_of(value)
+        )
 
-    def _is_changed(self, root: Table, path: tuple) -> bool:
-        """Return whether the program writes into the root, or into this entry of it."""
-        return any(entry[: 1 + len(path)] == (id(root), *path) for entry in self.changed)
+    def _is_changed(self, source: Source) -> bool:
+        """Return whether the program writes into the entry, or of a root into any entry."""
+        return source.entry in self.changed or (
+            not source.steps and any(entry.root is source.root for entry in self.changed)
+        )
 
-    def _guard_value(self, value: Any, used: Container[int], is_changed: bool) -> Any:
-        """Return the guard on a snapshot.
+    def _predicate(self, value: Any, used: Container[int], is_changed: bool) -> Any:
+        """Return the predicate of the guard with a snapshot.
 
         A list that the program appends to is not guarded if its tensors are not used.
         """
 
         def leaf(value: Any) -> Any:
             if type(value) is SymbolicNumber:
-                return tally_of(value).to_conditions()
+                return number_of(value).to_conditions()
             if not isinstance(value, self.traced):
                 return (
                     ANY if isinstance(value, Tensor) and id(value) not in self.operands else value
                 )
-            return self.places[id(value)][2] if self._is_used(value, used) else ANY
+            return self.stand_ins[id(value)][2] if self._is_used(value, used) else ANY
 
         if not isinstance(value, Contents):
             return leaf(value)
-        tensors = [x for x in value.leaves() if isinstance(x, Tensor)]
+        tensors = [x for x in leaves_of(value) if isinstance(x, Tensor)]
         if (
             is_changed
             and issubclass(value.cls, LISTS)
@@ -345,36 +316,28 @@ class Tables:
         ):
             return ANY
         return replace(
-            value, items=tuple(self._guard_value(item, used, is_changed) for item in value.items)
+            value, items=tuple(self._predicate(item, used, is_changed) for item in value.items)
         )
 
     def _is_used(self, value: Any, used: Container[int]) -> bool:
-        """Return whether the value stands in a place whose tensor the program uses."""
-        return id(value) in self.places and self.places[id(value)][1] in used
+        """Return whether the value stands for an input whose tensor the program uses."""
+        return id(value) in self.stand_ins and self.stand_ins[id(value)][1] in used
 
-    def owner_of(self, tensor: Tensor) -> tuple[Table, tuple] | None:
-        """Return the entry that holds a tensor, or the tensor that it is a view of."""
+    def source_of(self, tensor: Tensor) -> Source | None:
+        """Return the source that has a tensor, or the tensor that it is a view of."""
         memory = tensor.untyped_storage()._cdata
         for table in self.tables:
-            for name, value in table.before.items():
+            for step, value in table.before.items():
                 tensors = [
                     x
                     for x in pytree.tree_leaves(value)
                     if isinstance(x, Tensor) and x.layout is torch.strided
                 ]
-                if name not in KEPT_BY_TORCH and any(
+                if step_name(step) not in KEPT_BY_TORCH and any(
                     x.untyped_storage()._cdata == memory for x in tensors
                 ):
-                    return table.root, (*table.path, name)
+                    return table.source.at(step)
         return None
-
-
-def _put(container: Table, name: Any, value: Any) -> None:
-    """Write an entry, or delete it if the value is ABSENT."""
-    if value is ABSENT:
-        del container[name]
-    else:
-        container[name] = value
 
 
 def _contains_tensor(

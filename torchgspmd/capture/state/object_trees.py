@@ -5,7 +5,6 @@ model(x, past_key_values=cache)      # a cache of transformers holds tensors in 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -17,10 +16,8 @@ from torch import Tensor
 from ...compat.private_apis import _pytree as pytree
 from ...compat.private_apis import is_missing
 from ..rewrites.sparse_coo import Entries, is_sparse
+from .source import Attribute, Source, Step, components, set_component, slots_of
 
-ITEM, ATTRIBUTE = "item", "attribute"
-Key = tuple[str, Any]  # kind of a component, and its position, key or name
-Path = tuple[Key, ...]  # from a structure to one of its containers
 _NO_OBJECTS = (Tensor, type, Enum, ModuleType)
 _COLLECTIONS = (dict, list, tuple)
 OF_PYTHON = 1 << 9  # flag of classes that a class statement defines: Py_TPFLAGS_HEAPTYPE
@@ -31,8 +28,12 @@ class Opened:
     """An object taken apart: its class and its components, themselves opened."""
 
     cls: type
-    components: dict[Key, Any]
-    origin: Path | None = None  # its path in the arguments, if it is there
+    components: dict[Step, Any]
+    origin: Source | None = None  # in the arguments, if it is there
+
+
+def _key_of(step: Step) -> Any:
+    return step.name if isinstance(step, Attribute) else step
 
 
 if not is_missing(pytree):
@@ -41,14 +42,14 @@ if not is_missing(pytree):
         lambda o: (list(o.components.values()), (o.cls, tuple(o.components), o.origin)),
         lambda values, context: Opened(context[0], dict(zip(context[1], values)), context[2]),
         flatten_with_keys_fn=lambda o: (
-            [(pytree.MappingKey(name), v) for (_, name), v in o.components.items()],
+            [(pytree.MappingKey(_key_of(s)), v) for s, v in o.components.items()],
             (o.cls, tuple(o.components), o.origin),
         ),
     )
 
 
 def opened(
-    tree: Any, origins: Mapping[int, Path] | None = None, around: tuple[int, ...] = ()
+    tree: Any, origins: Mapping[int, Source] | None = None, around: tuple[int, ...] = ()
 ) -> Any:
     """Return the tree with Opened for objects that hold tensors, and Entries for sparse tensors.
 
@@ -58,7 +59,7 @@ def opened(
     return pytree.tree_map(lambda leaf: _open_leaf(leaf, origins or {}, around), tree)
 
 
-def _open_leaf(leaf: Any, origins: Mapping[int, Path], around: tuple[int, ...]) -> Any:
+def _open_leaf(leaf: Any, origins: Mapping[int, Source], around: tuple[int, ...]) -> Any:
     if is_sparse(leaf):
         return Entries.of(leaf)
     if not is_object(leaf) or id(leaf) in around:
@@ -90,9 +91,9 @@ def _close_leaf(leaf: Any, arguments: Any) -> Any:
     if not isinstance(leaf, Opened):
         return leaf
     if leaf.origin is not None:
-        return follow(leaf.origin, arguments)
-    inside = {key: closed(value, arguments) for key, value in leaf.components.items()}
-    items = {name: value for (kind, name), value in inside.items() if kind == ITEM}
+        return leaf.origin.read(arguments)
+    inside = {step: closed(value, arguments) for step, value in leaf.components.items()}
+    items = {s: value for s, value in inside.items() if not isinstance(s, Attribute)}
     # most often `object`
     base: Any = next(c for c in leaf.cls.__mro__ if not c.__flags__ & OF_PYTHON)
     result = (
@@ -105,9 +106,9 @@ def _close_leaf(leaf: Any, arguments: Any) -> Any:
     elif isinstance(result, dict):
         for name, value in items.items():
             base.__setitem__(result, name, value)
-    for (kind, name), value in inside.items():
-        if kind == ATTRIBUTE:
-            object.__setattr__(result, name, value)  # also of a frozen dataclass
+    for step, value in inside.items():
+        if isinstance(step, Attribute):
+            set_component(result, step, value)
     return result
 
 
@@ -124,44 +125,4 @@ def is_object(leaf: Any) -> bool:
             or bool(getattr(leaf, "__dict__", None))
             or bool(slots_of(type(leaf)))
         )
-    )
-
-
-def components(container: Any) -> dict[Key, Any]:
-    """Return the items and attributes of a collection or an object."""
-    items = (
-        container.items()
-        if isinstance(container, dict)
-        else enumerate(container)
-        if isinstance(container, (list, tuple))
-        else ()
-    )
-    slots = {
-        name: getattr(container, name)
-        for name in slots_of(type(container))
-        if hasattr(container, name)
-    }
-    attributes = {**getattr(container, "__dict__", {}), **slots}
-    return {
-        **{(ITEM, key): value for key, value in items},
-        **{(ATTRIBUTE, name): value for name, value in attributes.items()},
-    }
-
-
-def follow(path: Path, tree: Any) -> Any:
-    """Return what is at the end of the path."""
-    for kind, name in path:
-        tree = tree[name] if kind == ITEM else getattr(tree, name)
-    return tree
-
-
-@functools.lru_cache(maxsize=4096)
-def slots_of(cls: type) -> tuple[str, ...]:
-    """Return the names of the attributes that a Python class keeps in slots."""
-    declared = [c.__dict__.get("__slots__", ()) for c in cls.__mro__ if c.__module__ != "builtins"]
-    return tuple(
-        name
-        for names in declared
-        for name in ((names,) if isinstance(names, str) else names)
-        if not name.startswith("__")
     )

@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from enum import Enum
 from types import (
     BuiltinFunctionType,
-    CellType,
     FunctionType,
     MethodType,
     ModuleType,
@@ -23,18 +22,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from .bytecode_names import (
+    cell_sources,
     class_names,
     class_values,
-    global_names,
+    global_sources,
     is_function,
     is_installed,
     is_own,
     names_in_code,
 )
-from .guards import ABSENT, ANY, KEPT_BY_TORCH, Guards, is_watched, snapshot
-from .object_trees import OF_PYTHON, slots_of
-from .places import LONG, is_table
-from .variable_tables import cell_variable, class_variables, context_variable, slot_variables
+from .guards import ANY, KEPT_BY_TORCH, Guard, HasAttributes, is_watched, snapshot
+from .object_trees import OF_PYTHON
+from .source import LONG, Attribute, Source, attributes_of, is_table, slots, slots_of
 
 _FIXED = 1 << 8  # flag of classes without settable attributes: Py_TPFLAGS_IMMUTABLETYPE
 _MANY = 1000  # limit of objects whose attributes are watched, the nearest first
@@ -54,23 +53,24 @@ _NO_OBJECTS = (
 
 
 class Recorder:
-    """The entries that were read, each with its value and a snapshot at the first read."""
+    """The sources that were read, each with its value and a snapshot at the first read."""
 
     def __init__(self, holders: Iterable[Any]) -> None:
         """Record reads of the attributes of these holders."""
         self.holders = {id(holder): holder for holder in holders}
         self.visited: set[tuple[int, str]] = set()  # (id of holder, name) of past reads
-        self.entries: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
+        self.entries: dict[Source, tuple[Any, Any]] = {}
 
     def read(self, holder: Any, name: str) -> None:
         """Record an attribute before its first read."""
         self.visited.add((id(holder), name))
         if id(holder) not in self.holders or name in KEPT_BY_TORCH or name.startswith("__"):
             return
+        source = Source(holder, (Attribute(name),))
         if name in slots_of(type(holder)):
-            self.record(slot_variables(holder), name)
+            self.record(source)
             return
-        table = _attributes(holder)
+        table = attributes_of(holder)
         if table is None or name not in table:
             self.record_class(type(holder), name)
         if table is not None and not any(
@@ -81,13 +81,13 @@ class Recorder:
                 or name == "forward"
                 or not (isinstance(holder, nn.Module) and callable(getattr(nn.Module, name, None)))
             ):
-                self.record(table, name)
+                self.record(source)
 
-    def record(self, table: Any, name: str) -> None:
-        """Record an entry of a table."""
-        if (id(table), name) not in self.entries:
-            value = table.get(name, ABSENT)
-            self.entries[id(table), name] = table, name, value, snapshot(value)
+    def record(self, source: Source) -> None:
+        """Record a source."""
+        if source not in self.entries:
+            value = source.read()
+            self.entries[source] = value, snapshot(value)
 
     def record_class(self, cls: type, name: str) -> None:
         """Record what instances find in the class or a base.
@@ -100,14 +100,14 @@ class Recorder:
             and owner.__flags__ & OF_PYTHON
             and not hasattr(type(owner.__dict__[name]), "__get__")
         ):
-            self.record(class_variables(owner), name)
+            self.record(Source(owner, (Attribute(name),)))
 
     def record_all(self, holder: Any, names: Container[str]) -> None:
         """Record all attributes of these names, for an object whose reads cannot be seen."""
-        table: Any = _attributes(holder)
-        for name in filter(names.__contains__, table):
-            self.record(table, name)
-        self.record(_Present(table, names), "attributes")
+        present = HasAttributes.of(holder, names)
+        for name in present.present:
+            self.record(Source(holder, (Attribute(name),)))
+        self.entries[Source(holder)] = holder, present
 
     def record_variables(self, functions: Iterable[FunctionType]) -> None:
         """Record the variables that functions find by name.
@@ -115,44 +115,27 @@ class Recorder:
         For lists and tables see Tables.reads.
         """
         for function in functions:
-            for table, name in global_names(function):
-                value = table[name]
+            for source in global_sources(function):
+                value = source.read()
                 if isinstance(value, ContextVar):
-                    self.record(context_variable(name, value), name)
+                    self.record(Source(value, (Attribute(source.name),)))
                 elif not isinstance(value, (type, ModuleType)) and not is_table(value):
-                    self.record(table, name)
+                    self.record(source)
             for cls, attribute in class_names(function):
                 self.record_class(cls, attribute)
-            cells = () if is_installed(function.__module__) else function.__closure__ or ()
-            for name, cell in zip(function.__code__.co_freevars, cells):
-                if (
-                    cell != CellType()
-                    and is_watched(cell.cell_contents)
-                    and not is_table(cell.cell_contents)
-                ):
-                    self.record(cell_variable(name, cell), name)
+            if not is_installed(function.__module__):
+                for source in cell_sources(function):
+                    if is_watched(value := source.read()) and not is_table(value):
+                        self.record(source)
 
-    def to_guards(self, watch: Callable[[dict, str, Any, Any], Any]) -> Guards:
-        """Return the guards on what was read.
+    def to_guards(self, watch: Callable[[Source, Any, Any], Any]) -> Iterator[Guard]:
+        """Yield the guards on what was read.
 
-        watch: a function of (table, name, value, snapshot) that returns the guard, or ANY for none.
+        watch: a function of (source, value, snapshot) that returns the predicate, or ANY for none.
         """
-        reads = Guards()
-        for table, name, value, at_read in self.entries.values():
-            compared = watch(table, name, value, at_read)
-            if compared is not ANY:
-                reads.add(table, name, compared)
-        return reads
-
-
-class _Present:
-    """The names that an object has as attributes, as an entry of a table."""
-
-    def __init__(self, table: dict, names: Container[str]) -> None:
-        self.table, self.names = table, names
-
-    def get(self, name: str, default: Any) -> tuple[str, ...]:
-        return tuple(filter(self.names.__contains__, self.table))
+        for source, (value, at_read) in self.entries.items():
+            if (predicate := watch(source, value, at_read)) is not ANY:
+                yield Guard(source, predicate)
 
 
 @contextmanager
@@ -190,7 +173,7 @@ def record_reads(
             if (
                 type(holder) not in originals
                 and not isinstance(holder, nn.Module)
-                and _attributes(holder) is not None
+                and attributes_of(holder) is not None
             ):
                 recorder.record_all(holder, names_in_code(functions))  # such as SimpleNamespace
         yield recorder
@@ -260,18 +243,8 @@ def _is_object(value: Any) -> bool:
     return (
         not is_known
         and not isinstance(value, _NO_OBJECTS)
-        and (_attributes(value) is not None or bool(slots_of(cls)))
+        and (attributes_of(value) is not None or bool(slots_of(cls)))
     )
-
-
-def _attributes(holder: Any) -> dict | None:
-    """Return the __dict__ of an object, or None."""
-    try:
-        of_thread = isinstance(holder, threading.local)
-        table = holder.__dict__ if of_thread else object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        return None
-    return table if isinstance(table, dict) else None
 
 
 def _class_values(cls: type) -> Iterator[Any]:
@@ -283,5 +256,5 @@ def _values(holder: Any) -> Iterator[Any]:
     """Yield the attributes of an object, and those of its class."""
     if not isinstance(holder, nn.Module):
         yield from _class_values(type(holder))
-    yield from (_attributes(holder) or {}).values()
-    yield from slot_variables(holder).values()
+    yield from (attributes_of(holder) or {}).values()
+    yield from slots(holder).values()

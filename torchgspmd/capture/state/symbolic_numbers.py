@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
-from .number_guards import Function, Tally, identity
-from .places import COUNTED, Place
+from .source import Source
+from .state_inputs import COUNTED, Function, NumberInput, identity
 
 _EXACT = 2.0**53  # doubles represent smaller integers exactly
 _MANY = 64  # limit of operations; a longer expression is specialized
@@ -52,14 +52,14 @@ _BESIDE_TENSORS = {
 
 @dataclass(eq=False)
 class BackwardNumber:
-    """The Tally of a number in the backward, if forward has changed it."""
+    """The number of a source in the backward, if forward has changed it."""
 
-    place: Place
+    source: Source
     value: int | float
     symbol: SymbolicNumber
 
     @property
-    def tensor(self) -> Tensor:
+    def traced(self) -> Tensor:
         """Return the number as a value of the program."""
         return _to_tensor(self.symbol)
 
@@ -70,29 +70,29 @@ class BackwardNumber:
 
 @dataclass(frozen=True)
 class Computed:
-    """A number that every run computes from numbers in places."""
+    """A number that every run computes from sources."""
 
     now: Callable[[], int | float]
 
 
 class SymbolicNumber:
-    """A function of a number in a place, such as `self.calls % 10`.
+    """A function of the number of a source, such as `self.calls % 10`.
 
     expression: the operation and operands that computed it. A function of several numbers has no
-    tally.
+    number.
     """
 
-    __slots__ = ("__tally", "__function", "__value", "__expression", "__size")
+    __slots__ = ("__number", "__function", "__value", "__expression", "__size")
 
     def __init__(
         self,
-        tally: Tally | BackwardNumber | None,
+        number: NumberInput | BackwardNumber | None,
         function: Function = identity,
         expression: tuple = (),
         value: int | float | None = None,
     ) -> None:
-        self.__tally, self.__function, self.__expression = tally, function, expression
-        self.__value = value if tally is None else function(tally.value)
+        self.__number, self.__function, self.__expression = number, function, expression
+        self.__value = value if number is None else function(number.value)
         # number of operations, each as often as it is computed
         self.__size = sum(1 + o.__size for o in expression if type(o) is SymbolicNumber)
 
@@ -122,18 +122,18 @@ class SymbolicNumber:
 
 def _guard_on(symbol: SymbolicNumber, function: Function) -> Any:
     """Return a function of the number, and guard on the result."""
-    if symbol._SymbolicNumber__tally is None:
+    if symbol._SymbolicNumber__number is None:
         return function(specialize(symbol))
     before = symbol._SymbolicNumber__function
-    return symbol._SymbolicNumber__tally.guard_on(lambda value: function(before(value)))
+    return symbol._SymbolicNumber__number.guard_on(lambda value: function(before(value)))
 
 
 def specialize(symbol: SymbolicNumber) -> int | float:
     """Return the value of a symbolic number, and guard on it."""
-    if symbol._SymbolicNumber__tally is None:
+    if symbol._SymbolicNumber__number is None:
         operation, *operands = symbol._SymbolicNumber__expression
         return operation(*specialize_tree(operands))
-    return symbol._SymbolicNumber__tally.guard_on(symbol._SymbolicNumber__function)
+    return symbol._SymbolicNumber__number.guard_on(symbol._SymbolicNumber__function)
 
 
 def specialize_tree(value: Any) -> Any:
@@ -150,25 +150,17 @@ def to_computed(value: Any) -> Any:
     )
 
 
-def to_computed_at(value: Any, root: Any, path: tuple) -> Any:
-    """Return the value of an entry with Computed if it depends only on the number of that entry.
-
-    Else symbolic numbers are specialized.
-    """
-    tally = value._SymbolicNumber__tally if type(value) is SymbolicNumber else None
-    return (
-        to_computed(value)
-        if tally is not None and tally.place.root is root and tally.place.path == path
-        else specialize_tree(value)
-    )
+def source_of(value: Any) -> Source | None:
+    """Return the source that a symbolic number is a function of; None for anything else."""
+    number = number_of(value) if type(value) is SymbolicNumber else None
+    return number and number.source
 
 
 def _evaluator(symbol: SymbolicNumber) -> Callable[[], Any]:
-    """Return a function that computes the number from the current content of places."""
-    tally, function = symbol._SymbolicNumber__tally, symbol._SymbolicNumber__function
-    if tally is not None:
-        place = tally.place
-        return lambda: function(place.value())
+    """Return a function that computes the number from the current state."""
+    number, function = symbol._SymbolicNumber__number, symbol._SymbolicNumber__function
+    if number is not None:
+        return lambda: function(number.source.read())
     operation, *operands = (
         _evaluator(o) if type(o) is SymbolicNumber else o
         for o in symbol._SymbolicNumber__expression
@@ -176,18 +168,18 @@ def _evaluator(symbol: SymbolicNumber) -> Callable[[], Any]:
     return lambda: operation(*(o() if callable(o) else o for o in operands))
 
 
-def at_backward(symbol: SymbolicNumber, place: Place) -> SymbolicNumber:
-    """Return the symbolic number of a place from the end of forward on."""
+def at_backward(symbol: SymbolicNumber, source: Source) -> SymbolicNumber:
+    """Return the symbolic number of a source from the end of forward on."""
     return (
         symbol
-        if tally_of(symbol) is not None and symbol._SymbolicNumber__function is identity
-        else SymbolicNumber(BackwardNumber(place, symbol._SymbolicNumber__value, symbol))
+        if number_of(symbol) is not None and symbol._SymbolicNumber__function is identity
+        else SymbolicNumber(BackwardNumber(source, symbol._SymbolicNumber__value, symbol))
     )
 
 
-def tally_of(symbol: SymbolicNumber) -> Tally | BackwardNumber | None:
-    """Return the tally of a symbolic number; None for a function of several numbers."""
-    return symbol._SymbolicNumber__tally
+def number_of(symbol: SymbolicNumber) -> NumberInput | BackwardNumber | None:
+    """Return what a symbolic number is a function of; None for a function of several numbers."""
+    return symbol._SymbolicNumber__number
 
 
 def _compute(operation: Callable, *operands: Any) -> Any:
@@ -199,9 +191,9 @@ def _compute(operation: Callable, *operands: Any) -> Any:
         return NotImplemented  # the method of the tensor runs
     if any(type(o) not in (SymbolicNumber, *COUNTED) for o in operands):
         return operation(*specialize_tree(operands))
-    tallies = {tally_of(o) for o in operands if type(o) is SymbolicNumber}
-    tally = tallies.pop()
-    if tallies or tally is None:
+    numbers = {number_of(o) for o in operands if type(o) is SymbolicNumber}
+    number = numbers.pop()
+    if numbers or number is None:
         size = sum(o._SymbolicNumber__size for o in operands if type(o) is SymbolicNumber)
         value = operation(
             *(o._SymbolicNumber__value if type(o) is SymbolicNumber else o for o in operands)
@@ -216,7 +208,7 @@ def _compute(operation: Callable, *operands: Any) -> Any:
         for o in operands
     ]
     result = SymbolicNumber(
-        tally,
+        number,
         lambda value: operation(*(function(value) for function in functions)),
         (operation, *operands),
     )
@@ -255,15 +247,15 @@ def _merge_additions(operation: Callable, one: Any, other: Any = None) -> Any:
 
 def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
     """Return the number as a value of the program; None if tensors cannot compute it."""
-    tally, value, expression = (
-        symbol._SymbolicNumber__tally,
+    number, value, expression = (
+        symbol._SymbolicNumber__number,
         symbol._SymbolicNumber__value,
         symbol._SymbolicNumber__expression,
     )
-    if type(value) is int and tally is not None and not _guard_on(symbol, _is_exact):
+    if type(value) is int and number is not None and not _guard_on(symbol, _is_exact):
         return None  # it may not fit into a tensor
     if not expression:
-        return tally.tensor
+        return number.traced
     operation, *operands = expression
     if operation not in _TENSORS or type(value) is int and operation is operator.pow:
         return None

@@ -21,8 +21,8 @@ from torch import Tensor, fx, nn
 
 from ...compat.private_apis import OpOverload
 from ..unsupported import needs_values
-from .places import Place
-from .variable_tables import Table
+from .source import Source
+from .state_inputs import TensorInput
 
 _MANY = 100  # limit of operations between a buffer and the value
 _LARGE = 1 << 20  # a tensor in an attribute with more elements is not compared
@@ -32,20 +32,20 @@ _SHAPES = 4
 
 @dataclass(eq=False)
 class ValueGuard:
-    """A function of tensors in places, and its result in the trace."""
+    """A function of tensors of the state, and its result in the trace."""
 
     function: Callable[..., Tensor]
-    places: tuple[Place, ...]
+    inputs: tuple[TensorInput, ...]
     expected: Tensor
     where: str | None
-    last: list[Tensor] = field(default_factory=list)  # values in the places at the last success
+    last: list[Tensor] = field(default_factory=list)  # values of the inputs at the last success
 
     def holds(self) -> bool:
         """Return whether the function has the same result now."""
-        if not all(place.holds() for place in self.places):
+        if not all(each.holds() for each in self.inputs):
             return False
         with torch.no_grad():
-            now = [_local_values(place.tensor()) for place in self.places]
+            now = [_local_values(each.tensor()) for each in self.inputs]
             if any(tensor is None for tensor in now):
                 return False
             if len(self.last) != len(now) or not all(map(torch.equal, now, self.last)):
@@ -66,28 +66,27 @@ class ValueGuard:
 class ValueGuards:
     """The values that one trace may ask for, and the guards on them."""
 
-    entry_of: Callable[[Tensor], tuple | None]  # the entry of a table that holds a tensor
+    source_of: Callable[[Tensor], Source | None]  # of a tensor that is no input
 
-    def __init__(
-        self, places: dict[int, tuple[Place, Tensor]], is_looking: bool, shapes: set[Any]
-    ) -> None:
+    def __init__(self, inputs: dict[int, TensorInput], is_looking: bool, shapes: set[Any]) -> None:
         """Set the inputs whose values a trace may read.
 
-        places: place and tensor of these inputs, by input index. is_looking: whether a trace may
+        inputs: these, by their index among all inputs. is_looking: whether a trace may
         read numbers from buffers. If not, it reads constants only: numbers of buffers may stay
         symbolic. shapes: the values that decided on a shape in earlier traces.
         """
-        self.places, self.is_looking, self.shapes = places, is_looking, shapes
-        self.looks: dict[Any, ValueGuard] = {}  # by node, or by entry of a table
+        self.inputs, self.is_looking, self.shapes = inputs, is_looking, shapes
+        # before stand-ins take their place
+        self.tensors = {i: each.tensor() for i, each in inputs.items()}
+        self.looks: dict[Any, ValueGuard] = {}  # by node, or by source
         self.could_look = False  # whether a trace with is_looking would know more
 
-    def record(self, root: Table, path: tuple, where: str | None) -> bool:
-        """Guard on a tensor that is no input, in this entry; return whether it can be compared."""
-        place = Place(root, path)
-        if is_compared := place.holds() and place.tensor().numel() <= _LARGE:
-            self.looks[id(root), path] = ValueGuard(
-                _itself, (place,), _evaluate(_itself, [place.tensor()]), where
-            )
+    def record(self, source: Source, where: str | None) -> bool:
+        """Guard on a tensor that is no input; return whether it can be compared."""
+        compared = TensorInput(source)
+        if is_compared := compared.holds() and compared.tensor().numel() <= _LARGE:
+            value = _evaluate(_itself, [compared.tensor()])
+            self.looks[source] = ValueGuard(_itself, (compared,), value, where)
         return is_compared
 
     def ask(
@@ -103,8 +102,8 @@ class ValueGuards:
         order = {
             placeholder: i for i, placeholder in enumerate(node.graph.find_nodes(op="placeholder"))
         }
-        entries = [self.places.get(order[placeholder]) for placeholder in inputs]
-        if any(entry is None or _local_values(entry[1]) is None for entry in entries):
+        indices = [order[placeholder] for placeholder in inputs]
+        if any(i not in self.inputs or _local_values(self.tensors[i]) is None for i in indices):
             return None
         if inputs and not (self.is_looking or is_shape):
             self.could_look = True
@@ -115,14 +114,14 @@ class ValueGuards:
         if node not in self.looks:
             function = _extract_function(node, inputs, owner)
             for tensor in function.buffers():
-                if (entry := self.entry_of(tensor)) is not None:
-                    self.record(*entry, where)
-            values = _evaluate(function, [tensor for _, tensor in entries])
+                if (source := self.source_of(tensor)) is not None:
+                    self.record(source, where)
+            values = _evaluate(function, [self.tensors[i] for i in indices])
             if not inputs:
                 return values
-            look = ValueGuard(function, tuple(place for place, _ in entries), values, where)
+            look = ValueGuard(function, tuple(self.inputs[i] for i in indices), values, where)
             if is_shape and (shape := (where, look.described())) not in self.shapes:
-                if sum(place == where for place, _ in self.shapes) == _SHAPES:
+                if sum(line == where for line, _ in self.shapes) == _SHAPES:
                     return None
                 self.shapes.add(shape)
             self.looks[node] = look

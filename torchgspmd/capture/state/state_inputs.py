@@ -1,0 +1,179 @@
+"""State that is neither parameter nor buffer: tensors in attributes and tables, and numbers.
+
+    def forward(self, x):
+        self.hidden = self.cell(x, self.hidden)     # the source self.hidden
+        return self.head(self.hidden)
+
+Such tensors are arguments of the program, behind those of the call. Every run reads them from their
+sources, and writes what it computes for them (writes.py). So are numbers that change from call to
+call (symbolic_numbers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .source import Source
+
+COUNTED = (int, float)  # types that a SymbolicNumber may stand for (symbolic_numbers.py)
+LARGE = 2**62  # integers of this size and more are no inputs
+Function = Callable[[Any], Any]
+
+
+@dataclass(eq=False)
+class TensorInput:
+    """A tensor that a program takes from its source in every run."""
+
+    source: Source
+    kind: ClassVar[str] = "tensor"
+
+    @property
+    def name(self) -> str:
+        """Return the name of the source."""
+        return self.source.name
+
+    def holds(self) -> bool:
+        """Return whether a tensor is there."""
+        return isinstance(self.source.read(), Tensor)
+
+    def tensor(self) -> Tensor:
+        """Return the tensor that the program takes."""
+        return self.source.read()
+
+
+@dataclass(eq=False)
+class NumberInput(TensorInput):
+    """A number that a program takes as a tensor.
+
+    During a trace it has the number and its stand-in. It collects the conditions on the number that
+    the program depends on.
+    """
+
+    kind: ClassVar[str] = "number"
+    value: int | float = 0
+    traced: Tensor | None = None
+    conditions: list[tuple[Function, Any]] = field(default_factory=list)
+
+    def holds(self) -> bool:
+        """Return whether a number that fits into a tensor is there."""
+        value = self.source.read()
+        return type(value) is float or type(value) is int and abs(value) < LARGE
+
+    def tensor(self) -> Tensor:
+        """Return the number as a tensor of float64 or int64."""
+        value = self.source.read()
+        return torch.tensor(value, dtype=torch.float64 if type(value) is float else torch.int64)
+
+    def guard_on(self, function: Function) -> Any:
+        """Return the result of the function; the program holds for numbers with this result."""
+        result = function(self.value)
+        if function is identity:
+            self.conditions = [(function, result)]
+        elif not self.conditions or self.conditions[0][0] is not identity:
+            self.conditions.append((function, result))
+        return result
+
+    def to_conditions(self) -> Conditions:
+        """Return the conditions as the predicate of a guard."""
+        return Conditions(type(self.value), tuple(self.conditions))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The predicate of a guard on a number: results of functions of it."""
+
+    cls: type
+    conditions: tuple[tuple[Function, Any], ...]
+
+    def hold(self, value: Any) -> bool:
+        """Return whether all functions of the number have the same results as in the trace."""
+        if type(value) is not self.cls:
+            return False
+        try:
+            return all(
+                type(result := function(value)) is type(expected) and result == expected
+                for function, expected in self.conditions
+            )
+        except (ArithmeticError, ValueError):  # as forward would raise
+            return False
+
+
+def identity(value: Any) -> Any:
+    """Return the value."""
+    return value
+
+
+class Varying:
+    """The floats among the arguments that differ between otherwise equal calls."""
+
+    def __init__(self) -> None:
+        self.first: dict[int, float] = {}  # value in the first call, by leaf index
+        self.now: dict[str, float] = {}  # current value of those that vary
+
+    def take(self, leaves: Sequence[Any]) -> list[int]:
+        """Record the floats of a call; return the positions of those that vary."""
+        positions = []
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is float and (
+                leaf != self.first.setdefault(i, leaf) or self.named(i) in self.now
+            ):
+                self.now[self.named(i)] = leaf
+                positions.append(i)
+        return positions
+
+    @staticmethod
+    def named(i: int) -> str:
+        """Return the name of a varying argument."""
+        return f"argument {i}"
+
+
+class State:
+    """What is known of the state of a module from calls and traces up to now."""
+
+    def __init__(self) -> None:
+        # entries that programs write, or whose tensors they mutate; dicts are ordered sets
+        self.entries: dict[Source, None] = {}
+        self.counted: dict[Source, None] = {}  # numbers that a program writes, or that changed
+        self.varying: dict[Any, Varying] = {}  # by the key that otherwise equal calls share
+        self.is_looking = False  # whether traces read values of buffers (value_guards.py)
+        self.shapes: set[Any] = set()  # values of buffers that decided on a shape
+        self.is_counting = True  # whether a trace may use symbolic numbers
+
+    def add(self, source: Source, value: Any = None) -> None:
+        """Add the entry of a source. value: what the program writes there."""
+        self.entries[source.entry] = None
+        if isinstance(value, COUNTED) and not isinstance(value, bool):  # or a SymbolicNumber
+            self.counted[source] = None
+
+    def vary(self, source: Source, value: Any) -> None:
+        """Record that a number or tensor differs from its guard. value: the current one."""
+        if isinstance(value, Tensor):
+            self.add(source)
+        else:
+            self.counted[source] = None
+
+    def tensors(self, besides: frozenset[int]) -> list[TensorInput]:
+        """Return the tensors in the entries, other than parameters and buffers.
+
+        besides: ids of parameters and buffers.
+        """
+        return [
+            TensorInput(source)
+            for entry in self.entries
+            for source, leaf in entry.leaves()
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in besides
+        ]
+
+    def numbers(self, varying: dict[str, float]) -> list[NumberInput]:
+        """Return the numbers that change from call to call.
+
+        varying: those among the arguments.
+        """
+        sources = [*self.counted, *(Source(varying, (name,)) for name in varying)]
+        inputs = [NumberInput(source) for source in sources]
+        return [each for each in inputs if self.is_counting and each.holds()]

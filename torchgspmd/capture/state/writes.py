@@ -1,0 +1,215 @@
+"""Writes: what a program leaves in lists, tables and attributes of arguments, modules and others.
+
+    def forward(self, x, cache):
+        cache.keys = torch.cat([cache.keys, self.key(x)], 1)    # args[1].keys = output 1
+        self.loss = cache.keys.square().mean()                  # self.loss = output 2
+
+The program is traced on copies of the caller's containers (object_trees.py). What it writes into
+these is compared with what they were, and every run repeats it on its own arguments. Of attributes,
+and of everything else that is no argument, tensors and plain values are written (mutations.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ...compat.private_apis import _pytree as pytree
+from .object_trees import closed, is_object, opened
+from .source import (
+    ABSENT,
+    ARGUMENTS,
+    LISTS,
+    Attribute,
+    Source,
+    Step,
+    components,
+    set_component,
+)
+from .symbolic_numbers import Computed, source_of, specialize_tree, to_computed
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+SET, EXTEND, REPLACE = "set", "extend", "replace"
+
+
+@dataclass(frozen=True)
+class FromOutput:
+    """A tensor that the program computes: the index of its output."""
+
+    output: int
+
+
+@dataclass(frozen=True)
+class Write:
+    """A value that every run writes to a source.
+
+    The value is a pytree with FromOutput in place of tensors, Computed in place of numbers, and the
+    Source of what was in the arguments before. ABSENT removes what is there. A list is extended by
+    the value, or all its items are replaced.
+    """
+
+    source: Source
+    value: Any
+    how: str = SET
+
+    def resolve_numbers(self, is_late: bool) -> Write:
+        """Return the write without symbolic numbers: with Computed, or with numbers.
+
+        is_late: the backward writes it, after what forward writes.
+        """
+        if not is_late:
+            return replace(self, value=to_computed(self.value))
+        is_same = self.how == SET and source_of(self.value) == self.source
+        return replace(self, value=(to_computed if is_same else specialize_tree)(self.value))
+
+    def output_sources(self) -> Iterator[tuple[Source, int]]:
+        """Yield source and output index of each tensor that the program computes."""
+        if self.how == SET:
+            yield from _output_sources(self.source, self.value)
+
+
+def apply_writes(writes: Sequence[Write], outputs: Sequence[Any], arguments: Any = None) -> None:
+    """Repeat the writes of a program. arguments: (args, kwargs) of this call.
+
+    All values are computed before any of them is written.
+    """
+
+    def fill_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, FromOutput):
+            return outputs[leaf.output]
+        return leaf.now() if isinstance(leaf, Computed) else leaf
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Source):
+            return value.read(arguments)
+        return closed(pytree.tree_map(fill_leaf, value), arguments)
+
+    filled = []
+    for write in writes:
+        has_sources = write.how == REPLACE and write.source.root is ARGUMENTS
+        value = [*map(fill, write.value)] if has_sources else fill(write.value)
+        source = write.source
+        filled.append(
+            (source.holder(arguments), source.steps[-1], value)
+            if write.how == SET
+            else (source.read(arguments), write.how, value)
+        )
+    for write, (container, step, value) in zip(writes, filled):
+        if write.how == SET:
+            set_component(container, step, value)
+        else:
+            _set_items(container, value, write.how == REPLACE)
+
+
+def _set_items(container: Any, items: list, is_whole: bool) -> None:
+    if is_whole:
+        container.clear()
+    container.extend(items)
+
+
+class WatchedArguments:
+    """The containers in the arguments of a trace, and their components before it."""
+
+    def __init__(self, tree: Any) -> None:
+        self.before = [
+            (source, container, components(container))
+            for source, container in _containers(tree, Source(ARGUMENTS), set())
+        ]
+        self.origins = {
+            id(container): source
+            for source, container, _ in self.before
+            if not isinstance(container, (tuple, dict, *LISTS))
+        }
+
+    def writes(self, outputs: list[Tensor]) -> list[Write]:
+        """Return what the program wrote into the containers.
+
+        Tensors are appended to the outputs of the program if they are none yet.
+        """
+        writes = []
+        for source, container, old in self.before:
+            steps = {
+                id(value): step for step, value in old.items() if not isinstance(value, _PLAIN)
+            }
+
+            def resolve(value: Any, steps: dict = steps, source: Source = source) -> Any:
+                if id(value) in steps:
+                    return source.at(steps[id(value)])
+                return replace_tensors(specialize_tree(value), outputs, self.origins)
+
+            items, changed = _difference(container, old, components(container))
+            if items is not None:
+                writes.append(Write(source, [*map(resolve, items)], REPLACE))
+            writes += [
+                Write(source.at(step), value if value is ABSENT else resolve(value))
+                for step, value in changed.items()
+            ]
+        return writes
+
+    def restore(self) -> None:
+        """Restore all containers."""
+        for _, container, old in self.before:
+            items, changed = _difference(container, components(container), old)
+            if items is not None:
+                _set_items(container, items, True)
+            for step, value in changed.items():
+                set_component(container, step, value)
+
+
+def replace_tensors(
+    value: Any, outputs: list[Tensor], origins: Mapping[int, Source] | None = None
+) -> Any:
+    """Return the value with FromOutput in place of tensors, which are appended to the outputs."""
+    return pytree.tree_map_only(
+        Tensor, lambda tensor: FromOutput(_output_index(tensor, outputs)), opened(value, origins)
+    )
+
+
+def _output_sources(source: Source, value: Any) -> Iterator[tuple[Source, int]]:
+    if isinstance(value, FromOutput):
+        yield source, value.output
+    elif isinstance(value, (dict, tuple, *LISTS)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _output_sources(source.at(key), item)
+
+
+def _containers(value: Any, source: Source, seen: set[int]) -> Iterator[tuple[Source, Any]]:
+    if not (isinstance(value, (dict, tuple, *LISTS)) or is_object(value)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    yield source, value
+    for step, item in components(value).items():
+        yield from _containers(item, source.at(step), seen)
+
+
+def _difference(
+    container: Any, old: dict[Step, Any], new: dict[Step, Any]
+) -> tuple[list | None, dict[Step, Any]]:
+    """Return (items, components) that turn old into new, ABSENT for components to remove.
+
+    Items of a list are written as a whole. They are None if none has changed.
+    """
+    changed = {
+        step: new.get(step, ABSENT)
+        for step in (*new, *(step for step in old if step not in new))
+        if step not in old or step not in new or not _is_same(new[step], old[step])
+    }
+    attributes = {step: value for step, value in changed.items() if isinstance(step, Attribute)}
+    if not isinstance(container, LISTS) or len(attributes) == len(changed):
+        return None, changed
+    return [value for step, value in new.items() if not isinstance(step, Attribute)], attributes
+
+
+def _is_same(now: Any, old: Any) -> bool:
+    return now is old or type(now) is type(old) and isinstance(now, _PLAIN) and now == old
+
+
+def _output_index(tensor: Tensor, outputs: list[Tensor]) -> int:
+    """Return the index of a tensor among the outputs; append it if it is none."""
+    place = next((i for i, output in enumerate(outputs) if output is tensor), len(outputs))
+    if place == len(outputs):
+        outputs.append(tensor)
+    return place
