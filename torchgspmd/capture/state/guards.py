@@ -36,7 +36,8 @@ _PLAIN = (
     torch.device,
     torch.memory_format,
 )
-_CONTAINERS = (tuple, dict, *LISTS)
+_SEQUENCES = (tuple, *LISTS)
+_CONTAINERS = (dict, *_SEQUENCES)
 _VERY_LONG = 100 * LONG  # limit of plain values that are compared in one list
 # hooks, tables and `training`, which other guards cover
 KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
@@ -109,7 +110,8 @@ class HasAttributes:
         return HasAttributes.of(now, self.names).present == self.present
 
 
-_PREDICATES = (Kind, Contents, Conditions, Copied, HasAttributes)
+_HOLDING = (Conditions, Copied, HasAttributes)
+_PREDICATES = (Kind, Contents, *_HOLDING)
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ class Guards:
         self.simple = sum(not _is_predicate(guard) for guard, _ in order)
         self.tables, self.keys = [e[0] for _, e in order], [e[1] for _, e in order]
         self.predicates = [guard.predicate for guard, _ in order]
+        self.readers = [(guard.source.reader(), guard.predicate) for guard in self.rest]
 
     def hold(self) -> bool:
         """Return whether all guards hold."""
@@ -163,7 +166,7 @@ class Guards:
         ):
             return False
         return all(map(matches, now[simple:], self.predicates[simple:])) and all(
-            guard.holds() for guard in self.rest
+            matches(read(), predicate) for read, predicate in self.readers
         )
 
     def changed(self) -> Iterator[tuple[Source, Any]]:
@@ -246,7 +249,7 @@ def snapshot_components(value: Any, depth: int = 0) -> Contents:
 
 def _keys_and_items(value: Any) -> tuple[tuple, Collection[Any]]:
     """Return keys and items of a table or an object; of a list or tuple no keys."""
-    if isinstance(value, (tuple, *LISTS)):
+    if isinstance(value, _SEQUENCES):
         return (), value
     table = value if isinstance(value, dict) else attributes(value)
     return tuple(table), table.values()
@@ -308,17 +311,15 @@ def matches(now: Any, value: Any) -> bool:
         return True
     if isinstance(value, Kind):
         return isinstance(now, Tensor) and Kind.of(now) == value
-    if isinstance(value, (Conditions, Copied, HasAttributes)):
+    if isinstance(value, _HOLDING):
         return value.hold(now)
     if isinstance(value, Contents):
         if type(now) is not value.cls:
             return False
-        keys, items = _keys_and_items(now)
-        return (
-            keys == value.keys
-            and len(items) == len(value.items)
-            and all(map(matches, items, value.items))
-        )
+        if isinstance(now, _SEQUENCES):
+            return len(now) == len(value.items) and all(map(matches, now, value.items))
+        table = now if isinstance(now, dict) else attributes(now)
+        return tuple(table) == value.keys and all(map(matches, table.values(), value.items))
     return (
         type(now) is type(value)
         and type(now) is not SymbolicNumber

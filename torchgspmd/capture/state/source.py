@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from types import CellType
 from typing import Any, NamedTuple
 
@@ -136,6 +136,14 @@ class Source:
             return (self.root, step) if isinstance(self.root, dict) else None
         table = None if step.name in slots_of(type(self.root)) else attributes_of(self.root)
         return None if table is None else (table, step.name)
+
+    def reader(self) -> Callable[[], Any]:
+        """Return a function that reads the value; of one step it is in C."""
+        if (entry := self.dict_entry()) is not None:
+            return partial(dict.get, *entry, ABSENT)
+        if isinstance(self.root, type) and len(self.steps) == 1:
+            return partial(self.root.__dict__.get, self.steps[0].name, ABSENT)
+        return self.read
 
     def leaves(self) -> Iterator[tuple[Source, Any]]:
         """Yield source and value of the leaves of nested tuples, lists and dicts."""

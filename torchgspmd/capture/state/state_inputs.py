@@ -11,6 +11,7 @@ call (symbolic_numbers.py).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -32,6 +33,9 @@ class TensorInput:
     source: Source
     kind: ClassVar[str] = "tensor"
 
+    def __post_init__(self) -> None:
+        self.read = self.source.reader()
+
     @property
     def name(self) -> str:
         """Return the name of the source."""
@@ -39,11 +43,11 @@ class TensorInput:
 
     def holds(self) -> bool:
         """Return whether a tensor is there."""
-        return isinstance(self.source.read(), Tensor)
+        return isinstance(self.read(), Tensor)
 
     def tensor(self) -> Tensor:
         """Return the tensor that the program takes."""
-        return self.source.read()
+        return self.read()
 
 
 @dataclass(eq=False)
@@ -61,12 +65,12 @@ class NumberInput(TensorInput):
 
     def holds(self) -> bool:
         """Return whether a number that fits into a tensor is there."""
-        value = self.source.read()
+        value = self.read()
         return type(value) is float or type(value) is int and abs(value) < LARGE
 
     def tensor(self) -> Tensor:
         """Return the number as a tensor of float64 or int64."""
-        value = self.source.read()
+        value = self.read()
         return torch.tensor(value, dtype=torch.float64 if type(value) is float else torch.int64)
 
     def guard_on(self, function: Function) -> Any:
@@ -174,6 +178,9 @@ class State:
 
         varying: those among the arguments.
         """
+        for source in self.counted:
+            if isinstance(holder := source.holder(), defaultdict):
+                holder[source.steps[-1]]  # is there from now on, as when forward asks for it
         sources = [*self.counted, *(Source(varying, (name,)) for name in varying)]
         inputs = [NumberInput(source) for source in sources]
         return [each for each in inputs if self.is_counting and each.holds()]
