@@ -45,14 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem.removeprefix("test_") in SLOW:
             item.add_marker(pytest.mark.slow)
-        code = getattr(getattr(item, "function", None), "__code__", None)
-        if code is not None and "launch" in code.co_names:
-            item.add_marker(pytest.mark.distributed)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: one of many that take minutes together")
-    config.addinivalue_line("markers", "distributed: starts processes")
+    config.addinivalue_line("markers", "distributed: runs on processes")
+    config.addinivalue_line("markers", "xdist_group(name): one worker runs all of the group")
     if count := config.getoption("--hide-operators"):
         names = {
             name[6:].partition(".")[0]

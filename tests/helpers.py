@@ -5,11 +5,7 @@ simulated devices.
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +15,6 @@ from torchgspmd import ShardSpec
 from torchgspmd.errors import ShardingError
 
 MESHES = (gspmd.Mesh(m=1), gspmd.Mesh(m=2), gspmd.Mesh(a=2, m=2), gspmd.Mesh(a=2, m=3))
-
-
-WORKERS = Path(__file__).with_name("distributed")
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
@@ -118,22 +111,3 @@ def message(action) -> str:
             r"(test_\w+\.py):\d+", r"\1:N", re.sub(r"\S*/(test_\w+\.py)", r"\1", str(error))
         )
     raise AssertionError("no ShardingError")
-
-
-def launch(mesh: str, *arguments: str, worker: str = "parallelize") -> str:
-    """What rank 0 printed; fails with all output if a process failed."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(gspmd.Mesh.parse(mesh).size),
-        str(WORKERS / f"worker_{worker}.py"),
-        mesh,
-        *arguments,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout

@@ -106,7 +106,8 @@ class Run:
                 os.environ.setdefault(
                     name, value
                 )  # a group of one process if torchrun did not start more
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            if not dist.is_initialized():
+                dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         return cls(args, console, device, args.mesh or (Mesh(data=WORLD) if WORLD > 1 else None))
 
     def __str__(self) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scripts import run_main
 
 import torchgspmd as gspmd
 
@@ -144,35 +145,29 @@ def test_mnist_is_read_out_of_its_wheel(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------- real processes
 
 
-def train(folder: Path, example: str, name: str, *options: str, processes: int = 0) -> list[float]:
+def train(
+    folder: Path, example: str, name: str, *options: str, mesh: str = "", torchrun: bool = False
+) -> list[float]:
     """The losses of one run of train.py; the runs of a test see the same batches."""
-    losses = folder / f"{name}.json"
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        if processes
-        else []
-    )
-    files = ["--losses", str(losses), "--plot", str(folder / f"{name}.png")]
-    files += ["--picture", str(folder / f"{name}-digits.png")] if example == "vit" else []
-    command = [
-        sys.executable,
-        *launcher,
-        str(ROOT / "examples" / example / "train.py"),
-        *SMALL[example].split(),
-        *files,
-        *options,
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if not losses.exists():
-        raise RuntimeError(
-            f"train.py stopped with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    script, losses = ROOT / "examples" / example / "train.py", folder / f"{name}.json"
+    arguments = [*SMALL[example].split(), "--losses", str(losses), *options]
+    arguments += ["--plot", str(folder / f"{name}.png")]
+    arguments += ["--picture", str(folder / f"{name}-digits.png")] if example == "vit" else []
+    if mesh:
+        arguments += ["--mesh", mesh]
+    if mesh and not torchrun:
+        run_main(mesh, script=script, arguments=arguments)
+    else:
+        count = str(gspmd.Mesh.parse(mesh or "data=1").size)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
+        done = subprocess.run(
+            [sys.executable, *launcher * torchrun, str(script), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        assert losses.exists(), f"{done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert all(
         (folder / f"{name}{end}.png").stat().st_size > 5000
         for end in ("", "-digits")[: 1 + (example == "vit")]
@@ -190,6 +185,8 @@ def single(runs: Path) -> dict[str, list[float]]:
     return {example: train(runs, example, f"{example}-single") for example in SMALL}
 
 
+@pytest.mark.distributed
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(
     "example, layout, mesh",
     [("gpt", layout, "data=2,model=2") for layout in LAYOUTS]
@@ -206,20 +203,17 @@ def single(runs: Path) -> dict[str, list[float]]:
 def test_training_on_processes(
     example: str, layout: str, mesh: str, runs: Path, single: dict[str, list[float]]
 ) -> None:
-    losses = train(
-        runs,
-        example,
-        f"{example}-{layout}-{mesh}",
-        "--mesh",
-        mesh,
-        "--layout",
-        layout,
-        processes=gspmd.Mesh.parse(mesh).size,
-    )
-    wanted = single[example]
-    assert len(losses) == len(wanted) == 20
-    assert max(abs(a - b) / b for a, b in zip(losses, wanted)) <= 1e-4
-    assert wanted[-1] < wanted[0] - 0.1
+    losses = train(runs, example, f"{example}-{layout}-{mesh}", "--layout", layout, mesh=mesh)
+    assert len(losses) == len(single[example]) == 20
+    assert max(abs(a - b) / b for a, b in zip(losses, single[example])) <= 1e-4
+    assert single[example][-1] < single[example][0] - 0.1
+
+
+@pytest.mark.distributed
+@pytest.mark.xdist_group("ranks")
+def test_training_under_torchrun(runs: Path, single: dict[str, list[float]]) -> None:
+    losses = train(runs, "gpt", "torchrun", "--layout", "tp", mesh="data=2,model=2", torchrun=True)
+    assert max(abs(a - b) / b for a, b in zip(losses, single["gpt"])) <= 1e-4
 
 
 # ------------------------------------------------------------------------------------------- README

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts import run_main
 
 import torchgspmd as gspmd
 
@@ -92,53 +93,28 @@ def test_only_rows_for_neighbours_and_sums_are_sent(layout: str, mesh: str, up: 
 # ----------------------------------------------------------------------------------- real processes
 
 
-def train(folder: Path, name: str, *options: str, processes: int = 0) -> list[float]:
+SMALL = "--volume synthetic --mm 13 --width 4 --levels 2 --steps 20 --batch 2"
+
+
+def train(folder: Path, name: str, *options: str, mesh: str = "") -> list[float]:
     """The losses of one run of train.py; the runs of a test see the same batches."""
+    script = EXAMPLES / "unet3d" / "train.py"
     files = {kind: folder / f"{name}-{kind}" for kind in ("losses", "plot.png", "picture.png")}
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        if processes
-        else []
-    )
-    small = [
-        "--volume",
-        "synthetic",
-        "--mm",
-        "13",
-        "--width",
-        "4",
-        "--levels",
-        "2",
-        "--steps",
-        "20",
-        "--batch",
-        "2",
-    ]
-    written = [
-        text
-        for kind, path in files.items()
-        for text in (f"--{kind.removesuffix('.png')}", str(path))
-    ]
-    command = [
-        sys.executable,
-        *launcher,
-        str(EXAMPLES / "unet3d" / "train.py"),
-        *small,
-        *written,
-        *options,
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if not files["losses"].exists():
-        raise RuntimeError(
-            f"train.py stopped with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    arguments = [*SMALL.split(), *options]
+    for kind, path in files.items():
+        arguments += [f"--{kind.removesuffix('.png')}", str(path)]
+    if mesh:
+        run_main(mesh, script=script, arguments=[*arguments, "--mesh", mesh])
+    else:
+        done = subprocess.run(
+            [sys.executable, str(script), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-    assert "dice: background" in done.stdout and files["picture.png"].stat().st_size > 5000
+        assert "dice: background" in done.stdout, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert files["picture.png"].stat().st_size > 5000
     return json.loads(files["losses"].read_text())["losses"]
 
 
@@ -152,17 +128,11 @@ def single(runs: Path) -> list[float]:
     return train(runs, "single")
 
 
+@pytest.mark.distributed
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("layout, mesh", [("spatial", "space=2"), ("spatial2d", "space=2,rows=2")])
 def test_training_on_processes(layout: str, mesh: str, runs: Path, single: list[float]) -> None:
-    losses = train(
-        runs,
-        f"{layout}-{mesh}",
-        "--mesh",
-        mesh,
-        "--layout",
-        layout,
-        processes=gspmd.Mesh.parse(mesh).size,
-    )
+    losses = train(runs, f"{layout}-{mesh}", "--layout", layout, mesh=mesh)
     assert len(losses) == len(single) == 20
     assert max(abs(a - b) / b for a, b in zip(losses, single)) <= 1e-4
     assert single[-1] < single[0] - 0.1

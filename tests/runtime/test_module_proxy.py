@@ -1,20 +1,6 @@
-"""Wrapped modules in users' hands, on real gloo processes: see worker_module.py for what is
-compared.
-"""
-
-import pytest
-from helpers import launch
+"""What the programs of a wrapped module are looked up by."""
 
 from torchgspmd.runtime.module_proxy import leaf_key
-
-
-@pytest.mark.parametrize("mesh", ["model=3", "data=2,model=2"])
-def test_a_wrapped_module_is_used_as_the_model(mesh):
-    assert launch(mesh, worker="module").count(f"holds on {mesh}") == 16
-
-
-def test_models_that_differ_between_ranks():
-    assert launch("data=2", worker="ranks").count("holds on data=2") == 5
 
 
 class Options:

@@ -9,7 +9,7 @@ import re
 import models
 import pytest
 import torch
-from helpers import assert_same, eager, launch
+from helpers import assert_same, eager
 from torch import fx, nn
 
 import torchgspmd as gspmd
@@ -126,8 +126,3 @@ def test_one_text_for_any_number_of_devices(always):
         return re.sub(r"\[[\d, ]+\]|\s+", " ", program_text(plan.program.graph))
 
     assert text(8) == text(64)
-
-
-@pytest.mark.parametrize("mesh", ["model=2", "model=3"])
-def test_on_processes(mesh):
-    assert "rings hold" in launch(mesh, "rings")

@@ -1,17 +1,29 @@
-"""Run under torchrun by test_module.py: what users do with a wrapped module, against one process,
-on every rank.
-"""
+"""What users do with a wrapped module, against one process, on every rank."""
 
 import copy
 import os
-import sys
 import warnings
 from collections import namedtuple
 from types import SimpleNamespace
 
+import language_model
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from language_model import (
+    WORDS,
+    Model,
+    Options,
+    close,
+    error_of,
+    loss_of,
+    pair,
+    same_gradients,
+    same_parameters,
+    tokens,
+    whole,
+)
+from ranks import distributed
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,50 +31,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
 
-WORDS = 11  # which no mesh divides
-OFFSET = 1.0
+MESHES = ("model=3", "data=2,model=2")
 Result = namedtuple("Result", "logits norm")
-
-
-class Options:
-    def __init__(self):
-        self.scale, self.inner = 1.0, SimpleNamespace(power=1)
-
-
-class Model(nn.Module):
-    sign = 1
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.up, self.down = (
-            nn.Embedding(WORDS, 16),
-            nn.Linear(16, 32),
-            nn.Linear(32, 16),
-        )
-        self.head, self.dropout = nn.Linear(16, WORDS), nn.Dropout(0.0)
-        self.register_buffer("shift", torch.zeros(WORDS))
-        self.temperature, self.scales, self.calls, self.options = 1.0, [1.0, 2.0], 0, Options()
-
-    def forward(self, tokens):  # [b, s]
-        self.calls += 1
-        x = self.embedding(tokens)
-        x = x + self.down(F.gelu(self.up(x)))
-        x = x * self.options.scale**self.options.inner.power * OFFSET
-        return (
-            self.sign * self.dropout(self.head(x)) / self.temperature * self.scales[1] + self.shift
-        )
-
-    @torch.no_grad()
-    def generate(self, tokens, count):
-        for _ in range(count):
-            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], 1)
-        return tokens
 
 
 class WithPenalty(Model):
@@ -88,61 +63,8 @@ class WithKinds(Model):
         }
 
 
-def tokens(step=0, rows=6):
-    return torch.randint(WORDS, (rows, 5), generator=torch.Generator().manual_seed(step))
-
-
-def pair(mesh, kind=Model):
-    """A wrapped module, and the same on one process."""
-    torch.manual_seed(0)
-    reference = kind()
-    model, axis = copy.deepcopy(reference), mesh.names[-1]
-    gspmd.annotate(
-        model,
-        mesh,
-        {
-            "embedding.weight": f"{axis} _",
-            "up.weight": f"{axis} _",
-            "up.bias": axis,
-            "down.weight": f"_ {axis}",
-        },
-    )
-    return gspmd.parallelize(model, mesh), reference
-
-
-def loss_of(model, step=0, rows=6):
-    return F.cross_entropy(model(tokens(step, rows)).flatten(0, 1), tokens(step, rows).flatten())
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def close(a, b, tolerance=1e-5):
-    torch.testing.assert_close(whole(a).detach(), whole(b).detach(), rtol=tolerance, atol=tolerance)
-
-
-def same_gradients(model, reference):
-    for (name, p), (_, q) in zip(model.named_parameters(), reference.named_parameters()):
-        assert (p.grad is None) == (q.grad is None), name
-        if q.grad is not None:
-            close(p.grad, q.grad)
-
-
-def same_parameters(model, reference, tolerance=1e-5):
-    for p, q in zip(model.parameters(), reference.parameters()):
-        close(p, q, tolerance)
-
-
-def error_of(call):
-    try:
-        call()
-    except gspmd.ShardingError as error:
-        return str(error)
-    raise AssertionError("no error")
-
-
-def check_several_forwards_before_a_backward(mesh):
+@distributed(*MESHES)
+def test_several_forwards_before_a_backward(mesh):
     model, reference = pair(mesh)
     for m in (model, reference):
         (loss_of(m, 0) + 2 * loss_of(m, 1, rows=3)).backward()
@@ -152,7 +74,8 @@ def check_several_forwards_before_a_backward(mesh):
     same_gradients(model, reference)
 
 
-def check_recomputation(mesh):
+@distributed(*MESHES)
+def test_recomputation(mesh):
     """A checkpoint around the calls, the first of which is inside of one."""
     for reentrant in (False, True):
         model, reference = pair(mesh, WithParts)
@@ -174,7 +97,8 @@ def stepping(optimizer):
     return hook
 
 
-def check_hooks_of_gradients(mesh):
+@distributed(*MESHES)
+def test_hooks_of_gradients(mesh):
     """On parameters, also for an optimizer inside of the backward."""
     model, reference = pair(mesh)
     for m in (model, reference):
@@ -186,7 +110,8 @@ def check_hooks_of_gradients(mesh):
     same_parameters(model, reference)
 
 
-def check_copies(mesh):
+@distributed(*MESHES)
+def test_copies(mesh):
     """A running mean of the weights (EMA) is kept in a deep copy, which computes by itself."""
     model, reference = pair(mesh)
     means = []
@@ -208,7 +133,8 @@ def check_copies(mesh):
     assert "cannot be pickled" in error_of(lambda: torch.save(model, os.devnull))
 
 
-def check_states(mesh):
+@distributed(*MESHES)
+def test_states(mesh):
     """Whole tensors can be loaded, by load_state_dict and by torch's checkpoint functions; what is
     trained on goes on.
     """
@@ -237,7 +163,8 @@ def check_states(mesh):
     same_parameters(other, reference, 1e-4)  # AdamW divides by small second moments
 
 
-def check_other_types(mesh):
+@distributed(*MESHES)
+def test_other_types(mesh):
     """After .double() parameters are new ones, without a mark."""
     model, reference = pair(mesh)
     loss_of(model)
@@ -247,7 +174,8 @@ def check_other_types(mesh):
     same_gradients(model, reference)
 
 
-def check_attributes(mesh):
+@distributed(*MESHES)
+def test_attributes(mesh):
     """What forward reads may change between calls; what it writes does not make a program for every
     call.
     """
@@ -282,10 +210,10 @@ def check_attributes(mesh):
     for change in (
         lambda m: setattr(m.options, "scale", 2.0),
         lambda m: setattr(m.options.inner, "power", 3),
-        lambda m: globals().update(OFFSET=1.5),
+        lambda m: setattr(language_model, "OFFSET", 1.5),
         lambda m: setattr(m, "options", Options()),
         lambda m: m.double(),
-        lambda m: globals().update(OFFSET=1.0),
+        lambda m: setattr(language_model, "OFFSET", 1.0),
     ):
         for m in (model, reference):
             change(m)
@@ -318,7 +246,8 @@ def doubled(module, inputs, output):
     return 2 * output
 
 
-def check_other_modules(mesh):
+@distributed(*MESHES)
+def test_other_modules(mesh):
     model, reference = pair(mesh)
     model(tokens())
     for m in (model, reference):
@@ -346,7 +275,8 @@ def check_other_modules(mesh):
     assert error_of(lambda: model(tokens())).startswith("parameter 'weight' is a plain tensor")
 
 
-def check_methods(mesh):
+@distributed(*MESHES)
+def test_methods(mesh):
     """A method of the model that calls it runs on the mesh."""
     model, reference = pair(mesh)
     for _ in range(2):
@@ -384,7 +314,8 @@ class WithCache(Model):
         return self.head(self.down(F.gelu(keys)).mean(1)) * self.mask
 
 
-def check_what_forward_leaves(mesh):
+@distributed(*MESHES)
+def test_what_forward_leaves(mesh):
     """In objects that are passed, and in attributes; with their gradients."""
     model, reference = pair(mesh, WithCache)
     left = []
@@ -440,7 +371,8 @@ class WithParts(Model):
         return self.head(self.embed(tokens))
 
 
-def check_submodules(mesh):
+@distributed(*MESHES)
+def test_submodules(mesh):
     """Called by themselves, by their caller or in a method of the model."""
     model, reference = pair(mesh, WithParts)
     seen, found = [], []
@@ -471,7 +403,8 @@ def check_submodules(mesh):
             close(whole(a) / scale, whole(b) / scale)
 
 
-def check_layouts_of_results(mesh):
+@distributed(*MESHES)
+def test_layouts_of_results(mesh):
     """Also such as DTensors do not express: the nearest one that they do."""
     one, other = mesh.names[0], mesh.names[-1]
     for rows in (8, 5):
@@ -488,7 +421,8 @@ def check_layouts_of_results(mesh):
                 )
 
 
-def check_second_order(mesh):
+@distributed(*MESHES)
+def test_second_order(mesh):
     """A penalty on gradients is computed in forward; one outside would lose its gradient, and is an
     error.
     """
@@ -504,7 +438,8 @@ def check_second_order(mesh):
     )
 
 
-def check_gradients_of_some_results(mesh):
+@distributed(*MESHES)
+def test_gradients_of_some_results(mesh):
     """Parameters from which no result with a cotangent comes have no gradient, and no optimizer
     changes them. Also under torch.compile.
     """
@@ -529,7 +464,8 @@ def check_gradients_of_some_results(mesh):
             optimizer.zero_grad()
 
 
-def check_results_of_all_kinds(mesh):
+@distributed(*MESHES)
+def test_results_of_all_kinds(mesh):
     model, reference = pair(mesh, WithKinds)
     got, want = (
         m(tokens(), scale=3.0, more={"bias": torch.ones(WORDS)}) for m in (model, reference)
@@ -567,7 +503,8 @@ def check_results_of_all_kinds(mesh):
         model(tokens(), more={"bias": 1.0})["result"].norm.backward()
 
 
-def check_what_cannot_be(mesh):
+@distributed(*MESHES)
+def test_what_cannot_be(mesh):
     model, _ = pair(mesh)
     x = tokens()
     assert error_of(lambda: torch.func.vmap(model)(x)).startswith(
@@ -596,24 +533,3 @@ def check_what_cannot_be(mesh):
         "parameter 'weight' has no shape yet"
     )
     close(model(x), model(x))
-
-
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
-
-
-def run(checks):
-    """All of them on the mesh that the command names."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = gspmd.Mesh.parse(sys.argv[1])
-    for check in checks:
-        check(mesh)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"{check.__name__} holds on {mesh}", flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # gloo may abort at exit
-
-
-if __name__ == "__main__":
-    run(CHECKS)

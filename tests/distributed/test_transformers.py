@@ -1,18 +1,18 @@
-"""Run under torchrun by test_transformers.py: generation, caches and methods of models of
-transformers, against one process.
-"""
+"""Generation, caches and methods of models of transformers, against one process, on every rank."""
 
 import copy
-import os
-import sys
 
+import pytest
 import torch
-import torch.distributed as dist
-import transformers
+from ranks import distributed
 from torch.distributed.tensor import DTensor
 
 import torchgspmd as gspmd
 
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+MESHES = ("model=2", "data=2,model=2")
 VOCABULARY = {"vocab_size": 100, "pad_token_id": 0, "eos_token_id": 1}
 TOKENS = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(0))
 
@@ -45,7 +45,8 @@ def same_text(model, reference, *inputs, **options):
     )
 
 
-def check_encoder_and_decoder(mesh):
+@distributed(*MESHES)
+def test_encoder_and_decoder(mesh):
     config = transformers.T5Config(
         d_model=32,
         d_kv=8,
@@ -66,7 +67,8 @@ def check_encoder_and_decoder(mesh):
     close(model.encoder(TOKENS).last_hidden_state, reference.encoder(TOKENS).last_hidden_state)
 
 
-def check_caches(mesh):
+@distributed(*MESHES)
+def test_caches(mesh):
     config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -104,7 +106,8 @@ def check_caches(mesh):
         close(p.grad, q.grad)
 
 
-def check_two_towers(mesh):
+@distributed(*MESHES)
+def test_two_towers(mesh):
     tower = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -120,21 +123,3 @@ def check_two_towers(mesh):
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     for features, inputs in (("get_image_features", images), ("get_text_features", TOKENS)):
         close(*(getattr(m, features)(inputs).pooler_output for m in (model, reference)))
-
-
-def main():
-    transformers.logging.set_verbosity_error()
-    dist.init_process_group("gloo")
-    mesh = gspmd.Mesh.parse(sys.argv[1])
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            torch.manual_seed(0)
-            check(mesh)
-            if dist.get_rank() == 0:
-                print(f"{name} holds on {mesh}", flush=True)
-    dist.barrier()
-    os._exit(0)  # gloo may abort at exit
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,10 @@
-"""Run under torchrun by test_halo.py: a network sharded in space on real processes, compared with
-one process on every rank.
-"""
+"""A network sharded in space, compared with one process on every rank."""
 
 import copy
-import sys
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import distributed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -32,14 +29,10 @@ class Net(nn.Module):
         return self.wide(F.relu(self.doubled(F.relu(self.halved(F.relu(self.same(x)))))))
 
 
-def main(mesh: str, spec: str, backend: str) -> None:
-    dist.init_process_group("gloo")
+def check(mesh, spec, backend):
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
     one, x = Net(), torch.randn(2, 3, 19, 10)
-    many = gspmd.parallelize(
-        copy.deepcopy(one), gspmd.Mesh.parse(mesh), backend=backend, in_specs=spec
-    )
+    many = gspmd.parallelize(copy.deepcopy(one), mesh, backend=backend, in_specs=spec)
     for model in (one, many):
         y = model(x)
         y.pow(2).sum().backward()
@@ -48,8 +41,13 @@ def main(mesh: str, spec: str, backend: str) -> None:
         grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         torch.testing.assert_close(grad, q.grad, msg=lambda text, name=name: f"{name}: {text}")
     assert sum(c.kind == "permute" for c in many.plan.collectives) >= 6
-    print(f"holds on {mesh}")
-    dist.destroy_process_group()
 
 
-main(*sys.argv[1:])
+@distributed("s=3", "a=2,s=2")
+def test_halos_are_exchanged(mesh):
+    check(mesh, "_ _ s a" if "a" in mesh.names else "_ _ s _", "torch")
+
+
+@distributed("s=2")
+def test_halos_are_exchanged_in_compiled_programs(mesh):
+    check(mesh, "_ _ s _", "inductor")

@@ -1,19 +1,16 @@
-"""Worker of test_module.py: models that are not the same on all ranks, on real gloo processes.
-
-torchrun --nproc-per-node 2 worker_ranks.py data=2: what makes no difference to the program works;
+"""Models that are not the same on all ranks: what makes no difference to the program works;
 the rest is one ShardingError on every rank, that says what differs, and after which the model goes
 on as before.
 """
 
 import sys
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import distributed
 from torch import nn
-from worker_module import run
 
 import torchgspmd as gspmd
 
@@ -102,7 +99,8 @@ def raising(model, y):
     return y
 
 
-def check_reads_that_make_no_difference(mesh):
+@distributed("data=2", warning_filter="error")
+def test_reads_that_make_no_difference(mesh):
     rank = dist.get_rank()
     TABLE.update(rank=rank, scale=2.0)
     log = Log()
@@ -131,7 +129,8 @@ def check_reads_that_make_no_difference(mesh):
     assert log.lines == (3 if rank == 0 else 0)
 
 
-def check_random_numbers(mesh):
+@distributed("data=2", warning_filter="error")
+def test_random_numbers(mesh):
     model = wrapped(
         mesh,
         lambda model, y: nn.functional.dropout(y) if model.rank else nn.functional.dropout(y),
@@ -142,7 +141,8 @@ def check_random_numbers(mesh):
     assert error_of(model).startswith("the ranks would draw different random numbers")
 
 
-def check_reads_that_make_other_programs(mesh):
+@distributed("data=2", warning_filter="error")
+def test_reads_that_make_other_programs(mesh):
     rank = dist.get_rank()
     for use in (of_one_rank, kept_on_one_rank):
         message = error_of(wrapped(mesh, use, rank=rank))
@@ -162,7 +162,8 @@ def check_reads_that_make_other_programs(mesh):
         )
 
 
-def check_errors_of_one_rank(mesh):
+@distributed("data=2", warning_filter="error")
+def test_errors_of_one_rank(mesh):
     model = wrapped(mesh, raising, rank=dist.get_rank())
     try:
         model(torch.ones(6, 4))
@@ -190,7 +191,8 @@ def in_a_table(model):
     TABLE["scale"] = 5.0
 
 
-def check_what_is_changed_on_one_rank(mesh):
+@distributed("data=2", warning_filter="error")
+def test_what_is_changed_on_one_rank(mesh):
     TABLE.update(scale=1.0, rank=0)
     for change, name in (
         (changed, "'scale'"),
@@ -231,16 +233,3 @@ def check_what_is_changed_on_one_rank(mesh):
         else:
             message = error_of(model)
         assert name in message, message
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    run(
-        [
-            check_reads_that_make_no_difference,
-            check_random_numbers,
-            check_reads_that_make_other_programs,
-            check_errors_of_one_rank,
-            check_what_is_changed_on_one_rank,
-        ]
-    )

@@ -1,8 +1,5 @@
-"""Worker of test_state.py: modules that keep something from one call to the next in attributes, on
-real gloo processes.
-
-torchrun --nproc-per-node 3 worker_state.py model=3: each check compares losses, gradients and what
-is kept with a copy of the module on one device, over several calls.
+"""Modules that keep something from one call to the next in attributes: each check compares losses,
+gradients and what is kept with a copy of the module on one device, over several calls.
 """
 
 import collections
@@ -14,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from language_model import error_of, whole
+from ranks import distributed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from worker_module import error_of, run, whole
 
 import torchgspmd as gspmd
 
+MESHES = ("model=3", "data=2,model=2")
 WIDTH, STEPS = 7, 4  # which no mesh divides
 MARKS = {"up.weight": "model _", "up.bias": "model", "down.weight": "_ model"}
 TABLE: dict = {}
@@ -248,7 +247,8 @@ def compare(mesh, kind, backward=True, rows=lambda step: 4):
     return model, reference
 
 
-def check_hidden_states(mesh):
+@distributed(*MESHES)
+def test_hidden_states(mesh):
     for kind in (Recurrent, Recomputed, Pair, Spiking):
         model, reference = compare(mesh, kind)
         programs = len(model._all_programs())
@@ -267,7 +267,8 @@ def check_hidden_states(mesh):
     close(model(batch(6)), reference(batch(6)))
 
 
-def check_a_submodule_by_itself(mesh):
+@distributed(*MESHES)
+def test_a_submodule_by_itself(mesh):
     torch.manual_seed(0)
     reference = Part()
     model = gspmd.parallelize(copy.deepcopy(reference), mesh)
@@ -279,12 +280,14 @@ def check_a_submodule_by_itself(mesh):
     same_gradients(model, reference)
 
 
-def check_changes_in_place(mesh):
+@distributed(*MESHES)
+def test_changes_in_place(mesh):
     compare(mesh, Cached, backward=False)
     compare(mesh, Normalized)
 
 
-def check_lists_and_tables(mesh):
+@distributed(*MESHES)
+def test_lists_and_tables(mesh):
     compare(mesh, Lists, backward=False)
     model, _ = compare(mesh, Window)
     assert len(model._all_programs()) == 3  # of none, one and two
@@ -303,13 +306,15 @@ class Tasks(Net):
         return self.down(self.hidden[task])
 
 
-def check_states_by_name(mesh):
+@distributed(*MESHES)
+def test_states_by_name(mesh):
     model, reference = pair(mesh, Tasks)
     for step, task in enumerate("ababba"):
         close(model(batch(step), task), reference(batch(step), task))
 
 
-def check_buffers_that_forward_registers(mesh):
+@distributed(*MESHES)
+def test_buffers_that_forward_registers(mesh):
     compare(mesh, Grows, rows=lambda step: [2, 4, 3, 5][step])
 
 
@@ -334,7 +339,8 @@ class Warms(Counts):
         return y * min(self.calls / 3, 1.0) if self.calls % 2 else y - self.rows
 
 
-def check_counters(mesh):
+@distributed(*MESHES)
+def test_counters(mesh):
     """A number that forward counts up makes no program for every call; a branch by it two."""
     model, _ = compare(mesh, Counts)
     assert len(model._all_programs()) == 1
@@ -398,7 +404,8 @@ class Options:
         self.power = 1
 
 
-def check_numbers_that_change(mesh):
+@distributed(*MESHES)
+def test_numbers_that_change(mesh):
     """Numbers that are others at every call are inputs of one program, in the types of PyTorch's
     scalars.
     """
@@ -426,7 +433,8 @@ def check_numbers_that_change(mesh):
         assert error.startswith("the arguments differ between ranks") and "1.5" in error, error
 
 
-def check_a_detached_result(mesh):
+@distributed(*MESHES)
+def test_a_detached_result(mesh):
     """y and y.detach() are one value, of which one has a gradient."""
 
     class Both(Net):
@@ -481,7 +489,8 @@ class QuantizerOfData(Quantizer):
         before.zero_()
 
 
-def check_parameters_that_forward_changes(mesh):
+@distributed(*MESHES)
+def test_parameters_that_forward_changes(mesh):
     for kind in (Quantizer, QuantizerOfData):
         model, reference = pair(mesh, kind)
         optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference)]
@@ -522,7 +531,8 @@ class LooksAt(Net):
         return y
 
 
-def check_values_that_forward_looks_at(mesh):
+@distributed(*MESHES)
+def test_values_that_forward_looks_at(mesh):
     """A program for every outcome: without a mean, with one, and from the third step on."""
     model, _ = compare(mesh, LooksAt)
     assert len(model._all_programs()) == 3
@@ -556,7 +566,8 @@ class Configured(Net):
         )
 
 
-def check_names_in_the_order_of_a_set(mesh):
+@distributed(*MESHES)
+def test_names_in_the_order_of_a_set(mesh):
     model, reference = pair(mesh, Configured)
     for without in ({"first", "second", "third", "fourth"}, frozenset({"second", "third"})):
         close(model(batch(1), without), reference(batch(1), without))
@@ -575,7 +586,8 @@ class Masked(Net):
         return y[self.kept].sum() + y[:, self.mask].exp().sum()
 
 
-def check_masks_that_change(mesh):
+@distributed(*MESHES)
+def test_masks_that_change(mesh):
     """A program for each of four masks; for more of them what they select is found when the program
     runs.
     """
@@ -613,7 +625,8 @@ class Global(Net):
         return y + 1 if n % 2 else y
 
 
-def check_global_variables(mesh):
+@distributed(*MESHES)
+def test_global_variables(mesh):
     global ROUNDS, LAST
     found = []
     model, reference = pair(mesh, Global)
@@ -635,7 +648,8 @@ class Settings:
 OPTIONS = SimpleNamespace(scale=1.0)
 
 
-def check_what_forward_reads_by_name(mesh):
+@distributed(*MESHES)
+def test_what_forward_reads_by_name(mesh):
     """Attributes of classes and of objects that are global variables, and variables around a
     function.
     """
@@ -747,7 +761,8 @@ def of_methods():
     return Kept, lambda net: [Kept.steps]
 
 
-def check_slots_classes_and_variables_around_functions(mesh):
+@distributed(*MESHES)
+def test_slots_classes_and_variables_around_functions(mesh):
     for made in (of_slots, of_classes, of_hooks, of_methods):
         (kind, kept_by), (other, kept_by_other) = made(), made()
         model, _ = pair(mesh, kind)
@@ -776,7 +791,8 @@ class TwoHeads(Net):
         return y, y.square(), self.other(x)
 
 
-def check_backwards_from_single_results(mesh):
+@distributed(*MESHES)
+def test_backwards_from_single_results(mesh):
     model, reference = pair(mesh, TwoHeads)
     for m in (model, reference):
         m.unused.register_hook(lambda gradient: gradient * 2)
@@ -814,16 +830,10 @@ class Truncated(Net):
         return self.hidden
 
 
-def check_backward_through_time_that_forward_truncates(mesh):
+@distributed(*MESHES)
+def test_backward_through_time_that_forward_truncates(mesh):
     model, reference = pair(mesh, Truncated)
     for step in range(STEPS):
         for m in (model, reference):
             m(batch(step)).square().sum().backward()
         same_gradients(model, reference)
-
-
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
-
-
-if __name__ == "__main__":
-    run(CHECKS)

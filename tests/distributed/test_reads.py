@@ -1,9 +1,6 @@
-"""Worker of test_state.py: what forward reads is changed between calls, in each way that there is,
-on real gloo processes.
-
-torchrun --nproc-per-node 2 worker_reads.py data=2: six calls of a module and of a copy on one
-device are compared, and the programs that were made for them counted: a number or tensor that
-changes is an input of the second one.
+"""What forward reads is changed between calls, in each way that there is: six calls of a module
+and of a copy on one device are compared, and the programs that were made for them counted: a number
+or tensor that changes is an input of the second one.
 """
 
 import collections
@@ -11,18 +8,18 @@ import contextvars
 import enum
 import functools
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import settings_of_reads as settings
 import torch
 import torch.distributed as dist
+from ranks import distributed
 from torch import nn
-from worker_module import run
 
 import torchgspmd as gspmd
 
@@ -492,7 +489,10 @@ def around_functions():
     return found
 
 
-def check_case(name: str, use: Callable, change: Callable, programs: int, mesh: gspmd.Mesh) -> None:
+@distributed("data=2")
+@pytest.mark.parametrize("name", [*CASES, *around_functions()])
+def test_what_is_read(mesh, name):
+    use, change, programs = {**CASES, **around_functions()}[name]
     TABLE.update(state=torch.ones(4), scale=1.0, other=None)
     START["TENSOR"].fill_(1.0)
     globals().update(START)
@@ -517,14 +517,8 @@ def check_case(name: str, use: Callable, change: Callable, programs: int, mesh: 
     assert made == programs, f"{name}: {made} programs"
 
 
-def check_what_is_read(mesh):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a program has been made anew")
-        for name, case in {**CASES, **around_functions()}.items():
-            check_case(name, *case, mesh)
-
-
-def check_tensors_of_alike_names(mesh):
+@distributed("data=2")
+def test_tensors_of_alike_names(mesh):
     """Of two modules, and an argument that is named as a parameter."""
 
     class Layer(nn.Module):
@@ -546,7 +540,8 @@ def check_tensors_of_alike_names(mesh):
     assert net[1].calls == 3
 
 
-def check_numbers_that_come_out(mesh):
+@distributed("data=2")
+def test_numbers_that_come_out(mesh):
     """One program for all calls; a number that forward and a hook of its backward count up, too."""
 
     class Counts(nn.Module):
@@ -586,7 +581,8 @@ def check_numbers_that_come_out(mesh):
     assert len(sharded._all_programs()) == 1
 
 
-def check_what_is_not_read(mesh):
+@distributed("data=2")
+def test_what_is_not_read(mesh):
     """Ranks may have other values there."""
     space = SimpleNamespace(rank=dist.get_rank(), gain=2.0)
 
@@ -611,15 +607,3 @@ def check_what_is_not_read(mesh):
         torch.testing.assert_close(sharded(x), net.linear(x) * 6.0 + 2.0)
         space.gain = 3.0
         torch.testing.assert_close(sharded(x), net.linear(x) * 9.0 + 3.0)
-
-
-CHECKS = [
-    check_what_is_not_read,
-    check_what_is_read,
-    check_tensors_of_alike_names,
-    check_numbers_that_come_out,
-]
-
-
-if __name__ == "__main__":
-    run(CHECKS)

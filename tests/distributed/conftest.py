@@ -1,0 +1,7 @@
+"""The processes of tests/distributed end with the session."""
+
+import ranks
+
+
+def pytest_sessionfinish() -> None:
+    ranks.close_all()

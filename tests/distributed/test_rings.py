@@ -1,0 +1,65 @@
+"""Products in parts that travel round a ring, against one process on every rank."""
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import distributed
+from tied_model import close
+from torch import nn
+
+import torchgspmd as gspmd
+from torchgspmd.comm import ring_einsum
+from torchgspmd.fx_passes.partition import machine
+from torchgspmd.fx_passes.schedule import collective_matmul
+
+
+class Sequence(nn.Module):
+    """Its stream is laid out along the sequence: gathered before `up` and `gate`, scattered behind
+    `down`.
+    """
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.up, self.gate, self.down = (
+            nn.Linear(48, 96),
+            nn.Linear(48, 96, bias=False),
+            nn.Linear(96, 48),
+        )
+        self.mesh = mesh
+
+    def forward(self, x):  # [b, s, m]
+        h = gspmd.mark_sharding(x.sin(), self.mesh, "_ model _")
+        return gspmd.mark_sharding(
+            self.down(F.gelu(self.up(h)) * self.gate(h)), self.mesh, "_ model _"
+        )
+
+
+@distributed("model=2", "model=3")
+@pytest.mark.parametrize("backend", ["torch", "inductor"])
+@patch.object(machine, "CPU", machine.GPU)
+@patch.object(collective_matmul, "GAIN", float("inf"))
+def test_rings(mesh, backend):
+    """Rings are made to pay here."""
+    torch.manual_seed(0)
+    reference, x = Sequence(mesh), torch.randn(2, 12, 48)
+    marks = {
+        "up.weight": "model _",
+        "up.bias": "model",
+        "gate.weight": "model _",
+        "down.weight": "_ model",
+    }
+    model = gspmd.parallelize(
+        gspmd.annotate(copy.deepcopy(reference), mesh, marks), mesh, backend=backend
+    )
+    close(model(x), reference(x))
+    for m in (model, reference):
+        m(x).square().sum().backward()
+    for name, parameter in reference.named_parameters():
+        close(model.get_parameter(name).grad, parameter.grad)
+    targets = [n.target for n in model.plan.program.graph.nodes]
+    assert ring_einsum.gather_einsum in targets and ring_einsum.einsum_scatter in targets, (
+        model.plan
+    )

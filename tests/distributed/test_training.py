@@ -1,0 +1,202 @@
+"""Training on processes, against one process on every rank."""
+
+import copy
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from language_model import whole
+from ranks import distributed
+from tied_model import Model, batch, close, marked, pair, specs
+from torch.distributed.tensor import DTensor, Replicate
+
+import torchgspmd as gspmd
+from torchgspmd.dtensor import fused_optimizers
+from torchgspmd.dtensor.storage import spec_of
+from torchgspmd.fx_passes.lower.verify_in_flight import STARTS
+
+MESHES = ("data=2", "model=3", "data=2,model=2")
+
+
+@distributed(*MESHES)
+def test_training(mesh):
+    """AdamW, clipped gradients, dropout, running statistics; a last batch of another size."""
+    model, reference = pair(mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, foreach=True) for m in (model, reference)]
+    for step in range(4):
+        losses, norms = [], []
+        for m, optimizer in zip((model, reference), optimizers):
+            torch.manual_seed(step)
+            loss = m(*batch(step, 7 if step < 3 else 5))
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5))
+            optimizer.step()
+            losses.append(loss)
+        close(*losses)
+        close(*norms)
+    close(model.batch_norm.running_mean, reference.batch_norm.running_mean)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
+    for name, parameter in reference.named_parameters():
+        close(model.get_parameter(name), parameter, 1e-3)  # AdamW divides by small second moments
+
+
+@distributed(*MESHES)
+def test_sharded_updates(mesh):
+    """Parameters, gradients and optimizer states in parts over an axis, weights gathered twice: the
+    same training.
+    """
+    axis = mesh.names[0]
+    torch.manual_seed(0)
+    reference = Model(dropout=0.0)
+    model = gspmd.parallelize(
+        marked(copy.deepcopy(reference), mesh),
+        mesh,
+        in_specs=specs(mesh),
+        shard_updates=axis,
+        regather="always",
+    )
+    assert all(axis in spec_of(p, mesh).sharding_axes for p in model.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, fused=True) for m in (model, reference)]
+    for step in range(4):
+        losses = [m(*batch(step)) for m in (model, reference)]
+        for loss in losses:
+            loss.backward()
+        close(
+            *[
+                torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5, foreach=True)
+                for m in (model, reference)
+            ]
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        close(*losses)
+    assert any(
+        "step" in n.meta and n.meta["step"].kind == "all_gather" and n.meta["backward"]
+        for n in model.plan.sharded.nodes
+    )
+    called = {
+        n.target
+        for p in model._all_programs()
+        for f in (p.forward, p.backward)
+        for n in f.__self__.graph.nodes
+    }
+    unsafe = {
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+    assert (
+        called & STARTS and not called & unsafe
+    )  # over gloo: see fx_passes/lower/gloo_all_to_all.py
+
+
+@distributed(*MESHES)
+def test_fused_steps(mesh):
+    """Lists of DTensors are stepped on as lists of their parts, where all that meet are laid out
+    alike; else as DTensor does it.
+    """
+    model, reference = pair(mesh, dropout=0.0)
+    seen = []
+    with patch.object(fused_optimizers, "as_before", lambda *call: seen.append(call)):
+        for m in (model, reference):
+            m(*batch(0)).backward()
+            torch.optim.SGD(m.parameters(), 1e-2, fused=True).step()
+        assert not seen
+        for name, parameter in reference.named_parameters():
+            close(model.get_parameter(name), parameter)
+        for parameter in (p for p in model.parameters() if spec_of(p, mesh).sharding_axes):
+            whole = [Replicate()] * len(mesh.axes)
+            parameter.grad = DTensor.from_local(
+                parameter.grad.full_tensor(), parameter.device_mesh, whole, run_check=False
+            )
+            torch.optim.SGD([parameter], 1e-2, fused=True).step()
+            assert seen.pop()
+
+
+@distributed(*MESHES)
+def test_modes(mesh):
+    """eval, no_grad, and gradients accumulated over two calls."""
+    model, reference = pair(mesh, dropout=0.0)
+    for m in (model, reference):
+        m.eval()
+        with torch.no_grad():
+            m.out = m(*batch(0))
+        m.train()
+        (m(*batch(1)) + 2 * m(*batch(2))).backward()
+    close(model.out, reference.out)
+    for name, parameter in reference.named_parameters():
+        close(model.get_parameter(name).grad, parameter.grad)
+
+
+@distributed(*MESHES)
+def test_ways_to_a_gradient(mesh):
+    """Accumulation, hooks, torch.autograd.grad, backward(inputs=...): the same gradients and calls
+    as on one process.
+    """
+    seen = []
+    for model in pair(mesh, dropout=0.0):
+        calls, params = [], list(model.parameters())
+        model(*batch(0)).backward()
+        first = [whole(p.grad).clone() for p in params]
+        handles = [
+            params[0].register_hook(lambda g: 2 * g),
+            params[1].register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(1)),
+        ]
+        model(*batch(1)).backward()
+        grads = torch.autograd.grad(model(*batch(2)), params[1:3])
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()
+        model(*batch(3)).backward(inputs=params[2:4])
+        seen.append(
+            (
+                len(calls),
+                *first,
+                *[whole(g) for g in grads],
+                *[whole(p.grad) for p in params[2:4]],
+                [p.grad is None for p in params],
+            )
+        )
+    assert seen[0][0] == seen[1][0] == 1 and seen[0][-1] == seen[1][-1]
+    for mine, theirs in zip(seen[0][1:-1], seen[1][1:-1]):
+        close(mine, theirs)
+
+
+@distributed(*MESHES)
+def test_scaler(mesh):
+    model, reference = pair(mesh, dropout=0.0)
+    for m in (model, reference):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(m.parameters(), 0.1)
+        scaler.scale(m(*batch(0))).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    for name, parameter in reference.named_parameters():
+        close(model.get_parameter(name), parameter)
+
+
+@distributed(*MESHES)
+def test_passes(mesh):
+    """Without the passes that decide when to communicate: the same gradients."""
+    for skip in (("bucket",), ("overlap",), ("bucket", "overlap", "prefetch")):
+        torch.manual_seed(0)
+        reference = Model(dropout=0.0)
+        model = gspmd.parallelize(
+            marked(copy.deepcopy(reference), mesh), mesh, in_specs=specs(mesh), skip_passes=skip
+        )
+        for m in (model, reference):
+            m(*batch(0)).backward()
+        for name, parameter in reference.named_parameters():
+            close(model.get_parameter(name).grad, parameter.grad)
+
+
+@distributed(*MESHES)
+def test_same_text(mesh):
+    """The program's text is the same on all ranks."""
+    model, _ = pair(mesh)
+    model(*batch(0))
+    texts = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, model.plan.program.code)
+    assert len(set(texts)) == 1
