@@ -4,15 +4,12 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = {
-    "PJRT_DEVICE": "CPU",
-    "CPU_NUM_DEVICES": "8",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
-}  # compiles in a quarter of the time
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "examples"), str(HERE)]
+
+from environment import ENVIRONMENT  # noqa: E402
+
 os.environ.update(ENVIRONMENT)
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples"), str(Path(__file__).parent)]
 
 
 def pytest_configure(config):

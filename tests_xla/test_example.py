@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, ROOT
+from environment import ENVIRONMENT, ROOT
 from programs import furthest
 
 SMALL = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT
+from environment import ENVIRONMENT, ROOT
 from helpers import message
 from programs import MESH
 from torch import fx, nn

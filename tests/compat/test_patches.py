@@ -28,7 +28,9 @@ def test_patches_are_undone_in_reverse():
         assert (Owner.own, Owner.inherited, Base.inherited, Owner.flag) == (22, 11, 1, False)
         assert entries == {"there": 13, "new": None}
         assert Owner.of_instances is None
-    assert Owner.own == 2 and rows[2].value() is rows[5].value() is ABSENT and entries == {"there": 3}
+    assert (
+        Owner.own == 2 and rows[2].value() is rows[5].value() is ABSENT and entries == {"there": 3}
+    )
     with apply(rows):
         Owner.own = "of someone else"
     assert Owner.own == "of someone else"

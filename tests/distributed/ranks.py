@@ -42,15 +42,23 @@ GRACE = 5.0  # seconds that ranks have to answer after another one has failed
 START = 300.0  # seconds for the start of a process
 
 
-def distributed(*meshes: str, timeout: float = TIMEOUT, warning_filter: str = "default"):
-    """Make a function of a mesh, and of other fixtures, a test that runs on every rank."""
+def distributed(
+    *meshes: str, timeout: float = TIMEOUT, warning_filter: str = "default", alone: bool = False
+):
+    """Make a function of a mesh, and of other fixtures, a test that runs on every rank.
+
+    alone: on processes of its own, in which no other check has left anything.
+    """
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(check)
         def item(mesh: str, **arguments: Any) -> None:
             file = inspect.unwrap(check).__code__.co_filename
             call = (file, check.__module__, check.__name__, mesh, arguments)
-            failure = ranks_of(size_of(mesh)).run((*call, warning_filter), timeout)
+            ranks = Ranks(size_of(mesh)) if alone else ranks_of(size_of(mesh))
+            failure = ranks.run((*call, warning_filter), timeout)
+            if alone:
+                ranks.close()
             if failure:
                 pytest.fail(failure, pytrace=False)
 
@@ -158,7 +166,8 @@ class Ranks:
             process.wait()
             connection.close()
         self.folder.cleanup()
-        _RANKS.pop(len(self.logs), None)
+        if _RANKS.get(len(self.logs)) is self:
+            del _RANKS[len(self.logs)]
 
 
 _RANKS: dict[int, Ranks] = {}
