@@ -28,6 +28,7 @@ X = torch.randn(8, 16)
         ("sum", [0, 2, 2, 5], {"padding_idx": 3}),
         ("mean", [0, 4, 9, 12], {"include_last_offset": True}),
         ("max", [0, 3, 3], {}),
+        ("max", [0, 2, 2, 12], {"padding_idx": 3}),
     ],
 )
 def test_bags(mode, offsets, options):
@@ -40,8 +41,43 @@ def test_bags(mode, offsets, options):
         bag, *arguments, mesh=MESH, in_specs=("data _",) if offsets is None else None, grad=True
     )
     assert_same(plan.simulate(*arguments), eager(bag, *arguments))
+    assert not any("bag" in r.op for r in plan.replicated_ops)
     if offsets is None and mode != "max":  # a sum of parts of the lookup stays pending
         assert not plan.replicated_ops
+
+
+def test_sum_of_a_bag_stays_pending():
+    """A device sends the bags, not the rows that are in them."""
+    bag = nn.EmbeddingBag(1000, 16, mode="sum")
+    gspmd.mark_sharding(bag.weight, MESH, "model _")
+    tokens, offsets = torch.randint(1000, (640,)), torch.arange(0, 640, 80)
+    plan = gspmd.plan(bag, tokens, offsets, mesh=MESH, grad=True)
+    n = MESH.count(("model",))
+    assert [c.kind for c in plan.collectives] == ["all_reduce"]
+    assert plan.collectives[0].sent_bytes == 2 * (n - 1) / n * 8 * 16 * 4
+    assert_same(plan.simulate(tokens, offsets), eager(bag, tokens, offsets))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min", "prod"])
+@pytest.mark.parametrize("by", ["lengths", "offsets"])
+def test_segment_reduce(reduce, by):
+    torch.manual_seed(0)
+    lengths = torch.tensor([3, 0, 5, 4])
+    bounds = {"lengths": lengths, "offsets": F.pad(lengths.cumsum(0), (1, 0))}[by]
+
+    class Pool(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, x, bounds):
+            pooled = torch.segment_reduce(x * self.scale, reduce, **{by: bounds})
+            return pooled.nan_to_num(0, 0, 0)
+
+    x = torch.randn(12, 6)
+    plan = gspmd.plan(Pool(), x, bounds, mesh=MESH, in_specs=("data model", None), grad=True)
+    assert_same(plan.simulate(x, bounds), eager(Pool(), x, bounds))
+    assert not any("segment" in r.op for r in plan.replicated_ops)
 
 
 OPTIMIZERS = [

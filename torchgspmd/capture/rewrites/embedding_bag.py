@@ -1,4 +1,4 @@
-"""F.embedding_bag as a lookup and a reduction, which have sharding rules, also in the backward."""
+"""embedding_bag and segment_reduce by operations that have rules, also in the backward."""
 
 from __future__ import annotations
 
@@ -31,35 +31,91 @@ def embedding_bag(
         return NotImplemented
     if (
         input.dim() == 1
-        and (offsets is None or mode == "max")
+        and (offsets is None or not input.numel())
         or per_sample_weights is not None
         and mode != "sum"
     ):
         return NotImplemented
     rows = F.embedding(input, weight)  # [b, l, d] or [n, d]
-    counts = (
-        torch.ones_like(input, dtype=torch.bool)
-        if padding_idx is None
-        else input != padding_idx % weight.shape[0]
-    )
+    if padding_idx is None:
+        counts = torch.ones_like(input, dtype=torch.bool)
+    else:
+        counts = input != padding_idx % weight.shape[0]
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
-    if mode == "max":
+    if mode == "max" and input.dim() == 2:
         best = rows.masked_fill(~counts.unsqueeze(-1), float("-inf")).max(1).values
         return best.masked_fill(~counts.any(1, keepdim=True), 0)
-    rows = rows * counts.unsqueeze(-1)
+    if input.dim() == 1:
+        bags = offsets.shape[0] - include_last_offset
+        places = torch.arange(input.shape[0], device=input.device, dtype=offsets.dtype)
+        bag = torch.searchsorted(offsets[:bags], places, right=True) - 1  # of each place
+    if mode == "max":
+        return _largest(rows, counts, places, bag, bags)
+    if padding_idx is not None:
+        rows = rows * counts.unsqueeze(-1)
     if input.dim() == 2:
         total, count = rows.sum(1), counts.sum(1)
     else:
-        bags = offsets.shape[0] - include_last_offset
-        bag = (
-            torch.searchsorted(
-                offsets[:bags],
-                torch.arange(input.shape[0], device=input.device, dtype=offsets.dtype),
-                right=True,
-            )
-            - 1
-        )
         total = rows.new_zeros(bags, rows.shape[1]).index_add(0, bag, rows)
         count = counts.new_zeros(bags, dtype=torch.long).index_add(0, bag, counts.long())
     return total / count.clamp(min=1).unsqueeze(-1) if mode == "mean" else total
+
+
+def _largest(rows: Tensor, counts: Tensor, places: Tensor, bag: Tensor, bags: int) -> Tensor:
+    """Return the largest of the rows [n, d] in each bag, zeros for an empty one.
+
+    The gradient goes to the first of several largest ones, as in PyTorch.
+    """
+    index, counts = bag.long().unsqueeze(-1).expand_as(rows), counts.unsqueeze(-1)
+    values = rows.detach().masked_fill(~counts, float("-inf"))
+    best = values.new_full((bags, rows.shape[1]), float("-inf"))
+    best = best.scatter_reduce(0, index, values, "amax")
+    end = rows.shape[0]
+    place = torch.where((values == best.gather(0, index)) & counts, places.unsqueeze(-1), end)
+    first = place.new_full(best.shape, end).scatter_reduce(0, index, place, "amin")
+    return rows.gather(0, first.clamp(max=end - 1)).masked_fill(first == end, 0)
+
+
+def segment_reduce(
+    data: Tensor,
+    reduce: str,
+    *,
+    lengths: Tensor | None = None,
+    indices: Tensor | None = None,
+    offsets: Tensor | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: float | None = None,
+) -> Any:
+    """Reduce consecutive rows of data [n, ...] into segments [b, ...].
+
+    lengths [b] or offsets [b + 1] say where a segment ends.
+    """
+    bounds = lengths if lengths is not None else offsets
+    if axis or indices is not None or bounds is None or bounds.dim() != 1:
+        return NotImplemented
+    if reduce not in _REDUCTIONS or reduce == "mean" and initial is not None:
+        return NotImplemented
+    ends = lengths.cumsum(0) if lengths is not None else offsets[1:]
+    places = torch.arange(data.shape[0], device=data.device, dtype=ends.dtype)
+    segment = torch.searchsorted(ends, places, right=True)
+    neutral, scatter = _REDUCTIONS[reduce]
+    start = data.new_full((ends.shape[0], *data.shape[1:]), neutral if initial is None else initial)
+    if scatter is None:
+        total = start.index_add(0, segment, data)
+        count = ends.diff(prepend=ends.new_zeros(1)) if lengths is None else lengths
+        count = count.reshape(-1, *[1] * (data.dim() - 1))
+        return total / count if reduce == "mean" else total
+    index = segment.reshape(-1, *[1] * (data.dim() - 1)).expand_as(data)
+    return start.scatter_reduce(0, index, data, scatter)
+
+
+# The neutral value of a reduction, and its name in scatter_reduce.
+_REDUCTIONS: dict[str, tuple[float, str | None]] = {
+    "sum": (0.0, None),
+    "mean": (0.0, None),
+    "prod": (1.0, "prod"),
+    "max": (float("-inf"), "amax"),
+    "min": (float("inf"), "amin"),
+}

@@ -11,9 +11,10 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
-from .embedding_bag import embedding_bag
+from .embedding_bag import embedding_bag, segment_reduce
 from .foreach import tensor_by_tensor
 from .multihead_attention import multi_head_attention
 from .rnn import RECURRENT
@@ -21,6 +22,7 @@ from .rnn import RECURRENT
 REWRITTEN_BODIES: dict[Callable, Callable] = {
     **RECURRENT,
     F.embedding_bag: embedding_bag,
+    torch.segment_reduce: segment_reduce,
     F.multi_head_attention_forward: multi_head_attention,
 }
 

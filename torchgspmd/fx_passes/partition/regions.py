@@ -13,7 +13,7 @@ thread   everything that one dimension runs through, also contractions, like the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -48,13 +48,21 @@ class Body:
 
 
 def adds(op: Op) -> bool:
-    """Return whether an operation is like an addition: pending if both operands are."""
-    return len(op.operands) == 2 and passes(op)
+    """Return whether an operation is like an addition: pending if both summands are."""
+    return len(summand_indices(op)) == 2
+
+
+def summand_indices(op: Op) -> Sequence[int]:
+    """Return the operands that the result is a sum of: all, or several beside an index."""
+    if len(op.results) != 1:
+        return ()
+    groups = [g for g in op.rule.linear if len(g) > 1 or len(g) == len(op.operands)]
+    return sorted(groups[0]) if groups else ()
 
 
 def passes(op: Op) -> bool:
-    """Return whether the result is pending if all operands are."""
-    return len(op.results) == 1 and frozenset(range(len(op.operands))) in op.rule.linear
+    """Return whether the result is pending if all of its summands are."""
+    return bool(summand_indices(op))
 
 
 def sums(ops: Mapping[fx.Node, Op]) -> list[Region]:
@@ -79,7 +87,7 @@ def _collect(
     while stack:
         op = stack.pop()
         passing.append(op)
-        for operand in op.operands:
+        for operand in (op.operands[i] for i in summand_indices(op)):
             maker = makers.get(operand)
             if maker is None or len(operand.users) > 1:
                 return None

@@ -18,7 +18,11 @@ from ..rewrites import rewrite
 
 @rule_for(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
 def _full(call: Call) -> FactorRule:
-    return call.rule([], [factors("d", call.results[0].dim())], local=shape_argument(0))
+    zeros = call.target is aten.zeros.default or call.argument(1, "fill_value", None) == 0
+    # Zeros are a sum of zeros: a device may hold them as its term of a pending sum.
+    linear = [[]] if zeros else ()
+    result = factors("d", call.results[0].dim())
+    return call.rule([], [result], local=shape_argument(0), linear=linear)
 
 
 @rule_for(aten.scalar_tensor.default)

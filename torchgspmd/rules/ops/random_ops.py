@@ -90,7 +90,7 @@ def _unit_exponential(x: Tensor) -> Tensor:
     return -(-_draw_like(x)).log1p()
 
 
-@rewrite("decompose", aten.rand.default)
+@rewrite("decompose", aten.rand.default, aten.rand.generator)
 def _rand(
     size: Sequence[int],
     dtype: torch.dtype | None = None,
@@ -103,7 +103,7 @@ def _rand(
     return _draw(size, dtype, device)[0]
 
 
-@rewrite("decompose", aten.randn.default)
+@rewrite("decompose", aten.randn.default, aten.randn.generator)
 def _randn(
     size: Sequence[int],
     dtype: torch.dtype | None = None,
@@ -113,7 +113,7 @@ def _randn(
     return _normal(size, dtype, device)
 
 
-@rewrite("decompose", aten.randint.low)
+@rewrite("decompose", aten.randint.low, aten.randint.low_generator)
 def _randint_low(
     low: int,
     high: int,
@@ -126,7 +126,7 @@ def _randint_low(
     return ((unit * (high - low)).floor() + low).to(dtype or torch.int64)
 
 
-@rewrite("decompose", aten.randint.default)
+@rewrite("decompose", aten.randint.default, aten.randint.generator)
 def _randint(high: int, size: Sequence[int], **options: Any) -> Tensor:
     return _randint_low(0, high, size, **options)
 
@@ -220,7 +220,7 @@ def _geometric(x: Tensor, p: float, **_: Any) -> Tensor:
     )
 
 
-@rewrite("decompose", aten.randperm.default)
+@rewrite("decompose", aten.randperm.default, aten.randperm.generator)
 def _randperm(
     n: int, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
 ) -> Tensor:
