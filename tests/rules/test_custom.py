@@ -93,3 +93,36 @@ def test_what_has_a_rule_keeps_it():
         == "aten.sin.default has a rule already"
     )
     assert "is no operation" in message(lambda: gspmd.rule(torch.sin, "a -> a"))
+
+
+@torch.library.custom_op("torchgspmd_tests::scale_channels", mutates_args=())
+def scale_channels(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None
+) -> torch.Tensor:
+    shape = (-1, *[1] * (x.dim() - 2))
+    return x * scale.reshape(shape) + (0 if shift is None else shift.reshape(shape))
+
+
+@scale_channels.register_fake
+def _(x, scale, shift=None):
+    return torch.empty_like(x)
+
+
+def test_the_first_sentence_that_fits_a_call_counts():
+    gspmd.rule(
+        scale_channels,
+        ["n c, c -> n c", "n c h w, c -> n c h w", "n c h w, c, c -> n c h w"],
+    )
+    mesh, c = gspmd.Mesh(m=2, k=2), torch.randn(6)
+    for arguments, spec in (
+        ((torch.randn(4, 6), c), "m k"),
+        ((torch.randn(4, 6, 4, 2), c), "m _ k _"),
+        ((torch.randn(4, 6, 4, 2), c, c + 1), "m k _ _"),
+    ):
+        specs = (spec, *[None] * (len(arguments) - 1))
+        plan = gspmd.plan(scale_channels, *arguments, mesh=mesh, in_specs=specs)
+        assert not plan.replicated_ops and not plan.collectives
+        assert_same(plan.simulate(*arguments), scale_channels(*arguments))
+    x = torch.randn(4, 6, 3)
+    text = message(lambda: gspmd.plan(scale_channels, x, c, mesh=mesh))
+    assert "does not fit a call" in text and "rule(op, [sentence, ...])" in text

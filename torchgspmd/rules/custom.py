@@ -15,7 +15,7 @@ _CUSTOM: set[Any] = set()  # operations whose rule came from gspmd.rule, which m
 
 def rule(
     op: Any,
-    sentence: str,
+    sentence: str | Sequence[str],
     *,
     reduce: str | Mapping[str, str] = "",
     whole: str = "",
@@ -26,7 +26,8 @@ def rule(
     Args:
         op: what torch.library.custom_op returned, torch.ops.library.name, or "library::name".
         sentence: the factors of each tensor operand and, behind the arrow, of each result. `...`
-            stands for leading dimensions, 1 for a dimension without a factor.
+            stands for leading dimensions, 1 for a dimension without a factor. Of several
+            sentences, for calls of other ranks or without some operand, the first that fits counts.
         reduce: factors whose shards compute terms of the result: "k", or {"k": "max"}.
         whole: factors that every device needs whole.
         linear: groups of operands in which the operation is linear.
@@ -36,19 +37,22 @@ def rule(
 
     Example:
         gspmd.rule(distance, "b i k, b j k -> b i j", reduce="k")
+        gspmd.rule(scale, ["n c, c -> n c", "n c h w, c -> n c h w"])
     """
     target, where = _target(op), user_line()
-    parsed = _parse(sentence, where)
+    sentences = [sentence] if isinstance(sentence, str) else list(sentence)
+    parsed, text = [_parse(each, where) for each in sentences], " | ".join(sentences)
     names = {
         f
-        for dims in (*parsed.operands, *parsed.results)
+        for each in parsed
+        for dims in (*each.operands, *each.results)
         for token in dims
         for f in token.strip("()").split()
     }
     reductions = dict.fromkeys(reduce.split(), "sum") if isinstance(reduce, str) else dict(reduce)
     for factor in (*reductions, *whole.split()):
         if factor not in names:
-            raise ShardingError(f"'{factor}' is no factor of the rule '{sentence}'", where=where)
+            raise ShardingError(f"'{factor}' is no factor of the rule '{text}'", where=where)
     for kind in reductions.values():
         if kind not in IDENTITY:
             raise ShardingError(
@@ -59,15 +63,19 @@ def rule(
     _CUSTOM.add(target)
 
     def bind(call: Call) -> FactorRule:
-        try:
-            return parsed.bind(call, reduce=reductions, replicated=whole, linear=linear)
-        except ValueError as error:
-            shapes = ", ".join(str(list(t.shape)) for t in (*call.tensors, *call.results))
-            raise ShardingError(
-                f"the rule '{sentence}' does not fit a call of {target}",
-                where=where,
-                why=f"{error}; tensors of the call: {shapes}",
-            ) from error
+        faults = []
+        for each in parsed:
+            try:
+                return each.bind(call, reduce=reductions, replicated=whole, linear=linear)
+            except ValueError as error:
+                faults.append(str(error))
+        shapes = ", ".join(str(list(t.shape)) for t in (*call.tensors, *call.results))
+        raise ShardingError(
+            f"the rule '{text}' does not fit a call of {target}",
+            where=where,
+            why=f"{'; '.join(dict.fromkeys(faults))}; tensors of the call: {shapes}",
+            fix="give a sentence for this call too: rule(op, [sentence, ...])",
+        )
 
     RULES[target] = bind
 
