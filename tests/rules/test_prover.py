@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
-from torchgspmd.comm.collective import STEPS
 from torchgspmd.comm.simulator import Simulator, join_global, split_global
 from torchgspmd.compat.operators import AbsentOperator, aten, prims
 from torchgspmd.fx_passes import localize, partition, propagate
@@ -127,7 +126,7 @@ def resharded(
 ) -> fx.Node:
     shape, size = tuple(value.meta["val"].shape), value.meta["val"].element_size()
     for step in Resharder(mesh).steps(shape, size, before, after):
-        made = graph.call_function(STEPS[step.kind], (value, *step.args))
+        made = graph.call_function(step.target, (value, *step.args))
         made.meta = {"val": value.meta["val"], "spec": step.spec, "step": step}
         value = made
     return value

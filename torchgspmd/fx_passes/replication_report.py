@@ -68,7 +68,7 @@ def _gathered_operands(node: fx.Node) -> Iterator[tuple[fx.Node, str, int, str]]
     rule, used = node.meta["rule"], _sharding_axes(node)
     for operand, dims in zip(operands_of(node), rule.operands):
         before = operand
-        while "step" in before.meta and before.meta["step"].kind == "all_gather":
+        while "step" in before.meta and before.meta["step"].target.gathers:
             before = before.args[0]
         if before is operand:
             continue

@@ -12,16 +12,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..comm.collective import Collective, sent_bytes
+from ..comm.collective import Collective
+from ..comm.kinds import collective_kinds
 from ..mesh import Mesh
 
-KINDS = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "collective-permute": "permute",
-}
+KINDS = {kind.xla: kind for kind in collective_kinds().values() if kind.xla}
 # Operations that may stand between an all-reduce and its slices.
 _MOVES = {"bitcast", "copy", "reshape", "transpose", "convert", "pad"}
 _BYTES = {
@@ -155,17 +150,16 @@ def _collective(
     program: Program, computation: str, instruction: Instruction, mesh: Mesh
 ) -> Collective:
     kind, rest = KINDS[instruction.op], instruction.rest
-    groups = _pairs(rest) if kind == "permute" else _groups(rest)
+    has_pairs = "source_target_pairs" in rest
+    groups = _pairs(rest) if has_pairs else _groups(rest)
     axes = _axes(groups, mesh)
-    size = mesh.count(axes) if kind == "permute" else len(groups[0])
-    payload: float = instruction.bytes
-    if kind == "reduce_scatter":
-        payload *= size
-    elif kind == "all_reduce" and program.is_scattered(computation, instruction, size):
-        kind = "reduce_scatter"
+    size = mesh.count(axes) if has_pairs else len(groups[0])
+    payload = kind.payload_from(instruction.bytes, size)
+    if kind.sliced and program.is_scattered(computation, instruction, size):
+        kind = kind.sliced
     dtype = instruction.shapes[0][0]
     return Collective(
-        kind, axes, size, _NAMES.get(dtype, dtype), payload, sent_bytes(kind, payload, size)
+        kind.name, axes, size, _NAMES.get(dtype, dtype), payload, kind.sent(payload, size)
     )
 
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from torchgspmd import Mesh, ShardSpec
-from torchgspmd.comm.collective import STEPS, sent_bytes
+from torchgspmd.comm.kinds import Step, collective_kinds
 from torchgspmd.comm.simulator import Simulator, split_global
 from torchgspmd.fx_passes import localize
-from torchgspmd.fx_passes.partition.reshard import Resharder, Step
+from torchgspmd.fx_passes.partition.reshard import Resharder
 
 ITEMSIZE = 4  # bytes of a float32
 
@@ -254,7 +254,9 @@ def cost_of_shardy(
             "permute": "permute",
             "slice": None,
         }[kind]
-        total += sent_bytes(name, math.prod(rows) * ITEMSIZE, mesh.count(gone)) if name else 0.0
+        if name:
+            kind = collective_kinds()[name]
+            total += kind.sent(math.prod(rows) * ITEMSIZE, mesh.count(gone))
         spec = new
     return total
 
@@ -290,7 +292,7 @@ def run(steps: tuple[Step, ...], x: Tensor, before: ShardSpec, mesh: Mesh) -> li
     node = graph.placeholder("x")
     node.meta = {"val": x, "spec": before}
     for step in steps:
-        node = graph.call_function(STEPS[step.kind], (node, *step.args))
+        node = graph.call_function(step.target, (node, *step.args))
         node.meta = {"val": x, "spec": step.spec, "step": step}
     graph.output((node,))
     return Simulator(fx.GraphModule(nn.Module(), localize(graph, mesh)), mesh).run_devices(
@@ -351,7 +353,7 @@ def test_never_costs_more_than_gathering_everything():
     resharder = Resharder(mesh)
     whole = math.prod(shape) * ITEMSIZE
     for before, after in itertools.product(layouts(2, mesh.names, pending=False), repeat=2):
-        gathered = sent_bytes("all_gather", whole, mesh.count(before.sharding_axes))
+        gathered = collective_kinds()["all_gather"].sent(whole, mesh.count(before.sharding_axes))
         assert (
             sum(step.sent for step in resharder.steps(shape, ITEMSIZE, before, after)) <= gathered
         )

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
-from torchgspmd.comm.ring_einsum import einsum_scatter, gather_einsum
+from torchgspmd.comm.kinds.ring_einsum import einsum_scatter, gather_einsum
 from torchgspmd.fx_passes.partition import machine
 from torchgspmd.fx_passes.partition.machine import CPU, GPU
 from torchgspmd.fx_passes.printer import program_text

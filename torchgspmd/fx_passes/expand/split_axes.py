@@ -13,13 +13,13 @@ any other. Afterwards names are merged again where all parts of an axis stand to
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch import fx
 
+from ...comm.kinds import Step
 from ...mesh import Mesh
-from ...shard_spec import ShardSpec
 from ..ir import Op, Rules
-from ..partition.step import Step
 from ..propagate.propagate import Layouts
 
 
@@ -86,9 +86,9 @@ def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
 
 def _merge_step(step: Step, mesh: Mesh) -> Step:
     """Return the step with merged names of axes."""
-    spec, axes, args = step.spec.map_axes(mesh.merge), mesh.merge(step.axes), step.args
-    if step.kind == "permute":
-        args = tuple(str(ShardSpec.parse(text).map_axes(mesh.merge)) for text in args)
-    else:
-        args = tuple("+".join(axes) if arg == "+".join(step.axes) else arg for arg in args)
-    return Step(step.kind, args, spec, axes, step.payload, step.sent)
+    return replace(
+        step,
+        args=step.target.rename(step.args, step.axes, mesh.merge),
+        spec=step.spec.map_axes(mesh.merge),
+        axes=mesh.merge(step.axes),
+    )

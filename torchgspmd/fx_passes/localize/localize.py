@@ -13,19 +13,20 @@ reduces over it. Nowhere else does it matter.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from ...comm.collective import permute, shard, split_axes, term, window
-from ...comm.local_ops import mask_padding, only_first, take_part, take_window
+from ...comm.collective import split_axes
+from ...comm.local_ops import mask_padding
 from ...compat.operators import aten
 from ...halo import Window
 from ...mesh import Mesh, sub_axis
 from ...rules import FactorRule, Shapes
-from ...shard_spec import Axes, ShardSpec
+from ...shard_spec import Axes
 from ..ir import is_number, is_operation, operands_of, tensors_of
 
 
@@ -179,7 +180,9 @@ class _Localizer:
                     else self.graph.node_copy(node, self.new.__getitem__)
                 )
             elif "step" in node.meta:
-                local = self._step(node)
+                local = node.target.localize(
+                    StepEmitter(self, node), self.new[node.args[0]], *node.args[1:]
+                )
             elif "mark" in node.meta:
                 local = self.new[operands_of(node)[0]]
             else:
@@ -307,44 +310,38 @@ class _Localizer:
             self.masked[key] = masked
         return self.masked[key]
 
-    # ---------------------------------------------------------------------- steps between layouts
 
-    def _step(self, node: fx.Node) -> fx.Node:
-        """Localize a step between two layouts: a collective, or a local slice."""
-        x, step = node.args[0], node.meta["step"]
-        local = self.new[x]
-        if node.target is shard:
-            dim, axes = node.args[1], split_axes(node.args[2])
-            return self.graph.call_function(
-                take_part, (local, dim, self.index(axes), self.mesh.count(axes))
-            )
-        if node.target is window:
-            dim, axes, text = node.args[1:]
-            return self.graph.call_function(
-                take_window, (local, dim, self.index(split_axes(axes)), text)
-            )
-        if node.target is term:
-            return self.graph.call_function(
-                only_first, (local, self.index(split_axes(node.args[1])))
-            )
-        if node.target is permute:
-            return self.graph.call_function(
-                permute, (local, *node.args[1:], tuple(node.meta["val"].shape))
-            )
-        result = self.graph.call_function(node.target, (local, *node.args[1:]))
-        if step.kind in ("all_gather", "all_to_all"):
-            result = self._trim(result, node, node.args[1], x.meta["spec"])
-        return result
+class StepEmitter:
+    """Builder of the local nodes of one step, the first argument of a kind's `localize`."""
 
-    def _trim(self, gathered: fx.Node, node: fx.Node, dim: int, before: ShardSpec) -> fx.Node:
+    def __init__(self, localizer: _Localizer, node: fx.Node) -> None:
+        self.localizer, self.node = localizer, node
+        self.shape = tuple(node.meta["val"].shape)
+
+    def call(self, op: Callable[..., Any], *args: Any) -> fx.Node:
+        """Add a call to the local graph."""
+        return self.localizer.graph.call_function(op, args)
+
+    def collective(self, *args: Any) -> fx.Node:
+        """Add the step itself to the local graph."""
+        return self.call(self.node.target, *args)
+
+    def index(self, axes: str) -> fx.Node:
+        """Return the node of the device's position along `axes`."""
+        return self.localizer.index(split_axes(axes))
+
+    def count(self, axes: str) -> int:
+        """Return the number of devices along `axes`."""
+        return self.localizer.mesh.count(split_axes(axes))
+
+    def trimmed(self, gathered: fx.Node, dim: int) -> fx.Node:
         """Cut off the padding of a dimension that has been gathered whole."""
-        size = node.meta["val"].shape[dim]
-        if node.meta["spec"].dims[dim] or size % self.mesh.count(before.dims[dim]) == 0:
+        size, spec = self.shape[dim], self.node.meta["spec"]
+        count = self.localizer.mesh.count(self.node.args[0].meta["spec"].dims[dim])
+        if spec.dims[dim] or size % count == 0:
             return gathered
-        padded = list(node.meta["spec"].local_shape(node.meta["val"].shape, self.mesh))
-        padded[dim] = -(-size // self.mesh.count(before.dims[dim])) * self.mesh.count(
-            before.dims[dim]
-        )
-        gathered.meta = self.local_meta(node) | {"shape": tuple(padded)}
-        trimmed = self.graph.call_function(aten.narrow.default, (gathered, dim, 0, size))
-        return self.graph.call_function(aten.contiguous.default, (trimmed,))
+        padded = list(spec.local_shape(self.shape, self.localizer.mesh))
+        padded[dim] = -(-size // count) * count
+        gathered.meta = self.localizer.local_meta(self.node) | {"shape": tuple(padded)}
+        trimmed = self.call(aten.narrow.default, gathered, dim, 0, size)
+        return self.call(aten.contiguous.default, trimmed)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...compat.operators import c10d
+from ...comm.kinds import WIRE_OPS
 
 
 def functional_reductions(graph: fx.Graph) -> fx.Graph:
     """Rewrite the graph in place and return it."""
-    for node in graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
-        node.target = c10d.all_reduce.default
+    for node in graph.nodes:
+        if node.target in WIRE_OPS and (op := WIRE_OPS[node.target].functional):
+            node.target = op
     return graph

@@ -13,14 +13,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from ...comm.kinds import KINDS, FusedKind, all_reduce
 from ...comm.rank_check import RankCheck, fits
-from ...comm.ring_einsum import ring_einsum_scatter, ring_gather_einsum
-from ...compat.operators import c10d
 from ..program import Program
 from .verify_in_flight import STARTS, WAIT
-
-_REDUCTIONS = (c10d.all_reduce.default, c10d.all_reduce_.default)
-_SENDING = {*STARTS, WAIT, ring_einsum_scatter, ring_gather_einsum}
 
 
 def insert_rank_check(program: Program) -> fx.Graph | None:
@@ -28,11 +24,13 @@ def insert_rank_check(program: Program) -> fx.Graph | None:
     graph, rank = program.graph, program.rank
     if program.backward is None:
         return None
-    first, done = [*(n for n in graph.nodes if n.target in _SENDING), None, None][:2]
+    rings = (kind.runs for kind in KINDS.values() if isinstance(kind, FusedKind))
+    sending = {*STARTS, WAIT, *rings}
+    first, done = [*(n for n in graph.nodes if n.target in sending), None, None][:2]
     if first is None:
         return None
     carries = (
-        first.target in _REDUCTIONS
+        first.target in {wire.op for wire in all_reduce.wire}
         and first.args[1] == "sum"
         and done.args[0] is first
         and fits(

@@ -23,11 +23,10 @@ from typing import Any
 from torch import fx
 
 from ...comm.collective import start, wait
+from ...comm.collective_builder import CollectiveBuilder, Lowering, MergedLowering
+from ...comm.kinds import FusedKind, collective_kinds
 from ...comm.process_groups import ProcessGroups
 from ...compat.operators import c10d
-from .collective_builder import CollectiveBuilder
-from .lower_merged_collectives import MERGED, MergedLowering
-from .lower_single_collectives import RINGS, SINGLE, Lowering
 
 _ARITHMETIC = {
     operator.add,
@@ -70,9 +69,9 @@ class _Lowerer(CollectiveBuilder):
                 new[node] = self._start(node, new)
             elif node.target is wait:
                 new[node] = self._with_meta(new[node.args[0]].results(self)[node.args[1]])
-            elif node.target in RINGS:
+            elif isinstance(node.target, FusedKind):
                 new[node] = self._with_meta(
-                    RINGS[node.target](self, *fx.map_arg(node.args, new.__getitem__))
+                    node.target.lower(self, *fx.map_arg(node.args, new.__getitem__))
                 )
             elif node.target in _ARITHMETIC and not any(
                 isinstance(new.get(a, a), fx.Node) for a in node.args
@@ -86,12 +85,13 @@ class _Lowerer(CollectiveBuilder):
 
     def _start(self, node: fx.Node, new: dict[fx.Node, Any]) -> _CollectiveInFlight:
         """Lower a start to the nodes up to the call of its collective."""
-        kind, operands, arguments = node.args
+        name, operands, arguments = node.args
+        kind = collective_kinds()[name]
         shapes = [list(x.meta["shape"]) for x in operands]
         if len(operands) > 1:
-            lowering = MERGED[kind](self, [new[x] for x in operands], shapes, arguments)
+            lowering = kind.merged.lower(self, [new[x] for x in operands], shapes, arguments)
         else:
-            lowering = _as_merged(SINGLE[kind](self, new[operands[0]], shapes[0], *arguments[0]))
+            lowering = _as_merged(kind.lower(self, new[operands[0]], shapes[0], *arguments[0]))
         return _CollectiveInFlight(lowering)
 
     def _copy(self, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node:

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from ...comm.bucket_memory import BucketMemory
+from ...comm.kinds import WIRE_OPS
 from ...compat.operators import aten, c10d
 from ...compat.private_apis import _foreach_copy_
 
@@ -39,10 +40,11 @@ _IN_ORDER = (None, torch.contiguous_format)
 def reduce_in_bucket(graph: fx.Graph) -> fx.Graph:
     """Rewrite the graph in place and return it."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.find_nodes(op="call_function", target=c10d.all_reduce_.default):
-        flat = node.args[0]
-        if flat.target is aten.cat.default and len(flat.users) == 1 and len(flat.args) == 1:
-            _write_to_bucket(graph, node, flat, order)
+    for node in order:
+        if node.target in WIRE_OPS and WIRE_OPS[node.target].functional is not None:
+            flat = node.args[0]
+            if flat.target is aten.cat.default and len(flat.users) == 1 and len(flat.args) == 1:
+                _write_to_bucket(graph, node, flat, order)
     return graph
 
 

@@ -12,16 +12,11 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from ...comm.kinds import WIRE_OPS
 from ...compat.operators import c10d
 from ...compat.private_apis import OpOverload
 
-STARTS = {
-    c10d.all_gather_into_tensor.default,
-    c10d.all_reduce.default,
-    c10d.all_reduce_.default,
-    c10d.all_to_all_single.default,
-    c10d.reduce_scatter_tensor.default,
-}
+STARTS = WIRE_OPS.keys()
 WAIT = c10d.wait_tensor.default
 
 
@@ -47,7 +42,7 @@ def _faults(collective: fx.Node, order: dict[fx.Node, int]) -> Iterator[str]:
         for user in collective.users
         if user.target is not WAIT
     )
-    if collective.target is not c10d.all_reduce_.default:
+    if WIRE_OPS[collective.target].functional is None:
         return
     for user, value in _readers(_base_of(collective.args[0])):
         end = (

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ...compat.operators import aten, c10d
+from ...comm.kinds import WIRE_OPS
+from ...compat.operators import aten
 
 CARRIERS = {
     torch.int16: torch.float16,
@@ -24,13 +25,14 @@ CARRIERS = {
 
 def wire_dtypes(graph: fx.Graph) -> fx.Graph:
     """Rewrite the graph in place and return it."""
-    for target in (c10d.all_to_all_single.default, c10d.all_gather_into_tensor.default):
-        for node in graph.find_nodes(op="call_function", target=target):
-            dtype = node.meta["dtype"]
-            if dtype.is_complex:
-                _convert(graph, node, (aten.view_as_real.default,), (aten.view_as_complex.default,))
-            elif dtype in CARRIERS:
-                _convert(graph, node, (aten.view.dtype, CARRIERS[dtype]), (aten.view.dtype, dtype))
+    for node in graph.nodes:
+        if node.target not in WIRE_OPS or WIRE_OPS[node.target].reduces:
+            continue
+        dtype = node.meta["dtype"]
+        if dtype.is_complex:
+            _convert(graph, node, (aten.view_as_real.default,), (aten.view_as_complex.default,))
+        elif dtype in CARRIERS:
+            _convert(graph, node, (aten.view.dtype, CARRIERS[dtype]), (aten.view.dtype, dtype))
     return graph
 
 

@@ -16,12 +16,12 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from ...halo import sent_rows
+from ...comm.kinds import Step, window
+from ...comm.kinds.halo import halo_step
 from ...mesh import Mesh
 from ...shard_spec import ShardSpec
 from .cost_constants import CostConstants
 from .reshard_search import step_cost
-from .step import Step
 
 Path = tuple[float, tuple[Step, ...]]  # cost, steps
 
@@ -29,8 +29,8 @@ Path = tuple[float, tuple[Step, ...]]  # cost, steps
 def start_of_halos(before: ShardSpec, after: ShardSpec) -> ShardSpec:
     """Return the plain layout from which windows are exchanged, or cut where a device has all."""
     busy, start = set(before.sharding_axes + before.pending), after.plain()
-    for d, window in enumerate(after.windows):
-        if window and not before.dims[d] and not busy & set(after.dims[d]):
+    for d, rows in enumerate(after.windows):
+        if rows and not before.dims[d] and not busy & set(after.dims[d]):
             start = start.with_dim(d, ())
     return start
 
@@ -44,7 +44,7 @@ def halo_steps(
     constants: CostConstants,
 ) -> Path:
     """Return (cost, steps) in the cheapest order of the dimensions."""
-    dims = [d for d, window in enumerate(after.windows) if window]
+    dims = [d for d, rows in enumerate(after.windows) if rows]
     orders = (
         _in_order(mesh, shape, itemsize, start, after, order)
         for order in itertools.permutations(dims)
@@ -67,19 +67,11 @@ def _in_order(
         local = spec.local_shape(shape, mesh)
         spec = spec.with_dim(d, after.dims[d]).with_window(d, after.window(d))
         row = math.prod(n for i, n in enumerate(local) if i != d) * itemsize
-        steps.append(_exchange(mesh, d, spec, shape[d], row) if start.dims[d] else _cut(d, spec))
+        steps.append(halo_step(mesh, spec, d, shape[d], row) if start.dims[d] else _cut(d, spec))
     return tuple(steps)
 
 
 def _cut(d: int, spec: ShardSpec) -> Step:
     """Return the step that cuts a window out of a dimension that is whole."""
-    return Step(
-        "window", (d, "+".join(spec.dims[d]), str(spec.window(d))), spec, spec.dims[d], 0.0, 0.0
-    )
-
-
-def _exchange(mesh: Mesh, d: int, spec: ShardSpec, size: int, row: int) -> Step:
-    """Return the exchange of rows between neighbors. row: bytes of one row of a shard."""
-    axes, window = spec.dims[d], spec.window(d)
-    sent = float(sent_rows(window, size, mesh.count(axes)) * row)
-    return Step("halo", (d, "+".join(axes), str(window), size), spec, axes, sent, sent)
+    axes = spec.dims[d]
+    return Step(window, (d, "+".join(axes), str(spec.window(d))), spec, axes)

@@ -14,23 +14,10 @@ from typing import Any
 
 from torch import fx
 
-from ...comm.collective import STEPS
 from ...shard_spec import ShardSpec
 from ..ir import is_number
 from .assignment import Assignment
 from .cost_model import CostModel
-
-_SUFFIX = {
-    "all_reduce": "r",
-    "all_gather": "g",
-    "reduce_scatter": "rs",
-    "all_to_all": "x",
-    "permute": "p",
-    "shard": "s",
-    "halo": "h",
-    "window": "w",
-    "term": "t",
-}
 
 
 def insert_collectives(assignment: Assignment, costs: CostModel) -> fx.Graph:
@@ -129,9 +116,9 @@ class _Inserter:
                     continue
                 node = self.graph.create_node(
                     "call_function",
-                    STEPS[step.kind],
+                    step.target,
                     (node, *step.args),
-                    name=f"{value.name}_{_SUFFIX[step.kind]}",
+                    name=f"{value.name}_{step.target.suffix}",
                 )
                 node.meta = {**_step_meta(value, user), "spec": step.spec, "step": step}
                 copies[step.spec] = node

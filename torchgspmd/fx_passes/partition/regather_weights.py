@@ -24,7 +24,7 @@ def regather_weights(graph: fx.Graph) -> fx.Graph:
             node.op == "call_function"
             and not node.meta.get("backward")
             and _depends_on_one_input(node)
-            and (step is not None and step.kind == "all_gather" or node.args[0] in gathered)
+            and (step is not None and step.target.gathers or node.args[0] in gathered)
         ):
             gathered[node] = None
     for node in reversed(gathered):

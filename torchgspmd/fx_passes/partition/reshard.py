@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 
+from ...comm.kinds import Step, term
+from ...comm.kinds.local_steps import shard_step
 from ...mesh import Mesh
 from ...shard_spec import Axes, ShardSpec, nests
 from .cost_constants import CostConstants
 from .halo_reshard import Path, halo_steps, start_of_halos
 from .reshard_search import ReshardSearch, at_least, on_average, step_cost
-from .step import Step
 
 ReshardKey = tuple[tuple[int, ...], int, ShardSpec, ShardSpec]  # shape, itemsize, before, after
 
@@ -110,7 +111,7 @@ class Resharder:
                 search = ReshardSearch(self.mesh, shape, itemsize, after, self.constants)
                 steps = search.run(before)
             self.paths[key] = (
-                sum(step_cost(step, self.constants) for step in steps if step.kind != "shard"),
+                sum(step_cost(step, self.constants) for step in steps if step.collective),
                 steps,
             )
         return self.paths[key]
@@ -136,7 +137,7 @@ class Resharder:
     ) -> Path:
         """Return a path that ends with a value as the only term of a sum over the `new` axes."""
         whole = after.with_pending(tuple(a for a in after.pending if a not in new))
-        last = Step("term", ("+".join(new),), after, new, 0.0, 0.0)
+        last = Step(term, ("+".join(new),), after, new)
         return self.cost(shape, itemsize, before, whole) + step_cost(last, self.constants), (
             *self.steps(shape, itemsize, before, whole),
             last,
@@ -157,6 +158,6 @@ class Resharder:
         steps, spec = [], before
         for d, (b, a) in enumerate(zip(before.dims, after.dims)):
             if a != b:
-                spec = spec.with_dim(d, a)
-                steps.append(Step("shard", (d, "+".join(a[len(b) :])), spec, a[len(b) :], 0.0, 0.0))
+                steps.append(shard_step(spec, d, a[len(b) :]))
+                spec = steps[-1].spec
         return tuple(steps)

@@ -16,12 +16,12 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from ...comm.box_exchange import busiest, lacking
-from ...comm.collective import sent_bytes
+from ...comm.box_exchange import lacking
+from ...comm.kinds import CollectiveKind, Step, all_reduce, step_kinds
+from ...comm.kinds.permute import permute_step
 from ...mesh import Mesh
 from ...shard_spec import Axes, ShardSpec, nests
 from .cost_constants import CostConstants
-from .step import Step
 
 
 class ReshardSearch:
@@ -42,7 +42,7 @@ class ReshardSearch:
         self.mesh, self.shape, self.itemsize, self.after = mesh, shape, itemsize, after
         self.constants = constants
         self.targets = (after, *self._finer())
-        self.shard_bytes: dict[tuple[Axes, ...], float] = {}  # by axes of the dimensions
+        self.bytes_of_shards: dict[tuple[Axes, ...], float] = {}  # by axes of the dimensions
 
     def _finer(self) -> Iterator[ShardSpec]:
         """Yield layouts from which a gather leads to `after`.
@@ -54,13 +54,13 @@ class ReshardSearch:
         )
         for d, axes in enumerate(self.after.dims):
             for more in dict.fromkeys([free, *((a,) for a in free)] if free else ()):
-                if self._nests(d, axes, axes + more):
+                if self.nests(d, axes, axes + more):
                     yield self.after.with_dim(d, axes + more)
 
     def run(self, before: ShardSpec) -> tuple[Step, ...]:
         """Return the cheapest steps from a layout."""
-        least = self._remaining(before)
-        for move in self._plain_moves(before):
+        least = self.remaining_cost(before)
+        for move in self._moves(before, 0.0):
             if (
                 move.spec == self.after and step_cost(move, self.constants) <= least
             ):  # no path sends less
@@ -83,7 +83,7 @@ class ReshardSearch:
                 if (
                     move.spec not in seen
                     and total < bound
-                    and (estimate := total + self._remaining(move.spec)) < bound
+                    and (estimate := total + self.remaining_cost(move.spec)) < bound
                 ):
                     heapq.heappush(
                         queue,
@@ -100,165 +100,40 @@ class ReshardSearch:
 
     def _direct(self, before: ShardSpec) -> tuple[Step, ...]:
         """Return the direct path: reduce, then permute."""
-        axes = tuple(a for a in before.pending if a not in self.after.pending)
-        first = (
-            [next(m for m in self._reductions(before) if m.kind == "all_reduce" and m.axes == axes)]
-            if axes
-            else []
-        )
-        spec = first[0].spec if first else before
-        return (*first, self._permute(spec, self.after)) if spec != self.after else tuple(first)
+        steps = tuple(itertools.islice(all_reduce.moves(self, before, math.inf), 1))
+        spec = steps[-1].spec if steps else before
+        return steps if spec == self.after else (*steps, permute_step(self, spec, self.after))
 
-    def _remaining(self, spec: ShardSpec) -> float:
+    def fee(self, kind: CollectiveKind) -> float:
+        """Return what a step costs besides the bytes sent."""
+        return getattr(self.constants, kind.fee)
+
+    def remaining_cost(self, spec: ShardSpec) -> float:
         """Return a lower bound of the cost from a layout to the target."""
         return at_least(self.mesh, self.shape, self.itemsize, spec, self.after, self.constants)
 
-    def _lacking(self, spec: ShardSpec, target: ShardSpec) -> float:
-        """Return the bytes that some device needs for `target` and does not have."""
-        return lacking(self.mesh, self.shape, spec, target) * self.itemsize
-
-    def _bytes(self, spec: ShardSpec) -> float:
+    def shard_bytes(self, spec: ShardSpec) -> float:
         """Return the bytes of one shard."""
-        if spec.dims not in self.shard_bytes:
-            self.shard_bytes[spec.dims] = (
+        if spec.dims not in self.bytes_of_shards:
+            self.bytes_of_shards[spec.dims] = (
                 math.prod(spec.local_shape(self.shape, self.mesh)) * self.itemsize
             )
-        return self.shard_bytes[spec.dims]
+        return self.bytes_of_shards[spec.dims]
 
-    def _nests(self, dim: int, coarse: Axes, fine: Axes) -> bool:
+    def nests(self, dim: int, coarse: Axes, fine: Axes) -> bool:
         """Return whether fine shards of a dimension lie within coarse ones."""
         return nests(self.shape[dim], coarse, fine, self.mesh)
 
-    # -------------------------------------------------------------------------------------- moves
-
     def _moves(self, spec: ShardSpec, left: float) -> Iterator[Step]:
-        """Yield all steps from a layout, without permutes that cost `left` or more."""
-        yield from self._plain_moves(spec)
-        for target in self.targets if spec.pending == self.after.pending else ():
-            if (
-                spec != target
-                and self._lacking(spec, target)
-                + self._remaining(target)
-                + self.constants.permute_fee
-                < left
-            ):
-                yield self._permute(spec, target)
+        """Yield the steps that cost less than `left`; those that are cheap to price in any case."""
+        for kind in step_kinds():
+            yield from kind.moves(self, spec, left)
 
-    def _plain_moves(self, spec: ShardSpec) -> Iterator[Step]:
-        """Yield all steps from a layout but permutes."""
-        yield from self._shards(spec)
-        yield from self._gathers(spec)
-        yield from self._exchanges(spec)
-        yield from self._reductions(spec)
-
-    def _permute(self, spec: ShardSpec, target: ShardSpec) -> Step:
-        """Return the exchange that leads from a layout to any other."""
-        count, axes = busiest(self.mesh, self.shape, spec, target)
-        sent = float(count * self.itemsize)
-        return Step("permute", (str(spec), str(target)), target, axes, sent, sent)
-
-    def _shards(self, spec: ShardSpec) -> Iterator[Step]:
-        """Yield shards along the axes that the target has.
-
-        Before a reduction, which is cheaper on shards, they may shard any dimension.
-        """
-        taken = {*spec.sharding_axes, *spec.pending}
-        if spec.pending != self.after.pending:
-            for axis, d in itertools.product(
-                [a for a in self.after.sharding_axes if a not in taken], range(len(self.shape))
-            ):
-                if self.shape[d] > 1 and self._nests(d, spec.dims[d], spec.dims[d] + (axis,)):
-                    yield Step(
-                        "shard",
-                        (d, axis),
-                        spec.with_dim(d, spec.dims[d] + (axis,)),
-                        (axis,),
-                        0.0,
-                        0.0,
-                    )
-        for d, (have, want) in enumerate(zip(spec.dims, self.after.dims)):
-            rest = want[len(have) :]
-            if have == want[: len(have)]:
-                for end in {1, len(rest)} if rest else ():
-                    if not taken & set(rest[:end]) and self._nests(d, have, have + rest[:end]):
-                        yield Step(
-                            "shard",
-                            (d, "+".join(rest[:end])),
-                            spec.with_dim(d, have + rest[:end]),
-                            rest[:end],
-                            0.0,
-                            0.0,
-                        )
-
-    def _gathers(self, spec: ShardSpec) -> Iterator[Step]:
-        """Yield gathers along the minor axes of each dimension."""
-        for d, axes in enumerate(spec.dims):
-            for k in range(len(axes)):
-                major, moved = axes[:k], axes[k:]
-                if self._nests(d, major, axes):
-                    new = spec.with_dim(d, major)
-                    payload = self._bytes(new)
-                    yield Step(
-                        "all_gather",
-                        (d, "+".join(moved)),
-                        new,
-                        moved,
-                        payload,
-                        sent_bytes("all_gather", payload, self.mesh.count(moved)),
-                    )
-
-    def _exchanges(self, spec: ShardSpec) -> Iterator[Step]:
-        """Yield exchanges that move minor axes from one dimension to another."""
-        for d, axes in enumerate(spec.dims):
-            for k, e in itertools.product(range(len(axes)), range(len(self.shape))):
-                major, moved = axes[:k], axes[k:]
-                fine = spec.dims[e] + moved
-                if e != d and self._nests(d, major, axes) and self._nests(e, spec.dims[e], fine):
-                    payload = self._padded(spec, e, moved)
-                    yield Step(
-                        "all_to_all",
-                        (d, e, "+".join(moved)),
-                        spec.with_dim(d, major).with_dim(e, fine),
-                        moved,
-                        payload,
-                        sent_bytes("all_to_all", payload, self.mesh.count(moved)),
-                    )
-
-    def _reductions(self, spec: ShardSpec) -> Iterator[Step]:
-        """Yield reductions over pending axes, also those that scatter the result."""
-        axes = tuple(a for a in spec.pending if a not in self.after.pending)
-        local = self._bytes(spec)
-        for subset in dict.fromkeys([axes, *((a,) for a in axes)] if axes else ()):
-            rest = spec.with_pending(tuple(a for a in spec.pending if a not in subset))
-            n = self.mesh.count(subset)
-            yield Step(
-                "all_reduce",
-                (spec.reduction, "+".join(subset)),
-                rest,
-                subset,
-                local,
-                sent_bytes("all_reduce", local, n),
-            )
-            for order, d in itertools.product(
-                itertools.permutations(subset), range(len(self.shape))
-            ):
-                fine = spec.dims[d] + order
-                if self.shape[d] > 1 and self._nests(d, spec.dims[d], fine):
-                    payload = self._padded(spec, d, order)
-                    yield Step(
-                        "reduce_scatter",
-                        (spec.reduction, d, "+".join(order)),
-                        rest.with_dim(d, fine),
-                        order,
-                        payload,
-                        sent_bytes("reduce_scatter", payload, n),
-                    )
-
-    def _padded(self, spec: ShardSpec, dim: int, axes: Axes) -> float:
+    def padded_bytes(self, spec: ShardSpec, dim: int, axes: Axes) -> float:
         """Return the bytes of a shard, with a dimension padded to a multiple of further axes."""
         rows = max(-(-self.shape[dim] // self.mesh.count(spec.dims[dim])), 1)
         return (
-            self._bytes(spec)
+            self.shard_bytes(spec)
             / rows
             * -(-self.shape[dim] // self.mesh.count(spec.dims[dim] + axes))
             * self.mesh.count(axes)
@@ -298,8 +173,5 @@ def on_average(
 
 def step_cost(step: Step, constants: CostConstants) -> float:
     """Return the bytes that a step sends, plus its fee."""
-    if step.kind in ("shard", "term", "window") or step.kind == "halo" and not step.sent:
-        return step.sent + constants.local_step_fee
-    return step.sent + (
-        constants.permute_fee if step.kind == "permute" else constants.collective_fee
-    )
+    fee = step.target.fee if step.collective else "local_step_fee"
+    return step.sent + getattr(constants, fee)

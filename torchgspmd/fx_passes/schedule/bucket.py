@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import fx
 
-from ...comm.collective import all_gather, all_reduce, reduce_scatter
+from ...comm.kinds import CollectiveKind
 from ...rules import quotient
 from ..partition.machine import Machine
 from .liveness import bytes_of
@@ -42,13 +42,19 @@ PARTS = 4  # Buckets of one key, if they do not get smaller than SMALL.
 def key(node: fx.Node) -> Any:
     """Return what merged collectives have in common, or None if a node cannot be merged.
 
-    It is the kind, axes, reduction, dtype, and whether the node is of the backward.
+    It is the kind, what that asks for (axes, reduction), dtype, and whether the node is of the
+    backward.
     """
-    if node.target is all_reduce or node.target is reduce_scatter:
-        return node.target, node.args[1], node.args[-1], node.meta["dtype"], node.meta["backward"]
-    if node.target is all_gather:
-        return node.target, node.args[2], node.meta["dtype"], node.meta["backward"]
-    return None
+    kind = node.target
+    if not isinstance(kind, CollectiveKind) or kind.merged is None:
+        return None
+    shared = (node.args[1 + i] for i in kind.merged.shared)
+    return kind, *shared, node.meta["dtype"], node.meta["backward"]
+
+
+def _reduces(node: fx.Node) -> bool:
+    """Return True for a reduction that can be merged."""
+    return key(node) is not None and node.target.reduces
 
 
 def bucket(graph: fx.Graph, machine: Machine) -> fx.Graph:
@@ -65,14 +71,14 @@ def bucket(graph: fx.Graph, machine: Machine) -> fx.Graph:
     _fill_buckets(
         order,
         caps,
-        lambda n: n.target in (all_reduce, reduce_scatter),
+        _reduces,
         lambda members, n: all(deadline[m] > order[n] for m in members),
         _move_to_last,
     )
     _fill_buckets(
         order,
         caps,
-        lambda n: n.target is all_gather and n.args[0].op == "placeholder",
+        lambda n: key(n) is not None and n.target.gathers and n.args[0].op == "placeholder",
         lambda members, n: True,
         _move_to_first,
     )
@@ -100,7 +106,7 @@ def _caps(graph: fx.Graph, machine: Machine) -> dict[Any, float]:
     for node in graph.nodes:
         if key(node) is not None:
             totals[key(node)] += _payload(node)
-    buckets = {k: PARTS if machine.beside or k[0] is all_gather else 1 for k in totals}
+    buckets = {k: PARTS if machine.beside or k[0].gathers else 1 for k in totals}
     return {
         k: min(CAP, total / min(buckets[k], max(1, round(total / SMALL))))
         for k, total in totals.items()
@@ -109,7 +115,7 @@ def _caps(graph: fx.Graph, machine: Machine) -> dict[Any, float]:
 
 def _reduce_before_division(graph: fx.Graph) -> None:
     """Reduce a sum before it is divided by another sum that is reduced alike."""
-    for node in graph.find_nodes(op="call_function", target=all_reduce):
+    for node in filter(_reduces, graph.nodes):
         divided = node.args[0]
         operands = quotient(divided)
         if operands is None or len(divided.users) > 1 or node.args[1] != "sum":
@@ -127,14 +133,14 @@ def _reduce_before_division(graph: fx.Graph) -> None:
 def _move_reductions_up(graph: fx.Graph) -> None:
     """Move every reduction up to its operand, from its first use (for gradients, the end)."""
     for node in list(graph.nodes):
-        if node.target in (all_reduce, reduce_scatter) and node.args[0].op == "call_function":
+        if _reduces(node) and node.args[0].op == "call_function":
             node.args[0].append(node)
 
 
 def _move_tails_to_end(graph: fx.Graph) -> None:
     """Move operations between a reduction and the output to the end, where they close no bucket."""
     end = graph.output_node()
-    for node in [n for n in graph.nodes if n.target in (all_reduce, reduce_scatter)]:
+    for node in list(filter(_reduces, graph.nodes)):
         chain = []
         while (
             len(node.users) == 1

@@ -22,8 +22,8 @@ import operator
 
 from torch import fx
 
-from ...comm.collective import all_gather, reduce_scatter, split_axes
-from ...comm.ring_einsum import einsum_scatter, gather_einsum
+from ...comm.collective import split_axes
+from ...comm.kinds import einsum_scatter, gather_einsum
 from ...custom_ops.nd import einsum, split_equation
 from ...mesh import Mesh
 from ..partition.machine import Machine
@@ -39,10 +39,10 @@ def collective_matmul(graph: fx.Graph, mesh: Mesh, machine: Machine) -> fx.Graph
         return graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if node.target is all_gather and node.args[0].op == "call_function":
+        if node.target is gather_einsum.replaces and node.args[0].op == "call_function":
             _fuse_gather(graph, node, order, mesh, machine)
         elif (
-            node.target is reduce_scatter
+            node.target is einsum_scatter.replaces
             and node.args[1] == "sum"
             and not (node.meta["backward"] and _is_returned(node))
         ):

@@ -13,16 +13,15 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ...comm.collective import SENDING, start, wait
+from ...comm.collective import start, wait
+from ...comm.kinds import CollectiveKind
 from .liveness import bytes_of
-
-_TARGETS = set(SENDING.values())
 
 
 def start_wait(graph: fx.Graph) -> fx.Graph:
     """Rewrite the graph in place and return it."""
     for node in list(graph.nodes):
-        if node.target in _TARGETS:
+        if isinstance(node.target, CollectiveKind):
             join(graph, [node])
     for node in reversed(graph.nodes):
         if node.target in (start, wait) and not node.users:
@@ -41,7 +40,7 @@ def join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
         started = graph.create_node(
             "call_function",
             start,
-            (first.target.__name__, operands, arguments),
+            (first.target.name, operands, arguments),
             name=f"{first.name}_start",
         )
     started.meta = {

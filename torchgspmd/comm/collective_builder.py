@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ...comm.collective import split_axes
-from ...comm.process_groups import ProcessGroups
-from ...compat.operators import aten, c10d
+from ..compat.operators import aten, c10d
+from ..compat.private_apis import OpOverload
+from .collective import split_axes
+from .process_groups import ProcessGroups
+
+# Yields the node of the call, is sent the node of the wait, and returns the result; of collectives
+# that are sent as one, the results of all.
+Lowering = Generator[fx.Node, fx.Node, fx.Node]
+MergedLowering = Generator[fx.Node, fx.Node, list[fx.Node]]
 
 
 class CollectiveBuilder:
@@ -68,6 +74,10 @@ class CollectiveBuilder:
             return x
         return self.call(torch.stack, [self.call(aten.select.int, x, 0, p) for p in positions])
 
+    def in_group_order(self, x: Any, positions: Sequence[int]) -> Any:
+        """Return x with the entries of its first dimension in the order of the process group."""
+        return self.contiguous(self.reorder(x, [positions.index(i) for i in range(len(positions))]))
+
     def begin(self, op: Any, shape: list[int], *args: Any) -> fx.Node:
         """Add a collective whose result has this shape."""
         collective = self.call(op, *args)
@@ -81,6 +91,24 @@ class CollectiveBuilder:
     def contiguous(self, x: Any) -> Any:
         """Return x in contiguous memory."""
         return self.call(aten.contiguous.default, x)
+
+    def flat(self, xs: Sequence[Any]) -> fx.Node:
+        """Return tensors as one vector."""
+        return self.call(aten.cat.default, [self.call(aten.reshape.default, x, [-1]) for x in xs])
+
+    def owns_operand(self) -> bool:
+        """Return True if nobody else reads the operand's memory, so that it can be written over."""
+        operands: Any = self.node.args[1]
+        value = operands[0]
+        while (
+            value.op == "call_function"
+            and len(value.users) == 1
+            and isinstance(value.target, OpOverload)
+        ):
+            if not any(r.alias_info for r in value.target._schema.returns):
+                return True
+            value = value.args[0]
+        return False
 
     def unpack(self, flat: Any, shapes: list[list[int]]) -> list[fx.Node]:
         """Split the flat result of merged collectives into its members."""

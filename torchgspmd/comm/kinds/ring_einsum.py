@@ -19,31 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from ..compat.operators import c10d
-from .collective import _only_in_graphs
-
-
-def gather_einsum(
-    x: Any,
-    others: tuple,
-    dim: int,
-    axes: str,
-    equations: tuple[str, ...],
-    sides: tuple[int, ...],
-    keep: bool,
-) -> Any:
-    """Return (*results, the gathered tensor if keep) of einsums of gathered x with other operands.
-
-    x is gathered at `dim` over `axes`. In each equation it is operand number `side`.
-    """
-    _only_in_graphs("gather_einsum")
-
-
-def einsum_scatter(a: Any, b: Any, dim: int, axes: str, equation: str) -> Any:
-    """Reduce-scatter an einsum: its results are summed over `axes` and scattered at `dim`."""
-    _only_in_graphs("einsum_scatter")
+from ...compat.operators import c10d
+from ...mesh import Mesh
+from ..collective_builder import CollectiveBuilder
+from .all_gather import all_gather
+from .kind import FusedKind
+from .reduce_scatter import reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -78,7 +61,7 @@ def einsum_chunk(
 
     chunked: the number of an operand that is that chunk already.
     """
-    chunks = []
+    chunks: list[Tensor] = []
     for i, (letters, x) in enumerate(zip(equation.split("->")[0].split(","), operands)):
         if letter in letters and i != chunked:
             rows = x.shape[letters.index(letter)] // count
@@ -142,3 +125,71 @@ def ring_einsum_scatter(
         term = einsum_chunk(equation, letter, (a, b), (me + step + 1) % n, n)
         total = term.add_(c10d.wait_tensor(coming).view(term.shape))
     return total.contiguous()
+
+
+def _lower_gather(
+    build: CollectiveBuilder, x: Any, others: Sequence[Any], dim: int, axes: str, *rest: Any
+) -> fx.Node:
+    return build.call(ring_gather_einsum, x, others, dim, *rest, *build.ring_position(axes))
+
+
+def _simulate_gather(
+    mesh: Mesh,
+    x: list[Tensor],
+    others: Sequence[list[Tensor]],
+    dim: int,
+    axes: str,
+    equations: Sequence[str],
+    sides: Sequence[int],
+    keep: bool,
+) -> list[tuple[Tensor, ...]]:
+    whole = all_gather.simulate(mesh, x, dim, axes)
+    results = [
+        [torch.einsum(equation, *((y, w) if side else (w, y))) for w, y in zip(whole, other)]
+        for equation, side, other in zip(equations, sides, others)
+    ]
+    return list(zip(*results, *([whole] if keep else [])))
+
+
+gather_einsum = FusedKind(
+    name="gather_einsum",
+    signature="gather_einsum(x, others, dim, axes, equations, sides, keep)",
+    meaning="""Return (*results, the gathered tensor if keep) of einsums of gathered x with others.
+        x is gathered at `dim` over `axes`. In each equation it is operand number `side`.""",
+    picture="""
+        device 0   x0 w   ->   x0 w, x1 w
+        device 1   x1 v   ->   x0 v, x1 v
+    """,
+    replaces=all_gather,
+    simulate=_simulate_gather,
+    lower=_lower_gather,
+    runs=ring_gather_einsum,
+)
+
+
+def _lower_scatter(
+    build: CollectiveBuilder, a: Any, b: Any, dim: int, axes: str, equation: str
+) -> fx.Node:
+    return build.call(ring_einsum_scatter, a, b, dim, equation, *build.ring_position(axes))
+
+
+def _simulate_scatter(
+    mesh: Mesh, a: list[Tensor], b: list[Tensor], dim: int, axes: str, equation: str
+) -> list[Tensor]:
+    terms = [torch.einsum(equation, x, y) for x, y in zip(a, b)]
+    return reduce_scatter.simulate(mesh, terms, "sum", dim, axes)
+
+
+einsum_scatter = FusedKind(
+    name="einsum_scatter",
+    signature="einsum_scatter(a, b, dim, axes, equation)",
+    meaning="Sum the results of an einsum over `axes`, and shard the sum along `dim`.",
+    picture="""
+        device 0   x0 w0   ->   rows 0 of x0 w0 + x1 w1
+        device 1   x1 w1   ->   rows 1 of x0 w0 + x1 w1
+    """,
+    replaces=reduce_scatter,
+    simulate=_simulate_scatter,
+    lower=_lower_scatter,
+    runs=ring_einsum_scatter,
+)

@@ -1,0 +1,99 @@
+"""GlooRewriter: replaces a collective of a lowered program by an all_to_all and arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from ..compat.operators import aten, c10d
+from ..compat.private_apis import OpOverload
+from .process_groups import ProcessGroups
+from .reductions import BY_C10D_NAME, Reduction
+
+
+class GlooRewriter:
+    """A collective of one rank's program that is rewritten to an all_to_all.
+
+    few: two ranks exchange the terms of a reduction of up to this many bytes. is_unsupported: no
+    library has the reduction for the dtype.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        node: fx.Node,
+        groups: ProcessGroups,
+        few: int,
+        is_unsupported: bool,
+    ) -> None:
+        self.graph, self.node, self.is_unsupported = graph, node, is_unsupported
+        arguments: tuple[Any, ...] = node.args
+        self.x, *self.options, self.group = arguments
+        self.ranks, self.me = groups.size(self.group), groups.position(self.group)
+        self.shape, self.dtype = list(node.meta["shape"]), node.meta["dtype"]
+        self.wait = next(iter(node.users))
+        self.swaps = self.ranks == 2 and math.prod(self.shape) * self.dtype.itemsize <= few
+
+    @property
+    def reduction(self) -> Reduction:
+        """The reduction of a collective that has one."""
+        return BY_C10D_NAME[self.options[0]]
+
+    def all_to_all(self, x: fx.Node, splits: list[int]) -> None:
+        """Send `splits` rows of x to the ranks, and receive as many."""
+        self.node.target, self.node.args = (
+            c10d.all_to_all_single.default,
+            (x, splits, splits, self.group),
+        )
+
+    def swap(self, shape: Sequence[int]) -> fx.Node:
+        """Exchange a tensor of this shape between two ranks, and return the other's."""
+        with self.graph.inserting_before(self.node):
+            flat = (
+                self.x
+                if len(shape) == 1
+                else self.graph.call_function(aten.reshape.default, (self.x, [-1]))
+            )
+        self.all_to_all(flat, [0 if rank == self.me else math.prod(shape) for rank in range(2)])
+        with self.graph.inserting_after(self.wait):
+            return (
+                self.wait
+                if len(shape) == 1
+                else self.graph.call_function(aten.reshape.default, (self.wait, list(shape)))
+            )
+
+    def send_all(self, shape: Sequence[int]) -> None:
+        """Send a tensor of this shape to each rank; the result has a first dimension of ranks."""
+        with self.graph.inserting_before(self.node):
+            copies = self.graph.call_function(aten.expand.default, (self.x, [self.ranks, *shape]))
+            copies = self.graph.call_function(aten.contiguous.default, (copies,))
+        self.all_to_all(copies, [1] * self.ranks)
+
+    def reduce(self, keepdim: bool) -> None:
+        """Replace the result by what arrives, reduced over its first dimension."""
+        product = self.reduction.c10d == "product"
+        widens = (
+            (product or self.reduction.c10d == "sum")
+            and not self.dtype.is_floating_point
+            and not self.dtype.is_complex
+        )
+        self.replace_result(
+            self.wait,
+            self.reduction.over_dim,
+            self.wait,
+            0 if product else [0],
+            keepdim,
+            **({"dtype": self.dtype} if widens else {}),
+        )
+
+    def replace_result(self, arrived: fx.Node, op: OpOverload, *args: Any, **kwargs: Any) -> None:
+        """Let the users of the wait read op(*args, **kwargs) instead."""
+        users = [user for user in self.wait.users if user is not arrived]
+        with self.graph.inserting_after(arrived):
+            result = self.graph.call_function(op, args, kwargs)
+        result.meta = dict(self.wait.meta)
+        for user in users:
+            user.replace_input_with(self.wait, result)

@@ -1,0 +1,86 @@
+"""The table of all kinds of collectives, and of the other steps between layouts.
+
+What is known of a kind lies in its file. With B bytes of payload and n devices in a group,
+bandwidth-optimal algorithms send per device
+
+    all_reduce      2 (n-1)/n B         payload: the reduced tensor
+    all_gather        (n-1)/n B         payload: the gathered tensor
+    reduce_scatter    (n-1)/n B         payload: the tensor before it is scattered
+    all_to_all        (n-1)/n B         payload: the tensor of one device
+    permute, halo           B           payload: what the busiest device really sends or receives
+
+docs/adding_a_collective.md adds a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+
+from ...compat.private_apis import OpOverload
+from .all_gather import all_gather
+from .all_reduce import all_reduce
+from .all_to_all import all_to_all
+from .halo import halo
+from .kind import CollectiveKind as CollectiveKind
+from .kind import FusedKind as FusedKind
+from .kind import Kind as Kind
+from .kind import LocalStepKind as LocalStepKind
+from .kind import Step as Step
+from .kind import StepKind as StepKind
+from .kind import WireOp as WireOp
+from .local_steps import shard, term, window
+from .permute import permute
+from .reduce_scatter import reduce_scatter
+from .ring_einsum import einsum_scatter, gather_einsum
+
+# By name, in the order in which a search of steps tries them.
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        shard,
+        all_gather,
+        all_to_all,
+        all_reduce,
+        reduce_scatter,
+        permute,
+        halo,
+        term,
+        window,
+        gather_einsum,
+        einsum_scatter,
+    )
+}
+WIRE_OPS: dict[OpOverload, WireOp] = {}  # The operations that a lowered program communicates by.
+
+
+def step_kinds() -> Iterator[StepKind]:
+    """Yield the kinds of steps between layouts."""
+    return (kind for kind in KINDS.values() if isinstance(kind, StepKind))
+
+
+def collective_kinds() -> dict[str, CollectiveKind]:
+    """Return the kinds of steps that communicate, by name."""
+    return {name: kind for name, kind in KINDS.items() if isinstance(kind, CollectiveKind)}
+
+
+def _fill_wire_ops() -> None:
+    WIRE_OPS.clear()
+    WIRE_OPS.update({w.op: w for kind in collective_kinds().values() for w in kind.wire})
+
+
+@contextmanager
+def registered(kind: StepKind) -> Generator[None]:
+    """Have a further kind in the table, for what is planned and run in the block."""
+    if kind.name in KINDS:
+        raise ValueError(f"there is a kind '{kind.name}' already")
+    KINDS[kind.name] = kind
+    _fill_wire_ops()
+    try:
+        yield
+    finally:
+        del KINDS[kind.name]
+        _fill_wire_ops()
+
+
+_fill_wire_ops()

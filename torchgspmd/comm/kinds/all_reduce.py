@@ -1,0 +1,105 @@
+"""all_reduce(x, reduction, axes): all devices get the sum (or max, ...) of terms over `axes`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...compat.operators import c10d
+from ...mesh import Mesh
+from ...shard_spec import ShardSpec
+from ..collective import split_axes
+from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering
+from ..gloo_rewriter import GlooRewriter
+from ..reductions import REDUCTIONS
+from .kind import CollectiveKind, MergedForm, ReshardProblem, Step, WireOp, in_groups
+from .reduce_scatter import pending_subsets, reduce_scatter
+
+
+def _sent(payload: float, n: int) -> float:
+    return 2 * ((n - 1) / n * payload)
+
+
+def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[Step]:
+    for subset, rest in pending_subsets(problem, spec):
+        yield all_reduce.step(
+            problem.mesh,
+            (spec.reduction, "+".join(subset)),
+            rest,
+            subset,
+            problem.shard_bytes(spec),
+        )
+
+
+def _simulate(mesh: Mesh, x: list[Tensor], reduction: str, axes: str) -> list[Tensor]:
+    combine = REDUCTIONS[reduction].combine
+    return in_groups(axes, mesh, x, lambda terms: [functools.reduce(combine, terms)] * len(terms))
+
+
+def _lower(
+    build: CollectiveBuilder, x: Any, shape: list[int], reduction: str, axes: str
+) -> Lowering:
+    name, _ = build.groups.group(split_axes(axes))
+    op = c10d.all_reduce_.default if build.owns_operand() else c10d.all_reduce.default
+    return (yield build.begin(op, shape, build.contiguous(x), REDUCTIONS[reduction].c10d, name))
+
+
+def _lower_merged(
+    build: CollectiveBuilder,
+    xs: list[Any],
+    shapes: list[list[int]],
+    arguments: Sequence[tuple[str, str]],
+) -> MergedLowering:
+    reduction, axes = arguments[0]
+    name, _ = build.groups.group(split_axes(axes))
+    size = sum(map(math.prod, shapes))
+    total = yield build.begin(
+        c10d.all_reduce_.default, [size], build.flat(xs), REDUCTIONS[reduction].c10d, name
+    )
+    return build.unpack(total, shapes)
+
+
+def _over_gloo(collective: GlooRewriter) -> None:
+    reduction = collective.reduction
+    if collective.swaps:
+        in_place = collective.node.target is c10d.all_reduce_.default
+        arrived = collective.swap(collective.shape)
+        op = reduction.of_two_in_place if in_place else reduction.of_two
+        collective.replace_result(arrived, op, collective.x, arrived)
+    elif collective.is_unsupported:
+        collective.send_all(collective.shape)
+        collective.reduce(False)
+
+
+all_reduce = CollectiveKind(
+    name="all_reduce",
+    signature="all_reduce(f32[8, 6] sum@a, sum, a) -> f32[8, 6]",
+    meaning="Reduce terms: every device gets the sum (max, ...) over `axes`. On one device: x.",
+    picture="""
+        device 0   x0   ->   x0 + x1
+        device 1   x1   ->   x0 + x1
+    """,
+    suffix="r",
+    payload="the reduced tensor",
+    sent=_sent,
+    moves=_moves,
+    simulate=_simulate,
+    lower=_lower,
+    merged=MergedForm((0, 1), _lower_merged),
+    wire=(
+        WireOp(c10d.all_reduce.default, reduces=True, over_gloo=_over_gloo),
+        WireOp(
+            c10d.all_reduce_.default,
+            reduces=True,
+            functional=c10d.all_reduce.default,
+            over_gloo=_over_gloo,
+        ),
+    ),
+    reduces=True,
+    sliced=reduce_scatter,
+    xla="all-reduce",
+)

@@ -1,0 +1,271 @@
+"""The types of the rows: what a kind of collective, or of another step between layouts, has to say.
+
+A kind is the target of its nodes. It cannot be called: whoever meets one in a graph asks it for
+`simulate`, `localize` or `lower`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, Protocol
+
+from torch import Tensor, fx
+
+from ...compat.private_apis import OpOverload
+from ...mesh import Mesh
+from ...shard_spec import Axes, ShardSpec
+from ..collective import split_axes
+from ..collective_builder import Lowering, MergedLowering
+from ..gloo_rewriter import GlooRewriter
+
+
+class ReshardProblem(Protocol):
+    """A value that is to be laid out as `after`: partition.reshard_search.ReshardSearch."""
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    itemsize: int  # bytes
+    after: ShardSpec
+    targets: tuple[ShardSpec, ...]  # `after`, and layouts from which a gather leads there
+
+    def shard_bytes(self, spec: ShardSpec) -> float:
+        """Return the bytes of one shard."""
+        ...
+
+    def padded_bytes(self, spec: ShardSpec, dim: int, axes: Axes) -> float:
+        """Return the bytes of a shard, with a dimension padded to a multiple of further axes."""
+        ...
+
+    def nests(self, dim: int, coarse: Axes, fine: Axes) -> bool:
+        """Return whether fine shards of a dimension lie within coarse ones."""
+        ...
+
+    def remaining_cost(self, spec: ShardSpec) -> float:
+        """Return a lower bound of the cost from a layout to `after`."""
+        ...
+
+    def fee(self, kind: CollectiveKind) -> float:
+        """Return what a step costs besides the bytes sent."""
+        ...
+
+
+class LocalSteps(Protocol):
+    """The builder of one step's local nodes: fx_passes.localize.StepEmitter."""
+
+    shape: tuple[int, ...]  # of the value, global
+
+    def call(self, op: Callable[..., Any], *args: Any) -> fx.Node:
+        """Return a new node that calls an operation."""
+        ...
+
+    def collective(self, *args: Any) -> fx.Node:
+        """Return a new node of the step's own kind."""
+        ...
+
+    def index(self, axes: str) -> fx.Node:
+        """Return the node of the device's position along `axes`."""
+        ...
+
+    def count(self, axes: str) -> int:
+        """Return the number of devices along `axes`."""
+        ...
+
+    def trimmed(self, gathered: fx.Node, dim: int) -> fx.Node:
+        """Return a value without the padding of a dimension that was gathered whole."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move of a value: all_to_all(x, 0, 1, data) leads from [data, _] to [_, data].
+
+    args: the arguments after the tensor. spec: the layout after the step.
+    """
+
+    target: StepKind
+    args: tuple[Any, ...]
+    spec: ShardSpec
+    axes: Axes
+    payload: float = 0.0  # bytes
+    sent: float = 0.0  # bytes a device sends
+
+    @property
+    def kind(self) -> str:
+        """Return the name of the kind."""
+        return self.target.name
+
+    @property
+    def collective(self) -> str | None:
+        """Return the kind that a plan reports; None if nothing is sent."""
+        kind = self.target
+        if not isinstance(kind, CollectiveKind) or kind.counts_as and not self.sent:
+            return None
+        return kind.counts_as or kind.name
+
+
+@dataclass(frozen=True)
+class WireOp:
+    """An operation by which the ranks communicate.
+
+    reduces: it computes with what is sent, by the reduction that is its second argument.
+    functional: the operation that does the same without writing over its operand, if it does that.
+    over_gloo: rewrites the call between CPU processes.
+    """
+
+    op: OpOverload
+    reduces: bool = False
+    functional: OpOverload | None = None
+    over_gloo: Callable[[GlooRewriter], None] | None = None
+
+
+@dataclass(frozen=True)
+class MergedForm:
+    """How several collectives of one kind are sent as one.
+
+    shared: positions of the arguments, after the tensor, that merged collectives have in common.
+    """
+
+    shared: tuple[int, ...]
+    lower: Callable[..., MergedLowering]  # (builder, operands, local shapes, arguments of each)
+
+
+def unset(*_: Any) -> Any:
+    """Stand for a function that a row lacks."""
+    raise NotImplementedError(
+        "this kind of collective is not complete; tests/test_kinds.py says why"
+    )
+
+
+def no_moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[Step]:
+    """Yield nothing: no search takes steps of the kind."""
+    yield from ()
+
+
+def localize_unchanged(build: LocalSteps, *args: Any) -> fx.Node:
+    """Return the local form of a step: the same call."""
+    return build.collective(*args)
+
+
+def rename_axes(
+    args: tuple[Any, ...], axes: Axes, rename: Callable[[Axes], Axes]
+) -> tuple[Any, ...]:
+    """Return the arguments of a step over `axes` with other names of these."""
+    return tuple("+".join(rename(axes)) if arg == "+".join(axes) else arg for arg in args)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Kind:
+    """A kind of nodes, and their target.
+
+    signature: an example that the tests run, such as all_gather(f32[8@a, 6], 0, a) -> f32[8, 6].
+    meaning: what it does, and what that is on one device. picture: devices before and after.
+    """
+
+    name: str
+    signature: str = ""
+    meaning: str = ""
+    picture: str = ""
+
+    @property
+    def __name__(self) -> str:
+        """Return the name that fx gives to nodes."""
+        return self.name
+
+    def __str__(self) -> str:
+        return self.name
+
+    __repr__ = __str__
+
+    def __call__(self, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name} is a node of a plan's graph; run it with Plan.simulate or parallelize"
+        )
+
+    def missing(self) -> list[str]:
+        """Return the attributes that the row lacks though it has to have them."""
+        return [f.name for f in fields(self) if getattr(self, f.name) in ("", (), unset)]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class StepKind(Kind):
+    """A kind of step from one layout to another.
+
+    suffix: of the name of a value behind the step. moves: yields the steps from a layout that a
+    search may take, but for those that cost `left` or more. localize: returns the node of one device's program, from (builder, operand, *arguments).
+    rename: returns the arguments for other names of axes.
+    """
+
+    suffix: str = ""
+    moves: Callable[[ReshardProblem, ShardSpec, float], Iterator[Step]] = no_moves
+    localize: Callable[..., fx.Node] = localize_unchanged
+    rename: Callable[[tuple[Any, ...], Axes, Callable[[Axes], Axes]], tuple[Any, ...]] = rename_axes
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class LocalStepKind(StepKind):
+    """A kind of step that sends nothing: `localize` is operations of one device."""
+
+    localize: Callable[..., fx.Node] = unset
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class CollectiveKind(StepKind):
+    """A kind of step by which devices communicate.
+
+    payload: what the payload of one is. sent: returns the bytes that a device sends, from the bytes
+    of the payload and the number of devices in a group. fee: the constant that it costs besides,
+    a name in fx_passes/partition/cost_constants.py. simulate: returns the results of all
+    devices, from (mesh, operands of all devices, *arguments). lower: see Lowering. merged: None if
+    a bucket cannot have it. wire: all operations that `lower` and `merged` communicate by.
+
+    reduces: it adds up terms, by the reduction that is its first argument. gathers: devices get
+    shards of others, and keep all they have. sliced: the kind that does the same if devices use
+    only their slices of the result. counts_as: the kind that a plan reports instead, where bytes
+    are sent. xla: its name in XLA; payload_from: the payload, from the bytes of the result and n.
+    """
+
+    payload: str = ""
+    sent: Callable[[float, int], float] = unset
+    fee: str = "collective_fee"
+    simulate: Callable[..., list[Tensor]] = unset
+    lower: Callable[..., Lowering] = unset
+    wire: tuple[WireOp, ...] = ()
+    merged: MergedForm | None = None
+    reduces: bool = False
+    gathers: bool = False
+    sliced: CollectiveKind | None = None
+    counts_as: str | None = None
+    xla: str | None = None
+    payload_from: Callable[[float, int], float] = lambda result, n: result
+
+    def step(
+        self, mesh: Mesh, args: tuple[Any, ...], spec: ShardSpec, axes: Axes, payload: float
+    ) -> Step:
+        """Return the step to `spec` in groups over `axes`, with its price."""
+        return Step(self, args, spec, axes, payload, self.sent(payload, mesh.count(axes)))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class FusedKind(Kind):
+    """A collective that is computed together with products.
+
+    replaces: the collective. simulate: as for that. lower: returns the node of one rank's program,
+    from (builder, *arguments). runs: the function that this node calls.
+    """
+
+    replaces: CollectiveKind
+    simulate: Callable[..., Sequence[Any]] = unset
+    lower: Callable[..., fx.Node] = unset
+    runs: Callable[..., Any] = unset
+
+
+def in_groups(
+    axes: str, mesh: Mesh, x: Sequence[Tensor], run: Callable[[list[Tensor]], Sequence[Tensor]]
+) -> list[Tensor]:
+    """Apply `run` to the tensors of every group of devices over `axes`."""
+    results = list(x)
+    for group in mesh.groups(split_axes(axes)):
+        for rank, result in zip(group, run([x[rank] for rank in group])):
+            results[rank] = result
+    return results

@@ -1,0 +1,118 @@
+"""permute(x, before, after): devices receive only what they lack of another layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...mesh import Mesh
+from ...shard_spec import Axes, ShardSpec
+from ..box_exchange import busiest, elements, exchange, lacking, pack, unpack
+from ..collective_builder import CollectiveBuilder, Lowering
+from .all_to_all import ALL_TO_ALL
+from .kind import CollectiveKind, LocalSteps, ReshardProblem, Step
+
+
+def permute_step(problem: ReshardProblem, spec: ShardSpec, target: ShardSpec) -> Step:
+    """Return the exchange that leads from a layout to any other."""
+    count, axes = busiest(problem.mesh, problem.shape, spec, target)
+    return permute.step(
+        problem.mesh, (str(spec), str(target)), target, axes, float(count * problem.itemsize)
+    )
+
+
+def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[Step]:
+    for target in problem.targets if left > 0 and spec.pending == problem.after.pending else ():
+        if spec != target:
+            missing = lacking(problem.mesh, problem.shape, spec, target) * problem.itemsize
+            if missing + problem.remaining_cost(target) + problem.fee(permute) < left:
+                yield permute_step(problem, spec, target)
+
+
+def _localize(build: LocalSteps, x: fx.Node, before: str, after: str) -> fx.Node:
+    return build.collective(x, before, after, build.shape)
+
+
+def _rename(args: tuple[Any, ...], axes: Axes, rename: Callable[[Axes], Axes]) -> tuple[Any, ...]:
+    return tuple(str(ShardSpec.parse(text).map_axes(rename)) for text in args)
+
+
+def _simulate(
+    mesh: Mesh, x: list[Tensor], before: str, after: str, shape: tuple[int, ...]
+) -> list[Tensor]:
+    plan = exchange(mesh, tuple(shape), ShardSpec.parse(before), ShardSpec.parse(after))
+    transfers = [plan.transfer(mesh.coordinates(rank)) for rank in range(mesh.size)]
+    results = list(x)
+    for group in mesh.groups(plan.axes):
+        for place, rank in enumerate(group):
+            arriving = [transfers[r].sends[place] for r in group]
+            boxes = [pack(x[r], [box]) for r, box in zip(group, arriving) if box is not None]
+            moved = torch.cat(boxes) if boxes else x[rank].new_empty(0)
+            results[rank] = unpack(
+                x[rank],
+                moved,
+                [b for b in transfers[rank].receives if b is not None],
+                transfers[rank].keep,
+                transfers[rank].shape,
+                math.nan if moved.is_floating_point() else 0,
+            )
+    return results
+
+
+def _lower(
+    build: CollectiveBuilder,
+    x: Any,
+    shape: list[int],
+    before: str,
+    after: str,
+    size: tuple[int, ...],
+) -> Lowering:
+    """Lower to an all_to_all of boxes of any size, empty for most peers. Gloo and NCCL have it."""
+    plan = exchange(build.mesh, tuple(size), ShardSpec.parse(before), ShardSpec.parse(after))
+    name, _ = build.groups.group(plan.axes)
+    mine = plan.transfer(build.groups.coordinates)
+    sends, receives = (
+        [0 if box is None else elements(box) for box in boxes]
+        for boxes in (mine.sends, mine.receives)
+    )
+    flat = build.call(
+        pack, build.contiguous(x), tuple(box for box in mine.sends if box is not None)
+    )
+    moved = yield build.exchange(flat, receives, sends, name)
+    return build.call(
+        unpack,
+        x,
+        moved,
+        tuple(box for box in mine.receives if box is not None),
+        mine.keep,
+        mine.shape,
+    )
+
+
+permute = CollectiveKind(
+    name="permute",
+    signature="permute(f32[8@a+b, 6], a+b _, b+a _) -> f32[8@b+a, 6]",
+    meaning="""Lay x out as `after`, by any exchange of boxes. On one device: x.
+        In the program of one device, the global shape is the last argument.""",
+    picture="""
+        device 0   x0   ->   x0          of x laid out along a+b, then along b+a
+        device 1   x1   ->   x2
+        device 2   x2   ->   x1
+        device 3   x3   ->   x3
+    """,
+    suffix="p",
+    fee="permute_fee",
+    payload="what the busiest device really sends or receives",
+    sent=lambda payload, n: payload,
+    moves=_moves,
+    localize=_localize,
+    rename=_rename,
+    simulate=_simulate,
+    lower=_lower,
+    wire=(ALL_TO_ALL,),
+    xla="collective-permute",
+)
