@@ -121,7 +121,7 @@ class Plan:
     def sent_bytes(self) -> float:
         """Bytes that one device sends in a run, by bandwidth-optimal algorithms.
 
-        comm/collective.py has the formulas.
+        comm/kinds has the formulas.
         """
         return sum(c.sent_bytes for c in self.collectives)
 

@@ -45,13 +45,14 @@ class ProcessGroups:
 
     def size(self, name: str) -> int:
         """Return the number of ranks in a group."""
-        return len(self._ranks(name))
+        return len(self.ranks(name))
 
     def position(self, name: str) -> int:
         """Return the position of this rank in a group."""
-        return self._ranks(name).index(self.rank)
+        return self.ranks(name).index(self.rank)
 
-    def _ranks(self, name: str) -> list[int]:
+    def ranks(self, name: str) -> list[int]:
+        """Return the ranks of a group, in its order."""
         return next(list(ranks) for other, ranks in self.by_axes.values() if other == name)
 
     def _create(self, axes: tuple[str, ...]) -> str:

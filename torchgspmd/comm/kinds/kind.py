@@ -192,14 +192,16 @@ class StepKind(Kind):
     """A kind of step from one layout to another.
 
     suffix: of the name of a value behind the step. moves: yields the steps from a layout that a
-    search may take, but for those that cost `left` or more. localize: returns the node of one device's program, from (builder, operand, *arguments).
-    rename: returns the arguments for other names of axes.
+    search may take, but for those that cost `left` or more. localize: returns the node of one
+    device's program, from (builder, operand, *arguments). rename: returns the arguments for other
+    names of axes. gathers: devices get shards of others, and keep all they have.
     """
 
     suffix: str = ""
     moves: Callable[[ReshardProblem, ShardSpec, float], Iterator[Step]] = no_moves
     localize: Callable[..., fx.Node] = localize_unchanged
     rename: Callable[[tuple[Any, ...], Axes, Callable[[Axes], Axes]], tuple[Any, ...]] = rename_axes
+    gathers: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -219,10 +221,10 @@ class CollectiveKind(StepKind):
     devices, from (mesh, operands of all devices, *arguments). lower: see Lowering. merged: None if
     a bucket cannot have it. wire: all operations that `lower` and `merged` communicate by.
 
-    reduces: it adds up terms, by the reduction that is its first argument. gathers: devices get
-    shards of others, and keep all they have. sliced: the kind that does the same if devices use
-    only their slices of the result. counts_as: the kind that a plan reports instead, where bytes
-    are sent. xla: its name in XLA; payload_from: the payload, from the bytes of the result and n.
+    reduces: it adds up terms, by the reduction that is its first argument. sliced: the kind that
+    does the same if devices use only their slices of the result. counts_as: the kind that a plan
+    reports instead, where bytes are sent. xla: its name in XLA; payload_from: the payload, from the
+    bytes of the result and n.
     """
 
     payload: str = ""
@@ -233,7 +235,6 @@ class CollectiveKind(StepKind):
     wire: tuple[WireOp, ...] = ()
     merged: MergedForm | None = None
     reduces: bool = False
-    gathers: bool = False
     sliced: CollectiveKind | None = None
     counts_as: str | None = None
     xla: str | None = None

@@ -13,7 +13,6 @@ arXiv 2211.05322 calls it collective matmul.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +75,7 @@ def join_chunks(equation: str, letter: str, results: Sequence[Tensor]) -> Tensor
     return (
         torch.cat(list(results), out.index(letter))
         if letter in out
-        else functools.reduce(operator.iadd, results)
+        else functools.reduce(Tensor.add_, results)
     )
 
 
