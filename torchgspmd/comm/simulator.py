@@ -49,7 +49,7 @@ class Simulator(fx.Interpreter):
         state = torch.get_rng_state() if random else None
         results = []
         for device in range(self.mesh.size):
-            if random:
+            if state is not None:
                 torch.set_rng_state(state)  # all devices draw the same numbers
             mine = operator.itemgetter(device)
             results.append(target(*_map(args, mine), **_map(kwargs, mine)))

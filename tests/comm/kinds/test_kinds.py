@@ -100,7 +100,7 @@ ASKS_FOR_ONE = {
     "fx_passes.partition.reshard_search": {"all_reduce"},  # the path that always exists: reduce,
     "fx_passes.partition.halo_reshard": {"window"},  # then permute; and what leads to windows
     "fx_passes.schedule.collective_matmul": {"einsum_scatter", "gather_einsum"},  # its result
-    "runtime.joint_program": {"all_reduce"},  # a comparison of ranks that is one
+    "fx_passes.lower.insert_rank_check": {"all_reduce"},  # a comparison of ranks that is one
 }
 
 
