@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ..comm.kinds import Step
 from ..mesh import Mesh
 from ..rules import FactorRule
 from ..shard_spec import ShardSpec
 from .lower.verify_in_flight import verify_in_flight
 from .partition.explain_costs import Decisions
-from .partition.step import Step
 from .partition.verify_partition import verify_partition
 
 
