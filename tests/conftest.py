@@ -30,12 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 SLOW = {
     "prover",
     "random_programs",
-    "reshard",
     "halo_reshard",
     "unet3d",
     "interpolate",
-    "imports",
-    "variants",
     "examples",
     "transformers",
 }
