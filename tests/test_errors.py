@@ -148,6 +148,14 @@ ERRORS = {
         f"argument 'x' is f64[4, 8], the plan was made for f32[4, 8]{WHERE}\n"
         "  fix   make a plan for these shapes",
     ),
+    "an unknown constant of the cost model": (
+        lambda: plan(lambda x: x.sin(), X, mesh=MESH, costs={"flops_per_bite": 20}),
+        f"costs has no constant 'flops_per_bite'{WHERE}\n  fix   did you mean 'flops_per_byte'?",
+    ),
+    "a constant of the cost model that divides": (
+        lambda: plan(lambda x: x.sin(), X, mesh=MESH, costs={"flops_per_byte": 0}),
+        f"costs has flops_per_byte=0{WHERE}\n  fix   a number above 0",
+    ),
     "explain an unknown value": (
         lambda: plan(lambda x: x.sin(), X, mesh=MESH).explain("sn"),
         f"the plan has no value 'sn'{WHERE}\n  fix   did you mean 'sin'?",

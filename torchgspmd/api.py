@@ -16,6 +16,7 @@ from .dump import dump_plan
 from .errors import ShardingError, user_line
 from .fix_candidates import report_replicated
 from .fx_passes.boundary import start_program
+from .fx_passes.partition.cost_constants import CostConstants
 from .fx_passes.pipeline import run, skippable
 from .fx_passes.program import Request
 from .fx_passes.stages import SCHEDULED
@@ -37,6 +38,7 @@ def plan(
     rng: str = "global",
     regather: str = "auto",
     skip_passes: Sequence[str] = (),
+    costs: Mapping[str, float] | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Compile a function or module for a mesh, without devices.
@@ -59,6 +61,8 @@ def plan(
             "auto" (if a GPU's memory would not suffice otherwise).
         skip_passes: Passes to leave out: some of "bucket", "collective_matmul", "overlap" and
             "prefetch".
+        costs: Other values for constants of the cost model, by name;
+            docs/debugging_a_layout.md has them.
         kwargs: Keyword arguments of fn.
 
     Returns:
@@ -109,6 +113,7 @@ def plan(
         rng=rng,
         regather=regather,
         skip_passes=skip_passes,
+        costs=costs,
         device="meta" if has_meta_tensor else None,
     )
     result.seconds = {"capture": seconds, **result.seconds}
@@ -127,6 +132,7 @@ def compile_plan(
     rng: str = "global",
     regather: str = "auto",
     skip_passes: Sequence[str] = (),
+    costs: Mapping[str, float] | None = None,
     device: str | None = None,
 ) -> Plan:
     """Run the passes over a captured program.
@@ -152,6 +158,7 @@ def compile_plan(
         rng=rng,
         regather=regather,
         skip_passes=frozenset(skip_passes),
+        constants=CostConstants().override(costs),
         device=device or _device_of(captured),
     )
     result = _plan(request)

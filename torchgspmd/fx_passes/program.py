@@ -15,6 +15,7 @@ from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules
+from .partition.cost_constants import CostConstants
 from .partition.machine import Machine, machine_of
 from .partition.partition import Memories
 from .printer import graph_text, program_text
@@ -47,6 +48,7 @@ class Request:
     rng: str = "global"
     regather: str = "never"
     skip_passes: frozenset[str] = frozenset()
+    constants: CostConstants = CostConstants()
     device: str = "cpu"
 
 

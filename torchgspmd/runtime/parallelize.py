@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ def parallelize(
     shard_updates: str | None = None,
     regather: str = "auto",
     skip_passes: Sequence[str] = (),
+    costs: Mapping[str, float] | None = None,
 ) -> nn.Module:
     """Return a module with the same forward that computes on a mesh; every process calls it alike.
 
@@ -64,6 +65,8 @@ def parallelize(
             "auto": only if they would not fit a GPU's memory. Not for "xla".
         skip_passes: Passes to leave out of "bucket", "collective_matmul", "overlap" and "prefetch";
             the same on all ranks. Not for "xla".
+        costs: Other values for constants of the cost model, by name, the same on all ranks;
+            docs/debugging_a_layout.md has them. Not for "xla".
 
     Returns:
         A ShardedModule, or an XlaModule for backend "xla".
@@ -95,6 +98,7 @@ def parallelize(
         "rng": rng != "global",
         "regather": regather != "auto",
         "skip_passes": bool(skip_passes),
+        "costs": bool(costs),
     }
     unsupported = partitioner_options if backend == "xla" else {"pin": pin != "user"}
     for name in (name for name, is_set in unsupported.items() if is_set):
@@ -120,6 +124,7 @@ def parallelize(
         rng=rng,
         regather=regather,
         skip_passes=skip_passes,
+        costs=costs,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
+from pathlib import Path
 
 import models
 import pytest
@@ -11,6 +13,7 @@ from expecttest import TestCase
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
+from torchgspmd.fx_passes.partition.cost_constants import CostConstants
 
 UNITS = (
     "cost on one device, in bytes sent or worth as much "
@@ -136,3 +139,26 @@ def test_parts_of_an_axis() -> None:
         out_specs="_ _ x _",
     )
     assert "* f2: x:(1)2, f1: x:(2)2" in table(plan, "view")
+
+
+def test_a_constant_decides() -> None:
+    """Where arithmetic costs less, the product is computed whole, and nothing is gathered."""
+    options = {"mesh": Mesh(model=4), "in_specs": ("_ model", "_ _"), "out_specs": "_ _"}
+    x = torch.ones(64, 64)
+    sent = [
+        gspmd.plan(torch.matmul, x, x, **options, costs=costs).sent_bytes
+        for costs in (None, {"flops_per_byte": 500.0})
+    ]
+    assert sent == [15 * 2**10, 12 * 2**10]
+
+
+def test_every_constant_has_a_reason_and_stands_in_the_documentation() -> None:
+    root = Path(gspmd.__file__).resolve().parent.parent
+    rows = re.findall(
+        r"^\| `\w+` \| [\d.e-]+ .*", (root / "docs/debugging_a_layout.md").read_text(), re.M
+    )
+    assert rows == [
+        f"| `{f.name}` | {f.default:g} | {f.metadata['unit']} | {f.metadata['reason']} |"
+        for f in fields(CostConstants)
+    ]
+    assert all(f.metadata["source"] for f in fields(CostConstants))

@@ -107,6 +107,11 @@ class CostConstants:
                     where=user_line(),
                     fix=did_you_mean(name, names),
                 )
-            if not (value > 0 or value == 0 and not name.endswith("_per_byte")):
-                raise ShardingError(f"costs has {name}={value!r}, too low", where=user_line())
+            divides = name.endswith("_per_byte")
+            if not (value > 0 if divides else value >= 0):
+                raise ShardingError(
+                    f"costs has {name}={value!r}",
+                    where=user_line(),
+                    fix=f"a number {'above' if divides else 'not below'} 0",
+                )
         return replace(self, **(values or {}))
