@@ -62,7 +62,7 @@ def layer(module: str) -> int | None:
 
 def imports(path: Path) -> list[tuple[str, ast.stmt, bool]]:
     """(module of this package, statement, whether at the top level) for every import of this
-    package in a file.
+    package in a file, also those for type checkers alone.
     """
     tree = ast.parse(path.read_text())
     hidden = {
@@ -71,11 +71,10 @@ def imports(path: Path) -> list[tuple[str, ast.stmt, bool]]:
         if isinstance(f, (ast.FunctionDef, ast.Lambda))
         for n in ast.walk(f)
     }
-    typing = {n for i in tree.body if isinstance(i, ast.If) for n in ast.walk(i)}
     package = list(path.relative_to(ROOT).with_suffix("").parts)[:-1]
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level and node not in typing:
+        if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1]
             parts = base + (node.module.split(".") if node.module else [])
             for alias in node.names:

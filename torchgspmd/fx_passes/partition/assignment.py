@@ -9,7 +9,7 @@ A change puts the operations that depend on it on the worklist.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -92,6 +92,10 @@ class Assignment:
         for node in self.open_inputs:
             layout_of[node] = layout_of[node].map_axes(self.mesh.whole)
         return layout_of
+
+    def in_order(self, ops: Iterable[Op]) -> list[Op]:
+        """Return operations in program order."""
+        return sorted(ops, key=lambda op: self.order[op.node])
 
     # ------------------------------------------------------------------------------------- changes
 
@@ -198,7 +202,8 @@ class Assignment:
         With `first` only the layout it is produced in, and how many operations share a new one.
         """
         if first:
-            return self.interner.operand_layouts((self.layout_of[value],), self.sharers(value, op))
+            layouts = (self.layout_of[value],)
+            return self.interner.operand_layouts(layouts, self.sharers(value, op), ())
         views = self.view_cache.setdefault(value, {})
         if (view := views.get(op.node)) is None:
             others = (
@@ -207,7 +212,7 @@ class Assignment:
                 if user is not op.node
             )
             view = views[op.node] = self.interner.operand_layouts(
-                tuple(dict.fromkeys((self.layout_of[value], *others)))
+                tuple(dict.fromkeys((self.layout_of[value], *others))), 1, ()
             )
         if op.rule.joins:
             near = {

@@ -218,7 +218,7 @@ class BodySearch(RegionProposals):
             for user in v.users
             if user in at.ops
         }
-        return tuple(at.ops[node] for node in sorted(nodes, key=at.order.__getitem__))
+        return tuple(at.in_order(at.ops[node] for node in nodes))
 
 
 def _removed_axes(before: ShardSpec, after: ShardSpec) -> set[str]:

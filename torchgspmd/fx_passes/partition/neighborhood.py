@@ -6,7 +6,7 @@ Equal content is one object, so that caches compare identities.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 from ...shard_spec import Axes, ShardSpec
 
@@ -36,7 +36,7 @@ class OperandLayouts:
 
     layouts: tuple[ShardSpec, ...]
     sharers: int
-    deferrable: Axes = ()
+    deferrable: Axes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,23 +55,7 @@ class Neighborhood:
 
 
 class Interner:
-    """The one object of each content."""
+    """Returns the one object of each content. All arguments have to be passed."""
 
     def __init__(self) -> None:
-        self.operands: dict[tuple, OperandLayouts] = {}
-        self.neighborhoods: dict[tuple, Neighborhood] = {}
-
-    def operand_layouts(
-        self, layouts: tuple[ShardSpec, ...], sharers: int = 1, deferrable: Axes = ()
-    ) -> OperandLayouts:
-        """Return the one object with this content."""
-        key = layouts, sharers, deferrable
-        if (operand := self.operands.get(key)) is None:
-            operand = self.operands[key] = OperandLayouts(*key)
-        return operand
-
-    def neighborhood(self, *content: Any) -> Neighborhood:
-        """Return the one object with this content."""
-        if (neighborhood := self.neighborhoods.get(content)) is None:
-            neighborhood = self.neighborhoods[content] = Neighborhood(*content)
-        return neighborhood
+        self.operand_layouts, self.neighborhood = cache(OperandLayouts), cache(Neighborhood)

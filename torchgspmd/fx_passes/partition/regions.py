@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..ir import Op
+from .assignment import Assignment
 from .cost_constants import CostConstants
 
 
@@ -65,45 +66,35 @@ def passes(op: Op) -> bool:
     return bool(summand_indices(op))
 
 
-def sums(ops: Mapping[fx.Node, Op]) -> list[Region]:
+def sums(at: Assignment) -> list[Region]:
     """Return all sums of at least two summands, each of which is used once."""
-    makers = {value: op for op in ops.values() for value in op.results if value is not None}
-    order = {node: i for i, node in enumerate(ops)}
     totals = []
-    for value, op in makers.items():
-        user = ops.get(next(iter(value.users))) if len(value.users) == 1 else None
+    for value, op in at.producers.items():
+        user = at.ops.get(next(iter(value.users))) if len(value.users) == 1 else None
         if passes(op) and (user is None or not passes(user)):
-            total = _collect(op, value, makers, order)
-            if total is not None:
-                totals.append(total)
-    return totals
+            totals.append(_collect(op, value, at))
+    return [total for total in totals if total is not None]
 
 
-def _collect(
-    root: Op, value: fx.Node, makers: Mapping[fx.Node, Op], order: Mapping[fx.Node, int]
-) -> Region | None:
+def _collect(root: Op, value: fx.Node, at: Assignment) -> Region | None:
     """Return the sum that ends with an addition; None if a summand is used more than once."""
     passing, summands, values, stack = [], {}, {value}, [root]
     while stack:
         op = stack.pop()
         passing.append(op)
         for operand in (op.operands[i] for i in summand_indices(op)):
-            maker = makers.get(operand)
-            if maker is None or len(operand.users) > 1:
+            producer = at.producers.get(operand)
+            if producer is None or len(operand.users) > 1:
                 return None
             values.add(operand)
-            if passes(maker):
-                stack.append(maker)
+            if passes(producer):
+                stack.append(producer)
             else:
-                summands[maker.node] = maker
+                summands[producer.node] = producer
     if not any(adds(op) for op in passing):
         return None
-    by_order = sorted(passing, key=lambda op: order[op.node])
-    return Region(
-        (*sorted(summands.values(), key=lambda op: order[op.node]), *by_order),
-        frozenset(values),
-        value,
-    )
+    ops = (*at.in_order(summands.values()), *at.in_order(passing))
+    return Region(ops, frozenset(values), value)
 
 
 def chains(ops: Mapping[fx.Node, Op]) -> list[Region]:

@@ -21,7 +21,7 @@ class SumSearch(RegionProposals):
 
     def __init__(self, op_search: OpSearch) -> None:
         super().__init__(op_search)
-        self.sums = sums(self.assignment.ops)
+        self.sums = sums(self.assignment)
 
     def improve(self) -> list[bool]:
         """Try all sums once; return of each whether it changed."""
@@ -135,7 +135,7 @@ class SumSearch(RegionProposals):
                         for v in at.ops[user].results
                         if v is not None and axis in at.layout_of[v].pending
                     ]
-        return sorted(users.values(), key=lambda op: at.order[op.node]), reductions
+        return at.in_order(users.values()), reductions
 
 
 def _with_pending_axis(spec: ShardSpec, axis: str, mesh: Mesh) -> ShardSpec:
