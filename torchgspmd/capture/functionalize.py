@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from ..compat.private_apis import (
     is_functorch_wrapped_tensor,
 )
 from ..compat.private_apis import _pytree as pytree
-from ..errors import user_line
+from ..errors import ShardingError, user_line
 from .rewrites.masked_indexing import SELECTING
 from .state.mutations import Tables
 from .state.rebound_state import check_alike
-from .state.source import Source
+from .state.source import Source, step_name
+from .state.state_inputs import Retrace
 from .state.value_guards import ValueGuards
 from .trace_context import at_once
 
@@ -70,7 +72,7 @@ class Functional(FunctionalTensorMode):
                     parameter.alias_info is not None
                     and (source := self._source_of(value)) is not None
                 ):
-                    raise UnlistedMutation(source)
+                    self._list(source)
         with _interpolation_in_one_piece(func):
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
@@ -138,19 +140,25 @@ class Functional(FunctionalTensorMode):
             results = func(*args, **kwargs)
         return self._constants(results)
 
+    def _list(self, source: Source) -> None:
+        """Raise Retrace: a tensor of the state that is changed in place has to be an input."""
+        if source.entry in self.tables.state.entries:
+            raise ShardingError(
+                "the program changes a tensor in place that shares its memory with "
+                f"'{step_name(source.steps[-1])}'",
+                where=user_line(),
+                why="each tensor that a module keeps is an input of its own",
+                fix="keep one of them, and take views of it in forward",
+            )
+        raise Retrace(
+            f"the program changes {source} in place", partial(self.tables.state.add, source)
+        )
+
     def _source_of(self, value: Any) -> Source | None:
         """Return the source of a tensor that is no functional tensor, else None."""
         if not isinstance(value, Tensor) or isinstance(value, FunctionalTensor):
             return None
         return self.views[id(value)][1] if id(value) in self.views else self.tables.source_of(value)
-
-
-class UnlistedMutation(Exception):
-    """A mutation of a tensor of the state that is no input of the program."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        self.source = source
 
 
 @contextmanager

@@ -9,8 +9,8 @@ Activation checkpointing is then visible as a second computation in the backward
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,22 +20,24 @@ from torch.fx import traceback as fx_traceback
 from ..annotate import recorded_mark
 from ..compat.private_apis import FakeTensorMode, ShapeEnv, make_fx
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, user_line_of
+from ..errors import ShardingError, user_line
 from ..mesh import Mesh
 from ..without_gc import without_gc
 from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
-from .functionalize import FunctionalTensor, UnlistedMutation
+from .functionalize import FunctionalTensor
 from .normalize import normalize
 from .state.mutations import Tables
 from .state.object_trees import opened
 from .state.recorder import record_reads
-from .state.source import Source, step_name
-from .state.state_inputs import State, TensorInput, Varying
+from .state.source import Source
+from .state.state_inputs import NumberInput, Retrace, State, TensorInput, Varying
 from .state.symbolic_numbers import Computed
 from .state.value_guards import ValueGuards
 from .trace_context import no_other_random_numbers
 from .traced_program import TracedProgram
 from .unsupported import check_constants, check_dense, check_module, translate_errors
+
+MOST_RETRACES = 256  # each makes at least one more tensor or number an input
 
 
 @without_gc()
@@ -62,51 +64,86 @@ def capture(
     module_state = _module_state(fn) if isinstance(fn, nn.Module) else {}
     args, kwargs = opened((args, kwargs))
     module_tensor_ids = frozenset(map(id, module_state.values()))
-    while True:
-        tensors, numbers = state.tensors(module_tensor_ids), state.numbers(varying.now)
-        value_guards = ValueGuards(
-            _buffers(fn, module_state) | _inputs_after(module_state, (args, kwargs), tensors),
-            state.is_looking,
-            state.shapes,
-        )
-        try:
-            captured, fill_constants = _trace_once(
-                fn,
-                module_state,
-                args,
-                kwargs,
-                mesh,
-                grad,
-                hooks,
+    reasons: list[str] = []
+    flags = state.is_looking, state.is_counting
+    try:
+        while len(reasons) < MOST_RETRACES:
+            tensors, numbers = state.tensors(module_tensor_ids), state.numbers(varying.now)
+            value_guards = ValueGuards(
+                _buffers(fn, module_state) | _inputs_after(module_state, (args, kwargs), tensors),
                 state,
-                [*tensors, *numbers],
-                varying,
-                value_guards,
             )
-            fill_constants()
-        except UnlistedMutation as error:
-            if error.source.entry in state.entries:
-                raise ShardingError(
-                    "the program changes a tensor in place that shares its memory with "
-                    f"'{step_name(error.source.steps[-1])}'",
-                    where=user_line_of(error),
-                    why="each tensor that a module keeps is an input of its own",
-                    fix="keep one of them, and take views of it in forward",
-                ) from None
-            state.add(error.source)
-            continue
-        except Exception:
-            if value_guards.could_look:  # a trace that may read values of buffers may succeed
-                state.is_looking = True
-            elif numbers:
-                state.is_counting = False  # some functions in C++ take plain numbers only
-            elif len(state.tensors(module_tensor_ids)) == len(tensors):
-                raise
-            continue
-        if len(state.tensors(module_tensor_ids)) == len(tensors) and len(
-            state.numbers(varying.now)
-        ) == len(numbers):
-            return captured
+            try:
+                with _inconclusive(state, module_tensor_ids, tensors, numbers, value_guards):
+                    captured, fill_constants = _trace_once(
+                        fn,
+                        module_state,
+                        args,
+                        kwargs,
+                        mesh,
+                        grad,
+                        hooks,
+                        state,
+                        [*tensors, *numbers],
+                        varying,
+                        value_guards,
+                    )
+                    fill_constants()
+                _check_inputs([*tensors, *numbers], state, module_tensor_ids, varying)
+                return captured
+            except Retrace as retrace:
+                retrace.learn()
+                reasons.append(str(retrace))
+    except Exception:  # of the program; what did not help against it is not remembered
+        state.is_looking, state.is_counting = flags
+        raise
+    raise ShardingError(
+        f"the program has been traced {MOST_RETRACES} times, and each time it was another one",
+        where=user_line(),
+        why=f"the last reason: {reasons[-1]}",
+        fix="register what it changes as buffers of the module",
+    )
+
+
+@contextmanager
+def _inconclusive(
+    state: State,
+    module_tensor_ids: frozenset[int],
+    tensors: list[TensorInput],
+    numbers: list[NumberInput],
+    value_guards: ValueGuards,
+) -> Iterator[None]:
+    """Raise Retrace for an error of a trace that had other values than the program has.
+
+    Numbers are symbolic, values of buffers are unknown, and tensors are constants until they are
+    known to be inputs. Without any of these an error is the program's own, and passes.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if value_guards.symbolic:
+            raise Retrace(f"{value_guards.symbolic[0]} ({text})", state.look) from error
+        if numbers:  # some functions in C++ take plain numbers only
+            names = ", ".join(str(each.source) for each in numbers)
+            raise Retrace(f"{names}: symbolic ({text})", state.stop_counting) from error
+        if len(state.tensors(module_tensor_ids)) > len(tensors):
+            raise Retrace(f"the program writes state that was no input ({text})") from error
+        raise
+
+
+def _check_inputs(
+    inputs: list[TensorInput],
+    state: State,
+    module_tensor_ids: frozenset[int],
+    varying: Varying,
+) -> None:
+    """Raise Retrace if a trace has written state that has to be an input."""
+    now = [*state.tensors(module_tensor_ids), *state.numbers(varying.now)]
+    if len(now) != len(inputs):
+        before = {each.source for each in inputs}
+        names = ", ".join(str(each.source) for each in now if each.source not in before)
+        raise Retrace(f"the program writes {names}")
 
 
 def _trace_once(

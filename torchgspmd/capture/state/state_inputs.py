@@ -136,6 +136,17 @@ class Varying:
         return f"argument {i}"
 
 
+class Retrace(BaseException):
+    """A trace is repeated with what it has learned of the state.
+
+    It is no Exception, which the program may catch.
+    """
+
+    def __init__(self, reason: str, learn: Callable[[], None] = lambda: None) -> None:
+        super().__init__(reason)
+        self.learn = learn
+
+
 class State:
     """What is known of the state of a module from calls and traces up to now."""
 
@@ -153,6 +164,14 @@ class State:
         self.entries[source.entry] = None
         if isinstance(value, COUNTED) and not isinstance(value, bool):  # or a SymbolicNumber
             self.counted[source] = None
+
+    def look(self) -> None:
+        """Let traces read values of buffers."""
+        self.is_looking = True
+
+    def stop_counting(self) -> None:
+        """Let traces have plain numbers."""
+        self.is_counting = False
 
     def vary(self, source: Source, value: Any) -> None:
         """Record that a number or tensor differs from its guard. value: the current one."""

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat.private_apis import OpOverload
-from ..unsupported import needs_values
 from .source import Source
-from .state_inputs import TensorInput
+from .state_inputs import Retrace, State, TensorInput
 
 _MANY = 100  # limit of operations between a buffer and the value
 _LARGE = 1 << 20  # a tensor in an attribute with more elements is not compared
@@ -68,18 +67,18 @@ class ValueGuards:
 
     source_of: Callable[[Tensor], Source | None]  # of a tensor that is no input
 
-    def __init__(self, inputs: dict[int, TensorInput], is_looking: bool, shapes: set[Any]) -> None:
+    def __init__(self, inputs: dict[int, TensorInput], state: State) -> None:
         """Set the inputs whose values a trace may read.
 
-        inputs: these, by their index among all inputs. is_looking: whether a trace may
-        read numbers from buffers. If not, it reads constants only: numbers of buffers may stay
-        symbolic. shapes: the values that decided on a shape in earlier traces.
+        inputs: these, by their index among all inputs. state: says whether a trace may read numbers
+        from buffers. If not, it reads constants only: numbers of buffers may stay symbolic.
         """
-        self.inputs, self.is_looking, self.shapes = inputs, is_looking, shapes
+        self.inputs, self.state = inputs, state
         # before stand-ins take their place
         self.tensors = {i: each.tensor() for i, each in inputs.items()}
         self.looks: dict[Any, ValueGuard] = {}  # by node, or by source
-        self.could_look = False  # whether a trace with is_looking would know more
+        # why a trace that reads numbers from buffers would know more
+        self.symbolic: list[str] = []
 
     def record(self, source: Source, where: str | None) -> bool:
         """Guard on a tensor that is no input; return whether it can be compared."""
@@ -105,11 +104,11 @@ class ValueGuards:
         indices = [order[placeholder] for placeholder in inputs]
         if any(i not in self.inputs or _local_values(self.tensors[i]) is None for i in indices):
             return None
-        if inputs and not (self.is_looking or is_shape):
-            self.could_look = True
+        if inputs and not (self.state.is_looking or is_shape):
+            self.symbolic.append(f"the program asks for a value of a buffer at {where}")
             # A truth value is for a branch: no operation takes it.
             if node.meta["val"].dtype is torch.bool:
-                raise needs_values("a truth value", where)
+                raise Retrace(self.symbolic[-1], self.state.look)
             return None
         if node not in self.looks:
             function = _extract_function(node, inputs, owner)
@@ -120,10 +119,10 @@ class ValueGuards:
             if not inputs:
                 return values
             look = ValueGuard(function, tuple(self.inputs[i] for i in indices), values, where)
-            if is_shape and (shape := (where, look.described())) not in self.shapes:
-                if sum(line == where for line, _ in self.shapes) == _SHAPES:
+            if is_shape and (shape := (where, look.described())) not in self.state.shapes:
+                if sum(line == where for line, _ in self.state.shapes) == _SHAPES:
                     return None
-                self.shapes.add(shape)
+                self.state.shapes.add(shape)
             self.looks[node] = look
         return self.looks[node].expected
 
