@@ -37,7 +37,7 @@ from .object_trees import opened
 from .recorder import Reach, Recorder
 from .source import ABSENT, LISTS, Source, Step, is_table, set_component, step_name
 from .state_inputs import NumberInput, State, TensorInput
-from .symbolic_numbers import SymbolicNumber, at_backward, number_of
+from .symbolic_numbers import SymbolicNumber, at_backward, of, symbolic
 from .writes import EXTEND, REPLACE, Write, replace_tensors
 
 
@@ -115,7 +115,7 @@ class Tables:
             for each, value, tensor in zip(inputs, before, stand_ins):
                 if isinstance(each, NumberInput):
                     each.value, each.traced = value, tensor
-                    each.source.write(SymbolicNumber(each))
+                    each.source.write(symbolic(each))
                 else:
                     each.source.write(tensor)
             for table in self.tables:
@@ -298,7 +298,7 @@ class Tables:
 
         def leaf(value: Any) -> Any:
             if type(value) is SymbolicNumber:
-                return number_of(value).to_conditions()
+                return of(value).number.to_conditions()
             if not isinstance(value, self.traced):
                 return (
                     ANY if isinstance(value, Tensor) and id(value) not in self.operands else value

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class BackwardNumber:
 
     def guard_on(self, function: Function) -> Any:
         """Return the result of the function, and guard on it."""
-        return _guard_on(self.symbol, function)
+        return of(self.symbol).guard_on(function)
 
 
 @dataclass(frozen=True)
@@ -75,38 +75,53 @@ class Computed:
     now: Callable[[], int | float]
 
 
+@dataclass(frozen=True, eq=False)
+class Expression:
+    """How a number is computed: by a function of the number of a source, or of several numbers."""
+
+    number: NumberInput | BackwardNumber | None  # None: of several numbers
+    value: int | float
+    function: Function = identity
+    operation: tuple = ()  # the operation and the operands that computed it
+    size: int = field(init=False)  # number of operations, each as often as it is computed
+
+    def __post_init__(self) -> None:
+        size = sum(1 + of(o).size for o in self.operation if type(o) is SymbolicNumber)
+        object.__setattr__(self, "size", size)
+
+    def guard_on(self, function: Function) -> Any:
+        """Return a function of the value, and guard on the result."""
+        if self.number is None:
+            return function(self.specialize())
+        return self.number.guard_on(lambda number: function(self.function(number)))
+
+    def specialize(self) -> int | float:
+        """Return the value, and guard on it."""
+        if self.number is not None:
+            return self.number.guard_on(self.function)
+        operation, *operands = self.operation
+        return operation(*specialize_tree(operands))
+
+
 class SymbolicNumber:
-    """A function of the number of a source, such as `self.calls % 10`.
+    """A number that is a function of numbers of sources, such as `self.calls % 10`."""
 
-    expression: the operation and operands that computed it. A function of several numbers has no
-    number.
-    """
+    __slots__ = ("__of",)
 
-    __slots__ = ("__number", "__function", "__value", "__expression", "__size")
-
-    def __init__(
-        self,
-        number: NumberInput | BackwardNumber | None,
-        function: Function = identity,
-        expression: tuple = (),
-        value: int | float | None = None,
-    ) -> None:
-        self.__number, self.__function, self.__expression = number, function, expression
-        self.__value = value if number is None else function(number.value)
-        # number of operations, each as often as it is computed
-        self.__size = sum(1 + o.__size for o in expression if type(o) is SymbolicNumber)
+    def __init__(self, expression: Expression) -> None:
+        self.__of = expression
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        return type(self.__value)
+        return type(self.__of.value)
 
     def __reduce__(self) -> Any:
-        return type(self.__value), (specialize(self),)
+        return type(self.__of.value), (self.__of.specialize(),)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a probe for the protocols of the object
             raise AttributeError(name)
-        return getattr(specialize(self), name)
+        return getattr(self.__of.specialize(), name)
 
     @classmethod
     def __torch_function__(
@@ -120,26 +135,15 @@ class SymbolicNumber:
         return func(*specialize_tree(args), **specialize_tree(kwargs or {}))
 
 
-def _guard_on(symbol: SymbolicNumber, function: Function) -> Any:
-    """Return a function of the number, and guard on the result."""
-    if symbol._SymbolicNumber__number is None:
-        return function(specialize(symbol))
-    before = symbol._SymbolicNumber__function
-    return symbol._SymbolicNumber__number.guard_on(lambda value: function(before(value)))
-
-
-def specialize(symbol: SymbolicNumber) -> int | float:
-    """Return the value of a symbolic number, and guard on it."""
-    if symbol._SymbolicNumber__number is None:
-        operation, *operands = symbol._SymbolicNumber__expression
-        return operation(*specialize_tree(operands))
-    return symbol._SymbolicNumber__number.guard_on(symbol._SymbolicNumber__function)
+def of(symbol: SymbolicNumber) -> Expression:
+    """Return how a symbolic number is computed."""
+    return symbol._SymbolicNumber__of
 
 
 def specialize_tree(value: Any) -> Any:
     """Return the tree with the value in place of every symbolic number."""
     return pytree.tree_map(
-        lambda leaf: specialize(leaf) if type(leaf) is SymbolicNumber else leaf, value
+        lambda leaf: of(leaf).specialize() if type(leaf) is SymbolicNumber else leaf, value
     )
 
 
@@ -152,34 +156,31 @@ def to_computed(value: Any) -> Any:
 
 def source_of(value: Any) -> Source | None:
     """Return the source that a symbolic number is a function of; None for anything else."""
-    number = number_of(value) if type(value) is SymbolicNumber else None
+    number = of(value).number if type(value) is SymbolicNumber else None
     return number and number.source
 
 
 def _evaluator(symbol: SymbolicNumber) -> Callable[[], Any]:
     """Return a function that computes the number from the current state."""
-    number, function = symbol._SymbolicNumber__number, symbol._SymbolicNumber__function
+    number, function = of(symbol).number, of(symbol).function
     if number is not None:
         return lambda: function(number.source.read())
     operation, *operands = (
-        _evaluator(o) if type(o) is SymbolicNumber else o
-        for o in symbol._SymbolicNumber__expression
+        _evaluator(o) if type(o) is SymbolicNumber else o for o in of(symbol).operation
     )
     return lambda: operation(*(o() if callable(o) else o for o in operands))
 
 
 def at_backward(symbol: SymbolicNumber, source: Source) -> SymbolicNumber:
     """Return the symbolic number of a source from the end of forward on."""
-    return (
-        symbol
-        if number_of(symbol) is not None and symbol._SymbolicNumber__function is identity
-        else SymbolicNumber(BackwardNumber(source, symbol._SymbolicNumber__value, symbol))
-    )
+    if of(symbol).number is not None and of(symbol).function is identity:
+        return symbol
+    return symbolic(BackwardNumber(source, of(symbol).value, symbol))
 
 
-def number_of(symbol: SymbolicNumber) -> NumberInput | BackwardNumber | None:
-    """Return what a symbolic number is a function of; None for a function of several numbers."""
-    return symbol._SymbolicNumber__number
+def symbolic(number: NumberInput | BackwardNumber) -> SymbolicNumber:
+    """Return the symbolic number for the number of a source."""
+    return SymbolicNumber(Expression(number, number.value))
 
 
 def _compute(operation: Callable, *operands: Any) -> Any:
@@ -191,32 +192,27 @@ def _compute(operation: Callable, *operands: Any) -> Any:
         return NotImplemented  # the method of the tensor runs
     if any(type(o) not in (SymbolicNumber, *COUNTED) for o in operands):
         return operation(*specialize_tree(operands))
-    numbers = {number_of(o) for o in operands if type(o) is SymbolicNumber}
-    number = numbers.pop()
-    if numbers or number is None:
-        size = sum(o._SymbolicNumber__size for o in operands if type(o) is SymbolicNumber)
-        value = operation(
-            *(o._SymbolicNumber__value if type(o) is SymbolicNumber else o for o in operands)
-        )
-        if size >= _MANY or operation not in (_TENSORS if type(value) is float else _SUMS):
-            return operation(*specialize_tree(operands))
-        return SymbolicNumber(None, expression=(operation, *operands), value=value)
     if (shorter := _merge_additions(operation, *operands)) is not None:
         return shorter
+    numbers = {of(o).number for o in operands if type(o) is SymbolicNumber}
+    number = numbers.pop() if len(numbers) == 1 else None
+    values = [of(o).value if type(o) is SymbolicNumber else o for o in operands]
     functions = [
-        o._SymbolicNumber__function if type(o) is SymbolicNumber else lambda value, o=o: o
-        for o in operands
+        of(o).function if type(o) is SymbolicNumber else lambda value, o=o: o for o in operands
     ]
-    result = SymbolicNumber(
-        number,
-        lambda value: operation(*(function(value) for function in functions)),
-        (operation, *operands),
+
+    def function(value: Any) -> Any:
+        return operation(*(function(value) for function in functions))
+
+    value = operation(*values)
+    result = Expression(number, value, function, (operation, *operands))
+    is_computable = (
+        operation in (_TENSORS if type(value) is float else _SUMS)
+        if number is None
+        else type(value) in COUNTED
     )
-    return (
-        result
-        if type(result._SymbolicNumber__value) in COUNTED and result._SymbolicNumber__size < _MANY
-        else specialize(result)
-    )
+    is_symbolic = is_computable and result.size < _MANY
+    return SymbolicNumber(result) if is_symbolic else result.specialize()
 
 
 def _merge_additions(operation: Callable, one: Any, other: Any = None) -> Any:
@@ -227,19 +223,16 @@ def _merge_additions(operation: Callable, one: Any, other: Any = None) -> Any:
     symbol, addend = (
         (other, one) if operation is operator.add and type(one) is int else (one, other)
     )
-    if (
-        operation not in (operator.add, operator.sub)
-        or type(symbol) is not SymbolicNumber
-        or type(addend) is not int
-        or not symbol._SymbolicNumber__expression
-    ):
+    if operation not in _SUMS or type(symbol) is not SymbolicNumber or type(addend) is not int:
         return None
-    before, first, *rest = symbol._SymbolicNumber__expression
+    if of(symbol).number is None or not of(symbol).operation:
+        return None
+    before, first, *rest = of(symbol).operation
     if (
         before is not operator.add
         or type(first) is not SymbolicNumber
         or [type(r) for r in rest] != [int]
-        or type(first._SymbolicNumber__value) is not int
+        or type(of(first).value) is not int
     ):
         return None
     return _compute(operator.add, first, operation(rest[0], addend))
@@ -247,16 +240,12 @@ def _merge_additions(operation: Callable, one: Any, other: Any = None) -> Any:
 
 def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
     """Return the number as a value of the program; None if tensors cannot compute it."""
-    number, value, expression = (
-        symbol._SymbolicNumber__number,
-        symbol._SymbolicNumber__value,
-        symbol._SymbolicNumber__expression,
-    )
-    if type(value) is int and number is not None and not _guard_on(symbol, _is_exact):
+    number, value = of(symbol).number, of(symbol).value
+    if type(value) is int and number is not None and not of(symbol).guard_on(_is_exact):
         return None  # it may not fit into a tensor
-    if not expression:
+    if not of(symbol).operation:
         return number.traced
-    operation, *operands = expression
+    operation, *operands = of(symbol).operation
     if operation not in _TENSORS or type(value) is int and operation is operator.pow:
         return None
     tensors = [_to_tensor(o) if type(o) is SymbolicNumber else o for o in operands]
@@ -281,16 +270,16 @@ def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> Any:
     is_float = other.is_floating_point() or other.is_complex()
     if (
         not is_float
-        and (type(symbol._SymbolicNumber__value) is float or not other.dim())
+        and (type(of(symbol).value) is float or not other.dim())
         or (tensor := _to_tensor(symbol)) is None
     ):
-        return specialize(symbol)
+        return of(symbol).specialize()
     return tensor if other.dim() else tensor.to(other.dtype)
 
 
 def _guarding_method(function: Function) -> Any:
     """Return a method that guards on the result of a function."""
-    return lambda self, *args: _guard_on(self, lambda value: function(value, *args))
+    return lambda self, *args: of(self).guard_on(lambda value: function(value, *args))
 
 
 def _arithmetic_method(operation: Callable, is_reflected: bool) -> Any:
@@ -308,9 +297,9 @@ def _comparison_method(operation: Callable) -> Any:
             return NotImplemented
         other = specialize_tree(other)
         return (
-            _guard_on(self, lambda value: operation(value, other))
+            of(self).guard_on(lambda value: operation(value, other))
             if type(other) in COUNTED
-            else operation(specialize(self), other)
+            else operation(of(self).specialize(), other)
         )
 
     return method
@@ -351,5 +340,7 @@ for _name in "add sub mul truediv floordiv mod pow and_ or_ xor lshift rshift".s
         f"__r{_name.strip('_')}__",
         _arithmetic_method(getattr(operator, _name), True),
     )
-SymbolicNumber.__hash__ = lambda self: hash(specialize(self))
-SymbolicNumber.__rdivmod__ = lambda self, other: _guard_on(self, lambda value: divmod(other, value))
+SymbolicNumber.__hash__ = lambda self: hash(of(self).specialize())
+SymbolicNumber.__rdivmod__ = lambda self, other: of(self).guard_on(
+    lambda value: divmod(other, value)
+)
