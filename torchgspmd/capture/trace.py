@@ -30,7 +30,7 @@ from .state.mutations import Tables
 from .state.object_trees import opened
 from .state.recorder import record_reads
 from .state.source import Source
-from .state.state_inputs import NumberInput, Retrace, State, TensorInput, Varying
+from .state.state_inputs import Retrace, State, TensorInput, Varying
 from .state.symbolic_numbers import Computed
 from .state.value_guards import ValueGuards
 from .trace_context import no_other_random_numbers
@@ -68,13 +68,18 @@ def capture(
     flags = state.is_looking, state.is_counting
     try:
         while len(reasons) < MOST_RETRACES:
-            tensors, numbers = state.tensors(module_tensor_ids), state.numbers(varying.now)
+            inputs = state.inputs(module_tensor_ids, varying.now)
             value_guards = ValueGuards(
-                _buffers(fn, module_state) | _inputs_after(module_state, (args, kwargs), tensors),
+                _buffers(fn, module_state) | _inputs_after(module_state, (args, kwargs), inputs),
                 state,
             )
             try:
-                with _inconclusive(state, module_tensor_ids, tensors, numbers, value_guards):
+                with _conclusive(
+                    inputs,
+                    lambda: state.inputs(module_tensor_ids, varying.now),
+                    state,
+                    value_guards,
+                ):
                     captured, fill_constants = _trace_once(
                         fn,
                         module_state,
@@ -84,12 +89,11 @@ def capture(
                         grad,
                         hooks,
                         state,
-                        [*tensors, *numbers],
+                        inputs,
                         varying,
                         value_guards,
                     )
                     fill_constants()
-                _check_inputs([*tensors, *numbers], state, module_tensor_ids, varying)
                 return captured
             except Retrace as retrace:
                 retrace.learn()
@@ -106,44 +110,33 @@ def capture(
 
 
 @contextmanager
-def _inconclusive(
+def _conclusive(
+    inputs: list[TensorInput],
+    inputs_now: Callable[[], list[TensorInput]],
     state: State,
-    module_tensor_ids: frozenset[int],
-    tensors: list[TensorInput],
-    numbers: list[NumberInput],
     value_guards: ValueGuards,
 ) -> Iterator[None]:
-    """Raise Retrace for an error of a trace that had other values than the program has.
+    """Raise Retrace if a trace had other values than the program has.
 
-    Numbers are symbolic, values of buffers are unknown, and tensors are constants until they are
-    known to be inputs. Without any of these an error is the program's own, and passes.
+    Numbers are symbolic, values of buffers unknown, and tensors of the state constants until they
+    are inputs. Without any of these an error is the program's own, and passes.
     """
+    error = None
     try:
         yield
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    except Exception as raised:
+        error, text = raised, f"{type(raised).__name__}: {raised}".partition("\n")[0]
         if value_guards.symbolic:
             raise Retrace(f"{value_guards.symbolic[0]} ({text})", state.look) from error
+        numbers = [str(each.source) for each in inputs if each.kind == "number"]
         if numbers:  # some functions in C++ take plain numbers only
-            names = ", ".join(str(each.source) for each in numbers)
-            raise Retrace(f"{names}: symbolic ({text})", state.stop_counting) from error
-        if len(state.tensors(module_tensor_ids)) > len(tensors):
-            raise Retrace(f"the program writes state that was no input ({text})") from error
-        raise
-
-
-def _check_inputs(
-    inputs: list[TensorInput],
-    state: State,
-    module_tensor_ids: frozenset[int],
-    varying: Varying,
-) -> None:
-    """Raise Retrace if a trace has written state that has to be an input."""
-    now = [*state.tensors(module_tensor_ids), *state.numbers(varying.now)]
-    if len(now) != len(inputs):
-        before = {each.source for each in inputs}
-        names = ", ".join(str(each.source) for each in now if each.source not in before)
-        raise Retrace(f"the program writes {names}")
+            reason = f"{', '.join(numbers)}: symbolic ({text})"
+            raise Retrace(reason, state.stop_counting) from error
+    before = {each.source for each in inputs}
+    if new := [str(each.source) for each in inputs_now() if each.source not in before]:
+        raise Retrace(f"the program writes {', '.join(new)}") from error
+    if error is not None:
+        raise error
 
 
 def _trace_once(
@@ -258,16 +251,16 @@ def _buffers(module: Any, module_state: dict[str, Tensor]) -> dict[int, TensorIn
 
 
 def _inputs_after(
-    module_state: dict[str, Tensor], arguments: Any, tensors: list[TensorInput]
+    module_state: dict[str, Tensor], arguments: Any, inputs: list[TensorInput]
 ) -> dict[int, TensorInput]:
-    """Return state in attributes and tables, by input index.
+    """Return tensors in attributes and tables, by input index.
 
     These inputs follow those of the module and the arguments.
     """
     first = len(module_state) + sum(
         isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(arguments)
     )
-    return {first + i: each for i, each in enumerate(tensors)}
+    return {first + i: each for i, each in enumerate(inputs) if each.kind == "tensor"}
 
 
 def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:

@@ -142,11 +142,11 @@ class Guards:
     """The guards on what a program has read."""
 
     def __init__(self, guards: Iterable[Guard] = ()) -> None:
-        """Sort the guards by how they are compared.
+        """Sort the guards by how they are compared, without those that anything satisfies.
 
         Entries of dicts are read in C, first those whose values mostly are the same objects.
         """
-        entries = [(guard, guard.source.dict_entry()) for guard in guards]
+        entries = [(g, g.source.dict_entry()) for g in guards if g.predicate is not ANY]
         order = [
             *((guard, e) for guard, e in entries if e and not _is_predicate(guard)),
             *((guard, e) for guard, e in entries if e and _is_predicate(guard)),

@@ -222,28 +222,23 @@ class Tables:
         return Guards(self._guards(used))
 
     def _guards(self, used: Container[int]) -> Iterator[Guard]:
-        if self.recorder is not None:
-            yield from self.recorder.to_guards(lambda *entry: self._predicate_of_read(used, *entry))
+        recorded = self.recorder.entries if self.recorder is not None else {}
+        for source, (value, then) in recorded.items():
+            yield Guard(source, self._predicate_of_read(used, source, value, then))
         numbers = {number.source: number for number in self.numbers}
         for name, value in self.varying.items():
-            source = Source(self.varying, (name,))
-            is_input = source in numbers
-            yield Guard(source, numbers[source].to_conditions() if is_input else value)
+            number = numbers.get(source := Source(self.varying, (name,)))
+            yield Guard(source, number.to_conditions() if number is not None else value)
         for source in self.changed:  # a read through type(self) is not recorded
-            if isinstance(source.root, type) and (
-                self.recorder is None or source not in self.recorder.entries
-            ):
+            if isinstance(source.root, type) and source not in recorded:
                 before = self.table_of[id(source.root)].initial.get(source.steps[0], ABSENT)
-                if (predicate := self._predicate(before, used, True)) is not ANY:
-                    yield Guard(source, predicate)
+                yield Guard(source, self._predicate(before, used, True))
         for table, contents in self.named:
-            if table.are_attributes and not any(
-                self._is_used(leaf, used) for leaf in leaves_of(contents)
-            ):
-                continue
-            is_changed = table.are_attributes or self._is_changed(table.source)
-            if (predicate := self._predicate(contents, used, is_changed)) is not ANY:
-                yield Guard(table.source, predicate)
+            if not table.are_attributes:
+                is_changed = self._is_changed(table.source)
+                yield Guard(table.source, self._predicate(contents, used, is_changed))
+            elif any(self._is_used(leaf, used) for leaf in leaves_of(contents)):
+                yield Guard(table.source, self._predicate(contents, used, True))
 
     def _predicate_of_read(
         self, used: Container[int], source: Source, value: Any, then: Any

@@ -31,7 +31,7 @@ from .bytecode_names import (
     is_own,
     names_in_code,
 )
-from .guards import ANY, KEPT_BY_TORCH, Guard, HasAttributes, is_watched, snapshot
+from .guards import KEPT_BY_TORCH, HasAttributes, is_watched, snapshot
 from .object_trees import OF_PYTHON
 from .source import LONG, Attribute, Source, attributes_of, is_table, slots, slots_of
 
@@ -127,15 +127,6 @@ class Recorder:
                 for source in cell_sources(function):
                     if is_watched(value := source.read()) and not is_table(value):
                         self.record(source)
-
-    def to_guards(self, watch: Callable[[Source, Any, Any], Any]) -> Iterator[Guard]:
-        """Yield the guards on what was read.
-
-        watch: a function of (source, value, snapshot) that returns the predicate, or ANY for none.
-        """
-        for source, (value, at_read) in self.entries.items():
-            if (predicate := watch(source, value, at_read)) is not ANY:
-                yield Guard(source, predicate)
 
 
 @contextmanager

@@ -180,26 +180,20 @@ class State:
         else:
             self.counted[source] = None
 
-    def tensors(self, besides: frozenset[int]) -> list[TensorInput]:
-        """Return the tensors in the entries, other than parameters and buffers.
+    def inputs(self, besides: frozenset[int], varying: dict[str, float]) -> list[TensorInput]:
+        """Return the tensors in the entries, then the numbers that change from call to call.
 
-        besides: ids of parameters and buffers.
+        besides: ids of parameters and buffers. varying: numbers among the arguments.
         """
-        return [
+        tensors = [
             TensorInput(source)
             for entry in self.entries
             for source, leaf in entry.leaves()
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and id(leaf) not in besides
         ]
-
-    def numbers(self, varying: dict[str, float]) -> list[NumberInput]:
-        """Return the numbers that change from call to call.
-
-        varying: those among the arguments.
-        """
         for source in self.counted:
             if isinstance(holder := source.holder(), defaultdict):
                 holder[source.steps[-1]]  # is there from now on, as when forward asks for it
         sources = [*self.counted, *(Source(varying, (name,)) for name in varying)]
-        inputs = [NumberInput(source) for source in sources]
-        return [each for each in inputs if self.is_counting and each.holds()]
+        numbers = [NumberInput(source) for source in sources]
+        return [*tensors, *(each for each in numbers if self.is_counting and each.holds())]
