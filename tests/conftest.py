@@ -24,6 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many operators of torch.ops.aten the package does not find",
     )
     parser.addoption("--hide-seed", type=int, default=0, help="which ones")
+    parser.addoption(
+        "--one-mesh", action="store_true", help="run checks on processes on their last mesh only"
+    )
 
 
 # Files whose tests take minutes together; `make fast` leaves them out.
@@ -38,15 +41,24 @@ SLOW = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem.removeprefix("test_") in SLOW:
             item.add_marker(pytest.mark.slow)
+    if config.getoption("--one-mesh"):
+        others = [item for item in items if not is_on_last_mesh(item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if is_on_last_mesh(item)]
+
+
+def is_on_last_mesh(item: pytest.Item) -> bool:
+    meshes = getattr(item.get_closest_marker("distributed"), "args", ())
+    return not meshes or item.callspec.params["mesh"] == meshes[-1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: one of many that take minutes together")
-    config.addinivalue_line("markers", "distributed: runs on processes")
+    config.addinivalue_line("markers", "distributed(*meshes): runs on processes")
     config.addinivalue_line("markers", "xdist_group(name): one worker runs all of the group")
     if count := config.getoption("--hide-operators"):
         names = {

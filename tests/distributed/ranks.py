@@ -67,7 +67,7 @@ def distributed(
         item.__signature__ = inspect.signature(check)
         if not meshes:
             return item
-        for mark in (pytest.mark.distributed, pytest.mark.xdist_group("ranks")):
+        for mark in (pytest.mark.distributed(*meshes), pytest.mark.xdist_group("ranks")):
             item = mark(item)
         return pytest.mark.parametrize("mesh", meshes)(item)
 

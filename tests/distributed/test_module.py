@@ -174,7 +174,7 @@ def test_other_types(mesh):
     same_gradients(model, reference)
 
 
-@distributed(*MESHES)
+@distributed("model=3")
 def test_attributes(mesh):
     """What forward reads may change between calls; what it writes does not make a program for every
     call.
