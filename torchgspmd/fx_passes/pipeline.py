@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -127,7 +127,7 @@ def _fits_device(p: Program) -> bool:
     inputs = p.captured.graph.find_nodes(op="placeholder")
     if not torch.cuda.is_available() or all(n.meta["val"].device.type != "cuda" for n in inputs):
         return True
-    return peak(p.graph) <= torch.cuda.get_device_properties(0).total_memory
+    return peak(p.graph) <= torch.cuda.mem_get_info(0)[1]
 
 
 def _is_native(p: Program) -> bool:
@@ -253,7 +253,8 @@ def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
     """Run a pass, then the passes that have to run again if it changed the program."""
     if not step.when(program) or step.optional and program.request.skip_passes >= {*step.optional}:
         return
-    again = [each for name in step.again for each in steps if each.name == name]
+    siblings = [each for each in steps if isinstance(each, Pass)]
+    again = [each for name in step.again for each in siblings if each.name == name]
     for half in _halves(program):
         if half.stage != step.needs:
             raise AssertionError(
@@ -302,8 +303,9 @@ def lower_plan(plan: Plan, rank: Rank, plain: Sequence[bool]) -> Program:
     graph, device = fx.Graph(), rank.groups.device_type
     graph.output(graph.graph_copy(plan.program.graph, {}))
     request = Request(plan.captured, plan.mesh, plain=plain, device=device)
-    state = {"rank": rank, "sharded": plan.sharded, "seconds": plan.seconds}
-    return run(Program(request, graph, plan.mesh, SCHEDULED, **state))
+    program = Program(request, graph, plan.mesh, SCHEDULED, seconds=plan.seconds)
+    program.rank, program.sharded = rank, plan.sharded
+    return run(program)
 
 
 def annotate_for_xla(request: Request, pin: str) -> Program:
@@ -321,14 +323,11 @@ def skippable() -> list[str]:
 
 
 @contextmanager
-def with_pass(new: Pass, *, after: str) -> Iterator[None]:
-    """Run a further pass behind that of the name `after`, while in this context.
+def with_pass(new: Pass, *, after: str) -> Generator[None, None, None]:
+    """Run a pass behind the one of the name `after` while in this context.
 
-    Example:
-        >>> count = Pass("count", lambda p: print(len(p.graph.nodes), "nodes"), LOCAL, LOCAL)
-        >>> with with_pass(count, after="localize"):
-        ...     result = plan(torch.neg, torch.ones(4), mesh=Mesh(data=2))
-        3 nodes
+    It runs wherever that one does, in both of two alternatives too. docs/adding_a_pass.md has an
+    example.
     """
     names = [each.name for each in passes()]
     if after not in names:
@@ -342,7 +341,7 @@ def with_pass(new: Pass, *, after: str) -> Iterator[None]:
         _current.reset(token)
 
 
-def _with_pass(steps: Sequence[Step], new: Pass, after: str) -> Iterator[Any]:
+def _with_pass(steps: Sequence[Any], new: Pass, after: str) -> Iterator[Any]:
     for step in steps:
         if isinstance(step, Alternatives):
             yield replace(step, passes=tuple(_with_pass(step.passes, new, after)))

@@ -72,7 +72,8 @@ class Program:
     """A graph and its stage.
 
     mesh: from `split_axes` to `merge_axes` a mesh with split axes. inputs, results: the layouts
-    asked for, on it. layouts: what `propagate` returns. sharded: the partitioned graph.
+    asked for, on it. layouts: what `propagate` returns. sharded: the partitioned graph, from
+    `localize` on. rank: who runs it, once it is lowered.
     backward: from `split_joint` on the program of the backward; graph is the forward's then.
     changed: names of the passes that changed it. seconds: by pass. printed: the last dump.
     """
@@ -81,13 +82,13 @@ class Program:
     graph: fx.Graph
     mesh: Mesh
     stage: Stage = CAPTURED
-    rank: Rank | None = None
     inputs: list[ShardSpec | None] = field(default_factory=list)
     results: list[ShardSpec | None] = field(default_factory=list)
     rules: Rules = field(default_factory=Rules)
     memories: Memories = field(default_factory=dict)
-    layouts: Layouts | None = None
-    sharded: fx.Graph | None = None
+    layouts: Layouts = field(init=False)
+    sharded: fx.Graph = field(init=False)
+    rank: Rank = field(init=False)
     backward: Program | None = None
     changed: frozenset[str] = frozenset()
     seconds: dict[str, float] = field(default_factory=dict)

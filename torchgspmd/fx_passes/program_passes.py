@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
 
 from torch import fx
 
@@ -69,5 +69,6 @@ def split_joint(program: Program) -> fx.Graph:
         sum(inp.kind == TANGENT for inp in program.captured.inputs),
         kinds.count(GRADIENT) + kinds.count(OBSERVED),
     )
-    program.backward = replace(program, graph=backward)
+    program.backward = copy.copy(program)
+    program.backward.graph = backward
     return forward
