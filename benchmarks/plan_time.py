@@ -1,4 +1,4 @@
-"""How long planning takes, by phase, against the bare capture.
+"""How long planning takes, by pass, against the bare capture.
 
     python benchmarks/plan_time.py [--layers 96] [--width 12288] [--mesh data=64,model=8]
 
@@ -97,10 +97,10 @@ def main() -> None:
 
     mesh = gspmd.Mesh.parse(options.mesh)
     plan, seconds = planned(options.layers, options.width, mesh, mesh.count(("data",)))
-    for phase, spent in plan.seconds.items():
-        print(f"{phase:10} {spent:7.2f} s")
+    for name, spent in plan.seconds.items():
+        print(f"{name:17} {spent:7.2f} s")
     print(
-        f"{'in all':10} {seconds:7.2f} s   {seconds / plan.seconds['capture']:.2f} of the "
+        f"{'in all':17} {seconds:7.2f} s   {seconds / plan.seconds['capture']:.2f} of the "
         "capture   "
         f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB   "
         f"{len(plan.sharded.nodes)} nodes"

@@ -61,7 +61,7 @@ class Plan:
         sharded: The partitioned graph, at global shapes, with a layout for every value.
         program: The program of one device, at local shapes.
         layouts: The propagated layouts and their reasons.
-        seconds: Seconds of planning, by phase.
+        seconds: Seconds of planning, by pass.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)

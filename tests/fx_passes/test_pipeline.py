@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +100,14 @@ def test_each_file_of_a_pass_is_a_row() -> None:
     assert headers - rows <= {"convert_boundary"}  # two rows
     elsewhere = {"partition", "regather_weights", "merge_axes", "draw_natively"}
     assert rows - headers == elsewhere | {"convert_inputs", "convert_outputs"}
+
+
+def test_the_picture_in_the_documentation_has_all_passes_in_order() -> None:
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    picture = page.partition("```\nCAPTURED")[2].partition("```")[0]
+    names = [each.name for each in pipeline.passes()]
+    words = dict.fromkeys(word for word in re.findall(r"\w+", picture) if word in names)
+    assert list(words) == names
 
 
 def test_what_may_be_skipped_is_in_the_tuple() -> None:
