@@ -55,8 +55,9 @@ def test_the_batch_stays_divided():
     assert {c.kind for c in plan.collectives} == {"all_reduce"}  # of gradients
 
 
-def test_packed_sequences_are_an_error():
-    model, x = nn.GRU(6, 8), torch.randn(4, 3, 6)
+@pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM, nn.RNN])
+def test_packed_sequences_are_an_error(layer):
+    model, x = layer(6, 8), torch.randn(4, 3, 6)
     packed = nn.utils.rnn.pack_padded_sequence(x, [4, 2, 1])
 
     def last(data, sizes):

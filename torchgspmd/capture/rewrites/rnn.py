@@ -42,8 +42,8 @@ def _recurrent(cell: Callable, gates: int) -> Callable:
     """Return the body of torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu."""
 
     def body(input: Tensor, hx: Any, params: Any, *options: Any) -> Any:
-        if isinstance(params, Tensor):
-            return NotImplemented  # a packed sequence
+        if isinstance(hx, Tensor) and not hx.is_floating_point():
+            return NotImplemented  # a packed sequence: these are the sizes of its batches
         has_biases, layers, dropout, train, bidirectional, batch_first = options
         # [layers * directions, n, unit] each
         states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
