@@ -48,7 +48,7 @@ def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
     """
     bits = {id(tensor): 1 << k for k, tensor in enumerate(inputs)}
     reachable: dict[Any, int] = {}
-    stack = [out.grad_fn for out in outs if out.grad_fn is not None]
+    stack: list[Any] = [out.grad_fn for out in outs if out.grad_fn is not None]
     while stack:
         node = stack[-1]
         before = [n for n, _ in node.next_functions if n is not None]

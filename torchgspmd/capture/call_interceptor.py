@@ -37,7 +37,7 @@ class CallInterceptor(TorchFunctionMode):
         self.tracker, self.constants, self.mode = tracker, constants, mode
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         self.tracker.before()
@@ -185,7 +185,8 @@ def _tensor_backward(
 _BACKWARDS = {torch.autograd.grad: autograd_grad, Tensor.backward: _tensor_backward}
 
 
-_SET_DATA = Tensor.data.__set__
+_data: Any = Tensor.data
+_SET_DATA = _data.__set__
 
 
 class SourceTracker:
@@ -205,8 +206,9 @@ class SourceTracker:
             return
         source = fx_traceback.get_current_meta()["custom"]
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.grad_fn.metadata.setdefault("torchgspmd", source["source"])
+            node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
+            if node is not None:
+                node.metadata.setdefault("torchgspmd", source["source"])
 
     def clear(self) -> None:
         """Remove the metadata of the last call."""
@@ -216,7 +218,7 @@ class SourceTracker:
         """Give each later node the line of the forward operation that it differentiates."""
         fx_traceback.get_current_meta()["custom"] = {"source": None, "backward": True}
         self.backward = True
-        stack = [(t.grad_fn, None) for t in outputs if t.grad_fn is not None]
+        stack: list[Any] = [(t.grad_fn, None) for t in outputs if t.grad_fn is not None]
         seen = set()
         while stack:
             node, inherited = stack.pop()

@@ -173,7 +173,7 @@ def _interpolation_in_one_piece(func: OpOverload) -> Iterator[None]:
             func.py_kernels[key] = body
 
 
-def set_data(input: Tensor, data: Tensor) -> None:
+def set_data(input: Any, data: Any) -> None:
     """Run `input.data = data` in a trace: both share memory from here on."""
     if not isinstance(input, FunctionalTensor):  # the mutation makes it an input in the next trace
         input.copy_(data)
@@ -185,7 +185,7 @@ def set_data(input: Tensor, data: Tensor) -> None:
     input.elem = data.elem
 
 
-def unwrap(tensor: Tensor) -> Tensor:
+def unwrap(tensor: Any) -> Tensor:
     """Return the current value of a functional tensor."""
     _sync(tensor)
     return _from_functional_tensor(tensor.elem)

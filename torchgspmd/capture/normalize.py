@@ -10,7 +10,7 @@ import keyword
 import operator
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -139,7 +139,7 @@ def _without_symbols(value: Any) -> Any:
             return max(int(number), 0)
         return bool(number) if isinstance(value, torch.SymBool) else float(number)
     if isinstance(value, Tensor) and _has_symbolic_shape(value):
-        with value.fake_mode:
+        with cast(Any, value).fake_mode:
             return torch.empty(
                 [_without_symbols(n) for n in value.shape], dtype=value.dtype, device=value.device
             )

@@ -266,8 +266,8 @@ def _inputs_after(
 def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:
     mark, source = None, None
     check_dense(f"{kind} '{name}'", tensor)
-    if recorded_mark(tensor) is not None:
-        marked_mesh, mark, source = recorded_mark(tensor)
+    if (recorded := recorded_mark(tensor)) is not None:
+        marked_mesh, mark, source = recorded
         if marked_mesh != mesh:
             raise ShardingError(
                 f"{kind} '{name}' is marked on mesh {marked_mesh}, but the program runs on "

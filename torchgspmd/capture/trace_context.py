@@ -191,8 +191,8 @@ def no_other_random_numbers() -> Iterator[None]:
 
 
 def _numpy_state() -> tuple[bytes, int]:
-    _, key, position, *_ = numpy.random.get_state()
-    return key.tobytes(), position
+    state: Any = numpy.random.get_state()
+    return state[1].tobytes(), state[2]
 
 
 def not_compiled(method: Callable) -> Callable:

@@ -70,7 +70,7 @@ class TracedProgram:
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
         """Run forward and backward on traced tensors, and return the outputs of the graph."""
         with (mode := Functional(self.tables, self.value_guards)):
-            inputs = [FunctionalTensor.to_functional(t) for t in flat]
+            inputs: list[Any] = [FunctionalTensor.to_functional(t) for t in flat]
             self.shapes = [t.shape for t in flat]
             before = [unwrap(t) for t in inputs]
             for tensor, needed in zip(inputs, requires):
@@ -159,14 +159,14 @@ class TracedProgram:
 
     def _with_state(
         self, inputs: list[Tensor], tracker: SourceTracker
-    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+    ) -> tuple[list[Tensor], dict[int, Tensor | None]]:
         """Run forward and backward with the traced tensors in place of the module's own."""
         stand_ins = inputs[len(inputs) - len(self.state_inputs) :]
         if not isinstance(self.fn, nn.Module):
             with self.tables.substitute(self.state_inputs, stand_ins):
                 return self._forward_backward(inputs, tracker)
 
-        def forward_backward() -> tuple[list[Tensor], dict[int, Tensor]]:
+        def forward_backward() -> tuple[list[Tensor], dict[int, Tensor | None]]:
             results = self._forward_backward(inputs, tracker)
             self.rebound = self._rebound(inputs)
             return results
@@ -179,13 +179,14 @@ class TracedProgram:
 
     def _rebound(self, inputs: list[Tensor]) -> dict[int, Tensor]:
         """Return the tensors that forward assigned to parameters and buffers, by input index."""
+        assert isinstance(self.fn, nn.Module)
         return rebound_parameters(self.fn, self.parameters, inputs) | rebound_buffers(
             self.fn, self.names, inputs
         )
 
     def _forward_backward(
         self, inputs: list[Tensor], tracker: SourceTracker
-    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+    ) -> tuple[list[Tensor], dict[int, Tensor | None]]:
         """Run forward on the traced tensors, record its mutations, then run the backward."""
         leaves = list(self.leaves)
         for slot, tensor in zip(self.slots, inputs[len(self.names) :]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -141,7 +141,7 @@ class translate_errors:
             ) from error
         if isinstance(error, UnsupportedOperatorException):
             raise ShardingError(
-                f"this cannot be captured: {error.func}",
+                f"this cannot be captured: {cast(Any, error).func}",
                 where=user_line_of(error),
                 why="it does not run on tensors without values",
                 fix="compute it outside and pass it as an argument, or write it with dense tensors",

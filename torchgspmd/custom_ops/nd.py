@@ -217,7 +217,8 @@ def attention_backward(
         )[:3]
     else:
         grads = attention_backward_by_products(grad, q, k, v, out, lse, causal, scale)
-    return tuple(g.contiguous() for g in grads)
+    q_grad, k_grad, v_grad = (g.contiguous() for g in grads)
+    return q_grad, k_grad, v_grad
 
 
 @attention_backward.register_fake

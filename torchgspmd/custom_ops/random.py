@@ -48,7 +48,7 @@ def uniform(
     anew for every shard. That is faster on some devices, but the numbers depend on the mesh. Either
     way, shards that begin at the same position are equal.
     """
-    keys = _keys(seed.item(), stream)
+    keys = _keys(int(seed.item()), stream)
     if native:
         place = sum(start * stride for start, stride in zip(first, _strides(whole)))
         generator = torch.Generator(device).manual_seed((keys[0] << 31 ^ keys[1]) + place)
@@ -57,7 +57,7 @@ def uniform(
     if bits <= 32:
         return _to_unit(_hash(keys, shape, first, whole, device), bits, dtype)
     high, low = (
-        _hash(_keys(seed.item(), stream * 2 + i + 0x4000), shape, first, whole, device)
+        _hash(_keys(int(seed.item()), stream * 2 + i + 0x4000), shape, first, whole, device)
         for i in range(2)
     )
     return _to_unit(high, 26, dtype) + _to_unit(low, 27, dtype) * 2.0**-26

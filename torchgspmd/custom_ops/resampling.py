@@ -38,9 +38,10 @@ class Line:
 @lru_cache(maxsize=256)
 def weights(line: Line, dtype: torch.dtype) -> Tensor:
     """Return the weights [positions, rows]; of a gradient [rows, positions]."""
-    count = int(re.search(r"(\d)d", line.op)[1])  # spatial dimensions: 2 of upsample_nearest2d
+    count = int(re.findall(r"(\d)d", line.op)[0])  # spatial dimensions: 2 of upsample_nearest2d
     # The other dimensions get 2 positions. With 1, upsampling with antialias is wrong on CPUs.
-    shape, size, scales = [1] * count, [2] * count, [None] * count
+    shape, size = [1] * count, [2] * count
+    scales: list[float | None] = [None] * count
     shape[line.dim], size[line.dim], scales[line.dim] = line.rows, line.positions, line.scale
     unit = torch.eye(line.rows, dtype=dtype, device="cpu").view(line.rows, 1, *shape)
     unit = unit.expand(

@@ -102,6 +102,7 @@ def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | Decl
     source, index = pads[0], index - pads[1].get(dim, (0, 0))[0]
     if 0 <= index < source.meta["val"].shape[dim]:
         return _read_or_select(node, source, dim, index)
+    assert pads[2] is not None
     return _full(node, pads[2])
 
 
@@ -179,7 +180,7 @@ def _pad_and_slice(node: fx.Node) -> fx.Node | Declined:
     """
     second = _pads_of(node)
     first = _pads_of(node.args[0]) if second and isinstance(node.args[0], fx.Node) else None
-    if first is None or first[2] is not None and second[2] is not None:  # both add rows
+    if not first or not second or first[2] is not None and second[2] is not None:  # both add rows
         return DECLINED
     x, pads, val = (
         first[0],
@@ -212,14 +213,14 @@ def _pads_of(node: fx.Node) -> tuple[fx.Node, Pads, float | None] | None:
         return None
     if node.target is aten.constant_pad_nd.default:
         rank, flat, *number = node.meta["val"].dim(), *node.args[1:]
-        pads = {rank - 1 - i // 2: tuple(flat[i : i + 2]) for i in range(0, len(flat), 2)}
+        pads = {rank - 1 - i // 2: (flat[i], flat[i + 1]) for i in range(0, len(flat), 2)}
         return node.args[0], pads, (*number, 0)[0] if max(flat) > 0 else None
     if node.target is aten.slice.Tensor:
         d, *cut = _cut(node.args[0].meta["val"].shape, *node.args[1:])
-        return (node.args[0], {d: tuple(cut)}, None) if cut else None
+        return (node.args[0], {d: (cut[0], cut[1])}, None) if cut else None
     if node.target is aten.slice_backward.default:
         d, *cut = _cut(node.args[1], *node.args[2:])
-        return (node.args[0], {d: tuple(-rows for rows in cut)}, 0) if cut else None
+        return (node.args[0], {d: (-cut[0], -cut[1])}, 0) if cut else None
     return None
 
 

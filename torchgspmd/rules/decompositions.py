@@ -70,7 +70,7 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph | Declined:
     Raises ValueError if the function creates a tensor of constants, and its own errors.
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    inputs: list[Any] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     with inputs[0].fake_mode if inputs else FakeTensorMode(), torch.no_grad(), _DisableAutocast():
         recorder = _Recorder()
         tensors = iter([recorder.add_input(t) for t in inputs])

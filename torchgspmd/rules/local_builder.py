@@ -30,6 +30,7 @@ class LocalBuilder(Protocol):
 
     def size(self, factor: str) -> int:
         """Return the length of a device's shard of a factor."""
+        ...
 
     def index(self, factor: str) -> Any:
         """Return which shard of a factor the device has: 0, or a value of the program."""
@@ -42,27 +43,35 @@ class LocalBuilder(Protocol):
 
     def global_shape(self, operand: int) -> tuple[int, ...]:
         """Return the global shape of an operand."""
+        ...
 
     def position(self, dim: int) -> fx.Node:
         """Return the global position of each local row of the result, so that it broadcasts."""
+        ...
 
     def sharded(self, factor: str) -> bool:
         """Return whether mesh axes shard a factor."""
+        ...
 
     def window(self, operand: int, dim: int) -> Window:
         """Return the rows of an operand's dimension that a device holds, its halo included."""
+        ...
 
     def narrow(self, value: Any, dim: int, start: Any, length: int) -> fx.Node:
         """Return `length` rows of a value, from `start` on, contiguous."""
+        ...
 
     def masked(self, value: Any, dim: int, factor: str, fill: float) -> Any:
         """Return a value with `fill` in the padding of a dimension."""
 
     def shape(self, value: Any) -> tuple[int, ...]:
         """Return the local shape of a value."""
+        ...
 
     def scalar(self, value: Any, dtype: torch.dtype | None = None) -> fx.Node:
         """Return a tensor of one number, by default of the result's dtype."""
+        ...
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Return a new node that calls an operation."""
+        ...

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -38,12 +38,12 @@ class LocalForm:
 
     # (LocalBuilder, args, kwargs) -> result, or list of results. It is called if a factor of `when`
     # is sharded, or one with a halo.
-    emit: Callable | None = None
+    emit: Callable[..., Any] | None = None
     when: Names = frozenset()
     # Otherwise: (args, kwargs, Shapes) -> args, kwargs for local shapes.
-    arguments: Callable | None = None
+    arguments: Callable[..., Any] | None = None
     # Operand -> the value that its padding must hold along any factor, such as a valid index.
-    fill: Mapping[int, float] = field(default_factory=dict)
+    fill: Mapping[int, float] = field(default_factory=dict[int, float])
     # Whether `emit` computes by positions along `when`. It then masks padding there itself, and
     # propagation shards such a factor last.
     positional: bool = True
@@ -73,13 +73,13 @@ class FactorRule:
     results: tuple[Dims, ...]
     sizes: Mapping[str, int]
     # Factor -> reduction. Each shard holds a term of it: "sum" for the k of a matrix product.
-    reduce: Mapping[str, str] = field(default_factory=dict)
+    reduce: Mapping[str, str] = field(default_factory=dict[str, str])
     # Factors that every device needs whole.
     replicated: frozenset[str] = frozenset()
     # Groups of operands in which the operation is linear. A pending sum passes through a group.
     linear: tuple[frozenset[int], ...] = ()
     # The rows of an operand that a position of its factor reads.
-    row_access: Mapping[Place, Reach] = field(default_factory=dict)
+    row_access: Mapping[Place, Reach] = field(default_factory=dict[Place, Reach])
     # Whether each row of the result is a row of an operand, or a pad. Dimensions are d0, d1, ...
     # Windows of operands then give windows of the result.
     moves: bool = False
@@ -137,7 +137,7 @@ class Call:
     """One call of an operation. Its arguments have fake tensors in place of nodes."""
 
     target: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
@@ -189,18 +189,18 @@ class Sentence:
         left, arrow, right = text.partition("->")
         if not arrow or "->" in right:
             raise ValueError(f"rule '{text}' needs exactly one '->'")
-        sides = [
+        operands, results = (
             tuple(_tokens(t, text) for t in side.split(",")) if side.strip() else ()
             for side in (left, right)
-        ]
+        )
         factors = {
             name
-            for tokens in sides[0]
+            for tokens in operands
             for name in " ".join(tokens).replace("(", " ").replace(")", " ").split()
         }
-        if not factors and sides[0]:
+        if not factors and operands:
             raise ValueError(f"rule '{text}' names no factor")
-        return cls(*sides, text)
+        return cls(operands, results, text)
 
     def bind(
         self, call: Call, sizes: Mapping[str, int] | None = None, **keywords: Any
@@ -237,7 +237,11 @@ def make_rule(
             for dims in tensors
         )
 
-    kinds = reduce if isinstance(reduce, Mapping) else dict.fromkeys(_names(reduce), "sum")
+    kinds = (
+        cast(Mapping[str, str], reduce)
+        if isinstance(reduce, Mapping)
+        else dict.fromkeys(_names(reduce), "sum")
+    )
     return FactorRule(
         clean(operands),
         clean(results),
@@ -277,7 +281,7 @@ def _names(names: Names) -> list[str]:
 
 def _tokens(text: str, sentence: str) -> tuple[str, ...]:
     """Split "... (h d) k" into ("...", "(h d)", "k"), or raise ValueError."""
-    tokens = tuple(re.findall(r"\.\.\.|\([^()]*\)|[^\s()]+", text))
+    tokens: tuple[str, ...] = tuple(re.findall(r"\.\.\.|\([^()]*\)|[^\s()]+", text))
     if re.search(r"[()]", re.sub(r"\([^()]*\)", "", text)):
         raise ValueError(
             f"'{text.strip()}' in rule '{sentence}' has nested or unpaired parentheses"
@@ -311,7 +315,7 @@ def _dims(
             f"'{' '.join(tokens)}' describes {len(tokens)} dimensions, "
             f"the tensor has shape {list(shape)}"
         )
-    dims = []
+    dims: list[Dim] = []
     for token, size in zip(tokens, shape):
         names = tuple(name for name in token.strip("()").split() if name != "1")
         for name in names:

@@ -6,7 +6,7 @@ for a fused norm, an attention with merged batch dimensions, or a roll.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ rewrite("xla", ours.attention_backward.default)(attention_backward_by_products)
 
 
 @rewrite("xla", aten.roll.default)
-def _roll(x: Tensor, shifts: list[int], dims: list[int] = ()) -> Tensor:
+def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     """Compute roll by two slices and a cat, in which XLA sees a shift between neighbours."""
     if not dims:
         return _roll(x.reshape(-1), shifts, [0]).reshape(x.shape)

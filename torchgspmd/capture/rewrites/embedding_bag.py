@@ -47,6 +47,7 @@ def embedding_bag(
         best = rows.masked_fill(~counts.unsqueeze(-1), float("-inf")).max(1).values
         return best.masked_fill(~counts.any(1, keepdim=True), 0)
     if input.dim() == 1:
+        assert offsets is not None
         bags = offsets.shape[0] - include_last_offset
         places = torch.arange(input.shape[0], device=input.device, dtype=offsets.dtype)
         bag = torch.searchsorted(offsets[:bags], places, right=True) - 1  # of each place

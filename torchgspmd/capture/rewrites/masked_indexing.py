@@ -49,13 +49,14 @@ def _index(trace: Trace, x: Tensor, index: Any) -> tuple[Callable, tuple]:
     )
     entries: list[Any] = []
     for at, entry in zip(positions(x, indices), indices):
-        is_mask = (
+        rows = None
+        if (
             isinstance(entry, Tensor)
             and entry.dtype in _MASKS
             and 0 < entry.dim()
             and entry.shape == x.shape[at : at + entry.dim()]
-        )
-        rows = trace.rows(entry) if is_mask else None
+        ):
+            rows = trace.rows(entry)
         entries += [entry] if rows is None else rows
     return Tensor.__getitem__, (
         x,

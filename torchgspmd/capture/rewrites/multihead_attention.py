@@ -6,7 +6,7 @@ PyTorch flattens [position, batch] and [batch, head], which would lose a layout 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,11 +57,10 @@ def multi_head_attention(
         return NotImplemented  # rare, or a mistake that PyTorch will explain
     if is_causal and attn_mask is None:
         return NotImplemented
-    weights = (
-        (q_proj_weight, k_proj_weight, v_proj_weight)
-        if use_separate_proj_weight
-        else in_proj_weight.view(3, width, -1).unbind(0)
-    )
+    weights: Sequence[Tensor | None] = (q_proj_weight, k_proj_weight, v_proj_weight)
+    if not use_separate_proj_weight:
+        assert in_proj_weight is not None
+        weights = in_proj_weight.view(3, width, -1).unbind(0)
     biases = (
         (None, None, None)
         if in_proj_bias is None
@@ -100,7 +99,7 @@ def _is_supported(inputs: tuple[Tensor, ...], width: int, heads: int) -> bool:
     )
 
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Tensor:
+def _project(x: Tensor, weight: Any, bias: Tensor | None, heads: int) -> Tensor:
     """Project x [l, n, i] to heads [n, h, l, d]."""
     y = torch.einsum("lni,hdi->nhld", x, weight.view(heads, -1, weight.shape[-1]))
     return y if bias is None else y + bias.to(y.dtype)

@@ -100,7 +100,7 @@ def _torch_einsum(*args: Any) -> Any:
     """Run torch.einsum as a chain of contractions of two operands, from left to right."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = operands[0]
+        operands = list(operands[0])
     terms = (
         _explicit(equation, operands) if isinstance(equation, str) and len(operands) > 1 else None
     )

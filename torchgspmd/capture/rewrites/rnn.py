@@ -71,9 +71,7 @@ def _recurrent(cell: Callable, gates: int) -> Callable:
     return body
 
 
-def _weights(
-    params: Sequence[Tensor], has_biases: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _weights(params: Sequence[Tensor], has_biases: bool) -> Sequence[Tensor | None]:
     """Return the weights of input and hidden state, their biases, and that of the projection."""
     biases = params[2:4] if has_biases else (None, None)
     projection = params[4 if has_biases else 2 :]

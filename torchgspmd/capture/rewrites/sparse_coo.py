@@ -61,15 +61,17 @@ class Entries:
         return Entries(self.indices, values, self.shape, self.coalesced).tensor()
 
 
+def _with_keys(entries: Any) -> Any:
+    keys = map(pytree.MappingKey, ("indices", "values"))
+    return [*zip(keys, (entries.indices, entries.values))], (entries.shape, entries.coalesced)
+
+
 if not is_missing(pytree):
     pytree.register_pytree_node(
         Entries,
         lambda e: ([e.indices, e.values], (e.shape, e.coalesced)),
         lambda children, context: Entries(*children, *context),
-        flatten_with_keys_fn=lambda e: (
-            [(pytree.MappingKey("indices"), e.indices), (pytree.MappingKey("values"), e.values)],
-            (e.shape, e.coalesced),
-        ),
+        flatten_with_keys_fn=_with_keys,
     )
 
 
@@ -255,10 +257,11 @@ _METADATA_ONLY = {
     "element_size",
     "is_same_size",
 }
+_PROPERTIES: Any = Tensor
 _PROPERTY_BODIES: dict[Callable, Callable] = {
-    Tensor.T.__get__: _transpose,
-    Tensor.mT.__get__: _transpose,
-    Tensor.data.__get__: _detach,
+    _PROPERTIES.T.__get__: _transpose,
+    _PROPERTIES.mT.__get__: _transpose,
+    _PROPERTIES.data.__get__: _detach,
 }
 _BODIES: dict[str, Callable] = {  # by the names that functions and methods share
     "mm": _product,

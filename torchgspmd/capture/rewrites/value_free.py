@@ -78,7 +78,7 @@ def _gaussian_nll(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    if isinstance(var, float):
+    if not isinstance(var, Tensor):
         var = torch.full_like(input, var)
     if var.shape != input.shape and input.shape[:-1] == var.shape:
         var = var.unsqueeze(-1)
@@ -231,7 +231,7 @@ def _getitem(input: Tensor, index: Any) -> Tensor:
     return view[rest] if rest else view
 
 
-def _setitem(input: Tensor, index: Any, value: Any) -> None:
+def _setitem(input: Tensor, index: Any, value: Any) -> Any:
     """Assign to x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import fx
 
 from ...halo import sent_rows
+from ...rules.notation import Split
 from ...rules.ops.concat_slice import goes_by_parts
 from ..ir import Op, Rules
 from ..propagate.propagate import Layouts
@@ -41,15 +42,20 @@ def _is_tied_to_whole_op(op: Op, ops: Mapping[fx.Node, Op], split_ops: Collectio
 
     An example are the indices of max-pool. Both are split or neither, since the formats differ.
     """
-    split = op.rule.split
+    split = _split_of(op)
     if split.takes is not None:
         # The operand is an element of a tuple; its input is the operation that returns the tuple.
         makers = op.operands[split.takes].all_input_nodes
-        return not makers or makers[0] not in split_ops or ops[makers[0]].rule.split.hands is None
+        return not makers or makers[0] not in split_ops or _split_of(ops[makers[0]]).hands is None
     handed = op.results[split.hands] if split.hands is not None else None
     return handed is not None and any(
-        user not in split_ops or ops[user].rule.split.takes is None for user in handed.users
+        user not in split_ops or _split_of(ops[user]).takes is None for user in handed.users
     )
+
+
+def _split_of(op: Op) -> Split:
+    assert op.rule.split is not None
+    return op.rule.split
 
 
 def _whole_shards(op: Op, layouts: Layouts) -> int:

@@ -143,4 +143,5 @@ def _pool_dimension(
         place = local.call(
             aten.add.Tensor, place, local.call(aten.gather.default, index, 1, argmax)
         )
-    return (local.call(aten.reshape.default, t, after) for t in (value, place))
+    value, place = (local.call(aten.reshape.default, t, after) for t in (value, place))
+    return value, place

@@ -91,7 +91,7 @@ def _read(base: Tensor, dim: int, window: Window, size: Sequence[int]) -> Tensor
 def _as_strided(
     x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Tensor | Declined:
-    offset, storage = (storage_offset or 0) - x.storage_offset(), _storage_order(x)
+    offset, storage = (storage_offset or 0) - int(x.storage_offset()), _storage_order(x)
     if storage is None or not x.numel() or not math.prod(size) or offset < 0:
         return DECLINED
     base = x.permute(storage)
@@ -124,7 +124,8 @@ def _as_strided_scatter(
     if (order := _storage_order(x)) is None:
         return DECLINED
     base = x.permute(order)
-    places = _places(size, stride, (storage_offset or 0) - x.storage_offset(), x.device).reshape(-1)
+    offset = (storage_offset or 0) - int(x.storage_offset())
+    places = _places(size, stride, offset, x.device).reshape(-1)
     result = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1)).reshape(
         base.shape
     )

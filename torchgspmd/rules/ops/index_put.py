@@ -126,6 +126,7 @@ def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
                 inside = local.call(aten.logical_and.default, all_inside, inside)
             all_inside = inside
         local_indices.append(index)
+    assert all_inside is not None
     rank, places = len(local.rule.operands[0]), [d for d, i in enumerate(indices) if i is not None]
     adjacent = places[-1] - places[0] == len(places) - 1
     trailing = rank - 1 - places[-1] if adjacent else rank - len(places)

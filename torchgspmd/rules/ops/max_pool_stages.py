@@ -135,6 +135,7 @@ def max_pool(
     index = None
     for stage in stages(len(kernel), kernel, stride, padding, dilation):
         x, index = stage.pool(x, len(kernel), ceil_mode)
+    assert index is not None
     return x, index
 
 

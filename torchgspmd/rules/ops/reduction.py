@@ -109,7 +109,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @rewrite("decompose", aten.mean.dim)
 def _mean_dim(
-    x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     dtype = dtype or x.dtype
     total = x.sum(
@@ -126,7 +126,7 @@ def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @rewrite("decompose", aten.any.dim, aten.any.dims, aten.any.default)
-def _any(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = False) -> Tensor:
+def _any(x: Tensor, dim: list[int] | int | None = None, keepdim: bool = False) -> Tensor:
     if not x.numel():
         return x.ne(0).sum(dim, keepdim).ne(0)
     ones = x.ne(0).to(torch.uint8)
@@ -134,7 +134,7 @@ def _any(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = Fals
 
 
 @rewrite("decompose", aten.all.dim, aten.all.dims, aten.all.default)
-def _all(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = False) -> Tensor:
+def _all(x: Tensor, dim: list[int] | int | None = None, keepdim: bool = False) -> Tensor:
     if not x.numel():
         return x.eq(0).sum(dim, keepdim).eq(0)
     ones = x.ne(0).to(torch.uint8)
@@ -144,7 +144,7 @@ def _all(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = Fals
 @rewrite("decompose", aten.var_mean.correction)
 def _var_mean(
     x: Tensor,
-    dim: Sequence[int] | None = None,
+    dim: list[int] | None = None,
     *,
     correction: float | None = 1,
     keepdim: bool = False,
@@ -166,7 +166,7 @@ def _var_mean(
 @rewrite("decompose", aten.var.correction)
 def _var(
     x: Tensor,
-    dim: Sequence[int] | None = None,
+    dim: list[int] | None = None,
     *,
     correction: float | None = 1,
     keepdim: bool = False,
@@ -177,7 +177,7 @@ def _var(
 @rewrite("decompose", aten.std.correction)
 def _std(
     x: Tensor,
-    dim: Sequence[int] | None = None,
+    dim: list[int] | None = None,
     *,
     correction: float | None = 1,
     keepdim: bool = False,
@@ -188,7 +188,7 @@ def _std(
 @rewrite("decompose", aten.std_mean.correction)
 def _std_mean(
     x: Tensor,
-    dim: Sequence[int] | None = None,
+    dim: list[int] | None = None,
     *,
     correction: float | None = 1,
     keepdim: bool = False,
@@ -206,7 +206,7 @@ def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tup
 
 
 @rewrite("decompose", aten.logsumexp.default)
-def _logsumexp(x: Tensor, dim: Sequence[int] | int, keepdim: bool = False) -> Tensor:
+def _logsumexp(x: Tensor, dim: list[int] | int, keepdim: bool = False) -> Tensor:
     if not x.is_floating_point() and not x.is_complex():
         x = x.to(torch.get_default_dtype())
     top = (x.real if x.is_complex() else x).amax(dim, True)

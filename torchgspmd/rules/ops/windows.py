@@ -106,8 +106,8 @@ def pool_windows(
         for v in (kernel, stride or kernel, padding, dilation)
     ]
     return [
-        PoolWindow(*four, rows, positions)
-        for four, rows, positions in zip(zip(*options), x[-count:], y[-count:])
+        PoolWindow(k, s, p, d, rows, positions)
+        for k, s, p, d, rows, positions in zip(*options, x[-count:], y[-count:])
     ]
 
 
