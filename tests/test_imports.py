@@ -20,6 +20,8 @@ LAYERS = (  # a file imports only from the lines below its own
     (
         "runtime.sharded_module",
         "runtime.joint_program",
+        "runtime.mesh_module",
+        "runtime.compiled_program",
         "runtime.xla_module",
         "compare_with_xla",
         "doctor",

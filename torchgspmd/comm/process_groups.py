@@ -83,7 +83,10 @@ def groups_of(mesh: Mesh, device_type: str) -> ProcessGroups:
 
 def find_groups(device_mesh: DeviceMesh) -> ProcessGroups | None:
     """Return the process groups of the mesh that has this DeviceMesh; None for other ones."""
-    return next((groups for groups in _GROUPS.values() if groups.device_mesh == device_mesh), None)
+    for groups in _GROUPS.values():
+        if groups.device_mesh is device_mesh or groups.device_mesh == device_mesh:
+            return groups
+    return None
 
 
 def check_world(mesh: Mesh) -> None:

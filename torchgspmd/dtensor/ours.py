@@ -27,7 +27,7 @@ def handlers() -> dict[Any, Handler]:
 
 def is_ours(tensor: Any) -> bool:
     """Whether a value is a DTensor on a mesh of parallelize."""
-    return isinstance(tensor, DTensor) and find_groups(tensor.device_mesh) is not None
+    return isinstance(tensor, DTensor) and find_groups(tensor._spec.mesh) is not None
 
 
 def our_dtensors(args: tuple, kwargs: dict) -> list[DTensor]:
@@ -45,9 +45,12 @@ def groups_of_ours(tensor: DTensor) -> ProcessGroups:
 def acts_on_ours(args: tuple, kwargs: dict) -> bool:
     """Whether the first DTensor among the arguments of an operation is ours."""
     for value in (*args, *kwargs.values()):
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, DTensor):
-                return is_ours(each)
+        if isinstance(value, DTensor):
+            return is_ours(value)
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                if isinstance(each, DTensor):
+                    return is_ours(each)
     return False
 
 

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..annotate import mark_sharding, recorded_mark
 from ..capture import State, Varying, is_transforming
@@ -80,6 +81,8 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
 
 def leaf_key(leaf: Any) -> Any:
     """Return the key of an argument: what a compiled program depends on."""
+    if isinstance(leaf, DTensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.placements
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return _content(leaf, ())

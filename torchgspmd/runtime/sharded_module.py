@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -13,20 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..api import compile_plan
-from ..capture import ARGUMENT, Captured, Varying, capture, not_compiled, opened
+from ..capture import ARGUMENT, Captured
 from ..comm.process_groups import groups_of
 from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, raise_difference
-from ..compat.private_apis import _pytree as pytree
 from ..dtensor.install import hold
 from ..dtensor.storage import shard_module, spec_of, storable
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
 from ..plan import Plan
-from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from .joint_program import JointProgram
-from .module_proxy import ModuleProxy, as_text, leaf_key, mark_on, named_tensors
+from .mesh_module import Call, MeshModule
+from .module_proxy import as_text, mark_on, named_tensors
 from .submodule_calls import install_submodule_calls
 
 _MODES = (
@@ -38,12 +36,8 @@ _MODES = (
 _CALLS = "calls a module"
 
 
-class ShardedModule(ModuleProxy):
-    """Module of parallelize, with the model's names of parameters, buffers and submodules.
-
-    plan: the Plan of the latest call, None before the first. planning_seconds: the time to compile
-    the latest new program.
-    """
+class ShardedModule(MeshModule):
+    """Module of parallelize, with the model's names of parameters, buffers and submodules."""
 
     def __init__(
         self,
@@ -74,17 +68,16 @@ class ShardedModule(ModuleProxy):
             mesh,
             groups.device_mesh,
         )
-        super().__init__(model)
-        self.__dict__.update(
-            _mesh=mesh,
+        super().__init__(
+            model,
+            mesh,
+            device,
+            in_specs,
+            out_specs,
+            hooks,
             _backend=backend,
-            _in_specs=in_specs,
-            _out_specs=out_specs,
-            _hooks=hooks,
             _options=options,
             _groups=groups,
-            plan=None,
-            planning_seconds=0.0,
         )
         if hooks:
             install_submodule_calls(
@@ -103,42 +96,15 @@ class ShardedModule(ModuleProxy):
         self._read_structure()
         return module
 
-    @not_compiled
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        call = args, kwargs
-        if kwargs or not all(isinstance(a, Tensor) and a.layout is torch.strided for a in args):
-            args, kwargs = opened((args, kwargs))
-            leaves, tree = pytree.tree_flatten((args, kwargs))
-        else:
-            leaves, tree = list(args), len(args)
-        leaf_keys, varying = [*map(_leaf_key, leaves)], None
-        if float in map(type, leaves):
-            varying = self._varying(tree, leaves, leaf_keys)
-        key = (
-            tree,
-            tuple(leaf_keys),
-            self._structure_version(),
-            self._modes(),
-            self._trainable(),
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled(self._groups.device_type),
-            torch.get_autocast_dtype(self._groups.device_type),
-            torch.get_default_dtype(),
-        )
-        program = self._program_for(key, lambda: self._compile(args, kwargs, key, varying))
+    def _run(self, program: JointProgram, call: Call) -> Any:
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
         if program.takes_numbers:
             signature ^= _hash(str(program.captured.numbers()))
-        return program(
-            leaves,
-            call,
-            RankCheck(
-                self._groups,
-                signature,
-                lambda: self._raise_difference(key, varying, program.draws),
-            ),
+        rank_check = RankCheck(
+            self._groups, signature, lambda: self._raise_difference(call, program.draws)
         )
+        return program(call.leaves, call.passed, rank_check)
 
     def _kind(self, name: str, value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -154,25 +120,22 @@ class ShardedModule(ModuleProxy):
         return super()._kind(name, value)
 
     def _raise_difference(
-        self,
-        key: Any,
-        varying: Varying | None,
-        draws: bool = False,
-        compiled: Captured | None = None,
+        self, call: Call, draws: bool = False, compiled: Captured | None = None
     ) -> NoReturn:
         """Raise, on every rank, the ShardingError for ranks about to run different programs.
 
         compiled: the program of this rank, if all ranks have built theirs.
         """
-        passed = varying.now if varying else {}
-        arguments = [*filter(None, map(_argument_text, key[1])), *([str(passed)] if passed else [])]
+        key, numbers = call.key, call.numbers
+        arguments = [*filter(None, map(_argument_text, key[1]))]
+        arguments += [str(numbers)] if numbers else []
         programs = [program.captured for program in self._programs.get(key, ())] + (
             [compiled] if compiled else []
         )
         owners = self._attribute_prefixes()
         model = self._description() + [*zip(_MODES, map(str, key[-len(_MODES) :]))]
         model += [
-            pair for captured in programs for pair in captured.described(owners, besides=passed)
+            pair for captured in programs for pair in captured.described(owners, besides=numbers)
         ]
         raise_difference(
             self._groups,
@@ -207,21 +170,15 @@ class ShardedModule(ModuleProxy):
         ]
         check_alike(self._groups, whole, raise_unnamed)
 
-    def _compile(
-        self, args: tuple, kwargs: dict, key: Any, varying: Varying | None
-    ) -> JointProgram:
+    def _build(self, call: Call) -> JointProgram:
         """Compile the program of a call and check that all ranks compile the same."""
-        start = time.perf_counter()
-        passed = varying.now if varying else {}
         # Leave out _structure_version, which counts changes of this rank.
-        call = as_text((key[:2], key[3:], passed))
+        text = as_text((call.key[:2], call.key[3:], call.numbers))
         check_ranks(
-            self._groups,
-            _hash(f"a program for {call}"),
-            lambda: self._raise_difference(key, varying),
+            self._groups, _hash(f"a program for {text}"), lambda: self._raise_difference(call)
         )
         try:
-            plan, tensors = self._plan_call(args, kwargs, varying)
+            plan, tensors = self._plan_call(call)
         except Exception as error:
             failure = Account(_CALLS, failure=f"{type(error).__name__}: {error}".splitlines()[0])
             check_ranks(
@@ -231,19 +188,15 @@ class ShardedModule(ModuleProxy):
         captured = plan.captured
 
         def raise_on_difference() -> NoReturn:
-            self._raise_difference(key, varying, compiled=captured)
+            self._raise_difference(call, compiled=captured)
 
         value_guards = [guard.described() for guard in captured.looks]
-        signature = _hash(as_text((call, value_guards, plan.program.code)))
+        signature = _hash(as_text((text, value_guards, plan.program.code)))
         check_ranks(self._groups, signature, raise_on_difference)
         self._check_tensors_alike(captured, tensors, raise_on_difference)
-        program = JointProgram(plan, self._groups, self._model, tensors, self._backend, signature)
-        self.__dict__["planning_seconds"] = time.perf_counter() - start
-        return program
+        return JointProgram(plan, self._groups, self._model, tensors, self._backend, signature)
 
-    def _plan_call(
-        self, args: tuple, kwargs: dict, varying: Varying | None
-    ) -> tuple[Plan, list[Tensor]]:
+    def _plan_call(self, call: Call) -> tuple[Plan, list[Tensor]]:
         """Return the plan, and the tensors that it takes besides parameters and buffers."""
         on_meta = next(
             (name for name, t in named_tensors(self._model) if t.device.type == "meta"), None
@@ -255,21 +208,10 @@ class ShardedModule(ModuleProxy):
                 fix=f"model.to_empty(device='{self._groups.device_type}'), "
                 "then initialize it or load its values",
             )
-        captured = capture(
-            self._model,
-            args,
-            kwargs,
-            self._mesh,
-            grad=torch.is_grad_enabled(),
-            hooks=self._hooks,
-            state=self._state,
-            varying=varying,
-        )
-        state = captured.state_tensors()
-        specs = [*spread_inputs(self._in_specs, args, kwargs, self._mesh), *(None for _ in state)]
+        captured, specs = self._capture(call)
         tensors = [
-            *(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)),
-            *state,
+            *(leaf for leaf in call.leaves if isinstance(leaf, Tensor)),
+            *captured.state_tensors(),
         ]
         required = [
             spec_of(t, self._mesh) if isinstance(t, DTensor) else spec
@@ -321,12 +263,6 @@ def _storable_mark(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) -
         return ShardSpec.replicated(len(shape))
     trimmed = ShardSpec(tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in mark.dims))
     return storable(trimmed, shape, mesh)
-
-
-def _leaf_key(leaf: Any) -> Any:
-    if isinstance(leaf, DTensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.placements
-    return leaf_key(leaf)
 
 
 def _argument_text(key: Any) -> str | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,13 +16,8 @@ from ..capture import (
     GRADIENT,
     MUTATION,
     OBSERVED,
-    OUTPUT,
     PARAMETER,
-    TANGENT,
-    Varying,
-    capture,
     not_compiled,
-    opened,
 )
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
@@ -33,7 +26,6 @@ from ..fx_passes.lower.split_joint import split_joint
 from ..fx_passes.pipeline import annotate_for_xla
 from ..fx_passes.program import Program, Request
 from ..mesh import Mesh
-from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from ..xla_backend.host import report_host_operations
 from ..xla_backend.lower import PINS, lower, on_device
@@ -41,16 +33,12 @@ from ..xla_backend.recompute import mark_repeated, separate
 from ..xla_backend.runtime import start
 from ..xla_backend.sharding import check
 from ..xla_backend.state import pin, place, place_tensor, sync
-from .autograd_boundary import (
-    detach_aliases,
-    detach_inputs,
-    forbid_double_backward,
-    saved_tensors_for,
-)
-from .module_proxy import ModuleProxy, leaf_key, mark_on, named_tensors, slot_of
+from .compiled_program import CompiledProgram
+from .mesh_module import Call, MeshModule
+from .module_proxy import mark_on, named_tensors
 
 
-class XlaModule(ModuleProxy):
+class XlaModule(MeshModule):
     """Module of parallelize with backend "xla"; parameters are XLA tensors, laid out as marked.
 
     Execution is lazy: forward, backward and optimizer are one XLA program per step. It runs after
@@ -69,19 +57,18 @@ class XlaModule(ModuleProxy):
         specs = {name: _stored_spec(name, t, mesh) for name, t in named_tensors(model)}
         device = start(mesh)
         placed = place(model, specs, mesh, device)
-        self.__dict__.update(
-            _mesh=mesh,
+        super().__init__(
+            model,
+            mesh,
+            "xla",
+            in_specs,
+            out_specs,
             _device=device,
-            _in_specs=in_specs,
-            _out_specs=out_specs,
             _pin=pin,
             _specs=specs,
             _placed=placed,
             _versions=None,
-            plan=None,
-            planning_seconds=0.0,
         )
-        super().__init__(model)
         self._hook_optimizers()
 
     def _hook_optimizers(self) -> None:
@@ -100,25 +87,12 @@ class XlaModule(ModuleProxy):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():  # torch_xla cannot create inference tensors.
             with torch.inference_mode(False), torch.no_grad():
-                return self.forward(*args, **kwargs)
-        call = args, kwargs
-        args, kwargs = opened(call)
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        leaf_keys = [*map(leaf_key, leaves)]
-        varying = self._varying(tree, leaves, leaf_keys)
-        key = (
-            tree,
-            tuple(leaf_keys),
-            self._structure_version(),
-            self._modes(),
-            torch.is_grad_enabled(),
-            self._trainable(),
-            _autocast(),
-            torch.get_default_dtype(),
-        )
-        program = self._program_for(key, lambda: self._compile(args, kwargs, varying))
+                return super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+    def _run(self, program: _Program, call: Call) -> Any:
         self._pin_changed()
-        return program(leaves, call)
+        return program(call.leaves, call.passed)
 
     def _kind(self, name: str, value: Any) -> Any:
         if isinstance(value, nn.Parameter) and value.device not in (
@@ -128,24 +102,11 @@ class XlaModule(ModuleProxy):
             raise self._device_error(name, value)
         return super()._kind(name, value)
 
-    def _compile(self, args: tuple, kwargs: dict, varying: Varying) -> _Program:
+    def _build(self, call: Call) -> _Program:
         """Compile the program of a call."""
-        begin = time.perf_counter()
-        mesh, (enabled, dtype) = self._mesh, _autocast()
-        with torch.autocast("cpu", dtype, enabled=enabled):
-            captured = capture(
-                self._model,
-                args,
-                kwargs,
-                mesh,
-                grad=torch.is_grad_enabled(),
-                state=self._state,
-                varying=varying,
-            )
-        required = [
-            *spread_inputs(self._in_specs, args, kwargs, mesh),
-            *(None for _ in captured.state_inputs),
-        ]
+        mesh, dtype = self._mesh, torch.get_autocast_dtype("xla")
+        with torch.autocast("cpu", dtype, enabled=torch.is_autocast_enabled("xla")):
+            captured, required = self._capture(call)
         request = Request(
             captured,
             mesh,
@@ -158,9 +119,7 @@ class XlaModule(ModuleProxy):
             },
         )
         annotated = annotate_for_xla(request, self._pin)
-        program = _Program(annotated, self._model, mesh, self._device, self._pin)
-        self.__dict__["planning_seconds"] = time.perf_counter() - begin
-        return program
+        return _Program(annotated, self._model, mesh, self._device, self._pin)
 
     def _pin_changed(self) -> None:
         """Pin the layouts of parameters and buffers again if any was assigned or loaded."""
@@ -214,21 +173,15 @@ def _after_step(module: weakref.ref) -> Any:
     return hook
 
 
-class _Program:
+class _Program(CompiledProgram):
     """The forward and backward graph of lazy operations for one call."""
 
     def __init__(
         self, annotated: Program, model: nn.Module, mesh: Mesh, device: torch.device, pin: str
     ) -> None:
-        self.captured, self.mesh, self.device = annotated.captured, mesh, device
+        super().__init__(annotated.captured, model)
+        self.mesh, self.device = mesh, device
         inputs, outputs = self.captured.inputs, self.captured.outputs
-        self.slots = [slot_of(model, i.name) for i in inputs if i.kind in (PARAMETER, BUFFER)]
-        self.gradient_inputs = [o.input for o in outputs if o.kind == GRADIENT]
-        self.inputs_without_gradient = self.captured.without_gradient()
-        self.output_groups = self.captured.parts()
-        self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
-        self.mutated = [o.input for o in outputs if o.kind == MUTATION]
-        self.outputs = sum(o.kind == OUTPUT for o in outputs)
         graph = annotated.graph
         placed = [n.meta["spec"].closed() for n in graph.nodes if n.op == "placeholder"]
         self.arguments = [
@@ -253,39 +206,12 @@ class _Program:
             _ReportingGraph(fx.GraphModule(constants, g)) for g in (forward, backward)
         )
 
-    def __call__(self, leaves: list, call: tuple[tuple, dict]) -> Any:
-        """Run a call (args, kwargs) with these leaves."""
-        tensors = [
-            *(leaf for leaf in leaves if isinstance(leaf, Tensor)),
-            *self.captured.state_tensors(),
-        ]
-        arguments = [
+    def place(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the arguments on XLA, in their layouts."""
+        return [
             place_tensor(t, spec, self.mesh, self.device)
             for t, spec in zip(tensors, self.arguments)
         ]
-        flat = [*(table[key] for table, key in self.slots), *arguments]
-        self.captured.check_aliases([*flat[: len(self.slots)], *tensors])
-        originals = [*flat[: len(self.slots)], *tensors]
-        with torch.autocast("xla", enabled=False):
-            outs = (
-                _Run.apply(self, *detach_inputs(flat, self.inputs_without_gradient))
-                if self.captured.has_backward
-                else self.run_forward(flat)[0]
-            )
-        with torch.no_grad():
-            for index in self.mutated:
-                if originals[index] is not flat[index]:
-                    originals[index].copy_(flat[index])
-        return self.captured.result(outs, call)
-
-    def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return (outputs, saved values) and write the mutated inputs."""
-        with torch.no_grad():
-            results = self.forward(*flat)
-            count = self.outputs + len(self.mutated)
-            for index, value in zip(self.mutated, results[self.outputs : count]):
-                flat[index].copy_(value)
-        return results[: self.outputs], results[count:]
 
 
 class _ReportingGraph:
@@ -295,60 +221,13 @@ class _ReportingGraph:
         self.module, self.new = module, True
 
     def __call__(self, *inputs: Any) -> Any:
-        if not self.new:
-            return self.module.forward(*inputs)
-        self.new = False
-        return report_host_operations(self.module.graph, lambda: self.module.forward(*inputs))
-
-
-class _Run(torch.autograd.Function):
-    """Autograd node of a whole program."""
-
-    @staticmethod
-    def forward(ctx: Any, program: _Program, *flat: Tensor) -> tuple[Tensor, ...]:
-        outs, saved = program.run_forward(flat)
-        outs = detach_aliases(outs, program.tangent_outputs)
-        ctx.program, ctx.count = program, len(flat)
-        ctx.save_for_backward(*saved)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *[
-                o
-                for i, o in enumerate(outs)
-                if i not in program.tangent_outputs and isinstance(o, Tensor)
-            ]
-        )
-        ctx.like = [outs[i].detach() for i in program.tangent_outputs]
-        return tuple(outs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        program: _Program = ctx.program
-        # Autograd may reach this node without a gradient of any output.
-        if all(grad is None for grad in grads):
-            return (None,) * (1 + ctx.count)
-        outputs = {i for i, grad in enumerate(grads) if grad is not None}
-        tangents = [
-            torch.zeros_like(like) if grads[i] is None else grads[i]
-            for i, like in zip(program.tangent_outputs, ctx.like)
-        ]
-        with torch.no_grad(), torch.autocast("xla", enabled=False):
-            results = program.backward(
-                [*saved_tensors_for(ctx, program.output_groups, outputs), *tangents]
-            )
-        flat: list[Tensor | None] = [None] * ctx.count
-        for index, value in zip(
-            program.gradient_inputs, program.captured.flowing(outputs, results)
-        ):
-            flat[index] = value
-        program.captured.observe(results[len(program.gradient_inputs) :])
-        return None, *(forbid_double_backward(flat) if torch.is_grad_enabled() else flat)
+        with torch.autocast("xla", enabled=False):
+            if not self.new:
+                return self.module.forward(*inputs)
+            self.new = False
+            return report_host_operations(self.module.graph, lambda: self.module.forward(*inputs))
 
 
 def _stored_spec(name: str, tensor: Tensor, mesh: Mesh) -> ShardSpec:
     mark = mark_on(tensor, mesh)
     return check(mark.closed(), mesh, f"'{name}'") if mark else ShardSpec.replicated(tensor.dim())
-
-
-def _autocast() -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")

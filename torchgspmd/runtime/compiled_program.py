@@ -1,0 +1,162 @@
+"""CompiledProgram: the forward and backward graph of one call, between its caller and autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..capture import BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured
+from ..dtensor.storage import gradient_like, local_of, takes_gradient, whole_of
+from .autograd_boundary import (
+    detach_aliases,
+    detach_inputs,
+    forbid_double_backward,
+    saved_tensors_for,
+)
+from .module_proxy import slot_of
+
+
+class CompiledProgram:
+    """The forward and backward graph of one call of a module on a mesh.
+
+    A backend compiles them. forward: takes the inputs; returns the outputs, the new values of
+    mutated inputs and what the backward needs. backward: takes a list of that and of the gradients
+    of outputs, and empties it; returns the gradients of inputs and the observed values.
+    """
+
+    forward: Callable[..., Sequence[Any]]
+    backward: Callable[[list], Sequence[Any]]
+    by_values = False  # whether the backward needs numbers, besides tensors
+
+    def __init__(self, captured: Captured, model: nn.Module) -> None:
+        self.captured = captured
+        inputs, outputs = captured.inputs, captured.outputs
+        self.slots = [slot_of(model, i.name) for i in inputs if i.kind in (PARAMETER, BUFFER)]
+        self.gradient_inputs = [o.input for o in outputs if o.kind == GRADIENT]
+        self.inputs_without_gradient = captured.without_gradient()
+        self.output_groups = captured.parts()
+        self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
+        self.mutated = [o.input for o in outputs if o.kind == MUTATION]
+        self.outputs = sum(o.kind == OUTPUT for o in outputs)
+
+    def place(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the arguments and tensors of attributes as the program takes them."""
+        return tensors
+
+    def wrap(self, output: int, value: Tensor) -> Tensor:
+        """Return an output as the caller gets it."""
+        return value
+
+    def __call__(self, leaves: list, call: tuple[tuple, dict]) -> Any:
+        """Run a call (args, kwargs) with these leaves."""
+        state = [table[name] for table, name in self.slots]
+        tensors = [
+            *(leaf for leaf in leaves if isinstance(leaf, Tensor)),
+            *self.captured.state_tensors(),
+        ]
+        if self.mutated:
+            self.captured.check_aliases([*state, *tensors])
+        placed = self.place(tensors)
+        flat = [*state, *placed]
+        if self.captured.has_backward:
+            outs = _Run.apply(self, *detach_inputs(flat, self.inputs_without_gradient))
+        else:
+            outs = self.run_forward(flat)[0]
+        if placed is not tensors:
+            self._copy_back(tensors, placed)
+        return self.captured.result([self.wrap(i, value) for i, value in enumerate(outs)], call)
+
+    @torch.no_grad()
+    def _copy_back(self, tensors: list[Tensor], placed: list[Tensor]) -> None:
+        """Copy the mutated arguments that were placed into those of the caller."""
+        for index in (i - len(self.slots) for i in self.mutated if i >= len(self.slots)):
+            if tensors[index] is not placed[index]:
+                tensors[index].copy_(placed[index])
+
+    def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Any]]:
+        """Return (outputs, saved values) and write the mutated inputs."""
+        with torch.no_grad():
+            results = self.forward(*map(local_of, flat))
+            count = self.outputs + len(self.mutated)
+            for index, value in zip(self.mutated, results[self.outputs : count]):
+                local_of(flat[index]).copy_(value)
+        return results[: self.outputs], results[count:]
+
+    def observe(self, values: Sequence[Tensor]) -> None:
+        """Pass the last outputs, values that gradient hooks store, to the captured program."""
+        first = len(self.captured.outputs) - len(values)
+        self.captured.observe([self.wrap(first + i, value) for i, value in enumerate(values)])
+
+
+class _Run(torch.autograd.Function):
+    """Autograd node of a whole program."""
+
+    @staticmethod
+    def forward(ctx: Any, program: CompiledProgram, *flat: Tensor) -> tuple[Tensor, ...]:
+        outs, saved = program.run_forward(flat)
+        outs = detach_aliases(outs, program.tangent_outputs)
+        ctx.program, ctx.flat = (
+            program,
+            [flat[i] if isinstance(flat[i], DTensor) else None for i in program.gradient_inputs],
+        )
+        if program.by_values:  # Autograd saves tensors only.
+            ctx.numbers = [None if isinstance(v, Tensor) else v for v in saved]
+            saved = [v if isinstance(v, Tensor) else None for v in saved]
+        ctx.save_for_backward(*saved)
+        ctx.count = len(flat)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *[
+                o
+                for i, o in enumerate(outs)
+                if i not in program.tangent_outputs and isinstance(o, Tensor)
+            ]
+        )
+        ctx.shapes = [
+            (outs[i].shape, outs[i].dtype, outs[i].device) for i in program.tangent_outputs
+        ]
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        program: CompiledProgram = ctx.program
+        # Autograd may reach this node without a gradient of any output.
+        if all(grad is None for grad in grads):
+            return (None,) * (1 + ctx.count)
+        tangents = [
+            torch.zeros(shape, dtype=dtype, device=device)
+            if grads[i] is None
+            else whole_of(grads[i])
+            for i, (shape, dtype, device) in zip(program.tangent_outputs, ctx.shapes)
+        ]
+        outputs = {i for i, grad in enumerate(grads) if grad is not None}
+        saved = saved_tensors_for(ctx, program.output_groups, outputs)
+        if program.by_values:
+            saved = [t if n is None else n for t, n in zip(saved, ctx.numbers)]
+        boxed = [*saved, *tangents]
+        ctx.maybe_clear_saved_tensors()  # They stay if the backward runs again.
+        del saved, tangents, grads
+        with torch.no_grad():
+            results = program.backward(boxed)
+        gradients = (
+            results
+            if len(outputs) == len(program.tangent_outputs)
+            else program.captured.flowing(outputs, results)
+        )
+        flat: list[Tensor | None] = [None] * ctx.count
+        nodes = ctx.next_functions
+        first_order = not torch.is_grad_enabled()
+        for index, like, value in zip(program.gradient_inputs, ctx.flat, gradients):
+            if like is not None and value is not None:
+                value = gradient_like(value, like)
+                if first_order and takes_gradient(like, nodes[index][0]):
+                    like.grad = value
+                    continue
+            flat[index] = value
+        if program.captured.observed:
+            program.observe(results[len(program.gradient_inputs) :])
+        return None, *(flat if first_order else forbid_double_backward(flat))

@@ -1,0 +1,121 @@
+"""MeshModule: a module whose calls are programs on a mesh, whatever compiles and runs these."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..capture import Captured, Varying, capture, not_compiled, opened
+from ..compat.private_apis import _pytree as pytree
+from ..mesh import Mesh
+from ..prefix_specs import spread_inputs
+from ..shard_spec import ShardSpec
+from .compiled_program import CompiledProgram
+from .module_proxy import ModuleProxy, leaf_key
+
+
+class Call(NamedTuple):
+    """A call of a module: what was passed, the same with its objects opened, and its key.
+
+    varying: the numbers among the leaves that are inputs of the program; None if there are none.
+    """
+
+    passed: tuple[tuple, dict]
+    args: tuple
+    kwargs: dict
+    leaves: list
+    key: tuple
+    varying: Varying | None
+
+    @property
+    def numbers(self) -> dict:
+        """Return the present values of the numbers that vary."""
+        return self.varying.now if self.varying else {}
+
+
+class MeshModule(ModuleProxy):
+    """Module of parallelize. A backend says what compiles (`_build`) and what runs (`_run`).
+
+    plan: the Plan of the latest call; None before the first, and where there is none.
+    planning_seconds: the time to compile the latest new program.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        device_type: str,
+        in_specs: Any,
+        out_specs: Any,
+        hooks: bool = True,
+        **attributes: Any,
+    ) -> None:
+        self.__dict__.update(
+            _mesh=mesh,
+            _device_type=device_type,
+            _in_specs=in_specs,
+            _out_specs=out_specs,
+            _hooks=hooks,
+            plan=None,
+            planning_seconds=0.0,
+            **attributes,
+        )
+        super().__init__(model)
+
+    @not_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        passed = args, kwargs
+        if kwargs or not all(isinstance(a, Tensor) and a.layout is torch.strided for a in args):
+            args, kwargs = opened(passed)
+            leaves, tree = pytree.tree_flatten((args, kwargs))
+        else:
+            leaves, tree = list(args), len(args)
+        leaf_keys, varying = [*map(leaf_key, leaves)], None
+        if float in map(type, leaves):
+            varying = self._varying(tree, leaves, leaf_keys)
+        key = (
+            tree,
+            tuple(leaf_keys),
+            self._structure_version(),
+            self._modes(),
+            self._trainable(),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(self._device_type),
+            torch.get_autocast_dtype(self._device_type),
+            torch.get_default_dtype(),
+        )
+        new = Call(passed, args, kwargs, leaves, key, varying)
+        program = self._program_for(key, lambda: self._timed_build(new))
+        return self._run(program, new)
+
+    def _timed_build(self, call: Call) -> CompiledProgram:
+        start = time.perf_counter()
+        program = self._build(call)
+        self.__dict__["planning_seconds"] = time.perf_counter() - start
+        return program
+
+    def _build(self, call: Call) -> CompiledProgram:
+        """Compile the program of a call."""
+        raise NotImplementedError
+
+    def _run(self, program: Any, call: Call) -> Any:
+        """Run the program of a call."""
+        raise NotImplementedError
+
+    def _capture(self, call: Call) -> tuple[Captured, list[ShardSpec | None]]:
+        """Return the captured program of a call, and the layouts required of its arguments."""
+        captured = capture(
+            self._model,
+            call.args,
+            call.kwargs,
+            self._mesh,
+            grad=torch.is_grad_enabled(),
+            hooks=self._hooks,
+            state=self._state,
+            varying=call.varying,
+        )
+        specs = spread_inputs(self._in_specs, call.args, call.kwargs, self._mesh)
+        return captured, [*specs, *(None for _ in captured.state_inputs)]
