@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from expecttest import TestCase
 import torchgspmd as gspmd
 from torchgspmd import Mesh
 from torchgspmd.fx_passes.partition.cost_constants import CostConstants
+from torchgspmd.fx_passes.partition.search_memory import SearchMemory
 
 UNITS = (
     "cost on one device, in bytes sent or worth as much "
@@ -139,6 +141,17 @@ def test_parts_of_an_axis() -> None:
         out_specs="_ _ x _",
     )
     assert "* f2: x:(1)2, f1: x:(2)2" in table(plan, "view")
+
+
+def test_a_plan_does_not_hold_the_memory_of_the_search() -> None:
+    def memories() -> int:
+        gc.collect()
+        return sum(isinstance(thing, SearchMemory) for thing in gc.get_objects())
+
+    x, before = torch.ones(4, 4), memories()
+    plan = gspmd.plan(torch.matmul, x, x, mesh=Mesh(x=2), in_specs=("x _", None))
+    plan.explain("einsum", costs=True)
+    assert memories() == before
 
 
 def test_a_constant_decides() -> None:

@@ -5,7 +5,7 @@
     * m: data, k: model  [data _ sum@model]        12.8     2.1       0.0    200.0  214.9
       m: data            [data _]                  51.2     5.5     448.0      0.0  504.7
 
-Nothing is kept of the search but its result, from which the assignment is computed again.
+A plan has the result of the search alone; the assignment and its costs are computed again from it.
 """
 
 from __future__ import annotations
