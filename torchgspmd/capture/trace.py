@@ -69,10 +69,8 @@ def capture(
     try:
         while len(reasons) < MOST_RETRACES:
             inputs = state.inputs(module_tensor_ids, varying.now)
-            value_guards = ValueGuards(
-                _buffers(fn, module_state) | _inputs_after(module_state, (args, kwargs), inputs),
-                state,
-            )
+            readable = _readable_inputs(fn, module_state, (args, kwargs), inputs)
+            value_guards = ValueGuards(readable, state)
             try:
                 with _conclusive(
                     inputs,
@@ -240,27 +238,21 @@ def _module_state(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _buffers(module: Any, module_state: dict[str, Tensor]) -> dict[int, TensorInput]:
-    """Return a module's buffers, by input index."""
-    buffers = {}
+def _readable_inputs(
+    module: Any, module_state: dict[str, Tensor], arguments: Any, inputs: list[TensorInput]
+) -> dict[int, TensorInput]:
+    """Return buffers, and tensors in attributes and tables, by input index.
+
+    The former are first, the latter behind the arguments.
+    """
+    readable = {}
     for i, (name, tensor) in enumerate(module_state.items()):
         if not isinstance(tensor, nn.Parameter):
             owner, _, last = name.rpartition(".")
-            buffers[i] = TensorInput(Source(module.get_submodule(owner)._buffers, (last,)))
-    return buffers
-
-
-def _inputs_after(
-    module_state: dict[str, Tensor], arguments: Any, inputs: list[TensorInput]
-) -> dict[int, TensorInput]:
-    """Return tensors in attributes and tables, by input index.
-
-    These inputs follow those of the module and the arguments.
-    """
-    first = len(module_state) + sum(
-        isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(arguments)
-    )
-    return {first + i: each for i, each in enumerate(inputs) if each.kind == "tensor"}
+            readable[i] = TensorInput(Source(module.get_submodule(owner)._buffers, (last,)))
+    leaves = pytree.tree_leaves(arguments)
+    first = len(module_state) + sum(isinstance(leaf, Tensor) for leaf in leaves)
+    return readable | {first + i: x for i, x in enumerate(inputs) if x.kind == "tensor"}
 
 
 def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:

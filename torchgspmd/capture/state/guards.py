@@ -147,16 +147,16 @@ class Guards:
         Entries of dicts are read in C, first those whose values mostly are the same objects.
         """
         entries = [(g, g.source.dict_entry()) for g in guards if g.predicate is not ANY]
-        order = [
-            *((guard, e) for guard, e in entries if e and not _is_predicate(guard)),
-            *((guard, e) for guard, e in entries if e and _is_predicate(guard)),
+        entries.sort(key=lambda e: 2 if e[1] is None else isinstance(e[0].predicate, _PREDICATES))
+        self.guards = [guard for guard, _ in entries]
+        in_dicts = [(*entry, guard.predicate) for guard, entry in entries if entry is not None]
+        self.tables, self.keys, self.predicates = map(
+            list, zip(*in_dicts) if in_dicts else ((),) * 3
+        )
+        self.simple = sum(not isinstance(p, _PREDICATES) for p in self.predicates)
+        self.readers = [
+            (guard.source.reader(), guard.predicate) for guard, entry in entries if entry is None
         ]
-        self.rest = [guard for guard, entry in entries if entry is None]
-        self.guards = [*(guard for guard, _ in order), *self.rest]
-        self.simple = sum(not _is_predicate(guard) for guard, _ in order)
-        self.tables, self.keys = [e[0] for _, e in order], [e[1] for _, e in order]
-        self.predicates = [guard.predicate for guard, _ in order]
-        self.readers = [(guard.source.reader(), guard.predicate) for guard in self.rest]
 
     def hold(self) -> bool:
         """Return whether all guards hold."""
@@ -196,10 +196,6 @@ class Guards:
             for leaf in leaves_of(guard.predicate)
             if isinstance(leaf, Tensor)
         }
-
-
-def _is_predicate(guard: Guard) -> bool:
-    return isinstance(guard.predicate, _PREDICATES)
 
 
 def _name(guard: Guard, owners: Mapping[int, str]) -> str:

@@ -85,10 +85,9 @@ class MutableTable:
         """Return a snapshot of the entries that `matches` compares with."""
         return (snapshot_components if self.are_attributes else snapshot)(self.container)
 
-    def initial_of(self, step: Step) -> tuple[Any] | None:
-        """Return what the entry was at first, ABSENT if it was not; None if it is not tracked."""
-        is_tracked = self.steps is None or step in self.steps
-        return (self.initial.get(step, ABSENT),) if is_tracked else None
+    def tracks(self, step: Step) -> bool:
+        """Return whether the component is among the entries if it is there."""
+        return self.steps is None or step in self.steps
 
 
 def find_tables(

@@ -247,28 +247,25 @@ class Tables:
 
         value: the value when it was read. then: its snapshot.
         """
-        table = self.table_of.get(id(source.root)) if source.steps else None
-        initial = table.initial_of(source.steps[0]) if table is not None else None
-        if (
-            initial is None
-            and source.steps
+        table = self.table_of.get(id(source.root))
+        if source.steps and table is not None and table.tracks(source.steps[0]):
+            before = table.initial.get(source.steps[0], ABSENT)
+            if type(before) is SymbolicNumber or id(before) in self.stand_ins:
+                value = then = before  # the read may have come before the stand-in
+            if before is not value:
+                return ANY  # the program had written the entry before the read
+        elif (
+            source.steps
             and source.dict_entry() is None
             and not self._has_stand_in(then)
             and not matches(source.read(), then)
         ):
             warnings.warn(
                 f"forward assigns '{source.name}' in a way that is not seen: runs of the program "
-                "do not; keep it in an attribute of the "
-                "module",
+                "do not; keep it in an attribute of the module",
                 stacklevel=2,
             )
             return ANY
-        if initial is not None:
-            before = initial[0]
-            if type(before) is SymbolicNumber or id(before) in self.stand_ins:
-                value = then = before  # the read may have come before the stand-in
-            if before is not value:
-                return ANY  # the program had written the entry before the read
         if source.read() is not value and not is_watched(value) and not is_table(value):
             return ANY  # an object that the trace replaced
         return self._predicate(then, used, self._is_changed(source))
