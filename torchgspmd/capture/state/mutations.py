@@ -37,7 +37,7 @@ from .object_trees import opened
 from .recorder import Reach, Recorder
 from .source import ABSENT, LISTS, Source, Step, is_table, set_component, step_name
 from .state_inputs import NumberInput, State, TensorInput
-from .symbolic_numbers import SymbolicNumber, at_backward, of, symbolic
+from .symbolic_numbers import SymbolicNumber, at_backward, conditions_of, symbolic
 from .writes import EXTEND, REPLACE, Write, replace_tensors
 
 
@@ -290,7 +290,7 @@ class Tables:
 
         def leaf(value: Any) -> Any:
             if type(value) is SymbolicNumber:
-                return of(value).number.to_conditions()
+                return conditions_of(value) or ANY
             if not isinstance(value, self.traced):
                 return (
                     ANY if isinstance(value, Tensor) and id(value) not in self.operands else value

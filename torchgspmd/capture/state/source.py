@@ -222,7 +222,7 @@ def set_component(holder: Any, step: Step, value: Any) -> None:
         set_component(table, step.name, value)
 
 
-def _set_attribute(base: type, holder: Any, name: str, value: Any) -> None:
+def _set_attribute(base: Any, holder: Any, name: str, value: Any) -> None:
     if value is ABSENT:
         base.__delattr__(holder, name)
     else:

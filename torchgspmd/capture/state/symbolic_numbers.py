@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
 from .source import Source
-from .state_inputs import COUNTED, Function, NumberInput, identity
+from .state_inputs import COUNTED, Conditions, Function, NumberInput, identity
 
 _EXACT = 2.0**53  # doubles represent smaller integers exactly
 _MANY = 64  # limit of operations; a longer expression is specialized
@@ -59,7 +59,7 @@ class BackwardNumber:
     symbol: SymbolicNumber
 
     @property
-    def traced(self) -> Tensor:
+    def traced(self) -> Tensor | None:
         """Return the number as a value of the program."""
         return _to_tensor(self.symbol)
 
@@ -154,6 +154,12 @@ def to_computed(value: Any) -> Any:
     )
 
 
+def conditions_of(symbol: SymbolicNumber) -> Conditions | None:
+    """Return the predicate on the number that a symbolic number stands for."""
+    number = of(symbol).number
+    return number.to_conditions() if isinstance(number, NumberInput) else None
+
+
 def source_of(value: Any) -> Source | None:
     """Return the source that a symbolic number is a function of; None for anything else."""
     number = of(value).number if type(value) is SymbolicNumber else None
@@ -244,11 +250,11 @@ def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
     if type(value) is int and number is not None and not of(symbol).guard_on(_is_exact):
         return None  # it may not fit into a tensor
     if not of(symbol).operation:
-        return number.traced
+        return number.traced if number is not None else None
     operation, *operands = of(symbol).operation
     if operation not in _TENSORS or type(value) is int and operation is operator.pow:
         return None
-    tensors = [_to_tensor(o) if type(o) is SymbolicNumber else o for o in operands]
+    tensors: list[Any] = [_to_tensor(o) if type(o) is SymbolicNumber else o for o in operands]
     if any(t is None for t in tensors):
         return None
     if type(value) is float:

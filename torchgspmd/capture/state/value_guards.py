@@ -44,8 +44,9 @@ class ValueGuard:
         if not all(each.holds() for each in self.inputs):
             return False
         with torch.no_grad():
-            now = [_local_values(each.tensor()) for each in self.inputs]
-            if any(tensor is None for tensor in now):
+            values = [_local_values(each.tensor()) for each in self.inputs]
+            now = [value for value in values if value is not None]
+            if len(now) < len(values):
                 return False
             if len(self.last) != len(now) or not all(map(torch.equal, now, self.last)):
                 if not torch.equal(self.function(*now), self.expected):
