@@ -14,7 +14,7 @@ docs/adding_a_collective.md adds a kind.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from ...compat.private_apis import OpOverload
@@ -29,6 +29,7 @@ from .kind import LocalStepKind as LocalStepKind
 from .kind import Step as Step
 from .kind import StepKind as StepKind
 from .kind import WireOp as WireOp
+from .kind import no_moves
 from .local_steps import shard, term, window
 from .permute import permute
 from .reduce_scatter import reduce_scatter
@@ -51,12 +52,8 @@ KINDS: dict[str, Kind] = {
         einsum_scatter,
     )
 }
+SEARCHED: list[StepKind] = []  # The kinds of steps that a search may take.
 WIRE_OPS: dict[OpOverload, WireOp] = {}  # The operations that a lowered program communicates by.
-
-
-def step_kinds() -> Iterator[StepKind]:
-    """Yield the kinds of steps between layouts."""
-    return (kind for kind in KINDS.values() if isinstance(kind, StepKind))
 
 
 def collective_kinds() -> dict[str, CollectiveKind]:
@@ -64,7 +61,10 @@ def collective_kinds() -> dict[str, CollectiveKind]:
     return {name: kind for name, kind in KINDS.items() if isinstance(kind, CollectiveKind)}
 
 
-def _fill_wire_ops() -> None:
+def _index() -> None:
+    """Fill the lists that follow from the table."""
+    kinds = [kind for kind in KINDS.values() if isinstance(kind, StepKind)]
+    SEARCHED[:] = [kind for kind in kinds if kind.moves is not no_moves]
     WIRE_OPS.clear()
     WIRE_OPS.update({w.op: w for kind in collective_kinds().values() for w in kind.wire})
 
@@ -75,12 +75,12 @@ def registered(kind: StepKind) -> Generator[None]:
     if kind.name in KINDS:
         raise ValueError(f"there is a kind '{kind.name}' already")
     KINDS[kind.name] = kind
-    _fill_wire_ops()
+    _index()
     try:
         yield
     finally:
         del KINDS[kind.name]
-        _fill_wire_ops()
+        _index()
 
 
-_fill_wire_ops()
+_index()

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 
 from ...comm.box_exchange import lacking
-from ...comm.kinds import CollectiveKind, Step, all_reduce, step_kinds
+from ...comm.kinds import SEARCHED, CollectiveKind, Step, all_reduce
 from ...comm.kinds.permute import permute_step
 from ...mesh import Mesh
 from ...shard_spec import Axes, ShardSpec, nests
@@ -126,7 +126,7 @@ class ReshardSearch:
 
     def _moves(self, spec: ShardSpec, left: float) -> Iterator[Step]:
         """Yield the steps that cost less than `left`; those that are cheap to price in any case."""
-        for kind in step_kinds():
+        for kind in SEARCHED:
             yield from kind.moves(self, spec, left)
 
     def padded_bytes(self, spec: ShardSpec, dim: int, axes: Axes) -> float:
