@@ -173,5 +173,6 @@ def on_average(
 
 def step_cost(step: Step, constants: CostConstants) -> float:
     """Return the bytes that a step sends, plus its fee."""
-    fee = step.target.fee if step.collective else "local_step_fee"
+    kind = step.target
+    fee = kind.fee if isinstance(kind, CollectiveKind) and step.collective else "local_step_fee"
     return step.sent + getattr(constants, fee)
