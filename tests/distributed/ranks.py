@@ -15,6 +15,7 @@ A check begins with torch.manual_seed(0), float32 and default warnings on every 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -175,11 +176,14 @@ _RANKS: dict[int, Ranks] = {}
 
 def ranks_of(size: int) -> Ranks:
     """Return the processes of this session."""
+    if size in _RANKS and any(process.poll() is not None for process in _RANKS[size].processes):
+        _RANKS[size].close()
     if size not in _RANKS:
         _RANKS[size] = Ranks(size)
     return _RANKS[size]
 
 
+@atexit.register
 def close_all() -> None:
     for ranks in list(_RANKS.values()):
         ranks.close()

@@ -1,4 +1,4 @@
-"""A module of Python that worker_reads.py reads, and functions of which it calls."""
+"""A module of Python that test_reads.py reads, and functions of which it calls."""
 
 SCALE, TABLE, CALLS, PRODUCT, LAST = 1.0, {"scale": 1.0}, [0, 0], 1.0, None
 
