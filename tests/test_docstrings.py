@@ -16,7 +16,7 @@ import torch
 import torchgspmd
 
 GLOBALS = {"torch": torch, **{name: getattr(torchgspmd, name) for name in torchgspmd.__all__}}
-NAMES = [name for name in torchgspmd.__all__ if name not in ("UNCONSTRAINED", "rule")]
+NAMES = [name for name in torchgspmd.__all__ if name != "UNCONSTRAINED"]
 
 
 def functions() -> Iterator[tuple[str, Callable]]:

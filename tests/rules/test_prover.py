@@ -1,31 +1,24 @@
 """The prover: every rule says of its operation what is true.
 
-For each sample of each operation with a rule, and for each factor that the rule lets be sharded:
-the operands are split along it over 2 and 3 devices, their padding poisoned, the operation is run
-on the parts as the rule says, the results are joined and compared with the operation itself.
+It runs (tests/prover.py) for each sample of each operation with a rule.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
-
 import pytest
 import torch
 from helpers import assert_same
+from prover import expected, one_operation, prove, shardable
 from samples import SAMPLES
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
-from torchgspmd.comm.simulator import Simulator, join_global, split_global
 from torchgspmd.compat.operators import AbsentOperator, aten, prims
-from torchgspmd.fx_passes import localize, partition, propagate
+from torchgspmd.fx_passes import partition, propagate
 from torchgspmd.fx_passes.ir import Rules, call_of, results_of
-from torchgspmd.fx_passes.partition.reshard import Resharder
-from torchgspmd.fx_passes.propagate.factors import assemble, operand_layout, result_pending
+from torchgspmd.fx_passes.propagate.factors import assemble
 from torchgspmd.rules import rule_of
 from torchgspmd.rules.registry import RULES
 from torchgspmd.rules.rewrites import REWRITES, rewrite_of
@@ -55,139 +48,11 @@ def test_every_rule_has_a_sample():
     assert sorted(map(str, OWN - set(SAMPLES))) == []
 
 
-def one_operation(op, args, kwargs) -> tuple[fx.Graph, fx.Node, list[Tensor]]:
-    """A graph of one operation that returns all of its results; the operation's node; its tensor
-    operands.
-    """
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    graph, mode = fx.Graph(), FakeTensorMode()
-    fakes = [mode.from_tensor(t) for t in tensors]
-    nodes = [graph.placeholder(f"x{i}") for i in range(len(tensors))]
-    for node, fake in zip(nodes, fakes):
-        node.meta["val"] = fake
-
-    def filled(with_: list) -> tuple[tuple, dict]:
-        rest = iter(with_)
-        return pytree.tree_unflatten(
-            [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
-        )
-
-    node = graph.call_function(op, *filled(nodes))
-    fake_args, fake_kwargs = filled(fakes)
-    with mode:
-        node.meta["val"] = op(*fake_args, **fake_kwargs)
-    val = node.meta["val"]
-    if isinstance(val, (tuple, list)):
-        node.meta["val"] = val = tuple(val)
-        for i, v in enumerate(val):
-            if isinstance(v, Tensor):
-                graph.call_function(operator.getitem, (node, i)).meta["val"] = v
-    graph.output(tuple(n for n in results_of(node)))
-    return graph, node, tensors
-
-
-def shard(
-    graph: fx.Graph, node: fx.Node, assignment: dict, mesh: Mesh
-) -> tuple[fx.Graph, list[ShardSpec], list[ShardSpec]] | None:
-    """The graph with the operation's factors sharded as given and its pending results reduced;
-    layouts of inputs and outputs. None where no layout of whole dimensions expresses the
-    assignment.
-    """
-    rule = rule_of(call_of(node))
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    needs = [
-        operand_layout(rule, i, tuple(n.meta["val"].shape), assignment, mesh)
-        for i, n in enumerate(placeholders)
-    ]
-    outs = [assemble(dims, assignment, rule.sizes, mesh) for dims in rule.results]
-    if None in needs or None in outs:
-        return None
-    specs = [
-        ShardSpec(axes, (), *result_pending(rule, dims, assignment))
-        for axes, dims in zip(outs, rule.results)
-    ]
-    for given, need in zip(placeholders, needs):
-        given.meta["spec"] = need.plain()
-        with graph.inserting_before(node):
-            node.replace_input_with(given, resharded(graph, given, need.plain(), need, mesh))
-    node.meta |= {"rule": rule, "assignment": assignment, "result_specs": specs}
-    returned = []
-    for value, spec in zip(results_of(node), specs):
-        value.meta["spec"] = spec
-        with graph.inserting_before(graph.output_node()):
-            returned.append(resharded(graph, value, spec, spec.with_pending(()), mesh))
-    graph.output_node().args = (tuple(returned),)
-    return graph, [need.plain() for need in needs], [s.with_pending(()) for s in specs]
-
-
-def resharded(
-    graph: fx.Graph, value: fx.Node, before: ShardSpec, after: ShardSpec, mesh: Mesh
-) -> fx.Node:
-    shape, size = tuple(value.meta["val"].shape), value.meta["val"].element_size()
-    for step in Resharder(mesh).steps(shape, size, before, after):
-        made = graph.call_function(step.target, (value, *step.args))
-        made.meta = {"val": value.meta["val"], "spec": step.spec, "step": step}
-        value = made
-    return value
-
-
-def run(
-    graph: fx.Graph, mesh: Mesh, tensors: list[Tensor], ins: list[ShardSpec], outs: list[ShardSpec]
-) -> list[Tensor]:
-    program = fx.GraphModule(nn.Module(), localize(graph, mesh))
-    parts = Simulator(program, mesh).run_devices(
-        [split_global(t, spec, mesh, poison=True) for t, spec in zip(tensors, ins)]
-    )
-    shapes = [n.meta["val"].shape for n in graph.output_node().args[0]]
-    return [join_global(p, spec, shape, mesh) for p, spec, shape in zip(parts, outs, shapes)]
-
-
-def expected(op, args, kwargs) -> list[Tensor]:
-    torch.manual_seed(1)
-    return [
-        t.contiguous() for t in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(t, Tensor)
-    ]
-
-
-def check(op, number: int, assignment: dict, mesh: Mesh) -> None:
-    args, kwargs = SAMPLES[op][number]()
-    graph, node, tensors = one_operation(op, args, kwargs)
-    made = shard(graph, node, assignment, mesh)
-    if made is None:
-        return
-    torch.manual_seed(1)
-    assert_same(
-        run(made[0], mesh, tensors, *made[1:]),
-        expected(op, args, kwargs),
-        f"{op} {assignment} {mesh!r}",
-    )
-
-
-def shardable(op, number: int) -> list[str]:
-    rule = rule_of(call_of(one_operation(op, *SAMPLES[op][number]())[1]))
-    return [factor for factor in rule.sizes if factor not in rule.replicated]
-
-
 @pytest.mark.parametrize("op, number", CASES)
 def test_every_factor_can_be_sharded(op, number):
-    check(op, number, {}, Mesh(m=2))
-    for factor in shardable(op, number):
-        for mesh in (Mesh(m=2), Mesh(m=3)):
-            check(op, number, {factor: ("m",)}, mesh)
-
-
-@pytest.mark.parametrize("op, number", CASES)
-def test_two_factors_at_once(op, number):
-    mesh = Mesh(a=2, b=3)
-    for one, two in itertools.permutations(shardable(op, number)[:4], 2):
-        check(op, number, {one: ("a",), two: ("b",)}, mesh)
-
-
-@pytest.mark.parametrize("op, number", CASES)
-def test_two_axes_on_one_factor(op, number):
-    for factor in shardable(op, number):
-        check(op, number, {factor: ("b", "a")}, Mesh(a=2, b=2))
+    """Each over 2 and 3 devices, two at once, and over two axes."""
+    args, kwargs = SAMPLES[op][number]()
+    prove(op, *args, **kwargs)
 
 
 @pytest.mark.parametrize("op, number", CASES)
@@ -225,7 +90,7 @@ def test_partition_shards_the_factor_that_inputs_and_outputs_are_laid_out_by(op,
     mesh = Mesh(m=2)
     if not any(t.numel() for t in expected(op, *SAMPLES[op][number]())):
         pytest.skip("nothing to shard: the layout of an empty tensor costs nothing either way")
-    for factor in shardable(op, number):
+    for factor in shardable(op, *SAMPLES[op][number]()):
         graph, node, tensors = one_operation(op, *SAMPLES[op][number]())
         rule = rule_of(call_of(node))
         assignment = {factor: ("m",)}
@@ -475,11 +340,15 @@ UNDEFINED = {
 _LONG = torch.full((40_000,), 0.3)
 DRAWN = {  # what one device draws by PyTorch's generator has the same distribution
     aten.rand.default: ([40_000],),
+    aten.rand.generator: ([40_000], dict(generator=None)),
     aten.randn.default: ([40_000],),
+    aten.randn.generator: ([40_000], dict(generator=None)),
     aten.rand_like.default: (_LONG,),
     aten.randn_like.default: (_LONG,),
     aten.randint.default: (9, [40_000]),
     aten.randint.low: (-3, 1 << 20, [40_000]),
+    aten.randint.generator: (9, [40_000], dict(generator=None)),
+    aten.randint.low_generator: (-3, 1 << 20, [40_000], dict(generator=None)),
     aten.randint_like.default: (_LONG, 9),
     aten.randint_like.low_dtype: (_LONG, -3, 9),
     aten.bernoulli.p: (_LONG, 0.3),
@@ -495,6 +364,7 @@ DRAWN = {  # what one device draws by PyTorch's generator has the same distribut
     aten.cauchy.default: (_LONG, 0.5, 2.0),
     aten.geometric.default: (_LONG, 0.3),
     aten.randperm.default: (40_000,),
+    aten.randperm.generator: (40_000, dict(generator=None)),
     aten.multinomial.default: (torch.arange(9.0), 40_000, True),
     aten.native_dropout.default: (_LONG, 0.3, True),
     aten.rrelu_with_noise_functional.default: (-_LONG, _LONG, 0.1, 0.3, True),

@@ -15,13 +15,12 @@ from ..annotate import mark_sharding
 from ..compat.private_apis import _engine_run_backward
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
+from ..rules.rewrites import DECLINED, rewrite_of
 from .cached_constants import CachedConstants
 from .functionalize import Functional, FunctionalTensor, set_data
-from .rewrites import sparse_coo
+from .rewrites import products, sparse_coo, value_free  # noqa: F401 (they register rewrites)
 from .rewrites.inline_python import bodies
 from .rewrites.masked_indexing import SELECTIONS
-from .rewrites.products import REPLACEMENTS
-from .rewrites.value_free import VALUE_REPLACEMENTS
 from .state.symbolic_numbers import specialize_tree
 from .trace_context import at_once, is_transforming
 from .unsupported import check_dense
@@ -74,10 +73,10 @@ class CallInterceptor(TorchFunctionMode):
             or func is torch.sparse_coo_tensor
         ):
             return self._run_sparse(func, args, kwargs)
-        for value in args if func in REPLACEMENTS else ():
+        for value in args if rewrite_of("product", func) else ():
             if isinstance(value, Tensor):
                 check_dense(f"an operand of {func.__name__}", value)
-        replacement = REPLACEMENTS.get(func) or VALUE_REPLACEMENTS.get(func)
+        replacement = rewrite_of("product", func) or rewrite_of("value", func)
         if (
             kwargs.get("out") is not None
             or is_transforming()
@@ -85,8 +84,8 @@ class CallInterceptor(TorchFunctionMode):
             and not _accepts(replacement, args, kwargs)
         ):
             replacement = None  # torch.func does not take custom operations
-        result = replacement(*args, **kwargs) if replacement is not None else NotImplemented
-        if result is NotImplemented:
+        result = replacement(*args, **kwargs) if replacement is not None else DECLINED
+        if result is DECLINED:
             result = self._run(func, args, kwargs)
         self.tracker.after(result)
         self.constants.record_result(args, kwargs, result)
@@ -96,14 +95,14 @@ class CallInterceptor(TorchFunctionMode):
         """Run a function with sparse operands on their indices and values."""
         if func is torch.sparse_coo_tensor:
             result = sparse_coo.sparse_coo_tensor(*args, **kwargs)
-            return func(*args, **kwargs) if result is NotImplemented else result
+            return func(*args, **kwargs) if result is DECLINED else result
         if (body := sparse_coo.body(func)) is None:
             return func(*args, **kwargs)
         with at_once():  # reads the entries of constants
             args, kwargs = pytree.tree_map(sparse_coo.with_entries, (args, kwargs))
         with self:
-            result = body(*args, **kwargs) if _accepts(body, args, kwargs) else NotImplemented
-        if result is NotImplemented:
+            result = body(*args, **kwargs) if _accepts(body, args, kwargs) else DECLINED
+        if result is DECLINED:
             check_dense(
                 f"an operand of {func.__name__}",
                 next(filter(sparse_coo.is_sparse, (*args, *kwargs.values()))),
@@ -115,7 +114,7 @@ class CallInterceptor(TorchFunctionMode):
         for body in bodies(func):
             with self:
                 result = body(*args, **kwargs)
-            if result is not NotImplemented:
+            if result is not DECLINED:
                 return result
         return func(*args, **kwargs)
 

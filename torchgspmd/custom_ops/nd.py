@@ -104,19 +104,11 @@ def attention_on_cpu(
     )
 
 
-def attention_backward_on_cpu(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward_on_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `attention_backward` by PyTorch's CPU kernel. v must be as wide as q."""
+    *tensors, lse, causal, scale = args
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_contiguous_rows(grad, q, k, v, out), lse, 0.0, causal, scale=scale
+        *_contiguous_rows(*tensors), lse, 0.0, causal, scale=scale
     )
 
 

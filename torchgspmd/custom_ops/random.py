@@ -9,6 +9,7 @@ public domain), each keyed by half of the seed. It is a counter-based generator,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,16 +65,8 @@ def uniform(
 
 
 @uniform.register_fake
-def _(
-    seed: Tensor,
-    stream: int,
-    shape: Sequence[int],
-    first: Sequence[int],
-    whole: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    native: bool,
-) -> Tensor:
+def _(seed: Tensor, stream: int, shape: Sequence[int], *options: Any) -> Tensor:
+    _, _, dtype, device, _ = options
     return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,23 +113,7 @@ def band(
 
 
 @band.register_fake
-def _(
-    op: str,
-    dim: int,
-    rows: int,
-    positions: int,
-    corners: bool | None,
-    scale: float | None,
-    back: bool,
-    start: int,
-    count: int,
-    first: int,
-    length: int,
-    width: int,
-    kind: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(count * width, dtype=torch.int64, device=device),
-        torch.empty(count, width, dtype=kind, device=device),
-    )
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    count, _, _, width, kind, device = args[-6:]
+    rows = torch.empty(count * width, dtype=torch.int64, device=device)
+    return rows, torch.empty(count, width, dtype=kind, device=device)

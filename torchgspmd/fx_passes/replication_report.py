@@ -39,7 +39,7 @@ def replication_report(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
         rule = node.meta.get("rule")
         if rule is None or "mark" in node.meta:
             continue
-        if not rule.known:
+        if not rule.described:
             size = sum(t.numel() * t.element_size() for t in tensors_of(node))
             why = (
                 "its sizes depend on values"

@@ -50,7 +50,7 @@ def _moved_constant(node: fx.Node) -> fx.Node | Declined:
     return _full(node, number)
 
 
-def _full(node: fx.Node, number: float) -> fx.Node:
+def _full(node: fx.Node, number: float | None) -> fx.Node:
     """Return a constant tensor in place of a node."""
     val = node.meta["val"]
     return replacement_call(
@@ -102,7 +102,6 @@ def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | Decl
     source, index = pads[0], index - pads[1].get(dim, (0, 0))[0]
     if 0 <= index < source.meta["val"].shape[dim]:
         return _read_or_select(node, source, dim, index)
-    assert pads[2] is not None
     return _full(node, pads[2])
 
 
@@ -179,7 +178,7 @@ def _pad_and_slice(node: fx.Node) -> fx.Node | Declined:
     The result is one pad with a negative end.
     """
     second = _pads_of(node)
-    first = _pads_of(node.args[0]) if second and isinstance(node.args[0], fx.Node) else None
+    first = _pads_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     if not first or not second or first[2] is not None and second[2] is not None:  # both add rows
         return DECLINED
     x, pads, val = (
@@ -213,7 +212,7 @@ def _pads_of(node: fx.Node) -> tuple[fx.Node, Pads, float | None] | None:
         return None
     if node.target is aten.constant_pad_nd.default:
         rank, flat, *number = node.meta["val"].dim(), *node.args[1:]
-        pads = {rank - 1 - i // 2: (flat[i], flat[i + 1]) for i in range(0, len(flat), 2)}
+        pads = {rank - 1 - i // 2: tuple(flat[i : i + 2]) for i in range(0, len(flat), 2)}
         return node.args[0], pads, (*number, 0)[0] if max(flat) > 0 else None
     if node.target is aten.slice.Tensor:
         d, *cut = _cut(node.args[0].meta["val"].shape, *node.args[1:])

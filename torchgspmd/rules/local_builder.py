@@ -1,8 +1,10 @@
 """What the `emit` of a LocalForm may ask for while it writes the program of one device."""
 
+# pyright: reportReturnType=false
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +14,9 @@ from ..halo import Window
 from .notation import FactorRule
 
 
-class LocalResult(Protocol):
-    """A result of the operation, as one device has it."""
+@dataclass
+class LocalTensor:
+    """The local shape, dtype and device of a result."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -26,7 +29,7 @@ class LocalBuilder(Protocol):
     node: fx.Node
     rule: FactorRule
     assignment: Mapping[str, tuple[str, ...]]  # factor -> mesh axes that shard it
-    results: Sequence[LocalResult]
+    results: Sequence[LocalTensor]
 
     def size(self, factor: str) -> int:
         """Return the length of a device's shard of a factor."""

@@ -41,7 +41,7 @@ class LocalForm:
     emit: Callable[..., Any] | None = None
     when: Names = frozenset()
     # Otherwise: (args, kwargs, Shapes) -> args, kwargs for local shapes.
-    arguments: Callable[..., Any] | None = None
+    arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     # Operand -> the value that its padding must hold along any factor, such as a valid index.
     fill: Mapping[int, float] = field(default_factory=dict[int, float])
     # Whether `emit` computes by positions along `when`. It then masks padding there itself, and
@@ -87,8 +87,8 @@ class FactorRule:
     split: Split | None = None
     # Whether the number of multiplications is the product of all factor sizes.
     contraction: bool = False
-    # False: the operation has no rule, so it runs replicated.
-    known: bool = True
+    # False: no rule describes the operation, so it runs replicated.
+    described: bool = True
     text: str = ""
 
     def __str__(self) -> str:
@@ -189,18 +189,18 @@ class Sentence:
         left, arrow, right = text.partition("->")
         if not arrow or "->" in right:
             raise ValueError(f"rule '{text}' needs exactly one '->'")
-        operands, results = (
+        sides = [
             tuple(_tokens(t, text) for t in side.split(",")) if side.strip() else ()
             for side in (left, right)
-        )
+        ]
         factors = {
             name
-            for tokens in operands
+            for tokens in sides[0]
             for name in " ".join(tokens).replace("(", " ").replace(")", " ").split()
         }
-        if not factors and operands:
+        if not factors and sides[0]:
             raise ValueError(f"rule '{text}' names no factor")
-        return cls(operands, results, text)
+        return cls(sides[0], sides[1], text)
 
     def bind(
         self, call: Call, sizes: Mapping[str, int] | None = None, **keywords: Any
@@ -237,11 +237,10 @@ def make_rule(
             for dims in tensors
         )
 
-    kinds = (
-        cast(Mapping[str, str], reduce)
-        if isinstance(reduce, Mapping)
-        else dict.fromkeys(_names(reduce), "sum")
-    )
+    if isinstance(reduce, Mapping):
+        kinds = cast(Mapping[str, str], reduce)
+    else:
+        kinds = dict.fromkeys(_names(reduce), "sum")
     return FactorRule(
         clean(operands),
         clean(results),
@@ -287,7 +286,7 @@ def _tokens(text: str, sentence: str) -> tuple[str, ...]:
             f"'{text.strip()}' in rule '{sentence}' has nested or unpaired parentheses"
         )
     for token in tokens:
-        names = token.strip("()").split() if token != "..." else []
+        names: list[str] = token.strip("()").split() if token != "..." else []
         if any(not (name.isidentifier() or name == "1") for name in names):
             raise ValueError(f"'{token}' in rule '{sentence}' is not a factor")
     if tokens.count("...") > 1:

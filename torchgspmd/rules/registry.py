@@ -61,7 +61,7 @@ def replicated_rule(call: Call) -> FactorRule:
         dims[:count],
         dims[count:],
         replicated=[name for names in dims for name in names],
-        known=all(size < 2 for t in tensors for size in t.shape),
+        described=all(size < 2 for t in tensors for size in t.shape),
     )
 
 

@@ -1,6 +1,10 @@
 """The one table of what stands in the place of what.
 
     level       target                      apply(the arguments of a call) -> its results
+    product     a function of torch         computes it by operations that keep all dimensions
+    value       a function of torch         computes it without reading values
+    body        a function of torch         computes it by calls that the trace sees
+    sparse      a function, or its name     the same for sparse operands
     decompose   an operator                 computes it by others; applied to all calls
     split       an operator with a rule     the same, where shards of a replicated factor, or of one
                                             with a halo, are asked for; `shards` is their number
@@ -20,7 +24,7 @@ from typing import Any
 
 from ..compat.operators import AbsentOperator
 
-LEVELS = ("decompose", "split", "xla", "simplify")
+LEVELS = ("product", "value", "body", "sparse", "decompose", "split", "xla", "simplify")
 
 
 class Declined(Enum):

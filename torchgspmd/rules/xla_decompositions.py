@@ -44,7 +44,7 @@ rewrite("xla", ours.attention_backward.default)(attention_backward_by_products)
 
 
 @rewrite("xla", aten.roll.default)
-def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+def _roll(x: Tensor, shifts: list[int], dims: Sequence[int] = ()) -> Tensor:
     """Compute roll by two slices and a cat, in which XLA sees a shift between neighbours."""
     if not dims:
         return _roll(x.reshape(-1), shifts, [0]).reshape(x.shape)

@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...rules.rewrites import DECLINED, rewrite
 
+
+@rewrite("body", F.embedding_bag)
 def embedding_bag(
     input: Tensor,
     weight: Tensor,
@@ -28,14 +31,14 @@ def embedding_bag(
     dense.
     """
     if max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean", "max"):
-        return NotImplemented
+        return DECLINED
     if (
         input.dim() == 1
         and (offsets is None or not input.numel())
         or per_sample_weights is not None
         and mode != "sum"
     ):
-        return NotImplemented
+        return DECLINED
     rows = F.embedding(input, weight)  # [b, l, d] or [n, d]
     if padding_idx is None:
         counts = torch.ones_like(input, dtype=torch.bool)
@@ -78,6 +81,7 @@ def _largest(rows: Tensor, counts: Tensor, places: Tensor, bag: Tensor, bags: in
     return rows.gather(0, first.clamp(max=end - 1)).masked_fill(first == end, 0)
 
 
+@rewrite("body", torch.segment_reduce)
 def segment_reduce(
     data: Tensor,
     reduce: str,
@@ -95,9 +99,9 @@ def segment_reduce(
     """
     bounds = lengths if lengths is not None else offsets
     if axis or indices is not None or bounds is None or bounds.dim() != 1:
-        return NotImplemented
+        return DECLINED
     if reduce not in _REDUCTIONS or reduce == "mean" and initial is not None:
-        return NotImplemented
+        return DECLINED
     ends = lengths.cumsum(0) if lengths is not None else offsets[1:]
     places = torch.arange(data.shape[0], device=data.device, dtype=ends.dtype)
     segment = torch.searchsorted(ends, places, right=True)

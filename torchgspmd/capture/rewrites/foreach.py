@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...rules.rewrites import DECLINED
+
 
 def tensor_by_tensor(function: Callable) -> Callable | None:
     """Return a body of torch._foreach_x that calls torch.x or Tensor.x_ for each tensor.
@@ -105,7 +107,7 @@ def _adam(decoupled: bool) -> Callable:
         found_inf: Any = None,
     ) -> Any:
         if grad_scale is not None or found_inf is not None:
-            return NotImplemented
+            return DECLINED
         for i, (p, g, m, v, step) in enumerate(
             zip(params, grads, exp_avgs, exp_avg_sqs, state_steps)
         ):
@@ -144,7 +146,7 @@ def _sgd(
 ) -> Any:
     """Run _fused_sgd_ tensor by tensor."""
     if grad_scale is not None or found_inf is not None:
-        return NotImplemented
+        return DECLINED
     for i, (p, g) in enumerate(zip(params, grads)):
         g = (-g if maximize else g) + p * weight_decay
         if momentum:

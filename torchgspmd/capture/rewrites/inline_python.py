@@ -11,32 +11,21 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
-from .embedding_bag import embedding_bag, segment_reduce
+from ...rules.rewrites import rewrite_of
+from . import embedding_bag, multihead_attention, rnn  # noqa: F401 (they register bodies)
 from .foreach import tensor_by_tensor
-from .multihead_attention import multi_head_attention
-from .rnn import RECURRENT
-
-REWRITTEN_BODIES: dict[Callable, Callable] = {
-    **RECURRENT,
-    F.embedding_bag: embedding_bag,
-    torch.segment_reduce: segment_reduce,
-    F.multi_head_attention_forward: multi_head_attention,
-}
 
 
 @cache
 def bodies(function: Callable) -> tuple[Callable, ...]:
     """Return functions that compute the same by calls that a mode sees, the better first.
 
-    One that returns NotImplemented is followed by the next.
+    One that declines is followed by the next.
     """
     return tuple(
         body
         for body in (
-            REWRITTEN_BODIES.get(function),
+            rewrite_of("body", function),
             tensor_by_tensor(function),
             _copy_without_dispatch(function),
         )

@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...rules.rewrites import DECLINED, rewrite
+
 # Letters: n batch, l and s positions of queries and of keys, h heads, d width of a head, i and o
 # width of inputs and results.
 
 
+@rewrite("body", F.multi_head_attention_forward)
 def multi_head_attention(
     query: Tensor,
     key: Tensor,
@@ -54,9 +57,9 @@ def multi_head_attention(
         or any(t is not None for t in (bias_k, bias_v, static_k, static_v))
         or not _is_supported(inputs, width, num_heads)
     ):
-        return NotImplemented  # rare, or a mistake that PyTorch will explain
+        return DECLINED  # rare, or a mistake that PyTorch will explain
     if is_causal and attn_mask is None:
-        return NotImplemented
+        return DECLINED
     weights: Sequence[Tensor | None] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if not use_separate_proj_weight:
         assert in_proj_weight is not None

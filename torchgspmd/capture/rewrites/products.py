@@ -2,10 +2,9 @@
 
     F.linear(x, w)      # x [a, c, b], w [d, b]: einsum("acb,db->acd"), without a flattened batch
 
-REPLACEMENTS maps functions of PyTorch's Python interface to what a trace calls in their place. A
-replacement returns NotImplemented for what it cannot express, such as repeated letters or broadcast
-batch dimensions of size 1. PyTorch's own function runs then, and is correct all the same. istft is
-here because PyTorch's reads values.
+A trace calls these in the place of functions of PyTorch's Python interface. They decline what they
+cannot express, such as repeated letters or broadcast batch dimensions of size 1. PyTorch's own
+function runs then, and is correct all the same. istft is here because PyTorch's reads values.
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ from ...annotate import check_mark, mark_sharding, mark_sharding_op
 from ...compat.operators import aten
 from ...custom_ops.nd import attention, einsum, summed_alone
 from ...mesh import Mesh
+from ...rules.rewrites import DECLINED, rewrite
 from ...shard_spec import SpecLike
 
 
+@rewrite("product", mark_sharding)
 def _mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
     """Run mark_sharding as an operation of the graph."""
     return mark_sharding_op(tensor, str(mesh), str(check_mark(tensor, mesh, spec)))
@@ -46,19 +47,21 @@ def _einsum(equation: str, a: Tensor, b: Tensor) -> Any:
     """Contract two operands; autocast applies."""
     a, b = _autocast(a, b)
     if a.dtype != b.dtype or a.is_sparse or b.is_sparse:
-        return NotImplemented
+        return DECLINED
     return einsum(equation, a, b)
 
 
+@rewrite("product", F.linear)
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Run F.linear without flattening the batch."""
     if weight.dim() != 2 or input.dim() < 1:
-        return NotImplemented
+        return DECLINED
     lead = ascii_letters[2 : input.dim() + 1]
     y = _einsum(f"{lead}b,ab->{lead}a", input, weight)
-    return y if bias is None or y is NotImplemented else y + bias.to(y.dtype)
+    return y if bias is None or y is DECLINED else y + bias.to(y.dtype)
 
 
+@rewrite("product", torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _matmul(input: Tensor, other: Tensor) -> Any:
     """Run torch.matmul as an einsum of the two operands."""
     if (
@@ -67,18 +70,19 @@ def _matmul(input: Tensor, other: Tensor) -> Any:
         or not input.dim()
         or not other.dim()
     ):
-        return NotImplemented
+        return DECLINED
     rows = "m" if input.dim() > 1 else ""
     columns = "n" if other.dim() > 1 else ""
     a_batch, b_batch = input.shape[:-2], other.shape[:-2]
     batch = "abcdefgh"[: max(len(a_batch), len(b_batch))]
     if len(batch) > 8 or (a_batch and b_batch and a_batch != b_batch):
-        return NotImplemented
+        return DECLINED
     a = (batch if a_batch else "") + rows + "k"
     b = (batch if b_batch else "") + "k" + columns
     return _einsum(f"{a},{b}->{batch}{rows}{columns}", input, other)
 
 
+@rewrite("product", Tensor.__rmatmul__)
 def _reflected_matmul(input: Tensor, other: Tensor) -> Any:
     return _matmul(other, input)
 
@@ -88,7 +92,7 @@ def _matrix_product(dims: int) -> Callable:
 
     def product(input: Tensor, mat2: Tensor, **options: Any) -> Any:
         return (
-            NotImplemented
+            DECLINED
             if options or input.dim() != dims or mat2.dim() != dims
             else _matmul(input, mat2)
         )
@@ -96,6 +100,7 @@ def _matrix_product(dims: int) -> Callable:
     return product
 
 
+@rewrite("product", torch.einsum)
 def _torch_einsum(*args: Any) -> Any:
     """Run torch.einsum as a chain of contractions of two operands, from left to right."""
     equation, *operands = args
@@ -105,7 +110,7 @@ def _torch_einsum(*args: Any) -> Any:
         _explicit(equation, operands) if isinstance(equation, str) and len(operands) > 1 else None
     )
     if terms is None:
-        return NotImplemented
+        return DECLINED
     *left, out = terms
     a, letters = operands[0], left[0]
     for i, (b, b_letters) in enumerate(zip(operands[1:], left[1:]), start=1):
@@ -118,8 +123,8 @@ def _torch_einsum(*args: Any) -> Any:
         a, letters = summed_alone(a, letters, b_letters + result)
         b, b_letters = summed_alone(b, b_letters, letters + result)
         a = _einsum(f"{letters},{b_letters}->{result}", a, b)
-        if a is NotImplemented:
-            return NotImplemented
+        if a is DECLINED:
+            return DECLINED
         letters = result
     return a
 
@@ -151,6 +156,7 @@ def _explicit(equation: str, operands: Any) -> list[str] | None:
     return [*terms, out]
 
 
+@rewrite("product", F.scaled_dot_product_attention)
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -166,7 +172,7 @@ def _attention(
     It is one node if nothing comes between the two products.
     """
     if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
-        return NotImplemented
+        return DECLINED
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     query, key, value = _autocast(query, key, value)
@@ -193,6 +199,7 @@ def _attention(
     return einsum(f"{lead}st,{lead}tx->{lead}sx", weights, value)
 
 
+@rewrite("product", F.pad)
 def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
     """Pad circularly by a concatenation; PyTorch writes into slices of a new tensor."""
     if (
@@ -200,7 +207,7 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
         or min(pad) < 0
         or any(n > input.shape[-1 - i // 2] for i, n in enumerate(pad))
     ):
-        return NotImplemented
+        return DECLINED
     for i in range(0, len(pad), 2):
         d, (before, behind) = input.dim() - 1 - i // 2, pad[i : i + 2]
         pieces = [
@@ -212,6 +219,7 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
     return input
 
 
+@rewrite("product", F.cross_entropy)
 def _cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -224,12 +232,13 @@ def _cross_entropy(
 ) -> Any:
     """Run F.cross_entropy of volumes, with class indices as targets."""
     if input.dim() < 5 or target.is_floating_point() or label_smoothing:
-        return NotImplemented
+        return DECLINED
     return _nll_loss(
         input.log_softmax(1), target, weight, size_average, ignore_index, reduce, reduction
     )
 
 
+@rewrite("product", F.nll_loss)
 def _nll_loss(
     input: Tensor,
     target: Tensor,
@@ -244,7 +253,7 @@ def _nll_loss(
     PyTorch flattens them to [n, c, 1, x y z].
     """
     if input.dim() < 5 or size_average is not None or reduce is not None:
-        return NotImplemented
+        return DECLINED
     counts = target != ignore_index
     label = torch.where(counts, target, 0)
     losses = -input.gather(1, label.unsqueeze(1)).squeeze(1)  # [n, x, y, z]
@@ -259,6 +268,7 @@ def _nll_loss(
     )
 
 
+@rewrite("product", torch.istft, Tensor.istft)
 def _istft(
     input: Tensor,
     n_fft: int,
@@ -283,7 +293,7 @@ def _istft(
         and onesided
         or input.shape[-2] != (n_fft // 2 + 1 if onesided else n_fft)
     ):
-        return NotImplemented
+        return DECLINED
     spectrum = input.mT * math.sqrt(n_fft) if normalized else input.mT  # [.., t, frequency]
     frames = (
         torch.fft.ifft(spectrum, n_fft)
@@ -304,22 +314,5 @@ def _istft(
     return signal if length is None else F.pad(signal, (0, length - (end - start)))
 
 
-REPLACEMENTS: dict[Callable, Callable] = {
-    mark_sharding: _mark,
-    F.cross_entropy: _cross_entropy,
-    F.linear: _linear,
-    F.nll_loss: _nll_loss,
-    F.pad: _pad,
-    F.scaled_dot_product_attention: _attention,
-    torch.einsum: _torch_einsum,
-    torch.istft: _istft,
-    Tensor.istft: _istft,
-    torch.bmm: _matrix_product(3),
-    Tensor.bmm: _matrix_product(3),
-    torch.mm: _matrix_product(2),
-    Tensor.mm: _matrix_product(2),
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    Tensor.__rmatmul__: _reflected_matmul,
-}
+rewrite("product", torch.bmm, Tensor.bmm)(_matrix_product(3))
+rewrite("product", torch.mm, Tensor.mm)(_matrix_product(2))

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...rules.rewrites import DECLINED, rewrite
+
 # A cell: (what the input adds to the gates [n, gate, unit], what the hidden state adds, the state)
 # -> the next state, hidden first.
 
@@ -43,7 +45,7 @@ def _recurrent(cell: Callable, gates: int) -> Callable:
 
     def body(input: Tensor, hx: Any, params: Any, *options: Any) -> Any:
         if isinstance(hx, Tensor) and not hx.is_floating_point():
-            return NotImplemented  # a packed sequence: these are the sizes of its batches
+            return DECLINED  # a packed sequence: these are the sizes of its batches
         has_biases, layers, dropout, train, bidirectional, batch_first = options
         # [layers * directions, n, unit] each
         states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
@@ -106,9 +108,7 @@ def _gates(equation: str, x: Tensor, weight: Tensor, bias: Tensor | None, gates:
     return y if bias is None else y + bias.view(gates, -1).to(y.dtype)
 
 
-RECURRENT: dict[Callable, Callable] = {
-    torch.lstm: _recurrent(_lstm, 4),
-    torch.gru: _recurrent(_gru, 3),
-    torch.rnn_tanh: _recurrent(partial(_simple, torch.tanh), 1),
-    torch.rnn_relu: _recurrent(partial(_simple, torch.relu), 1),
-}
+rewrite("body", torch.lstm)(_recurrent(_lstm, 4))
+rewrite("body", torch.gru)(_recurrent(_gru, 3))
+rewrite("body", torch.rnn_tanh)(_recurrent(partial(_simple, torch.tanh), 1))
+rewrite("body", torch.rnn_relu)(_recurrent(partial(_simple, torch.relu), 1))

@@ -19,8 +19,11 @@ from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
 from ...compat.private_apis import is_missing
+from ...rules.rewrites import DECLINED, rewrite, rewrite_of
 from ..trace_context import at_once, is_capturing
 from ..unsupported import check_dense
+
+_PROPERTIES: Any = Tensor  # their types are not those of methods
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,14 @@ def with_entries(value: Any) -> Any:
 def body(function: Callable) -> Callable | None:
     """Return a body that computes a function on sparse operands.
 
-    The body returns NotImplemented for what is not supported. Return None if the function itself
-    works.
+    The body declines what is not supported. Return None if the function itself works.
     """
     name = getattr(function, "__name__", "")
+    # Functions and methods share names.
     return (
-        _PROPERTY_BODIES.get(function)
-        or _BODIES.get(name)
-        or (None if name in _METADATA_ONLY else _not_implemented)
+        rewrite_of("sparse", function)
+        or rewrite_of("sparse", name)
+        or (None if name in _METADATA_ONLY else _decline)
     )
 
 
@@ -114,24 +117,25 @@ def stand_in(entries: Entries) -> Tensor:
 def sparse_coo_tensor(
     indices: Any, values: Any, size: Any = None, *, dtype: torch.dtype | None = None, **options: Any
 ) -> Any:
-    """Run torch.sparse_coo_tensor of a vector of values, else return NotImplemented."""
+    """Run torch.sparse_coo_tensor of a vector of values, else decline."""
     if (
         not (isinstance(indices, Tensor) and isinstance(values, Tensor) and values.dim() == 1)
         or size is None
         or options.keys() - _CHECKS
     ):
-        return NotImplemented
+        return DECLINED
     return stand_in(Entries(indices, values.to(dtype or values.dtype), tuple(size)))
 
 
-def _not_implemented(*_: Any, **__: Any) -> Any:
-    return NotImplemented
+def _decline(*_: Any, **__: Any) -> Any:
+    return DECLINED
 
 
+@rewrite("sparse", "mm", "matmul", "mv", "_sparse_mm")
 def _product(a: Tensor, b: Tensor) -> Any:
     """Multiply by a sparse matrix, as an index_add of scaled rows."""
     if is_sparse(a) and is_sparse(b) or a.dim() != 2 or b.dim() > 2:
-        return NotImplemented
+        return DECLINED
     if is_sparse(b):
         return _product(_transpose(b), a.t()).t()
     entries = Entries.of(a)
@@ -142,23 +146,27 @@ def _product(a: Tensor, b: Tensor) -> Any:
     )
 
 
+@rewrite("sparse", "addmm", "_sparse_addmm")
 def _addmm(addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     product = _product(a, b)
-    return NotImplemented if product is NotImplemented else beta * addend + alpha * product
+    return DECLINED if product is DECLINED else beta * addend + alpha * product
 
 
+@rewrite("sparse", "linear")
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    product = NotImplemented if is_sparse(weight) else _product(x, weight.t())
-    return product if product is NotImplemented or bias is None else product + bias
+    product = DECLINED if is_sparse(weight) else _product(x, weight.t())
+    return product if product is DECLINED or bias is None else product + bias
 
 
+@rewrite("sparse", _PROPERTIES.T.__get__, _PROPERTIES.mT.__get__, "t", "transpose")
 def _transpose(a: Tensor, dim0: int = 0, dim1: int = 1) -> Any:
     if a.dim() != 2 or dim0 % 2 == dim1 % 2:
-        return NotImplemented
+        return DECLINED
     entries = Entries.of(a)
     return Entries(entries.indices.flip(0), entries.values, entries.shape[::-1]).tensor()
 
 
+@rewrite("sparse", "to_dense")
 def _to_dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     entries = Entries.of(a)
     values = entries.values.to(dtype or entries.values.dtype)
@@ -167,30 +175,33 @@ def _to_dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     )
 
 
+@rewrite("sparse", "mul", "multiply")
 def _scale(a: Any, b: Any) -> Any:
     """Multiply by a number or a dense tensor."""
     a, b = (a, b) if is_sparse(a) else (b, a)
     entries = Entries.of(a)
     if is_sparse(b):
-        return NotImplemented
+        return DECLINED
     if isinstance(b, Tensor) and b.dim():
         b = b.expand(entries.shape)[entries.indices.unbind(0)]
     return entries.scaled(entries.values * b)
 
 
+@rewrite("sparse", "div", "true_divide")
 def _divide(a: Any, b: Any) -> Any:
     return (
-        NotImplemented
+        DECLINED
         if not is_sparse(a) or isinstance(b, Tensor) and b.dim()
         else Entries.of(a).scaled(Entries.of(a).values / b)
     )
 
 
+@rewrite("sparse", "add")
 def _add(a: Any, b: Any) -> Any:
     """Add two sparse tensors, or scatter a sparse one into a dense one."""
     first = Entries.of(a if is_sparse(a) else b)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
-        return NotImplemented
+        return DECLINED
     if is_sparse(a) and is_sparse(b):
         indices, values = (
             torch.cat(both, -1)
@@ -202,6 +213,7 @@ def _add(a: Any, b: Any) -> Any:
     )
 
 
+@rewrite("sparse", "sum", "_sparse_sum")
 def _sum(a: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
     """Sum the entries over dimensions."""
     entries = Entries.of(a)
@@ -219,10 +231,12 @@ def _sum(a: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
     )
 
 
+@rewrite("sparse", _PROPERTIES.data.__get__, "detach")
 def _detach(a: Tensor) -> Tensor:
     return Entries.of(a).scaled(Entries.of(a).values.detach())
 
 
+@rewrite("sparse", "to")
 def _cast(a: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run Tensor.to."""
     return Entries.of(a).scaled(Entries.of(a).values.to(*args, **kwargs))
@@ -235,7 +249,7 @@ def _cast_to(dtype: torch.dtype) -> Callable:
 def _coalesced_field(part: str) -> Callable:
     def body(a: Tensor) -> Any:
         entries = Entries.of(a)
-        return getattr(entries, part) if entries.coalesced else NotImplemented
+        return getattr(entries, part) if entries.coalesced else DECLINED
 
     return body
 
@@ -257,43 +271,17 @@ _METADATA_ONLY = {
     "element_size",
     "is_same_size",
 }
-_PROPERTIES: Any = Tensor
-_PROPERTY_BODIES: dict[Callable, Callable] = {
-    _PROPERTIES.T.__get__: _transpose,
-    _PROPERTIES.mT.__get__: _transpose,
-    _PROPERTIES.data.__get__: _detach,
-}
-_BODIES: dict[str, Callable] = {  # by the names that functions and methods share
-    "mm": _product,
-    "matmul": _product,
-    "mv": _product,
-    "_sparse_mm": _product,
-    "addmm": _addmm,
-    "_sparse_addmm": _addmm,
-    "linear": _linear,
-    "t": _transpose,
-    "transpose": _transpose,
-    "to_dense": _to_dense,
-    "coalesce": lambda a: a,
-    "detach": _detach,
-    "_indices": lambda a: Entries.of(a).indices,
-    "_values": lambda a: Entries.of(a).values.detach(),
-    "_nnz": lambda a: len(Entries.of(a).values),
-    "indices": _coalesced_field("indices"),
-    "values": _coalesced_field("values"),
-    "mul": _scale,
-    "multiply": _scale,
-    "div": _divide,
-    "true_divide": _divide,
-    "neg": lambda a: _scale(a, -1),
-    "add": _add,
-    "sum": _sum,
-    "_sparse_sum": _sum,
-    "to": _cast,
-    "type_as": lambda a, b: _cast(a, b.dtype),
-    "cpu": lambda a: a,
-    "float": _cast_to(torch.float32),
-    "double": _cast_to(torch.float64),
-    "half": _cast_to(torch.float16),
-    "bfloat16": _cast_to(torch.bfloat16),
-}
+
+
+rewrite("sparse", "coalesce", "cpu")(lambda a: a)
+rewrite("sparse", "_indices")(lambda a: Entries.of(a).indices)
+rewrite("sparse", "_values")(lambda a: Entries.of(a).values.detach())
+rewrite("sparse", "_nnz")(lambda a: len(Entries.of(a).values))
+rewrite("sparse", "indices")(_coalesced_field("indices"))
+rewrite("sparse", "values")(_coalesced_field("values"))
+rewrite("sparse", "neg")(lambda a: _scale(a, -1))
+rewrite("sparse", "type_as")(lambda a, b: _cast(a, b.dtype))
+rewrite("sparse", "float")(_cast_to(torch.float32))
+rewrite("sparse", "double")(_cast_to(torch.float64))
+rewrite("sparse", "half")(_cast_to(torch.float16))
+rewrite("sparse", "bfloat16")(_cast_to(torch.bfloat16))

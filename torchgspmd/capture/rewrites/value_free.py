@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,18 +15,22 @@ from torch import Tensor
 
 from ...custom_ops.nd import ctc_losses
 from ...errors import ShardingError, user_line
+from ...rules.rewrites import DECLINED, rewrite
 
 
+@rewrite("value", torch.equal, Tensor.equal)
 def _equal(input: Tensor, other: Tensor) -> Any:
     return False if input.shape != other.shape else (input == other).all().item()
 
 
+@rewrite("value", torch.allclose, Tensor.allclose)
 def _allclose(
     input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
 ) -> Any:
     return torch.isclose(input, other, rtol, atol, equal_nan).all().item()
 
 
+@rewrite("value", torch.cov, Tensor.cov)
 def _cov(
     input: Tensor,
     *,
@@ -57,6 +60,7 @@ def _cov(
     return (weighted @ centered.mT.conj() / count).squeeze()
 
 
+@rewrite("value", torch.corrcoef, Tensor.corrcoef)
 def _corrcoef(input: Tensor) -> Tensor:
     c = _cov(input)
     if c.dim() == 0:
@@ -70,6 +74,7 @@ def _corrcoef(input: Tensor) -> Tensor:
     )
 
 
+@rewrite("value", F.gaussian_nll_loss)
 def _gaussian_nll(
     input: Tensor,
     target: Tensor,
@@ -90,6 +95,7 @@ def _gaussian_nll(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+@rewrite("value", F.ctc_loss)
 def _ctc(
     log_probs: Tensor,
     targets: Tensor,
@@ -113,10 +119,11 @@ def _ctc(
     return losses.sum() if reduction == "sum" else losses.squeeze(0) if single else losses
 
 
+@rewrite("value", torch.tensor_split, Tensor.tensor_split)
 def _tensor_split(input: Tensor, *sections: Any, **named: Any) -> Any:
     """Raise ShardingError for sections that are a tensor."""
     if not any(isinstance(argument, Tensor) for argument in (*sections, *named.values())):
-        return NotImplemented
+        return DECLINED
     raise ShardingError(
         "tensor_split by a tensor needs its values before the program runs",
         where=user_line(),
@@ -124,6 +131,7 @@ def _tensor_split(input: Tensor, *sections: Any, **named: Any) -> Any:
     )
 
 
+@rewrite("value", torch.embedding)
 def _embedding(
     weight: Tensor,
     indices: Tensor,
@@ -135,10 +143,11 @@ def _embedding(
     return (
         torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
         if sparse
-        else NotImplemented
+        else DECLINED
     )
 
 
+@rewrite("value", Tensor.retain_grad)
 def _retain_grad(input: Tensor) -> Any:
     """Warn that the gradient of a value stays None."""
     if not input.is_leaf:
@@ -148,9 +157,10 @@ def _retain_grad(input: Tensor) -> Any:
             "model; a hook does (value.register_hook(keep))",
             stacklevel=2,
         )
-    return NotImplemented
+    return DECLINED
 
 
+@rewrite("value", Tensor.tolist)
 def _tolist(input: Tensor) -> Any:
     """Return a nested list of symbolic numbers."""
     return [_tolist(row) for row in input.unbind()] if input.dim() else input.item()
@@ -222,40 +232,21 @@ def _dim_count(entry: Any) -> int:
     )
 
 
+@rewrite("value", Tensor.__getitem__)
 def _getitem(input: Tensor, index: Any) -> Tensor:
     """Return x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
-        return NotImplemented
+        return DECLINED
     view, rest = _split_index(input, index)
     return view[rest] if rest else view
 
 
+@rewrite("value", Tensor.__setitem__)
 def _setitem(input: Tensor, index: Any, value: Any) -> Any:
     """Assign to x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
-        return NotImplemented
+        return DECLINED
     view, rest = _split_index(input, index)
     view[rest if rest else ...] = value
-
-
-VALUE_REPLACEMENTS: dict[Callable, Callable] = {
-    torch.equal: _equal,
-    Tensor.equal: _equal,
-    torch.allclose: _allclose,
-    Tensor.allclose: _allclose,
-    torch.cov: _cov,
-    Tensor.cov: _cov,
-    torch.corrcoef: _corrcoef,
-    Tensor.corrcoef: _corrcoef,
-    torch.embedding: _embedding,
-    F.gaussian_nll_loss: _gaussian_nll,
-    F.ctc_loss: _ctc,
-    Tensor.__getitem__: _getitem,
-    Tensor.__setitem__: _setitem,
-    Tensor.tolist: _tolist,
-    Tensor.retain_grad: _retain_grad,
-    torch.tensor_split: _tensor_split,
-    Tensor.tensor_split: _tensor_split,
-}

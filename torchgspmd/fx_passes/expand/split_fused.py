@@ -54,8 +54,7 @@ def _is_tied_to_whole_op(op: Op, ops: Mapping[fx.Node, Op], split_ops: Collectio
 
 
 def _split_of(op: Op) -> Split:
-    assert op.rule.split is not None
-    return op.rule.split
+    return op.rule.split or Split()
 
 
 def _whole_shards(op: Op, layouts: Layouts) -> int:

@@ -13,8 +13,7 @@ reduces over it. Nowhere else does it matter.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ...compat.operators import aten
 from ...halo import Window
 from ...mesh import Mesh, sub_axis
 from ...rules import FactorRule, Shapes
+from ...rules.local_builder import LocalBuilder, LocalTensor
 from ...shard_spec import Axes
 from ..ir import is_number, is_operation, operands_of, tensors_of
 
@@ -38,23 +38,14 @@ def localize(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     return _Localizer(graph, mesh).run()
 
 
-@dataclass
-class LocalTensor:
-    """The local shape, dtype and device of a result."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
 class Emitter:
     """Builder of the local nodes of one operation, the first argument of a local form's `emit`."""
 
     def __init__(self, localizer: _Localizer, node: fx.Node) -> None:
         self.localizer, self.node = localizer, node
         self.rule: FactorRule = node.meta["rule"]
-        self.assignment: dict[str, Axes] = node.meta["assignment"]
-        self.results = [
+        self.assignment: Mapping[str, Axes] = node.meta["assignment"]
+        self.results: Sequence[LocalTensor] = [
             LocalTensor(spec.local_shape(t.shape, localizer.mesh), t.dtype, t.device)
             for t, spec in zip(tensors_of(node), node.meta["result_specs"])
         ]
@@ -256,7 +247,8 @@ class _Localizer:
         if rule.local.emit is not None and (
             moved or any(node.meta["assignment"].get(f) for f in {*rule.local.when, *rule.windowed})
         ):
-            return rule.local.emit(Emitter(self, node), args, kwargs)
+            builder: LocalBuilder = Emitter(self, node)
+            return rule.local.emit(builder, args, kwargs)
         if rule.local.arguments is not None:
             args, kwargs = rule.local.arguments(args, kwargs, self._shapes(node))
         return self.graph.call_function(node.target, args, kwargs)

@@ -224,7 +224,9 @@ def threads(ops: Mapping[fx.Node, Op], constants: CostConstants) -> list[Body]:
 def _flexible_ops(ops: Mapping[fx.Node, Op]) -> dict[fx.Node, Op]:
     """Return the operations that have a choice of strategies: with a rule, and no marks."""
     return {
-        node: op for node, op in ops.items() if op.rule.known and op.node.meta.get("mark") is None
+        node: op
+        for node, op in ops.items()
+        if op.rule.described and op.node.meta.get("mark") is None
     }
 
 

@@ -82,7 +82,7 @@ class Strategies:
                         ):
                             options[axis][factor] = None
                         # The axis has to leave this factor, or had better: any other may do.
-                        if factor in rule.replicated | rule.windowed and rule.known:
+                        if factor in rule.replicated | rule.windowed and rule.described:
                             options[axis].update(
                                 dict.fromkeys(
                                     f

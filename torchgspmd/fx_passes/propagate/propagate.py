@@ -92,7 +92,7 @@ def propagate(
     )
     for value, spec, why in seeds:
         layouts.seed(value, spec, why)
-    ops = [op for op in rules.ops(graph) if op.rule.known and op.rule.sizes]
+    ops = [op for op in rules.ops(graph) if op.rule.described and op.rule.sizes]
     ops += [_tie(a, b, why) for a, b, why in ties]
     propagation = _Propagation(layouts, ops)
     for stage in (ELEMENTWISE, PASSING, ALL):

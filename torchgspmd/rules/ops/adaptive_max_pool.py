@@ -143,5 +143,5 @@ def _pool_dimension(
         place = local.call(
             aten.add.Tensor, place, local.call(aten.gather.default, index, 1, argmax)
         )
-    value, place = (local.call(aten.reshape.default, t, after) for t in (value, place))
-    return value, place
+    value = local.call(aten.reshape.default, value, after)
+    return value, local.call(aten.reshape.default, place, after)

@@ -126,10 +126,8 @@ def _as_strided_scatter(
     base = x.permute(order)
     offset = (storage_offset or 0) - int(x.storage_offset())
     places = _places(size, stride, offset, x.device).reshape(-1)
-    result = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1)).reshape(
-        base.shape
-    )
-    return result.permute([order.index(d) for d in range(x.dim())])
+    result = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1))
+    return result.reshape(base.shape).permute([order.index(d) for d in range(x.dim())])
 
 
 def _places(

@@ -67,7 +67,7 @@ def passes_parts(rule: FactorRule, factor: str) -> bool:
     return (
         alone
         and len(rule.results) == 1
-        and rule.known
+        and rule.described
         and rule.local.arguments is None
         and rule.reduce.get(factor, "sum") == "sum"
         and factor not in rule.replicated.union(rule.local.when, rule.windowed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,24 +47,13 @@ rule(
 )
 
 
-@rewrite("decompose", aten.mm.default)
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    return einsum("mk,kn->mn", a, b)
-
-
-@rewrite("decompose", aten.bmm.default)
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    return einsum("bmk,bkn->bmn", a, b)
-
-
-@rewrite("decompose", aten.mv.default)
-def _mv(a: Tensor, b: Tensor) -> Tensor:
-    return einsum("mk,k->m", a, b)
-
-
-@rewrite("decompose", aten.dot.default)
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return einsum("k,k->", a, b)
+for _op, _equation in (
+    (aten.mm, "mk,kn->mn"),
+    (aten.bmm, "bmk,bkn->bmn"),
+    (aten.mv, "mk,k->m"),
+    (aten.dot, "k,k->"),
+):
+    rewrite("decompose", _op.default)(partial(einsum, _equation))
 
 
 @rewrite("decompose", aten.vdot.default)

@@ -226,10 +226,10 @@ def _backward(
     x: Tensor,
     w: Tensor,
     bias_sizes: Sequence[int] | None,
-    *options_and_mask: Any,
+    *rest: Any,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of input, weight and bias. The input's is a convolution."""
-    *options, mask = options_and_mask
+    *options, mask = rest
     backward, only_weight = aten.convolution_backward.default, [False, True, False]
     if list(mask) == only_weight:
         return backward(grad, x, w, None, *options, mask)

@@ -190,8 +190,8 @@ def read_line(
     first, start = local.first_row(0, d), local.index(f"d{d}") * result.shape[d]
     options = (start, result.shape[d], first, size, width, kind, result.device)
     pair = local.call(band._opoverload, *astuple(line), *options)
-    rows, weights = (local.call(operator.getitem, pair, i) for i in range(2))
-    return rows, weights, width, first
+    rows, weight = (local.call(operator.getitem, pair, i) for i in range(2))
+    return rows, weight, width, first
 
 
 def _resample_dimension(

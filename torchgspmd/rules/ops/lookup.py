@@ -36,7 +36,7 @@ def shard_index(local: LocalBuilder, factor: str, index: fx.Node) -> tuple[fx.No
 
 
 def zero_outside(
-    local: LocalBuilder, inside: fx.Node, values: fx.Node, trailing: int = 0
+    local: LocalBuilder, inside: fx.Node | None, values: fx.Node, trailing: int = 0
 ) -> fx.Node:
     """Return the values where `inside` is true, else 0.
 

@@ -132,7 +132,7 @@ def max_pool(
     ceil_mode: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the maxima, and their positions in the input of the last stage."""
-    index = None
+    index = x  # replaced: there is at least one stage
     for stage in stages(len(kernel), kernel, stride, padding, dilation):
         x, index = stage.pool(x, len(kernel), ceil_mode)
     assert index is not None

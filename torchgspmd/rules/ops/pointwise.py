@@ -46,200 +46,58 @@ def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = (), **keywords:
     )
 
 
+def named(text: str) -> list[Any]:
+    """Return operators by their names, such as `abs eq.Scalar`."""
+    words = (word.partition(".") for word in text.split())
+    return [getattr(getattr(aten, name), overload or "default") for name, _, overload in words]
+
+
 def pointwise(*ops: OpOverload, linear: Sequence[Sequence[int]] = ()) -> None:
     """Register elementwise operations. linear: see FactorRule."""
     rule_for(*ops)(lambda call: pointwise_rule(call, linear))
 
 
 pointwise(
-    aten.abs.default,
-    aten.acos.default,
-    aten.acosh.default,
-    aten.angle.default,
-    aten.asin.default,
-    aten.asinh.default,
-    aten.atan.default,
-    aten.atan2.default,
-    aten.atanh.default,
-    aten.bitwise_and.Scalar,
-    aten.bitwise_and.Tensor,
-    aten.bitwise_not.default,
-    aten.bitwise_or.Scalar,
-    aten.bitwise_or.Tensor,
-    aten.bitwise_xor.Scalar,
-    aten.bitwise_xor.Tensor,
-    aten.ceil.default,
-    aten.celu.default,
-    aten.clamp.default,
-    aten.clamp.Tensor,
-    aten.clamp_max.default,
-    aten.clamp_min.default,
-    aten.copysign.Tensor,
-    aten.cos.default,
-    aten.cosh.default,
-    aten.deg2rad.default,
-    aten.digamma.default,
-    aten.div.Scalar_mode,
-    aten.elu.default,
-    aten.elu_backward.default,
-    aten.eq.Scalar,
-    aten.eq.Tensor,
-    aten.erf.default,
-    aten.erfc.default,
-    aten.erfinv.default,
-    aten.exp.default,
-    aten.exp2.default,
-    aten.expm1.default,
-    aten.floor.default,
-    aten.fmax.default,
-    aten.fmin.default,
-    aten.fmod.Scalar,
-    aten.frac.default,
-    aten.ge.Scalar,
-    aten.ge.Tensor,
-    aten.gelu.default,
-    aten.gelu_backward.default,
-    aten.gt.Scalar,
-    aten.gt.Tensor,
-    aten.hardsigmoid.default,
-    aten.hardsigmoid_backward.default,
-    aten.hardswish.default,
-    aten.hardswish_backward.default,
-    aten.hardtanh.default,
-    aten.hardtanh_backward.default,
-    aten.hypot.default,
-    aten.isfinite.default,
-    aten.isinf.default,
-    aten.isnan.default,
-    aten.le.Scalar,
-    aten.le.Tensor,
-    aten.leaky_relu.default,
-    aten.leaky_relu_backward.default,
-    aten.lerp.Scalar,
-    aten.lerp.Tensor,
-    aten.lgamma.default,
-    aten.log.default,
-    aten.log10.default,
-    aten.log1p.default,
-    aten.log2.default,
-    aten.log_sigmoid_forward.default,
-    aten.log_sigmoid_backward.default,
-    aten.logaddexp.default,
-    aten.logical_and.default,
-    aten.logical_not.default,
-    aten.logical_or.default,
-    aten.logical_xor.default,
-    aten.logit.default,
-    aten.lt.Scalar,
-    aten.lt.Tensor,
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
-    aten.maximum.default,
-    aten.minimum.default,
-    aten.mish.default,
-    aten.nan_to_num.default,
-    aten.ne.Scalar,
-    aten.ne.Tensor,
-    aten.nextafter.default,
-    aten.polygamma.default,
-    aten.pow.Tensor_Scalar,
-    aten.reciprocal.default,
-    aten.relu.default,
-    aten.remainder.Scalar,
-    aten.round.default,
-    aten.rsqrt.default,
-    aten.rsub.Scalar,
-    aten.sgn.default,
-    aten.sigmoid.default,
-    aten.sigmoid_backward.default,
-    aten.sign.default,
-    aten.signbit.default,
-    aten.silu.default,
-    aten.silu_backward.default,
-    aten.sin.default,
-    aten.sinc.default,
-    aten.sinh.default,
-    aten.softplus.default,
-    aten.softplus_backward.default,
-    aten.sqrt.default,
-    aten.tan.default,
-    aten.tanh.default,
-    aten.tanh_backward.default,
-    aten.threshold.default,
-    aten.threshold_backward.default,
-    aten.trunc.default,
-    aten.where.ScalarOther,
-    aten.where.ScalarSelf,
-    aten.xlogy.Tensor,
-    aten.add.Scalar,
-    aten.sub.Scalar,
-    aten.square.default,
-    aten.__lshift__.Scalar,
-    aten.__lshift__.Tensor,
-    aten.__rshift__.Scalar,
-    aten.__rshift__.Tensor,
-    aten.bitwise_left_shift.Tensor,
-    aten.bitwise_left_shift.Tensor_Scalar,
-    aten.bitwise_right_shift.Tensor,
-    aten.bitwise_right_shift.Tensor_Scalar,
-)
-pointwise(  # special functions
-    aten.complex.default,
-    aten.frexp.Tensor,
-    aten.gcd.default,
-    aten.hardshrink.default,
-    aten.hardshrink_backward.default,
-    aten.heaviside.default,
-    aten.i0.default,
-    aten.igamma.default,
-    aten.igammac.default,
-    aten.lcm.default,
-    aten.logaddexp2.default,
-    aten.polar.default,
-    aten.round.decimals,
-    aten.softshrink.default,
-    aten.softshrink_backward.default,
-    aten.special_airy_ai.default,
-    aten.special_bessel_j0.default,
-    aten.special_bessel_j1.default,
-    aten.special_bessel_y0.default,
-    aten.special_bessel_y1.default,
-    aten.special_chebyshev_polynomial_t.default,
-    aten.special_chebyshev_polynomial_u.default,
-    aten.special_chebyshev_polynomial_v.default,
-    aten.special_chebyshev_polynomial_w.default,
-    aten.special_entr.default,
-    aten.special_erfcx.default,
-    aten.special_hermite_polynomial_h.default,
-    aten.special_hermite_polynomial_he.default,
-    aten.special_i0e.default,
-    aten.special_i1.default,
-    aten.special_i1e.default,
-    aten.special_laguerre_polynomial_l.default,
-    aten.special_legendre_polynomial_p.default,
-    aten.special_log_ndtr.default,
-    aten.special_modified_bessel_i0.default,
-    aten.special_modified_bessel_i1.default,
-    aten.special_modified_bessel_k0.default,
-    aten.special_modified_bessel_k1.default,
-    aten.special_ndtri.default,
-    aten.special_scaled_modified_bessel_k0.default,
-    aten.special_scaled_modified_bessel_k1.default,
-    aten.special_shifted_chebyshev_polynomial_t.default,
-    aten.special_shifted_chebyshev_polynomial_u.default,
-    aten.special_shifted_chebyshev_polynomial_v.default,
-    aten.special_shifted_chebyshev_polynomial_w.default,
-    aten.special_spherical_bessel_j0.default,
-    aten.special_zeta.default,
+    *named("""
+        __lshift__.Scalar __lshift__.Tensor __rshift__.Scalar __rshift__.Tensor abs acos acosh
+        add.Scalar angle asin asinh atan atan2 atanh bitwise_and.Scalar bitwise_and.Tensor
+        bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar bitwise_not bitwise_or.Scalar
+        bitwise_or.Tensor bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar
+        bitwise_xor.Scalar bitwise_xor.Tensor ceil celu clamp clamp.Tensor clamp_max clamp_min
+        copysign.Tensor cos cosh deg2rad digamma div.Scalar_mode elu elu_backward eq.Scalar
+        eq.Tensor erf erfc erfinv exp exp2 expm1 floor fmax fmin fmod.Scalar frac ge.Scalar
+        ge.Tensor gelu gelu_backward gt.Scalar gt.Tensor hardsigmoid hardsigmoid_backward hardswish
+        hardswish_backward hardtanh hardtanh_backward hypot isfinite isinf isnan le.Scalar le.Tensor
+        leaky_relu leaky_relu_backward lerp.Scalar lerp.Tensor lgamma log log10 log1p log2
+        log_sigmoid_backward log_sigmoid_forward logaddexp logical_and logical_not logical_or
+        logical_xor logit lt.Scalar lt.Tensor masked_fill.Scalar masked_fill.Tensor maximum minimum
+        mish nan_to_num ne.Scalar ne.Tensor nextafter polygamma pow.Tensor_Scalar reciprocal relu
+        remainder.Scalar round rsqrt rsub.Scalar sgn sigmoid sigmoid_backward sign signbit silu
+        silu_backward sin sinc sinh softplus softplus_backward sqrt square sub.Scalar tan tanh
+        tanh_backward threshold threshold_backward trunc where.ScalarOther where.ScalarSelf
+        xlogy.Tensor
+    """),
 )
 pointwise(
-    aten.neg.default,
-    aten.mul.Scalar,
-    aten.div.Scalar,
-    aten.clone.default,
-    aten.positive.default,
-    aten._conj_physical.default,
-    aten.conj_physical.default,
+    *named("""
+        complex frexp.Tensor gcd hardshrink hardshrink_backward heaviside i0 igamma igammac lcm
+        logaddexp2 polar round.decimals softshrink softshrink_backward special_airy_ai
+        special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+        special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+        special_chebyshev_polynomial_w special_entr special_erfcx special_hermite_polynomial_h
+        special_hermite_polynomial_he special_i0e special_i1 special_i1e
+        special_laguerre_polynomial_l special_legendre_polynomial_p special_log_ndtr
+        special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+        special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0
+        special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
+        special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
+        special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_zeta
+    """),
+)
+pointwise(
+    *named("""
+        _conj_physical clone conj_physical div.Scalar mul.Scalar neg positive
+    """),
     linear=[[0]],
 )
 pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])

@@ -149,51 +149,29 @@ def _var_mean(
     correction: float | None = 1,
     keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    dims, dtype, x = (
-        list(range(x.dim())) if dim is None else dim,
-        x.dtype,
-        x.to(accumulation_dtype(x.dtype)),
-    )
-    mean = x.sum(dims, True) / _count(x, dims)
-    var = (x - mean).square().sum(dims, keepdim) / max(
-        0, _count(x, dims) - (1 if correction is None else correction)
-    )
-    return var.to(var.dtype if dtype.is_complex else dtype), (
-        mean if keepdim else x.sum(dims) / _count(x, dims)
-    ).to(dtype)
+    dims, dtype = list(range(x.dim())) if dim is None else dim, x.dtype
+    x, count = x.to(accumulation_dtype(dtype)), _count(x, dims)
+    mean = x.sum(dims, True) / count
+    freedom = max(0, count - (1 if correction is None else correction))
+    var = (x - mean).square().sum(dims, keepdim) / freedom
+    if not keepdim:
+        mean = x.sum(dims) / count
+    return var.to(var.dtype if dtype.is_complex else dtype), mean.to(dtype)
 
 
 @rewrite("decompose", aten.var.correction)
-def _var(
-    x: Tensor,
-    dim: list[int] | None = None,
-    *,
-    correction: float | None = 1,
-    keepdim: bool = False,
-) -> Tensor:
-    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+def _var(x: Tensor, dim: list[int] | None = None, **options: Any) -> Tensor:
+    return _var_mean(x, dim, **options)[0]
 
 
 @rewrite("decompose", aten.std.correction)
-def _std(
-    x: Tensor,
-    dim: list[int] | None = None,
-    *,
-    correction: float | None = 1,
-    keepdim: bool = False,
-) -> Tensor:
-    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0].sqrt()
+def _std(x: Tensor, dim: list[int] | None = None, **options: Any) -> Tensor:
+    return _var(x, dim, **options).sqrt()
 
 
 @rewrite("decompose", aten.std_mean.correction)
-def _std_mean(
-    x: Tensor,
-    dim: list[int] | None = None,
-    *,
-    correction: float | None = 1,
-    keepdim: bool = False,
-) -> tuple[Tensor, Tensor]:
-    var, mean = _var_mean(x, dim, correction=correction, keepdim=keepdim)
+def _std_mean(x: Tensor, dim: list[int] | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    var, mean = _var_mean(x, dim, **options)
     return var.sqrt(), mean
 
 

@@ -105,10 +105,7 @@ def pool_windows(
         list(v) * (count if len(v) == 1 else 1)
         for v in (kernel, stride or kernel, padding, dilation)
     ]
-    return [
-        PoolWindow(k, s, p, d, rows, positions)
-        for k, s, p, d, rows, positions in zip(*options, x[-count:], y[-count:])
-    ]
+    return [PoolWindow(*window) for window in zip(*options, x[-count:], y[-count:])]
 
 
 def pool_rule(
