@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,8 @@ class Exchange:
 
     def received(self) -> int:
         """Return the largest number of elements that a device receives."""
-        required = local = 1
+        required: Any = 1
+        local: Any = 1
         for size, b, a in zip(self.shape, self.before.dims, self.after.dims):
             low, high = _blocks(self.mesh, self.axes, size, a)
             required = required * (high - low)
@@ -110,7 +112,7 @@ class Exchange:
         }
         return {**fixed, **dict(zip(self.axes, places))}
 
-    def _rows(self, spec: ShardSpec, group: dict[str, np.ndarray]) -> Boxes:
+    def _rows(self, spec: ShardSpec, group: dict[str, Any]) -> Boxes:
         """Return the box of every member, without padding."""
         lows, highs = [], []
         for size, axes in zip(self.shape, spec.dims):
@@ -124,7 +126,7 @@ class Exchange:
             highs.append(np.minimum(lows[-1] + rows, size))
         return np.array(lows), np.array(highs)
 
-    def _duty_boxes(self, group: dict[str, np.ndarray]) -> Boxes:
+    def _duty_boxes(self, group: dict[str, Any]) -> Boxes:
         """Return the part of each member's box that this member sends."""
         lows, highs = self._rows(self.before, group)
         for d, axes in enumerate(self.duty):

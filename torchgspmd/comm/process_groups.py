@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -57,8 +59,9 @@ class ProcessGroups:
 
     def _create(self, axes: tuple[str, ...]) -> str:
         if len(axes) == 1 and axes[0] in self.mesh.names:
-            return self.device_mesh.get_group(axes[0]).group_name
-        mine = None
+            whole: Any = self.device_mesh.get_group(axes[0])
+            return whole.group_name
+        mine: Any = None
         for ranks in self.mesh.groups(axes):
             group = dist.new_group(ranks)
             mine = group if self.rank in ranks else mine

@@ -49,6 +49,7 @@ class RankCheck:
 
     def check(self) -> None:
         """Wait for the numbers of all ranks and compare them."""
+        assert self.work is not None, "begin() comes first"
         self.work.wait()
         if self.received[:, 0].tolist() != [self.number] * len(self.received):
             self.on_difference()
@@ -56,6 +57,7 @@ class RankCheck:
     def total(self) -> Tensor:
         """Check the numbers and return the sum of the terms, the same on every rank."""
         self.check()
+        assert self.term is not None
         return _terms(self.received, self.term).sum(0).to(self.term.dtype).view(self.term.shape)
 
 
@@ -64,7 +66,7 @@ def _terms(message: Tensor, term: Tensor) -> Tensor:
     return message.view(torch.float64)[:, 1 : 1 + term.numel()]
 
 
-def check_ranks(groups: ProcessGroups, number: int, on_difference: Callable[[], None]) -> None:
+def check_ranks(groups: ProcessGroups, number: int, on_difference: Callable[[], Any]) -> None:
     """Call `on_difference` on every rank unless all have the same number."""
     RankCheck(groups, number, on_difference).begin().check()
 
@@ -107,7 +109,7 @@ def _fingerprint(tensor: Tensor) -> int | tuple[float, float]:
 
 def _is_close(one: int | tuple[float, float], other: int | tuple[float, float]) -> bool:
     """Whether two fingerprints are equal; those of floats may differ by rounding."""
-    if isinstance(one, int):
+    if isinstance(one, int) or isinstance(other, int):
         return one == other
     return math.isclose(one[0], other[0], rel_tol=ROUNDING) and abs(one[1] - other[1]) <= ROUNDING
 

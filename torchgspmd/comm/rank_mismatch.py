@@ -141,7 +141,7 @@ def _differences(models: Sequence[Description]) -> str:
                 on_one_rank.append(
                     f"{name} matters on rank {rank if values[0] is None else 0} only"
                 )
-            elif any(len(value) > _MAX_CHARACTERS for value in values):
+            elif any(len(value or "") > _MAX_CHARACTERS for value in values):
                 differences.append(f"{name} is another on rank {rank} than on rank 0")
             else:
                 differences.append(

@@ -96,4 +96,4 @@ def _state_hash(generator: torch.Generator | None, device: torch.device) -> int:
             if device.type == "cpu"
             else torch.get_device_module(device).get_rng_state(device)
         )
-    return zlib.crc32(memoryview(state.cpu().numpy()))
+    return zlib.crc32(state.cpu().numpy().tobytes())

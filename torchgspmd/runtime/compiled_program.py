@@ -128,10 +128,10 @@ class _Run(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * (1 + ctx.count)
         tangents = [
-            torch.zeros(shape, dtype=dtype, device=device)
-            if grads[i] is None
-            else whole_of(grads[i])
-            for i, (shape, dtype, device) in zip(program.tangent_outputs, ctx.shapes)
+            torch.zeros(shape, dtype=dtype, device=device) if grad is None else whole_of(grad)
+            for grad, (shape, dtype, device) in zip(
+                (grads[i] for i in program.tangent_outputs), ctx.shapes
+            )
         ]
         outputs = {i for i, grad in enumerate(grads) if grad is not None}
         saved = saved_tensors_for(ctx, program.output_groups, outputs)

@@ -56,6 +56,7 @@ class JointProgram(CompiledProgram):
         self.carries = self.carry in targets
         self.checks_in_forward = self.carries or self.settle in targets
         self.forward = _compile_graph(owner, program.graph, backend)
+        assert program.backward is not None, "the last pass splits the graph"
         self.backward = _compile_graph(owner, program.backward.graph, backend, boxed=True)
 
     def __call__(self, leaves: list, call: tuple[tuple, dict], rank_check: RankCheck) -> Any:

@@ -273,7 +273,7 @@ def _argument_text(key: Any) -> str | None:
 
 
 def _generator_state() -> int:
-    return zlib.crc32(torch.get_rng_state().numpy())
+    return zlib.crc32(torch.get_rng_state().numpy().tobytes())
 
 
 def _hash(text: str) -> int:

@@ -77,6 +77,7 @@ class XlaModule(MeshModule):
 
     def __deepcopy__(self, memo: dict) -> XlaModule:
         module = super().__deepcopy__(memo)
+        assert isinstance(module, XlaModule)
         module.__dict__.update(
             _placed=place(module._model, self._specs, self._mesh, self._device), _versions=None
         )
@@ -167,8 +168,8 @@ def _after_step(module: weakref.ref) -> Any:
     """Return an optimizer hook that does not keep the module alive."""
 
     def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if module() is not None:
-            module()._finish_step(optimizer)
+        if (alive := module()) is not None:
+            alive._finish_step(optimizer)
 
     return hook
 

@@ -102,7 +102,7 @@ def segment_reduce(
         return DECLINED
     if reduce not in _REDUCTIONS or reduce == "mean" and initial is not None:
         return DECLINED
-    ends = lengths.cumsum(0) if lengths is not None else offsets[1:]
+    ends = bounds.cumsum(0) if lengths is not None else bounds[1:]
     places = torch.arange(data.shape[0], device=data.device, dtype=ends.dtype)
     segment = torch.searchsorted(ends, places, right=True)
     neutral, scatter = _REDUCTIONS[reduce]

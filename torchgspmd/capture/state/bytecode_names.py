@@ -94,7 +94,7 @@ def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
     for names in _dotted_names(function.__code__):
         for source, rest in _resolve_dotted_name(function, names):
             if isinstance(cls := source.read(), type) and is_own(cls.__module__):
-                yield cls, *(rest[:1] or ("__init__",))
+                yield cls, rest[0] if rest else "__init__"
     around = {source.name: source.read() for source in cell_sources(function)}
     for name, *rest in _dotted_names(function.__code__, "LOAD_DEREF") if around else ():
         if (
@@ -102,7 +102,7 @@ def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
             and name != "__class__"
             and is_own(cls.__module__)
         ):
-            yield cls, *(rest[:1] or ("__init__",))
+            yield cls, rest[0] if rest else "__init__"
 
 
 def assigned_globals(function: FunctionType) -> Iterator[Source]:

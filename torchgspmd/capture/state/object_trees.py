@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -36,15 +36,17 @@ def _key_of(step: Step) -> Any:
     return step.name if isinstance(step, Attribute) else step
 
 
+def _with_keys(opened: Any) -> Any:
+    items = [(pytree.MappingKey(_key_of(s)), v) for s, v in opened.components.items()]
+    return items, (opened.cls, tuple(opened.components), opened.origin)
+
+
 if not is_missing(pytree):
     pytree.register_pytree_node(
         Opened,
         lambda o: (list(o.components.values()), (o.cls, tuple(o.components), o.origin)),
         lambda values, context: Opened(context[0], dict(zip(context[1], values)), context[2]),
-        flatten_with_keys_fn=lambda o: (
-            [(pytree.MappingKey(_key_of(s)), v) for s, v in o.components.items()],
-            (o.cls, tuple(o.components), o.origin),
-        ),
+        flatten_with_keys_fn=_with_keys,
     )
 
 
@@ -105,7 +107,7 @@ def _close_leaf(leaf: Any, arguments: Any) -> Any:
         list.extend(result, items.values())
     elif isinstance(result, dict):
         for name, value in items.items():
-            base.__setitem__(result, name, value)
+            cast(Any, base).__setitem__(result, name, value)
     for step, value in inside.items():
         if isinstance(step, Attribute):
             set_component(result, step, value)

@@ -28,7 +28,7 @@ def rebound_parameters(
             why="a program has those that the module has before",
             fix="make it in __init__, and keep it",
         )
-    rebound = {
+    rebound: dict[int, Tensor] = {
         i: now[name]
         for i, (name, tensor) in enumerate(zip(names, inputs))
         if now[name] is not tensor

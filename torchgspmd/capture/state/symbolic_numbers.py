@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -283,7 +283,7 @@ def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> Any:
     return tensor if other.dim() else tensor.to(other.dtype)
 
 
-def _guarding_method(function: Function) -> Any:
+def _guarding_method(function: Callable[..., Any]) -> Any:
     """Return a method that guards on the result of a function."""
     return lambda self, *args: of(self).guard_on(lambda value: function(value, *args))
 
@@ -347,6 +347,6 @@ for _name in "add sub mul truediv floordiv mod pow and_ or_ xor lshift rshift".s
         _arithmetic_method(getattr(operator, _name), True),
     )
 SymbolicNumber.__hash__ = lambda self: hash(of(self).specialize())
-SymbolicNumber.__rdivmod__ = lambda self, other: of(self).guard_on(
+cast(Any, SymbolicNumber).__rdivmod__ = lambda self, other: of(self).guard_on(
     lambda value: divmod(other, value)
 )

@@ -178,7 +178,7 @@ def _evaluate(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Ten
         return function(*map(_local_values, tensors)).clone()
 
 
-def _local_values(tensor: Tensor) -> Tensor | None:
+def _local_values(tensor: Any) -> Tensor | None:
     """Return the values of a tensor; None if this process does not have all of them."""
     if tensor.is_meta:
         return None

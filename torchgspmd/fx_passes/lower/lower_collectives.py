@@ -89,6 +89,7 @@ class _Lowerer(CollectiveBuilder):
         kind = collective_kinds()[name]
         shapes = [list(x.meta["shape"]) for x in operands]
         if len(operands) > 1:
+            assert kind.merged is not None, f"no bucket has several {name}"
             lowering = kind.merged.lower(self, [new[x] for x in operands], shapes, arguments)
         else:
             lowering = _as_merged(kind.lower(self, new[operands[0]], shapes[0], *arguments[0]))
@@ -124,6 +125,7 @@ class _CollectiveInFlight:
                 self.lowering.send(builder.call(c10d.wait_tensor.default, self.begun))
             except StopIteration as done:
                 self.output = done.value
+        assert self.output is not None, "a lowering sends one message"
         return self.output
 
 
