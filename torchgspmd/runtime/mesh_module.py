@@ -15,6 +15,7 @@ from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from .compiled_program import CompiledProgram
 from .module_proxy import ModuleProxy, leaf_key
+from .submodule_calls import install_calls
 
 
 class Call(NamedTuple):
@@ -43,6 +44,8 @@ class MeshModule(ModuleProxy):
     planning_seconds: the time to compile the latest new program.
     """
 
+    _has_submodules = False  # whether a submodule that is called directly runs on the mesh
+
     def __init__(
         self,
         model: nn.Module,
@@ -64,6 +67,20 @@ class MeshModule(ModuleProxy):
             **attributes,
         )
         super().__init__(model)
+        if hooks:
+            install_calls(model, self._called, submodules=self._has_submodules)
+
+    def _called(self, module: nn.Module) -> nn.Module:
+        """Return what computes a call of the model itself, or of a submodule of it.
+
+        The model's own hooks run outside of such a call.
+        """
+        has_hooks = module._forward_hooks or module._forward_pre_hooks
+        return self if module is self._model and not has_hooks else self._submodule(module)
+
+    def _submodule(self, module: nn.Module) -> nn.Module:
+        """Return the module that computes a direct call of a submodule."""
+        raise NotImplementedError
 
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:

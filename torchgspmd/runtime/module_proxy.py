@@ -6,11 +6,11 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
+from inspect import signature
 from itertools import chain
 from operator import attrgetter, is_
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -122,26 +122,111 @@ def as_text(key: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(key))
 
 
+class _Delegate:
+    """Attribute of a proxy that is the model's own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, proxy: ModuleProxy | None, owner: type) -> Any:
+        return getattr(owner._of, self.name) if proxy is None else _of_model(proxy, self.name)
+
+    def __set__(self, proxy: ModuleProxy, value: Any) -> None:
+        setattr(proxy._model, self.name, value)
+
+    def __delete__(self, proxy: ModuleProxy) -> None:
+        delattr(proxy._model, self.name)
+
+
+def _of_model(proxy: ModuleProxy, name: str) -> Any:
+    """Return an attribute of the model. A method that returns the model returns the proxy."""
+    model = proxy.__dict__["_model"]
+    attribute = getattr(model, name)
+    if not isinstance(attribute, MethodType) or attribute.__self__ is not model:
+        return attribute
+
+    @wraps(attribute.__func__)
+    def method(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
+        result = attribute(*args, **kwargs)
+        return self if result is model else result
+
+    return MethodType(method, proxy)
+
+
+# What a proxy has of its own of nn.Module: calls, their hooks, and the name.
+_CALLS = re.compile(r"forward|.*_forward.*|.*backward.*|_\w*call_impl|modules|_get_name")
+_MODULE = vars(nn.Module()).keys() | vars(nn.Module).keys()
+_OWN = frozenset(name for name in _MODULE if _CALLS.fullmatch(name))
+# Special methods of a model's class that are not its proxy's.
+_OWN_SPECIAL_METHODS = frozenset(
+    "__init__ __new__ __call__ __repr__ __dir__ __hash__ __eq__ __getattribute__ __getattr__"
+    " __setattr__ __delattr__ __getstate__ __setstate__ __reduce__ __reduce_ex__ __init_subclass__"
+    " __class_getitem__".split()
+)
+
+
+def _delegates(proxy: type, model: type) -> Iterator[str]:
+    """Yield the names of what a proxy takes from its model, instead of its own class."""
+    own = {name for cls in proxy.__mro__ if issubclass(cls, ModuleProxy) for name in vars(cls)}
+    names = {*vars(nn.Module()), *dir(model)} - own
+    special = {
+        name
+        for cls in model.__mro__[: model.__mro__.index(nn.Module)]
+        for name, value in vars(cls).items()
+        if callable(value) and name not in _OWN_SPECIAL_METHODS
+    }
+    for name in names:
+        if name in special if name.startswith("__") else name not in _OWN:
+            yield name
+
+
+def _with_signature(function: Callable, like: Callable) -> Callable:
+    """Return a copy of a function that shows another's signature; inspect.signature reads it."""
+    copied = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__dict__.update(function.__dict__, __signature__=signature(like))
+    return copied
+
+
+@cache
+def _class_for(proxy: type, model: type) -> type:
+    """Return the class of a model's proxy: a subclass of the model's, with the model's methods."""
+    namespace: dict[str, Any] = {name: _Delegate(name) for name in _delegates(proxy, model)}
+    namespace |= {"_of": model, "__module__": proxy.__module__, "__doc__": proxy.__doc__}
+    namespace["forward"] = _with_signature(proxy.forward, model.forward)
+    try:
+        return type(model)(f"{proxy.__name__}[{model.__name__}]", (proxy, model), namespace)
+    except TypeError:  # The model's class allows no subclass of this kind.
+        return type(proxy)(proxy.__name__, (proxy,), namespace)
+
+
 class ModuleProxy(nn.Module):
-    """Proxy of a model, with the parameters, buffers, submodules, attributes and methods of it.
+    """Proxy of a model: an instance of its class that answers as the model, but for calls.
 
     It caches programs and notices when the model has changed since a program was compiled:
     submodules, hooks, shapes and dtypes (`_structure_version`), attributes that forward reads
     (capture/state/guards.py), modes and frozen parameters.
     """
 
+    _of: type[nn.Module] | None = None  # the class of the model
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls._of is not None:  # type(self)(...) in a method of the model: another of its kind
+            return cls._of(*args, **kwargs)
+        return object.__new__(_class_for(cls, type(args[0])))
+
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.__dict__.update(training=model.training, _programs={}, _version_of={}, _state=State())
+        hooks = {name: value for name, value in vars(nn.Module()).items() if name in _OWN}
+        self.__dict__.update(hooks, _programs={}, _version_of={}, _state=State())
         self._attach(model)
 
     def _attach(self, model: nn.Module) -> None:
-        self.__dict__.update(
-            _model=model,
-            _parameters=model._parameters,
-            _buffers=model._buffers,
-            _modules=model._modules,
-        )
+        self.__dict__["_model"] = model
         self._read_structure()
 
     def _read_structure(self) -> None:
@@ -220,9 +305,6 @@ class ModuleProxy(nn.Module):
                 why="its program is neither vectorized nor differentiated by that",
                 fix="call torch.func.vmap or grad in its forward, or use backward()",
             )
-        if self._is_forwarding():
-            with self._forward_replaced(self._own_forward):
-                return self._program_for(key, compile_program)
         programs = self._programs.setdefault(key, [])
         for program in programs:
             if program.captured.holds():
@@ -258,60 +340,31 @@ class ModuleProxy(nn.Module):
     def _all_programs(self) -> list:
         return [*chain.from_iterable(self._programs.values())]
 
-    def _is_forwarding(self) -> bool:
-        """Whether a method of the model is running, so that calls of the model come here."""
-        return self._model.__dict__.get("forward") == self.forward
-
-    @contextmanager
-    def _forward_replaced(self, forward: Callable | None) -> Iterator[None]:
-        """Set the model's forward within a `with` block; None: that of its class."""
-        before = self._set_forward(forward)
-        try:
-            yield
-        finally:
-            self._set_forward(before)
-
-    def _set_forward(self, forward: Callable | None) -> Callable | None:
-        """Set the model's forward and return the previous one."""
-        before = self._model.__dict__.pop("forward", None)
-        if forward is not None:
-            self._model.__dict__["forward"] = forward
-        return before
-
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            attribute = getattr(self.__dict__["_model"], name)
-        if not isinstance(attribute, MethodType) or attribute.__self__ is not self._model:
-            return attribute
-
-        @wraps(attribute)
-        def method(
-            *args: Any, **kwargs: Any
-        ) -> Any:  # For example generate, which calls the model.
-            if not self._is_forwarding():
-                self.__dict__["_own_forward"] = self._model.__dict__.get("forward")
-            with self._forward_replaced(self.forward):
-                return attribute(*args, **kwargs)
-
-        return method
+        return _of_model(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or "_model" not in self.__dict__:
-            super().__setattr__(name, value)
+        if name in self.__dict__:
+            object.__setattr__(self, name, value)
         else:
             setattr(self._model, name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
-            super().__delattr__(name)
+            object.__delattr__(self, name)
         else:
             delattr(self._model, name)
 
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._model)})
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self._model.named_modules(*args, **kwargs):
+            yield name, self if module is self._model else module
+
     def __deepcopy__(self, memo: dict) -> ModuleProxy:
         """Return a copy on the same devices."""
-        proxy = memo[id(self)] = type(self).__new__(type(self))
+        proxy = memo[id(self)] = object.__new__(type(self))
         proxy.__dict__.update(
             {
                 name: copy.copy(value) if isinstance(value, dict) else value
@@ -340,23 +393,10 @@ class ModuleProxy(nn.Module):
             fix="parallelize(..., backend='inductor')",
         )
 
-    def __getitem__(self, key: Any) -> Any:  # nn.Sequential, ModuleList, ModuleDict
-        return self._model[key]
-
-    def __len__(self) -> int:
-        return len(self._model)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __iter__(self) -> Any:
-        return iter(self._model)
-
     def _trainable(self) -> tuple[bool, ...]:
         """Return requires_grad of each parameter."""
         return tuple(map(_REQUIRES_GRAD, [table[name] for table, name in self._slots]))
 
     def _modes(self) -> tuple[bool, ...]:
-        """Return the training mode of each module; the proxy's mode becomes the model's."""
-        self._model.training = self.training
+        """Return the training mode of each module."""
         return tuple(map(_TRAINING, self._everything))

@@ -25,7 +25,6 @@ from ..shard_spec import ShardSpec
 from .joint_program import JointProgram
 from .mesh_module import Call, MeshModule
 from .module_proxy import as_text, mark_on, named_tensors
-from .submodule_calls import install_submodule_calls
 
 _MODES = (
     "torch.is_grad_enabled()",
@@ -38,6 +37,8 @@ _CALLS = "calls a module"
 
 class ShardedModule(MeshModule):
     """Module of parallelize, with the model's names of parameters, buffers and submodules."""
+
+    _has_submodules = True
 
     def __init__(
         self,
@@ -80,12 +81,12 @@ class ShardedModule(MeshModule):
             _groups=groups,
         )
         if hooks:
-            install_submodule_calls(
-                model,
-                lambda submodule: ShardedModule(submodule, mesh, backend, hooks=False, **options),
-            )
-        self.register_load_state_dict_pre_hook(_distribute_state)
-        self.register_state_dict_post_hook(_hold_state)
+            for module in model.modules():  # behind hooks that rename what is loaded
+                module.register_load_state_dict_pre_hook(_distribute_state)
+            model.register_state_dict_post_hook(_hold_state)
+
+    def _submodule(self, module: nn.Module) -> nn.Module:
+        return ShardedModule(module, self._mesh, self._backend, hooks=False, **self._options)
 
     def _read_structure(self) -> None:
         super()._read_structure()
@@ -237,9 +238,9 @@ def _stored_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec:
     )
 
 
-def _distribute_state(module: ShardedModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _distribute_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Shard the whole tensors of a state_dict, the same on every rank; nothing is sent."""
-    for name, tensor in named_tensors(module._model):
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         loaded = state.get(prefix + name)
         if (
             isinstance(tensor, DTensor)
@@ -252,7 +253,7 @@ def _distribute_state(module: ShardedModule, state: dict[str, Any], prefix: str,
             )
 
 
-def _hold_state(module: ShardedModule, state: dict[str, Any], *_: Any) -> None:
+def _hold_state(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
     """Let the patches of DTensor last while a tensor of a state_dict lives."""
     hold(module, state.values())
 

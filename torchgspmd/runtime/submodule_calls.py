@@ -1,7 +1,7 @@
-"""Direct calls of submodules of a sharded model: `model.encoder(x)`, or from a method `generate`.
+"""Direct calls of a sharded model and of its submodules: `model.encoder(x)`, also from `generate`.
 
-Inside a program, a submodule's forward is traced as usual. Outside, it is a program of its own on
-the same parameters.
+Inside a program, a module's forward is traced as usual. Outside, it is a program of its own on the
+same parameters.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from ..capture import is_capturing
 _PARAMETRIZATIONS = "parametrizations"
 
 
-def install_submodule_calls(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Replace the forward of every submodule; wrap: returns the sharded module that is called."""
-    for name, module in model.named_modules():
+def install_calls(
+    model: nn.Module, wrap: Callable[[nn.Module], nn.Module], submodules: bool = True
+) -> None:
+    """Replace the forward of a model, and of its submodules; wrap: returns what is called."""
+    for name, module in model.named_modules() if submodules else [("", model)]:
         has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
-        if module is not model and has_forward and _PARAMETRIZATIONS not in name.split("."):
+        if has_forward and _PARAMETRIZATIONS not in name.split("."):
             module.__dict__["forward"] = SubmoduleCall(module, wrap, module.__dict__.get("forward"))
 
 
@@ -52,7 +54,6 @@ class SubmoduleCall:
             )
         if self.wrapped is None:
             self.wrapped = self.wrap(self.module)
-        self.wrapped.training = self.module.training
         return self.wrapped.forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> SubmoduleCall:
