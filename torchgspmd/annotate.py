@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .compat.private_apis import _pytree as pytree
@@ -61,7 +62,7 @@ def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
 
     Raises:
         ShardingError: An axis is unknown or used twice, or the spec has another rank than the
-            tensor.
+            tensor, or the tensor is on a mesh already.
 
     Example:
         >>> import torch
@@ -74,6 +75,13 @@ def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
     checked = check_mark(tensor, mesh, spec)
+    if isinstance(tensor, DTensor) and (recorded_mark(tensor) or ())[:2] != (mesh, checked):
+        raise ShardingError(
+            f"a tensor that is on a mesh already is marked '{checked}'",
+            where=user_line(),
+            why="parallelize lays parameters and buffers out once, as they are marked by then",
+            fix="mark the model before parallelize, or an activation in its forward",
+        )
     if tensor.grad_fn is None:
         setattr(tensor, _MARK, (mesh, checked, user_line()))
     return tensor

@@ -129,7 +129,10 @@ class _Delegate:
         self.name = name
 
     def __get__(self, proxy: ModuleProxy | None, owner: type) -> Any:
-        return getattr(owner._of, self.name) if proxy is None else _of_model(proxy, self.name)
+        if proxy is None:
+            return getattr(owner._of, self.name)
+        own = proxy.__dict__
+        return own[self.name] if self.name in own else _of_model(proxy, self.name)
 
     def __set__(self, proxy: ModuleProxy, value: Any) -> None:
         setattr(proxy._model, self.name, value)

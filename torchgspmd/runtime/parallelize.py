@@ -16,6 +16,7 @@ from ..mesh import Mesh
 from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch
 from ..xla_backend.runtime import is_started
+from .carry_optimizers import carry_optimizers
 from .module_proxy import ModuleProxy
 from .module_proxy import shard_updates as mark_updates
 from .sharded_module import ShardedModule
@@ -42,7 +43,8 @@ def parallelize(
     """Return a module with the same forward that computes on a mesh; every process calls it alike.
 
     Parameters and buffers become DTensors with rank 0's values, laid out as marked or replicated.
-    Give the returned module's parameters to the optimizer. Plain tensor arguments are the global
+    The returned module answers as the model does: its class, attributes, methods and state_dict.
+    Optimizers of the model's parameters get those of the returned module, with their states. Plain tensor arguments are the global
     batch, the same on every rank. DTensor arguments keep their layout. Results are whole tensors
     unless out_specs gives a layout: then they are DTensors.
 
@@ -112,20 +114,24 @@ def parallelize(
     check_module(model)
     if shard_updates is not None:
         mark_updates(model, mesh, shard_updates)
+    before = dict(model.named_parameters(remove_duplicate=False))
     if backend == "xla":
-        return XlaModule(model, mesh, in_specs, out_specs, pin)
-    return ShardedModule(
-        model,
-        mesh,
-        backend,
-        in_specs,
-        out_specs,
-        strict=strict,
-        rng=rng,
-        regather=regather,
-        skip_passes=skip_passes,
-        costs=costs,
-    )
+        module = XlaModule(model, mesh, in_specs, out_specs, pin)
+    else:
+        module = ShardedModule(
+            model,
+            mesh,
+            backend,
+            in_specs,
+            out_specs,
+            strict=strict,
+            rng=rng,
+            regather=regather,
+            skip_passes=skip_passes,
+            costs=costs,
+        )
+    carry_optimizers(before, module)
+    return module
 
 
 def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:

@@ -1,0 +1,43 @@
+"""Carry optimizers over that were made before parallelize: they hold the parameters of then."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+
+def carry_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Put the parameters of a wrapped model in place of the former ones, with their states.
+
+    before: the parameters by name, as they were when the model was not wrapped.
+    """
+    now = dict(model.named_parameters(remove_duplicate=False))
+    stored = {old: now[name] for name, old in before.items() if now[name] is not old}
+    for optimizer in _optimizers() if stored else ():
+        for group in optimizer.param_groups:
+            # In place: LBFGS has this list under a second name.
+            group["params"][:] = [stored.get(p, p) for p in group["params"]]
+        for old in [p for p in optimizer.state if p in stored]:
+            state = optimizer.state.pop(old)
+            optimizer.state[stored[old]] = {
+                name: _like(value, old, stored[old]) for name, value in state.items()
+            }
+
+
+def _optimizers() -> Iterator[Optimizer]:
+    """Yield all optimizers of this process. A proxy's __class__ is not asked."""
+    return (o for o in gc.get_objects() if issubclass(type(o), Optimizer))
+
+
+def _like(value: Any, old: Tensor, new: Tensor) -> Any:
+    """Return a state of a parameter where the parameter is now."""
+    if not isinstance(value, Tensor) or value.shape != old.shape:
+        return value
+    if isinstance(new, DTensor):
+        return distribute_tensor(value, new.device_mesh, new.placements)
+    return value.to(new.device)
