@@ -44,9 +44,10 @@ def parallelize(
 
     Parameters and buffers become DTensors with rank 0's values, laid out as marked or replicated.
     The returned module answers as the model does: its class, attributes, methods and state_dict.
-    Optimizers of the model's parameters get those of the returned module, with their states. Plain tensor arguments are the global
-    batch, the same on every rank. DTensor arguments keep their layout. Results are whole tensors
-    unless out_specs gives a layout: then they are DTensors.
+    Optimizers of the model's parameters get those of the returned module, with their states.
+
+    Plain tensor arguments are the global batch, the same on every rank. DTensor arguments keep
+    their layout. Results are whole tensors unless out_specs gives a layout: then they are DTensors.
 
     Args:
         model: The module for one device, with marks of mark_sharding on its parameters.
