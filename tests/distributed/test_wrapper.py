@@ -267,3 +267,10 @@ def test_marks_come_before_parallelize(mesh):
         "a tensor that is on a mesh already is marked 'data _'"
     )
     gspmd.annotate(model, mesh, {"up.weight": "data _"})  # it is so
+
+
+@distributed(MESH)
+def test_data_parallel_around_a_module_on_a_mesh(mesh):
+    model, _ = both(mesh)
+    text = error_of(lambda: nn.parallel.DistributedDataParallel(model))
+    assert text.startswith("DistributedDataParallel is around a module on a mesh")

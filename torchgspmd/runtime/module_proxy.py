@@ -156,10 +156,16 @@ def _of_model(proxy: ModuleProxy, name: str) -> Any:
     return MethodType(method, proxy)
 
 
+def _names_in(method: str) -> tuple[str, ...]:
+    """Return the names that the code of a method of nn.Module uses."""
+    return getattr(getattr(vars(nn.Module).get(method), "__code__", None), "co_names", ())
+
+
 # What a proxy has of its own of nn.Module: calls, their hooks, and the name.
 _CALLS = re.compile(r"forward|.*_forward.*|.*backward.*|_\w*call_impl|modules|_get_name")
 _MODULE = vars(nn.Module()).keys() | vars(nn.Module).keys()
-_OWN = frozenset(name for name in _MODULE if _CALLS.fullmatch(name))
+# to, double and the like call _apply, which a proxy has.
+_OWN = frozenset(name for name in _MODULE if _CALLS.fullmatch(name) or "_apply" in _names_in(name))
 # Special methods of a model's class that are not its proxy's.
 _OWN_SPECIAL_METHODS = frozenset(
     "__init__ __new__ __call__ __repr__ __dir__ __hash__ __eq__ __getattribute__ __getattr__"
@@ -360,6 +366,16 @@ class ModuleProxy(nn.Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._model)})
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Raise ShardingError: DistributedDataParallel, which looks here, is around a proxy."""
+        raise ShardingError(
+            "DistributedDataParallel is around a module on a mesh",
+            where=user_line(),
+            why="the mesh shards the batch and reduces the gradients",
+            fix="leave it out, and shard the batch: parallelize(..., in_specs='data _')",
+        )
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self._model.named_modules(*args, **kwargs):
