@@ -139,7 +139,18 @@ def test_star_matches_within_a_part_two_stars_across():
     ]
 
 
-def test_dot_and_brackets_of_a_glob_are_literal():
+def test_letters_in_brackets_and_a_question_mark():
+    for pattern, names in {
+        "blocks.[0].up.weight": ["blocks.0.up.weight"],
+        "blocks.[!0].up.weight": ["blocks.1.up.weight"],
+        "blocks.?.up.weight": ["blocks.0.up.weight", "blocks.1.up.weight"],
+    }.items():
+        net = Net()
+        gspmd.annotate(net, MESH, {pattern: "_ _"})
+        assert [n for n, p in net.named_parameters() if mark_of(p)] == names
+
+
+def test_the_dot_of_a_glob_is_literal():
     assert message(lambda: gspmd.annotate(Net(), MESH, {"headxweight": "_ _"})) == (
         f"'headxweight' matches no parameter, buffer or module{WHERE}\n"
         "  fix   did you mean 'head.weight'?"
@@ -190,8 +201,8 @@ ERRORS = [
     ),
     (
         lambda: gspmd.mark_sharding(torch.zeros(4, 8), "data=2", "_ _"),
-        f"mark_sharding takes a torchgspmd.Mesh, not str{WHERE}\n"
-        "  fix   Mesh.from_device_mesh(device_mesh) makes one from torch's DeviceMesh",
+        f"a mesh is a torchgspmd.Mesh or torch's DeviceMesh, not str{WHERE}\n"
+        "  fix   Mesh(data=2, model=4)",
     ),
     (
         lambda: gspmd.annotate(Net(), MESH, {"blocks.*.up.weigth": "model _"}),

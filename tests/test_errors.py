@@ -1,11 +1,12 @@
 """What a user can do wrong with a plan, and the whole message; and how the user's line is found."""
 
 import random
+import sys
 
 import numpy
 import pytest
 import torch
-from helpers import message
+from helpers import assert_same, message
 from torch import nn
 
 import torchgspmd as gspmd
@@ -170,7 +171,15 @@ def test_message(name):
 
 
 def test_mesh_that_is_none():
-    message(lambda: plan(torch.sin, X, mesh="data=2"))
+    for mesh in ("data=2", None, 2):
+        for use in (
+            lambda mesh: plan(torch.sin, X, mesh=mesh),
+            lambda mesh: gspmd.mark_sharding(X, mesh, "_ _"),
+            lambda mesh: gspmd.parallelize(nn.Linear(2, 2), mesh),
+            lambda mesh: gspmd.shard_batch(X, mesh, "_ _"),
+        ):
+            text = message(lambda use=use, mesh=mesh: use(mesh))
+            assert text.startswith("a mesh is a torchgspmd.Mesh or torch's DeviceMesh, not")
 
 
 def test_parts_of_a_message():
@@ -258,6 +267,42 @@ def test_numbers_that_are_known_only_when_a_program_runs():
 
     assert message(lambda: plan(Logs(), X, mesh=MESH)).startswith(
         "the program puts a number into 'last' that is known only when it runs"
+    )
+
+
+@pytest.mark.parametrize(
+    "function, call, instead",
+    [
+        (lambda x: x * int(x.sum()), "int", lambda x: x * x.sum().item()),
+        (lambda x: x * float(x.sum()), "float", lambda x: x * x.sum().item()),
+        (
+            lambda x: x * max(1, x.sum().item()),
+            "max",
+            lambda x: x * torch.sym_max(1, x.sum().item()),
+        ),
+        (
+            lambda x: x * min(1, x.sum().item()),
+            "min",
+            lambda x: x * torch.sym_min(1, x.sum().item()),
+        ),
+    ],
+    ids=["int", "float", "max", "min"],
+)
+def test_functions_of_python_that_need_a_number(function, call, instead):
+    """The message names what takes their place, and that does."""
+    text = message(lambda: plan(function, X, mesh=MESH))
+    if sys.version_info >= (3, 11):  # before, positions of expressions are not known
+        assert text.startswith(f"the program depends on values: {call}() needs a number")
+        assert f"in place of {call}(" in text
+    assert_same(plan(instead, X, mesh=MESH).simulate(X), function(X))
+
+
+def test_numbers_in_a_format():
+    def log(x):
+        return f"{x.sum().item():.2f}"
+
+    assert message(lambda: plan(log, X, mesh=MESH)).startswith(
+        "a number that is known only when the program runs is printed in a format"
     )
 
 

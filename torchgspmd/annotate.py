@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, did_you_mean, user_line
-from .mesh import Mesh
+from .mesh import Mesh, mesh_of
 from .shard_spec import ShardSpec, SpecLike
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -74,6 +74,7 @@ def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
     """
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
+    mesh = mesh_of(mesh)
     checked = check_mark(tensor, mesh, spec)
     if isinstance(tensor, DTensor) and (recorded_mark(tensor) or ())[:2] != (mesh, checked):
         raise ShardingError(
@@ -89,12 +90,6 @@ def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
 
 def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> ShardSpec:
     """Return the parsed spec of a mark. Raise ShardingError if it does not fit."""
-    if not isinstance(mesh, Mesh):
-        raise ShardingError(
-            f"mark_sharding takes a torchgspmd.Mesh, not {type(mesh).__name__}",
-            where=user_line(),
-            fix="Mesh.from_device_mesh(device_mesh) makes one from torch's DeviceMesh",
-        )
     parsed = ShardSpec.parse(spec).check(mesh, tensor.shape)
     if parsed.pending:
         raise ShardingError(
@@ -122,8 +117,8 @@ def annotate(module: _Module, mesh: Mesh, layouts: Mapping[str, SpecLike]) -> _M
         mesh: The devices.
         layouts: Specs by glob. A glob matches names of parameters and buffers
             ("blocks.*.mlp.up.weight") and of modules ("blocks.*": every floating tensor that the
-            module returns). `*` matches within one part of a name, `**` across parts. A later key
-            wins over an earlier one.
+            module returns). `*` matches within one part of a name, `**` across parts, `?` one
+            letter, `[qkv]` one of these. A later key wins over an earlier one.
 
     Returns:
         The module.
@@ -178,10 +173,10 @@ def _other_pattern(pattern: str, names: list[str]) -> str:
 
 def _glob(pattern: str) -> re.Pattern[str]:
     """Return the regular expression of a glob."""
-    tokens = re.split(r"(\*\*|\*)", pattern)
-    return re.compile(
-        "".join({"**": ".*", "*": "[^.]*"}.get(token, re.escape(token)) for token in tokens)
-    )
+    tokens = re.split(r"(\*\*|\*|\?|\[!?[^]]+\])", pattern)
+    wild = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
+    classes = {t: t.replace("[!", "[^") for t in tokens if t.startswith("[") and len(t) > 2}
+    return re.compile("".join({**wild, **classes}.get(t) or re.escape(t) for t in tokens))
 
 
 def _mark_outputs(mesh: Mesh, spec: ShardSpec) -> Callable[[nn.Module, tuple, Any], Any]:

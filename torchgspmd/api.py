@@ -20,7 +20,7 @@ from .fx_passes.partition.cost_constants import CostConstants
 from .fx_passes.pipeline import run, skippable
 from .fx_passes.program import Request
 from .fx_passes.stages import SCHEDULED
-from .mesh import Mesh
+from .mesh import Mesh, mesh_of
 from .plan import Plan
 from .prefix_specs import spread_inputs
 from .shard_spec import ShardSpec
@@ -81,12 +81,7 @@ def plan(
         >>> [(c.kind, c.axes) for c in result.collectives]
         [('all_reduce', ('model',))]
     """
-    if not isinstance(mesh, Mesh):
-        raise ShardingError(
-            f"plan takes a torchgspmd.Mesh, not {type(mesh).__name__}",
-            where=user_line(),
-            fix="Mesh(data=2, model=4), or Mesh.from_device_mesh(device_mesh)",
-        )
+    mesh = mesh_of(mesh)
     check_plan()
     if grad and not isinstance(fn, nn.Module):
         raise ShardingError(

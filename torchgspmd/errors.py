@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import linecache
 import os
 import sys
+import traceback
 from collections.abc import Iterable
+from types import TracebackType
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = (
@@ -79,16 +82,37 @@ def user_line_of(error: BaseException) -> str | None:
 
     If the error was raised in a library of models, the line there is named, too.
     """
+    user, library = _user_frames(error)
+    lines = [
+        f"{_shorten(t.tb_frame.f_code.co_filename)}:{t.tb_lineno}" for t in (user, library) if t
+    ]
+    return ", in ".join(lines) or None
+
+
+def user_expression_of(error: BaseException) -> str | None:
+    """Return the text of the expression that the innermost frame of user code was in."""
+    user, library = _user_frames(error)
+    innermost = library or user
+    if innermost is None or sys.version_info < (3, 11):
+        return None
+    frame = traceback.extract_tb(innermost, limit=1)[0]
+    if frame.colno is None or frame.end_colno is None or frame.end_lineno != frame.lineno:
+        return None
+    line = linecache.getline(frame.filename, frame.lineno or 0)
+    return line.encode()[frame.colno : frame.end_colno].decode()
+
+
+def _user_frames(error: BaseException) -> tuple[TracebackType | None, TracebackType | None]:
+    """Return the innermost frames of user code and, behind it, of a library of models."""
     user, library, trace = None, None, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        line = f"{_shorten(name)}:{trace.tb_lineno}"
         if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
-            user, library = line, None
+            user, library = trace, None
         elif not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES[:-1]):
-            library = line
+            library = trace
         trace = trace.tb_next
-    return f"{user}, in {library}" if user and library else user or library
+    return user, library
 
 
 def did_you_mean(word: str, vocabulary: Iterable[str]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -16,7 +18,7 @@ from ..compat.private_apis import (
     GuardOnDataDependentSymNode,
     UnsupportedOperatorException,
 )
-from ..errors import ShardingError, user_line, user_line_of
+from ..errors import ShardingError, user_expression_of, user_line, user_line_of
 
 # Before 2.10, torch cannot trace slices by numbers that depend on values, nor compute with
 # truth values.
@@ -66,8 +68,29 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def needs_values(what: str, where: str | None) -> ShardingError:
-    """Return the error of a program that asks for values which a trace does not have."""
+# Python's functions that need a number now, and what takes their place in a program.
+_IN_PLACE_OF = {
+    "int": "t.item() in place of int(t)",
+    "float": "t.item() in place of float(t)",
+    "bool": "torch.where or a mask in place of bool(t)",
+    "max": "torch.sym_max(a, b) in place of max(a, b)",
+    "min": "torch.sym_min(a, b) in place of min(a, b)",
+}
+
+
+def needs_values(what: str, where: str | None, call: str | None = None) -> ShardingError:
+    """Return the error of a program that asks for values which a trace does not have.
+
+    call: the function of Python that asked, if one did.
+    """
+    if call in _IN_PLACE_OF:
+        return ShardingError(
+            f"the program depends on values: {call}() needs a number that is known only when it "
+            "runs",
+            where=where,
+            why="one program is made for all values, before any device computes",
+            fix=f"use {_IN_PLACE_OF[call]}, or compute it outside and pass it as an argument",
+        )
     slices = "; on torch 2.9, for x[:n]: x.index_select(0, torch.arange(n))" if _OLD else ""
     return ShardingError(
         f"the program depends on values: {what} needs numbers that are known only when it runs",
@@ -76,6 +99,16 @@ def needs_values(what: str, where: str | None) -> ShardingError:
         fix="use torch.where or a mask instead of a branch, or compute it outside and pass "
         "it as an argument" + slices,
     )
+
+
+def _python_call(error: BaseException) -> str | None:
+    """Return the name that user code called, in the innermost of its frames in a traceback."""
+    expression = user_expression_of(error)
+    with suppress(SyntaxError):
+        tree = ast.parse(expression, mode="eval").body if expression else None
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+            return tree.func.id
+    return None
 
 
 def check_constants(graph: fx.Graph, owner: nn.Module) -> None:
@@ -120,7 +153,14 @@ class translate_errors:
                     error, "func", "an `if`, a loop or a slice" if _OLD else "an `if` or a loop"
                 )
             )
-            raise needs_values(what, user_line_of(error)) from error
+            raise needs_values(what, user_line_of(error), _python_call(error)) from error
+        if kind is TypeError and "__format__" in str(error) and "Sym" in str(error):
+            raise ShardingError(
+                "a number that is known only when the program runs is printed in a format",
+                where=user_line_of(error),
+                why="one program is made for all values, before any device computes",
+                fix="return the number and print it outside",
+            ) from error
         if _OLD and isinstance(error, TypeError) and "SymBool" in str(error):
             raise ShardingError(
                 "torch 2.9 cannot compute with a truth value that is known only when the "

@@ -12,7 +12,7 @@ from ..comm.process_groups import groups_of
 from ..compat.versions import check_parallelize
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError, user_line
-from ..mesh import Mesh
+from ..mesh import Mesh, mesh_of
 from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch
 from ..xla_backend.runtime import is_started
@@ -95,6 +95,7 @@ def parallelize(
             f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}",
             where=user_line(),
         )
+    mesh = mesh_of(mesh)
     check_parallelize()
     partitioner_options = {
         "strict": strict,
@@ -159,6 +160,7 @@ def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
         torch.Size([8, 16])
         >>> dist.destroy_process_group()
     """
+    mesh = mesh_of(mesh)
     if is_started():
         return place_batch(local, mesh, spec)
     groups = groups_of(mesh, local.device.type)
