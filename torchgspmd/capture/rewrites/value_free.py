@@ -233,7 +233,7 @@ def _dim_count(entry: Any) -> int:
 
 
 @rewrite("value", Tensor.__getitem__)
-def _getitem(input: Tensor, index: Any) -> Tensor:
+def _getitem(input: Tensor, index: Any) -> Any:
     """Return x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
