@@ -17,7 +17,9 @@ def carry_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module) -> No
     before: the parameters by name, as they were when the model was not wrapped.
     """
     now = dict(model.named_parameters(remove_duplicate=False))
-    stored = {old: now[name] for name, old in before.items() if now[name] is not old}
+    stored: dict[Tensor, nn.Parameter] = {
+        old: now[name] for name, old in before.items() if now[name] is not old
+    }
     for optimizer in _optimizers() if stored else ():
         for group in optimizer.param_groups:
             # In place: LBFGS has this list under a second name.
