@@ -41,6 +41,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ("annotate",),
     ("shard_spec",),
     ("spec_notation",),
+    ("device_mesh",),
     ("mesh",),
     ("sub_axes",),
     ("halo",),

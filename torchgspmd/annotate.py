@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .compat.private_apis import _pytree as pytree
+from .device_mesh import mesh_of
 from .errors import ShardingError, did_you_mean, user_line
-from .mesh import Mesh, mesh_of
+from .mesh import Mesh
 from .shard_spec import ShardSpec, SpecLike
 
 _Module = TypeVar("_Module", bound=nn.Module)

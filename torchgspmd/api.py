@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from .capture import Captured, capture, opened
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
+from .device_mesh import mesh_of
 from .dump import dump_plan
 from .errors import ShardingError, user_line
 from .fix_candidates import report_replicated
@@ -20,7 +21,7 @@ from .fx_passes.partition.cost_constants import CostConstants
 from .fx_passes.pipeline import run, skippable
 from .fx_passes.program import Request
 from .fx_passes.stages import SCHEDULED
-from .mesh import Mesh, mesh_of
+from .mesh import Mesh
 from .plan import Plan
 from .prefix_specs import spread_inputs
 from .shard_spec import ShardSpec

@@ -407,16 +407,3 @@ def _check_size(axis: str, size: object) -> None:
             f"mesh axis '{axis}' has size {size!r}; a size is an integer of at least 1",
             where=user_line(),
         )
-
-
-def mesh_of(mesh: Mesh | DeviceMesh) -> Mesh:
-    """Return a Mesh as it is, and that of a DeviceMesh. Raise ShardingError for anything else."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    if hasattr(mesh, "mesh_dim_names"):
-        return Mesh.from_device_mesh(mesh)
-    raise ShardingError(
-        f"a mesh is a torchgspmd.Mesh or torch's DeviceMesh, not {type(mesh).__name__}",
-        where=user_line(),
-        fix="Mesh(data=2, model=4)",
-    )

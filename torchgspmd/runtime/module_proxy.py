@@ -6,11 +6,8 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from functools import cache, wraps
-from inspect import signature
 from itertools import chain
 from operator import attrgetter, is_
-from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -21,6 +18,7 @@ from ..capture import State, Varying, is_transforming
 from ..errors import ShardingError, did_you_mean, user_line
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
+from .proxy_class import OWN, class_for, of_model
 
 MAX_PROGRAMS = 8  # Most programs per key, which differ in the attributes that forward reads.
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
@@ -122,98 +120,6 @@ def as_text(key: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(key))
 
 
-class _Delegate:
-    """Attribute of a proxy that is the model's own."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, proxy: ModuleProxy | None, owner: type) -> Any:
-        if proxy is None:
-            return getattr(owner._of, self.name)
-        own = proxy.__dict__
-        return own[self.name] if self.name in own else _of_model(proxy, self.name)
-
-    def __set__(self, proxy: ModuleProxy, value: Any) -> None:
-        setattr(proxy._model, self.name, value)
-
-    def __delete__(self, proxy: ModuleProxy) -> None:
-        delattr(proxy._model, self.name)
-
-
-def _of_model(proxy: ModuleProxy, name: str) -> Any:
-    """Return an attribute of the model. A method that returns the model returns the proxy."""
-    model = proxy.__dict__["_model"]
-    attribute = getattr(model, name)
-    if not isinstance(attribute, MethodType) or attribute.__self__ is not model:
-        return attribute
-
-    @wraps(attribute.__func__)
-    def method(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
-        result = attribute(*args, **kwargs)
-        return self if result is model else result
-
-    return MethodType(method, proxy)
-
-
-def _names_in(method: str) -> tuple[str, ...]:
-    """Return the names that the code of a method of nn.Module uses."""
-    return getattr(getattr(vars(nn.Module).get(method), "__code__", None), "co_names", ())
-
-
-# What a proxy has of its own of nn.Module: calls, their hooks, and the name.
-_CALLS = re.compile(r"forward|.*_forward.*|.*backward.*|_\w*call_impl|modules|_get_name")
-_MODULE = vars(nn.Module()).keys() | vars(nn.Module).keys()
-# to, double and the like call _apply, which a proxy has.
-_OWN = frozenset(name for name in _MODULE if _CALLS.fullmatch(name) or "_apply" in _names_in(name))
-# Special methods of a model's class that are not its proxy's.
-_OWN_SPECIAL_METHODS = frozenset(
-    "__init__ __new__ __call__ __repr__ __dir__ __hash__ __eq__ __getattribute__ __getattr__"
-    " __setattr__ __delattr__ __getstate__ __setstate__ __reduce__ __reduce_ex__ __init_subclass__"
-    " __class_getitem__".split()
-)
-
-
-def _delegates(proxy: type, model: type) -> Iterator[str]:
-    """Yield the names of what a proxy takes from its model, instead of its own class."""
-    own = {name for cls in proxy.__mro__ if issubclass(cls, ModuleProxy) for name in vars(cls)}
-    names = {*vars(nn.Module()), *dir(model)} - own
-    special = {
-        name
-        for cls in model.__mro__[: model.__mro__.index(nn.Module)]
-        for name, value in vars(cls).items()
-        if callable(value) and name not in _OWN_SPECIAL_METHODS
-    }
-    for name in names:
-        if name in special if name.startswith("__") else name not in _OWN:
-            yield name
-
-
-def _with_signature(function: Callable, like: Callable) -> Callable:
-    """Return a copy of a function that shows another's signature; inspect.signature reads it."""
-    copied = FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copied.__dict__.update(function.__dict__, __signature__=signature(like))
-    return copied
-
-
-@cache
-def _class_for(proxy: type, model: type) -> type:
-    """Return the class of a model's proxy: a subclass of the model's, with the model's methods."""
-    namespace: dict[str, Any] = {name: _Delegate(name) for name in _delegates(proxy, model)}
-    namespace |= {"_of": model, "__module__": proxy.__module__, "__doc__": proxy.__doc__}
-    namespace["forward"] = _with_signature(proxy.forward, model.forward)
-    try:
-        return type(model)(f"{proxy.__name__}[{model.__name__}]", (proxy, model), namespace)
-    except TypeError:  # The model's class allows no subclass of this kind.
-        return type(proxy)(proxy.__name__, (proxy,), namespace)
-
-
 class ModuleProxy(nn.Module):
     """Proxy of a model: an instance of its class that answers as the model, but for calls.
 
@@ -227,10 +133,10 @@ class ModuleProxy(nn.Module):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls._of is not None:  # type(self)(...) in a method of the model: another of its kind
             return cls._of(*args, **kwargs)
-        return object.__new__(_class_for(cls, type(args[0])))
+        return object.__new__(class_for(cls, type(args[0])))
 
     def __init__(self, model: nn.Module) -> None:
-        hooks = {name: value for name, value in vars(nn.Module()).items() if name in _OWN}
+        hooks = {name: value for name, value in vars(nn.Module()).items() if name in OWN}
         self.__dict__.update(hooks, _programs={}, _version_of={}, _state=State())
         self._attach(model)
 
@@ -350,7 +256,7 @@ class ModuleProxy(nn.Module):
         return [*chain.from_iterable(self._programs.values())]
 
     def __getattr__(self, name: str) -> Any:
-        return _of_model(self, name)
+        return of_model(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__:

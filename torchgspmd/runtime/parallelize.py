@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from ..capture import check_module
 from ..comm.process_groups import groups_of
 from ..compat.versions import check_parallelize
+from ..device_mesh import mesh_of
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError, user_line
-from ..mesh import Mesh, mesh_of
+from ..mesh import Mesh
 from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch
 from ..xla_backend.runtime import is_started

@@ -1,0 +1,19 @@
+"""A mesh as users may give it: a Mesh, or torch's DeviceMesh."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import ShardingError, user_line
+from .mesh import Mesh
+
+
+def mesh_of(mesh: Mesh | DeviceMesh) -> Mesh:
+    """Return a Mesh as it is, and that of a DeviceMesh. Raise ShardingError for anything else."""
+    if isinstance(mesh, Mesh) or hasattr(mesh, "mesh_dim_names"):
+        return mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
+    raise ShardingError(
+        f"a mesh is a torchgspmd.Mesh or torch's DeviceMesh, not {type(mesh).__name__}",
+        where=user_line(),
+        fix="Mesh(data=2, model=4)",
+    )
