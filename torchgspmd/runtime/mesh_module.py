@@ -44,7 +44,7 @@ class MeshModule(ModuleProxy):
     planning_seconds: the time to compile the latest new program.
     """
 
-    _has_submodules = False  # whether a submodule that is called directly runs on the mesh
+    runs_submodules = False  # whether a submodule that is called directly runs on the mesh
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class MeshModule(ModuleProxy):
         )
         super().__init__(model)
         if hooks:
-            install_calls(model, self._called, submodules=self._has_submodules)
+            install_calls(model, self._called, submodules=self.runs_submodules)
 
     def _called(self, module: nn.Module) -> nn.Module:
         """Return what computes a call of the model itself, or of a submodule of it.

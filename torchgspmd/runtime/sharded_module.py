@@ -38,7 +38,7 @@ _CALLS = "calls a module"
 class ShardedModule(MeshModule):
     """Module of parallelize, with the model's names of parameters, buffers and submodules."""
 
-    _has_submodules = True
+    runs_submodules = True
 
     def __init__(
         self,
