@@ -18,7 +18,7 @@ setup(
     extras_require={
         "transformers": ["transformers>=5"],
         "dev": ["ruff==0.17.*", "pyright[nodejs]==1.1.414"],
-        # pytest 9.2 ignores the groups of pytest-xdist 3.8, which keep checks on processes together.
+        # pytest 9.2 ignores the groups of pytest-xdist 3.8, which keep ranks together.
         "test": ["pytest<9.2", "pytest-xdist", "hypothesis", "expecttest", "scikit-learn"],
         "examples": ["rich", "matplotlib"],
         "auto": ["highspy"],
