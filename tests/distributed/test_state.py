@@ -220,7 +220,7 @@ def kept(module):
     everything = {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith("_") and name != "training"
+        if not name.startswith("_") and name not in ("training", "forward")
     }
     everything |= dict(module.named_buffers())
     found = torch.utils._pytree.tree_leaves(everything)
