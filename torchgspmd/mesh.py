@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .errors import ShardingError, did_you_mean, user_line
-from .sub_axes import common_splits, finer_axes, merge_axes, split_axes, sub_axis
+from .sub_axes import check_size, common_splits, finer_axes, merge_axes, split_axes, sub_axis
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,7 +42,7 @@ class Mesh:
 
     def __init__(self, **axes: int) -> None:
         for name, size in axes.items():
-            _check_size(name, size)
+            check_size(name, size)
             if not name.isidentifier() or name == "_":
                 raise ShardingError(
                     f"'{name}' cannot name a mesh axis; use a Python identifier other than '_'",
@@ -392,18 +392,6 @@ class Mesh:
 
         def key(axis: str) -> tuple[int, int]:
             name, before, _ = sub_axis(axis) or (axis, 0, 0)
-            return (
-                (self.names.index(axis), 0)
-                if axis in self._sizes
-                else (self.names.index(name), before)
-            )
+            return self.names.index(name), 0 if axis in self._sizes else before
 
         return tuple(sorted(axes, key=key))
-
-
-def _check_size(axis: str, size: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ShardingError(
-            f"mesh axis '{axis}' has size {size!r}; a size is an integer of at least 1",
-            where=user_line(),
-        )

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
+from .errors import ShardingError, user_line
+
 _SUB_AXIS = re.compile(r"(\w+):\((\d+)\)(\d+)")
 
 
@@ -80,3 +82,12 @@ def merge_axes(axes: Iterable[str], sizes: Mapping[str, int]) -> tuple[str, ...]
                 axis = sub[0]
         merged.append(axis)
     return tuple(merged)
+
+
+def check_size(axis: str, size: object) -> None:
+    """Raise ShardingError for a size that no axis has."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ShardingError(
+            f"mesh axis '{axis}' has size {size!r}; a size is an integer of at least 1",
+            where=user_line(),
+        )
