@@ -248,6 +248,9 @@ def test_code_of_the_documentation_prints_what_is_shown(
         if i + 1 < len(found) and found[i + 1][0] == "text":
             shown += 1
             text = re.sub(r"\S*readme\.py", "readme.py", printed.getvalue())
+            if torch.__version__ < "2.10":  # which cannot trace slices, either, and says so
+                text = text.replace("an `if`, a loop or a slice", "an `if` or a loop")
+                text = re.sub(r"; on torch 2\.9, for x\[:n\].*", "", text)
             assert text.strip() == found[i + 1][1].strip()
     assert shown >= 1
 

@@ -200,7 +200,8 @@ def _trace(x: Tensor) -> Tensor:
 
 @rewrite("decompose", aten.take.default)
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    return x.reshape(-1)[torch.where(index < 0, index + x.numel(), index)]
+    place = torch.where(index < 0, index + x.numel(), index)
+    return aten.index.Tensor(x.reshape(-1), [place])  # x[place] reads a single place on torch 2.15
 
 
 @rewrite("decompose", aten.put.default)
