@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -44,7 +45,7 @@ def _mark_gradient(ctx: Any, grad: Tensor | None) -> tuple:
 mark_sharding_op.register_autograd(_mark_gradient, setup_context=_save_layout)
 
 
-def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
+def mark_sharding(tensor: Tensor, mesh: Mesh | DeviceMesh, spec: SpecLike) -> Tensor:
     """Mark how a tensor is laid out on a mesh (GSPMD, arXiv 2105.04663, section 3.1).
 
     A mark on a parameter or buffer is recorded on it. A mark on a value inside of a model is an
@@ -53,7 +54,7 @@ def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
 
     Args:
         tensor: A parameter, a buffer, or a value inside of a model.
-        mesh: The devices.
+        mesh: The devices, also as torch's DeviceMesh.
         spec: One entry per dimension of the tensor: None (replicated along it), an axis name, a
             tuple of axis names (major first) or UNCONSTRAINED (propagation decides). The same as
             a string: "data _ model".
@@ -73,9 +74,9 @@ def mark_sharding(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
         >>> layer.weight is mark_sharding(layer.weight, mesh, "model _")
         True
     """
+    mesh = mesh_of(mesh)
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
-    mesh = mesh_of(mesh)
     checked = check_mark(tensor, mesh, spec)
     if isinstance(tensor, DTensor) and (recorded_mark(tensor) or ())[:2] != (mesh, checked):
         raise ShardingError(
@@ -110,12 +111,12 @@ def copy_mark(source: Tensor, target: Tensor) -> None:
         setattr(target, _MARK, recorded_mark(source))
 
 
-def annotate(module: _Module, mesh: Mesh, layouts: Mapping[str, SpecLike]) -> _Module:
+def annotate(module: _Module, mesh: Mesh | DeviceMesh, layouts: Mapping[str, SpecLike]) -> _Module:
     """Mark parameters, buffers and outputs of submodules of a model whose source you do not own.
 
     Args:
         module: The model.
-        mesh: The devices.
+        mesh: The devices, also as torch's DeviceMesh.
         layouts: Specs by glob. A glob matches names of parameters and buffers
             ("blocks.*.mlp.up.weight") and of modules ("blocks.*": every floating tensor that the
             module returns). `*` matches within one part of a name, `**` across parts, `?` one
@@ -135,6 +136,7 @@ def annotate(module: _Module, mesh: Mesh, layouts: Mapping[str, SpecLike]) -> _M
         >>> annotate(model, Mesh(data=2, model=4), layouts) is model
         True
     """
+    mesh = mesh_of(mesh)
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),

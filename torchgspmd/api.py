@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .capture import Captured, capture, opened
 from .compat.private_apis import _pytree as pytree
@@ -31,7 +32,7 @@ from .without_gc import without_gc
 def plan(
     fn: Callable | nn.Module,
     *args: Any,
-    mesh: Mesh,
+    mesh: Mesh | DeviceMesh,
     in_specs: Any = None,
     out_specs: Any = None,
     grad: bool = False,
@@ -50,7 +51,7 @@ def plan(
     Args:
         fn: The function or module to compile.
         args: Positional arguments of fn. Tensors are real, fake or meta, of global shape.
-        mesh: The devices.
+        mesh: The devices, also as torch's DeviceMesh.
         in_specs: Layouts of the arguments, as a pytree prefix of args. A mapping is a prefix of
             kwargs. Leaves are specs in string form, or None where propagation decides.
         out_specs: Layouts of the result, as a pytree prefix of it.

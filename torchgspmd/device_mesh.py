@@ -10,8 +10,10 @@ from .mesh import Mesh
 
 def mesh_of(mesh: Mesh | DeviceMesh) -> Mesh:
     """Return a Mesh as it is, and that of a DeviceMesh. Raise ShardingError for anything else."""
-    if isinstance(mesh, Mesh) or hasattr(mesh, "mesh_dim_names"):
-        return mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, DeviceMesh):
+        return Mesh.from_device_mesh(mesh)
     raise ShardingError(
         f"a mesh is a torchgspmd.Mesh or torch's DeviceMesh, not {type(mesh).__name__}",
         where=user_line(),

@@ -8,6 +8,7 @@ from language_model import whole
 from ranks import distributed
 from tied_model import WIDTH, close
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torchgspmd as gspmd
@@ -37,6 +38,32 @@ def test_layouts_of_results(mesh):
     assert part.device_mesh is again.device_mesh  # no process groups a step
     close(part, x)
     close(model(part), reference(x))
+
+
+@distributed("data=2,model=2")
+def test_a_device_mesh_is_a_mesh(mesh):
+    """In marks outside and inside of forward, annotate, plan, parallelize and shard_batch."""
+    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+
+    class Marked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+        def forward(self, x):
+            return self.down(gspmd.mark_sharding(self.up(x), devices, "data model").relu())
+
+    torch.manual_seed(0)
+    reference, x = Marked(), torch.randn(4, 8)
+    model = gspmd.annotate(
+        copy.deepcopy(reference), devices, {"up.weight": "model _", "down": "data _"}
+    )
+    gspmd.mark_sharding(model.down.weight, devices, "_ model")
+    text = str(gspmd.plan(model, x, mesh=devices))
+    assert text == str(gspmd.plan(model, x, mesh=mesh))
+    model, row = gspmd.parallelize(model, devices), 2 * mesh.coordinates(dist.get_rank())["data"]
+    close(model(gspmd.shard_batch(x[row : row + 2], devices, "data _")), reference(x))
+    assert model.up.weight.to_local().shape == (6, 8)
 
 
 @distributed(*MESHES)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..capture import check_module
 from ..comm.process_groups import groups_of
@@ -28,7 +29,7 @@ BACKENDS = ("torch", "inductor", "xla")
 
 def parallelize(
     model: nn.Module,
-    mesh: Mesh,
+    mesh: Mesh | DeviceMesh,
     *,
     backend: str = "torch",
     in_specs: Any = None,
@@ -52,7 +53,7 @@ def parallelize(
 
     Args:
         model: The module for one device, with marks of mark_sharding on its parameters.
-        mesh: The mesh, with one process per device.
+        mesh: The mesh, with one process per device, also as torch's DeviceMesh.
         backend: "torch" runs the program operation by operation, "inductor" compiles it. "xla"
             needs no process group: parameters become XLA tensors, and XLA partitions the program.
         in_specs: Layouts of the arguments.
@@ -137,7 +138,7 @@ def parallelize(
     return module
 
 
-def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
+def shard_batch(local: Tensor, mesh: Mesh | DeviceMesh, spec: SpecLike) -> Tensor:
     """Return the global batch, a DTensor whose shard on this rank is `local`; nothing is sent.
 
     In a process that runs on XLA, `local` is the batch of this host. Its rows go to the host's
@@ -145,7 +146,7 @@ def shard_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
 
     Args:
         local: The rows that a DistributedSampler gives this rank, of the same shape on every rank.
-        mesh: The mesh of the module.
+        mesh: The mesh of the module, also as torch's DeviceMesh.
         spec: The layout. The global size of a sharded dimension is the local size times the shards.
 
     Returns:
