@@ -16,41 +16,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
-from torchgspmd.custom_ops.nd import split_equation
-
-OURS = torch.ops.torchgspmd
-
-
-@register_flop_formula(OURS.einsum)
-def einsum_flops(equation: str, a: tuple, b: tuple, *args, **kwargs) -> int:
-    first, second, _ = split_equation(equation)
-    return 2 * math.prod({**dict(zip(first, a)), **dict(zip(second, b))}.values())
-
-
-@register_flop_formula(OURS.attention)
-def attention_flops(q: tuple, k: tuple, v: tuple, *args, **kwargs) -> int:
-    return 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3])
-
-
-@register_flop_formula(OURS.attention_backward)
-def attention_backward_flops(grad: tuple, q: tuple, k: tuple, v: tuple, *args, **kwargs) -> int:
-    return 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
-
-
-def of_program(plan: gspmd.Plan) -> int:
-    """Of the captured graph, at global shapes."""
-    total = 0
-    for node in plan.captured.graph.nodes:
-        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-        if formula is not None:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-            total += formula(*args, **kwargs, out_val=node.meta["val"])
-    return total
 
 
 def of_devices(plan: gspmd.Plan, inputs: tuple) -> int:
@@ -167,7 +137,7 @@ def ratio(name: str) -> float:
         in_specs=(specs[0], *specs),
         out_specs=(specs[0], *specs),
     )
-    return of_devices(plan, inputs) / of_program(plan)
+    return of_devices(plan, inputs) / plan.estimate().model_flops
 
 
 def main() -> None:

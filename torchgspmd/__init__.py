@@ -8,6 +8,7 @@ from .comm.collective import Collective
 from .compare_with_xla import compare_with_xla
 from .doctor import doctor
 from .errors import ShardingError
+from .hardware import Hardware, Link
 from .mesh import Mesh
 from .rules.custom import rule
 from .runtime.parallelize import parallelize, shard_batch
@@ -17,6 +18,8 @@ from .spec_notation import UNCONSTRAINED
 __all__ = [
     "UNCONSTRAINED",
     "Collective",
+    "Hardware",
+    "Link",
     "Mesh",
     "Plan",
     "ShardSpec",

@@ -1,10 +1,13 @@
-"""`python -m torchgspmd doctor`: what of this installation of torch can be used."""
+"""`python -m torchgspmd`: `doctor` checks this installation, `plan` shows a plan of a model."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 
+from . import plan_command
 from .doctor import doctor
+from .errors import ShardingError
 
 
 def main() -> None:
@@ -12,8 +15,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m torchgspmd", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="the version of torch, what it lacks, backends at hand")
-    parser.parse_args()
-    print(doctor())
+    plan = commands.add_parser("plan", help="layouts, time and memory of a model, without devices")
+    plan_command.add_arguments(plan)
+    args = parser.parse_args()
+    try:
+        print(plan_command.run(args) if args.command == "plan" else doctor())
+    except ShardingError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

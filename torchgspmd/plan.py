@@ -32,6 +32,8 @@ from .fx_passes.printer import dtype_name, graph_text
 from .fx_passes.replication_report import ReplicatedOp, replication_report
 from .fx_passes.schedule.liveness import bytes_of, peak
 from .mesh import Mesh
+from .report.plan_views import PlanViews
+from .report.units import size_text
 from .shard_spec import ShardSpec
 
 
@@ -45,12 +47,12 @@ class Memory:
 
     def __str__(self) -> str:
         return (
-            f"parameters {_size(self.parameters)}, inputs {_size(self.inputs)}, "
-            f"peak {_size(self.peak)}"
+            f"parameters {size_text(self.parameters)}, inputs {size_text(self.inputs)}, "
+            f"peak {size_text(self.peak)}"
         )
 
 
-class Plan:
+class Plan(PlanViews):
     """The result of torchgspmd.plan: layouts, collectives and the program of every device.
 
     Print it for the partitioned graph and a summary.
@@ -204,13 +206,13 @@ class Plan:
             groups.setdefault((c.kind, "+".join(c.axes)), []).append(c)
         lines = [
             f"{kind:14} over {axes:12} {len(group):4} x, "
-            f"{_size(sum(c.sent_bytes for c in group))} sent by a device"
+            f"{size_text(sum(c.sent_bytes for c in group))} sent by a device"
             for (kind, axes), group in sorted(groups.items())
         ] or ["no communication"]
         return "\n".join(
             [
                 *lines,
-                f"sent by a device in all: {_size(self.sent_bytes)}",
+                f"sent by a device in all: {size_text(self.sent_bytes)}",
                 f"memory of a device: {self.memory}",
             ]
         )
@@ -377,12 +379,3 @@ def _shape(node: fx.Node, shards: Sequence[Tensor]) -> Sequence[int]:
     A size that depends on values is never sharded, so that each shard has it.
     """
     return shards[0].shape if node.meta.get("dynamic") else node.meta["val"].shape
-
-
-def _size(count: float) -> str:
-    """Return a number of bytes with its unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    raise AssertionError

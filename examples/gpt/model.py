@@ -231,3 +231,19 @@ class GPT(nn.Module):
                 [tokens, odds.multinomial(1, generator=generator)], dim=1
             )  # [b, s + 1]
         return tokens
+
+
+def example(
+    mesh: Mesh,
+    layout: str = "2d",
+    batch: int = 64,
+    context: int = 1024,
+    layers: int = 4,
+    heads: int = 16,
+    width: int = 1024,
+    vocabulary: int = 32000,
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The model and a batch for `python -m torchgspmd plan`, in bfloat16."""
+    config = Config(vocabulary, context, layers, heads, width)
+    tokens = torch.zeros(batch, context, dtype=torch.long)
+    return GPT(config, mesh, layout).bfloat16(), (tokens, tokens)

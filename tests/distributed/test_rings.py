@@ -11,8 +11,8 @@ from tied_model import close
 from torch import nn
 
 import torchgspmd as gspmd
+from torchgspmd import hardware
 from torchgspmd.comm.kinds import ring_einsum
-from torchgspmd.fx_passes.partition import machine
 from torchgspmd.fx_passes.schedule import collective_matmul
 
 
@@ -39,7 +39,7 @@ class Sequence(nn.Module):
 
 @distributed("model=2", "model=3")
 @pytest.mark.parametrize("backend", ["torch", "inductor"])
-@patch.object(machine, "CPU", machine.GPU)
+@patch.object(hardware, "CPU", hardware.GPU)
 @patch.object(collective_matmul, "GAIN", float("inf"))
 def test_rings(mesh, backend):
     """Rings are made to pay here."""

@@ -11,12 +11,12 @@ from torch import Tensor, fx
 
 from ..capture import Captured
 from ..comm.process_groups import ProcessGroups
+from ..hardware import Hardware, hardware_of
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules
 from .partition.cost_constants import CostConstants
-from .partition.machine import Machine, machine_of
 from .partition.partition import Memories
 from .printer import graph_text, program_text
 from .propagate.propagate import Layouts
@@ -104,8 +104,8 @@ class Program:
         return self.request.captured
 
     @property
-    def machine(self) -> Machine:
-        return machine_of(self.request.device)
+    def hardware(self) -> Hardware:
+        return hardware_of(self.request.device)
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -13,19 +13,18 @@ from helpers import assert_same, eager
 from torch import fx, nn
 
 import torchgspmd as gspmd
-from torchgspmd import Mesh
+from torchgspmd import Mesh, hardware
 from torchgspmd.comm.kinds.ring_einsum import einsum_scatter, gather_einsum
-from torchgspmd.fx_passes.partition import machine
-from torchgspmd.fx_passes.partition.machine import CPU, GPU
 from torchgspmd.fx_passes.printer import program_text
 from torchgspmd.fx_passes.schedule import collective_matmul as passed
 from torchgspmd.fx_passes.schedule.collective_matmul import EINSUM, pays
+from torchgspmd.hardware import CPU, GPU
 
 
 @pytest.fixture
 def always(monkeypatch):
     """It pays on CPUs, however small the product is."""
-    monkeypatch.setattr(machine, "CPU", GPU)
+    monkeypatch.setattr(hardware, "CPU", GPU)
     monkeypatch.setattr(passed, "GAIN", float("inf"))
 
 

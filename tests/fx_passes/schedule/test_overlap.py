@@ -15,12 +15,11 @@ from helpers import assert_same, eager
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd import Mesh
+from torchgspmd import Mesh, hardware
 from torchgspmd.comm.collective import start, wait
 from torchgspmd.comm.kinds import all_gather, all_reduce, collective_kinds, reduce_scatter
 from torchgspmd.compat.operators import aten, c10d
 from torchgspmd.fx_passes.lower.verify_in_flight import verify_in_flight
-from torchgspmd.fx_passes.partition import machine
 from torchgspmd.fx_passes.printer import program_text
 from torchgspmd.fx_passes.schedule import bucket as buckets
 from torchgspmd.fx_passes.schedule.liveness import peak
@@ -252,7 +251,7 @@ def test_memory_holds_the_start_back():
 
 def test_buckets_have_a_size_and_do_not_wait_for_all(monkeypatch):
     monkeypatch.setattr(buckets, "SMALL", 1024)
-    monkeypatch.setattr(machine, "CPU", machine.GPU)
+    monkeypatch.setattr(hardware, "CPU", hardware.GPU)
     plan, model, _ = sharded_layers(8, width=16)  # 8 KiB of weights
     gathers, reductions = (
         [s for s in starts(plan) if s.args[0] == kind] for kind in ("all_gather", "reduce_scatter")

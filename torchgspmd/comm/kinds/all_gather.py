@@ -100,6 +100,7 @@ all_gather = CollectiveKind(
     """,
     suffix="g",
     payload="the gathered tensor",
+    relays=True,
     sent=lambda payload, n: (n - 1) / n * payload,
     moves=_moves,
     localize=_localize,

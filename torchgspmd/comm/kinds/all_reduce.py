@@ -85,6 +85,7 @@ all_reduce = CollectiveKind(
     """,
     suffix="r",
     payload="the reduced tensor",
+    relays=True,
     sent=_sent,
     moves=_moves,
     simulate=_simulate,

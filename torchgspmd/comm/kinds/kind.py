@@ -194,7 +194,8 @@ class StepKind(Kind):
     suffix: of the name of a value behind the step. moves: yields the steps from a layout that a
     search may take, but for those that cost `left` or more. localize: returns the node of one
     device's program, from (builder, operand, *arguments). rename: returns the arguments for other
-    names of axes. gathers: devices get shards of others, and keep all they have.
+    names of axes. gathers: devices get shards of others, and keep all they have. relays: devices
+    pass on what they receive, or its sum, so that it enters a host once.
     """
 
     suffix: str = ""
@@ -202,6 +203,7 @@ class StepKind(Kind):
     localize: Callable[..., fx.Node] = localize_unchanged
     rename: Callable[[tuple[Any, ...], Axes, Callable[[Axes], Axes]], tuple[Any, ...]] = rename_axes
     gathers: bool = False
+    relays: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -252,11 +254,13 @@ class FusedKind(Kind):
     """A collective that is computed together with products.
 
     replaces: the collective. simulate: as for that. lower: returns the node of one rank's program,
-    from (builder, *arguments). runs: the function that this node calls.
+    from (builder, *arguments). runs: the function that this node calls. flops: operations of the
+    products of a device, from (devices of a group, shapes of operands, *arguments).
     """
 
     replaces: CollectiveKind
     simulate: Callable[..., Sequence[Any]] = unset
+    flops: Callable[..., int] = unset
     lower: Callable[..., fx.Node] = unset
     runs: Callable[..., Any] = unset
 

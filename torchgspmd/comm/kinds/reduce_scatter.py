@@ -109,6 +109,7 @@ reduce_scatter = CollectiveKind(
     """,
     suffix="rs",
     payload="the tensor before it is scattered",
+    relays=True,
     sent=lambda payload, n: (n - 1) / n * payload,
     moves=_moves,
     simulate=_simulate,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.operators import c10d
+from ...custom_ops.flops import einsum_flops
 from ...mesh import Mesh
 from ..collective_builder import CollectiveBuilder
 from .all_gather import all_gather
@@ -150,6 +151,23 @@ def _simulate_gather(
     return list(zip(*results, *([whole] if keep else [])))
 
 
+def _gather_flops(
+    n: int,
+    x: Sequence[int],
+    others: Sequence[Sequence[int]],
+    dim: int,
+    axes: str,
+    equations: Sequence[str],
+    sides: Sequence[int],
+    keep: bool,
+) -> int:
+    whole = [*x[:dim], n * x[dim], *x[dim + 1 :]]
+    return sum(
+        einsum_flops(equation, *((other, whole) if side else (whole, other)))
+        for equation, side, other in zip(equations, sides, others)
+    )
+
+
 gather_einsum = FusedKind(
     name="gather_einsum",
     signature="gather_einsum(x, others, dim, axes, equations, sides, keep)",
@@ -161,6 +179,7 @@ gather_einsum = FusedKind(
     """,
     replaces=all_gather,
     simulate=_simulate_gather,
+    flops=_gather_flops,
     lower=_lower_gather,
     runs=ring_gather_einsum,
 )
@@ -179,6 +198,12 @@ def _simulate_scatter(
     return reduce_scatter.simulate(mesh, terms, "sum", dim, axes)
 
 
+def _scatter_flops(
+    n: int, a: Sequence[int], b: Sequence[int], dim: int, axes: str, equation: str
+) -> int:
+    return einsum_flops(equation, a, b)
+
+
 einsum_scatter = FusedKind(
     name="einsum_scatter",
     signature="einsum_scatter(a, b, dim, axes, equation)",
@@ -189,6 +214,7 @@ einsum_scatter = FusedKind(
     """,
     replaces=reduce_scatter,
     simulate=_simulate_scatter,
+    flops=_scatter_flops,
     lower=_lower_scatter,
     runs=ring_einsum_scatter,
 )

@@ -29,8 +29,8 @@ from typing import Any
 from torch import fx
 
 from ...comm.kinds import CollectiveKind
+from ...hardware import Hardware
 from ...rules import quotient
-from ..partition.machine import Machine
 from .liveness import bytes_of
 from .start_wait import join
 
@@ -57,12 +57,12 @@ def _reduces(node: fx.Node) -> bool:
     return key(node) is not None and node.target.reduces
 
 
-def bucket(graph: fx.Graph, machine: Machine) -> fx.Graph:
+def bucket(graph: fx.Graph, hardware: Hardware) -> fx.Graph:
     """Rewrite the graph in place and return it."""
     _reduce_before_division(graph)
     _move_reductions_up(graph)
     _move_tails_to_end(graph)
-    caps = _caps(graph, machine)
+    caps = _caps(graph, hardware)
     order = {node: i for i, node in enumerate(graph.nodes)}
     last = len(order)
     deadline = {
@@ -100,13 +100,13 @@ def _move_to_first(members: list[fx.Node]) -> None:
         members[0].append(node)
 
 
-def _caps(graph: fx.Graph, machine: Machine) -> dict[Any, float]:
+def _caps(graph: fx.Graph, hardware: Hardware) -> dict[Any, float]:
     """Return the largest size of a bucket in bytes, for every key."""
     totals: dict[Any, float] = defaultdict(float)
     for node in graph.nodes:
         if key(node) is not None:
             totals[key(node)] += _payload(node)
-    buckets = {k: PARTS if machine.beside or k[0].gathers else 1 for k in totals}
+    buckets = {k: PARTS if hardware.beside or k[0].gathers else 1 for k in totals}
     return {
         k: min(CAP, total / min(buckets[k], max(1, round(total / SMALL))))
         for k, total in totals.items()

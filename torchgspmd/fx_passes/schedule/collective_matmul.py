@@ -17,41 +17,41 @@ operations between their start and their wait hide them as well, in larger piece
 
 from __future__ import annotations
 
-import math
 import operator
 
 from torch import fx
 
 from ...comm.collective import split_axes
 from ...comm.kinds import einsum_scatter, gather_einsum
-from ...custom_ops.nd import einsum, split_equation
+from ...custom_ops.nd import einsum
+from ...hardware import Hardware
 from ...mesh import Mesh
-from ..partition.machine import Machine
+from .arithmetic import flops
 from .liveness import bytes_of
 
 EINSUM = einsum._opoverload
 GAIN = 0.9  # Use a ring only if it takes at most this share of the time of product and collective.
 
 
-def collective_matmul(graph: fx.Graph, mesh: Mesh, machine: Machine) -> fx.Graph:
+def collective_matmul(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> fx.Graph:
     """Rewrite the graph in place and return it."""
-    if not machine.beside:
+    if not hardware.beside:
         return graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.target is gather_einsum.replaces and node.args[0].op == "call_function":
-            _fuse_gather(graph, node, order, mesh, machine)
+            _fuse_gather(graph, node, order, mesh, hardware)
         elif (
             node.target is einsum_scatter.replaces
             and node.args[1] == "sum"
             and not (node.meta["backward"] and _is_returned(node))
         ):
-            _fuse_scatter(graph, node, mesh, machine)
+            _fuse_scatter(graph, node, mesh, hardware)
     return graph
 
 
 def _fuse_gather(
-    graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], mesh: Mesh, machine: Machine
+    graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], mesh: Mesh, hardware: Hardware
 ) -> None:
     """Replace a gather and its products by gather_einsum, if that pays.
 
@@ -72,7 +72,7 @@ def _fuse_gather(
         and order[_other(u, node)] < order[first]
     ]
     if first not in members or not pays(
-        machine, members, bytes_of(node), mesh.count(split_axes(axes))
+        hardware, members, bytes_of(node), mesh.count(split_axes(axes))
     ):
         return
     keep = len(members) < len(users)
@@ -91,7 +91,7 @@ def _fuse_gather(
                 keep,
             ),
         )
-    ring.meta = {key: node.meta[key] for key in ("source", "backward", "dtype")}
+    ring.meta = {key: node.meta[key] for key in ("source", "backward", "dtype", "step")}
     order[ring] = order[node] = order[first]
     for i, member in enumerate(members):
         member.target, member.args = operator.getitem, (ring, i)
@@ -115,37 +115,28 @@ def _other(product: fx.Node, operand: fx.Node) -> fx.Node:
     return product.args[1] if product.args[2] is operand else product.args[2]
 
 
-def _fuse_scatter(graph: fx.Graph, node: fx.Node, mesh: Mesh, machine: Machine) -> None:
+def _fuse_scatter(graph: fx.Graph, node: fx.Node, mesh: Mesh, hardware: Hardware) -> None:
     """Replace a product and its reduce_scatter by einsum_scatter, if that pays."""
     product, _, dim, axes = node.args
     if product.target is not EINSUM or len(product.users) > 1:
         return
     equation, a, b = product.args
     n = mesh.count(split_axes(axes))
-    if product.meta["shape"][dim] % n or not pays(machine, [product], bytes_of(product), n):
+    if product.meta["shape"][dim] % n or not pays(hardware, [product], bytes_of(product), n):
         return
     node.target, node.args = einsum_scatter, (a, b, dim, axes, equation)
     graph.erase_node(product)
 
 
-def pays(machine: Machine, products: list[fx.Node], payload: float, n: int) -> bool:
+def pays(hardware: Hardware, products: list[fx.Node], payload: float, n: int) -> bool:
     """Return True if a ring of n steps is faster than the collective and the products in turn.
 
     Each step computes 1/n of the products during 1/n of the communication.
     """
     itemsize = products[0].meta["dtype"].itemsize
-    compute = sum(_operations(p) for p in products) / machine.flops[max(itemsize, 2)]
-    step = machine.begin + payload / n / machine.bandwidth
-    copies = 2 * sum(map(bytes_of, products)) / machine.memory  # Results are concatenated.
-    apart = compute + machine.begin + (n - 1) / n * payload / machine.bandwidth
+    compute = sum(map(flops, products)) / hardware.flops[max(itemsize, 2)]
+    link = hardware.links[0]
+    step = link.latency + payload / n / link.bandwidth
+    copies = 2 * sum(map(bytes_of, products)) / hardware.memory_bandwidth  # of results, joined
+    apart = compute + link.latency + (n - 1) / n * payload / link.bandwidth
     return n > 1 and (n - 1) * max(compute / n, step) + compute / n + copies < GAIN * apart
-
-
-def _operations(product: fx.Node) -> float:
-    """Return the number of floating-point operations of an einsum."""
-    a, b, _ = split_equation(product.args[0])
-    sizes = {
-        **dict(zip(a, product.args[1].meta["shape"])),
-        **dict(zip(b, product.args[2].meta["shape"])),
-    }
-    return 2.0 * math.prod(sizes.values())

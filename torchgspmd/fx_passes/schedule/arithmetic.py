@@ -1,0 +1,69 @@
+"""Floating-point operations and memory traffic of the nodes of a program.
+
+Products, convolutions and attention are counted by the formulas of torch.utils.flop_counter; all
+else reads and writes memory. A causal mask does not halve what is counted.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from ...comm.kinds import FusedKind
+from ...compat.private_apis import OpOverload
+from ...custom_ops import flops as _formulas  # noqa: F401
+from ...mesh import Mesh
+from .liveness import bytes_of
+
+
+def flops(node: fx.Node, mesh: Mesh | None = None) -> int:
+    """Return the operations of the products that a node computes; of other nodes 0."""
+    kind = node.target
+    if isinstance(kind, FusedKind):
+        assert mesh is not None
+        shapes = fx.map_arg(node.args, lambda n: tuple(n.meta["shape"]))
+        return kind.flops(mesh.count(node.meta["step"].axes), *shapes)
+    formula = flop_registry.get(getattr(kind, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _example)
+    return int(formula(*args, **kwargs, out_val=_example(node)))
+
+
+def _example(node: fx.Node) -> Any:
+    """Return a value of a node's shape: of a global program its own, of a local one a meta tensor.
+
+    Several results are a list, without those that nobody uses.
+    """
+    if "val" in node.meta:
+        return node.meta["val"]
+    shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
+    if shape is not None and dtype is not None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    results = {u.args[1]: _example(u) for u in node.users if u.target is operator.getitem}
+    return [results.get(i) for i in range(max(results, default=-1) + 1)]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return True for a node that computes nothing: a view, or the choice of a result."""
+    if not isinstance(node.target, OpOverload):
+        return True
+    returns = node.target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None
+
+
+def traffic(node: fx.Node) -> int:
+    """Return the bytes that a node of one device's program reads and writes."""
+    if node.op != "call_function" or is_view(node):
+        return 0
+    results = bytes_of(node) or sum(map(bytes_of, node.users))
+    return results + sum(map(bytes_of, node.all_input_nodes))
+
+
+def graph_flops(graph: fx.Graph, mesh: Mesh) -> int:
+    """Return the operations of all products of a graph."""
+    return sum(flops(node, mesh) for node in graph.nodes)

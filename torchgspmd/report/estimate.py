@@ -1,0 +1,210 @@
+"""Estimate: the time of a step, from the program of one device and the speed of the hardware.
+
+The program runs on two streams, in its own order. An operation takes the time of its products
+(roofline: or of its memory traffic, whichever is longer), a collective that of its bytes on the
+slowest link that its group crosses, and a latency for each doubling of the group. A collective
+begins at its start, when the one before it has ended; a wait holds the device until it has arrived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from ..comm.collective import start, wait
+from ..comm.kinds import FusedKind, Step
+from ..fx_passes.schedule.arithmetic import flops, graph_flops, traffic
+from ..fx_passes.schedule.liveness import Ledger
+from ..hardware import Hardware
+from ..mesh import Mesh
+from .units import time_text
+
+COMPUTE, COMMUNICATION, EXPOSED = "compute", "communication", "exposed"
+
+
+@dataclass(frozen=True)
+class Event:
+    """An interval of a step: an operation, a collective, or a wait for one.
+
+    name: of the node. stream: COMPUTE, COMMUNICATION, or EXPOSED. begin, seconds: of the step.
+    alive: bytes of the device meanwhile. steps: what a collective consists of.
+    """
+
+    name: str
+    stream: str
+    begin: float
+    seconds: float
+    alive: int
+    source: str | None
+    backward: bool
+    steps: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The time of one run of a program on one device of a mesh.
+
+    Args:
+        hardware: The device and its links.
+        mesh: The devices.
+        events: In the order in which the device comes to them.
+        flops: Operations of the products of one device.
+        model_flops: Those of the whole model, without what the program repeats.
+
+    Example:
+        >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+        >>> specs = ("data model", "model _")
+        >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+        >>> [event.stream for event in result.estimate("h100").events]
+        ['compute', 'communication', 'exposed']
+    """
+
+    hardware: Hardware
+    mesh: Mesh
+    events: tuple[Event, ...]
+    flops: int
+    model_flops: int
+
+    @cached_property
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        return max((e.begin + e.seconds for e in self.events), default=0.0)
+
+    def busy(self, stream: str) -> float:
+        """Return the seconds that a stream is busy.
+
+        Args:
+            stream: "compute", "communication", or "exposed": the device waits for communication.
+
+        Returns:
+            Seconds.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> times = result.estimate("h100")
+            >>> times.busy("exposed") <= times.busy("communication")
+            True
+        """
+        return sum(e.seconds for e in self.events if e.stream == stream)
+
+    @property
+    def mfu(self) -> float:
+        """Return the model's operations, as a share of what all devices could do in that time."""
+        return self._share(self.model_flops / self.mesh.size)
+
+    @property
+    def hfu(self) -> float:
+        """Return the device's operations, repeated ones too, as a share of what it could do."""
+        return self._share(self.flops)
+
+    def _share(self, count: float) -> float:
+        return count / (self.seconds * self.hardware.flops[2]) if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        compute, exposed = self.busy(COMPUTE), self.busy(EXPOSED)
+        hidden = max(self.busy(COMMUNICATION) - exposed, 0.0)
+        return (
+            f"{self.hardware.name}: step {time_text(self.seconds)}, of it compute "
+            f"{time_text(compute)} and exposed communication {time_text(exposed)} "
+            f"(hidden {time_text(hidden)}); MFU {self.mfu:.1%}, HFU {self.hfu:.1%}"
+        )
+
+
+def estimate(program: fx.Graph, model: fx.Graph, mesh: Mesh, hardware: Hardware) -> Estimate:
+    """Return the estimate of a program of one device.
+
+    Args:
+        program: The scheduled program.
+        model: The captured graph, at global shapes.
+        mesh: The devices.
+        hardware: The device and its links.
+
+    Returns:
+        The estimate.
+    """
+    events = tuple(_Streams(mesh, hardware, Ledger(program)).run(program))
+    return Estimate(hardware, mesh, events, graph_flops(program, mesh), graph_flops(model, mesh))
+
+
+class _Streams:
+    """The clock of the two streams while a program runs."""
+
+    def __init__(self, mesh: Mesh, hardware: Hardware, ledger: Ledger) -> None:
+        self.mesh, self.hardware, self.ledger = mesh, hardware, ledger
+        self.now = self.free = 0.0  # of the device; of the links
+        self.arrival: dict[fx.Node, float] = {}
+
+    def run(self, program: fx.Graph) -> Iterator[Event]:
+        """Yield the events of a program."""
+        for node in program.nodes:
+            alive = self.ledger.emit(node)
+            if node.target is start:
+                steps = tuple(user.meta["step"] for user in node.users)
+                yield self.send(node, steps, alive)
+                if not self.hardware.beside:
+                    yield from self.hold(node, node, alive)
+            elif node.target is wait:
+                yield from self.hold(node, node.args[0], alive)
+            elif isinstance(node.target, FusedKind):
+                yield self.ring(node, alive)
+            elif node.op == "call_function" and (seconds := self.seconds(node)):
+                yield self.event(node, COMPUTE, self.now, seconds, alive)
+                self.now += seconds
+
+    def event(
+        self,
+        node: fx.Node,
+        stream: str,
+        begin: float,
+        seconds: float,
+        alive: int,
+        steps: tuple[Step, ...] = (),
+    ) -> Event:
+        """Return an event of a node."""
+        source, backward = node.meta.get("source"), bool(node.meta.get("backward"))
+        return Event(node.name, stream, begin, seconds, alive, source, backward, steps)
+
+    def seconds(self, node: fx.Node) -> float:
+        """Return the seconds of an operation."""
+        count, moved = flops(node, self.mesh), traffic(node)
+        if not count and not moved:
+            return 0.0
+        dtype = node.meta.get("dtype") or node.all_input_nodes[0].meta["dtype"]
+        product = self.hardware.product_seconds(count, dtype.itemsize)
+        return self.hardware.launch + max(product, moved / self.hardware.memory_bandwidth)
+
+    def transfer(self, steps: Sequence[Step]) -> float:
+        """Return the seconds of collectives that are sent as one."""
+        axes = steps[0].axes
+        link = self.hardware.link(self.mesh, axes, steps[0].target.relays)
+        latency = link.latency * math.ceil(math.log2(max(link.devices, 2)))
+        return latency + sum(step.sent for step in steps) / link.bandwidth
+
+    def send(self, node: fx.Node, steps: tuple[Step, ...], alive: int) -> Event:
+        """Return the event of a collective that starts now."""
+        begin, seconds = max(self.now, self.free), self.transfer(steps)
+        self.free = self.arrival[node] = begin + seconds
+        return self.event(node, COMMUNICATION, begin, seconds, alive, steps)
+
+    def hold(self, node: fx.Node, collective: fx.Node, alive: int) -> Iterator[Event]:
+        """Yield the time that the device waits for a collective, if it does."""
+        late = self.arrival[collective] - self.now
+        if late > 0:
+            yield self.event(node, EXPOSED, self.now, late, alive)
+            self.now += late
+
+    def ring(self, node: fx.Node, alive: int) -> Event:
+        """Return the event of products in a ring: each hides the transfer of a chunk."""
+        step = node.meta["step"]
+        n = self.mesh.count(step.axes)
+        products = self.seconds(node)
+        chunk = max(products / n, self.transfer([step]) / (n - 1))
+        seconds = (n - 1) * chunk + products / n
+        self.now, begin = self.now + seconds, self.now
+        return self.event(node, COMPUTE, begin, seconds, alive, (step,))

@@ -1,0 +1,93 @@
+"""PlanViews: what a plan shows of itself, for some hardware."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..capture import Captured
+from ..fx_passes.replication_report import ReplicatedOp
+from ..hardware import Hardware
+from ..mesh import Mesh
+from .estimate import Estimate, estimate
+from .report import Report, report
+from .trace import trace_text
+
+
+class PlanViews:
+    """The methods of a plan that estimate and report; Plan has the attributes."""
+
+    mesh: Mesh
+    captured: Captured
+    sharded: fx.Graph
+    program: fx.GraphModule
+    replicated_ops: tuple[ReplicatedOp, ...]
+
+    def estimate(self, hardware: str | Hardware = "h100") -> Estimate:
+        """Estimate the time of a run on some hardware.
+
+        Args:
+            hardware: A preset ("h100", "h200", "a100", "b200", "tpu_v3", "tpu_v4", "tpu_v5p",
+                "cpu_gloo"), or a Hardware.
+
+        Returns:
+            The time line of the program of one device, without the optimizer.
+
+        Raises:
+            ShardingError: There is no such preset.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.estimate("h100").seconds > result.estimate("h100").busy("compute")
+            True
+        """
+        return estimate(self.program.graph, self.captured.graph, self.mesh, Hardware.of(hardware))
+
+    def trace(self, hardware: str | Hardware = "h100") -> str:
+        """Return the time line of a run as a trace, for Perfetto or chrome://tracing.
+
+        Args:
+            hardware: As for estimate.
+
+        Returns:
+            The text of a JSON file.
+
+        Raises:
+            ShardingError: There is no such preset.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> "all_reduce" in result.trace()
+            True
+        """
+        return trace_text(self.estimate(hardware))
+
+    def report(self, hardware: str | Hardware = "h100") -> Report:
+        """Report what a device holds, computes and sends, and what nobody asked for.
+
+        Args:
+            hardware: As for estimate.
+
+        Returns:
+            The report. Print it, or read its parts.
+
+        Raises:
+            ShardingError: There is no such preset.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.report("h100").memory.inputs
+            144
+        """
+        return report(
+            self.captured,
+            self.sharded,
+            self.program.graph,
+            self.replicated_ops,
+            self.estimate(hardware),
+        )
