@@ -11,7 +11,6 @@ reads, those of the neighbours too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch

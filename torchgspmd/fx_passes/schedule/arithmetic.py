@@ -37,7 +37,7 @@ def flops(node: fx.Node, mesh: Mesh | None = None) -> int:
 def _example(node: fx.Node) -> Any:
     """Return a value of a node's shape: of a global program its own, of a local one a meta tensor.
 
-    Several results are a list, without those that nobody uses.
+    Several results are a list, without those that nobody uses. A node without a shape is computed.
     """
     if "val" in node.meta:
         return node.meta["val"]
@@ -45,7 +45,12 @@ def _example(node: fx.Node) -> Any:
     if shape is not None and dtype is not None:
         return torch.empty(shape, dtype=dtype, device="meta")
     results = {u.args[1]: _example(u) for u in node.users if u.target is operator.getitem}
-    return [results.get(i) for i in range(max(results, default=-1) + 1)]
+    if results:
+        return [results.get(i) for i in range(max(results) + 1)]
+    if node.op == "placeholder":  # a coordinate of the device
+        return 0
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _example)
+    return node.target(*args, **{**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
 
 
 def is_view(node: fx.Node) -> bool:
