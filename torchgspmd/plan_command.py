@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--forward", action="store_true", help="without the backward")
     add("--print", action="store_true", help="print the partitioned graph too")
     add("--explain", metavar="NAME", help="tell why a value has its layout")
+    add("--html", type=Path, metavar="FILE", help="write a page that shows the plan")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
 
 
@@ -40,6 +41,9 @@ def run(args: argparse.Namespace) -> str:
     result = plan_file(args.file, args.mesh, args.options, grad=not args.forward)
     if args.trace:
         args.trace.write_text(result.trace(args.hardware))
+    if args.html:
+        name = args.file.stem if args.file.stem != "model" else args.file.resolve().parent.name
+        result.html(args.html, args.hardware, " ".join([name, *args.options]))
     return "\n\n".join(
         [
             *([str(result)] if args.print else []),

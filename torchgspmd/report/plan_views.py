@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import fx
 
 from ..capture import Captured
+from ..fx_passes import Layouts
 from ..fx_passes.replication_report import ReplicatedOp
 from ..hardware import Hardware
 from ..mesh import Mesh
 from .estimate import Estimate, estimate
+from .page import page_text
 from .report import Report, report
 from .trace import trace_text
 
@@ -20,6 +24,7 @@ class PlanViews:
     captured: Captured
     sharded: fx.Graph
     program: fx.GraphModule
+    layouts: Layouts
     replicated_ops: tuple[ReplicatedOp, ...]
 
     def estimate(self, hardware: str | Hardware = "h100") -> Estimate:
@@ -64,6 +69,34 @@ class PlanViews:
             True
         """
         return trace_text(self.estimate(hardware))
+
+    def html(
+        self, path: str | Path, hardware: str | Hardware = "h100", title: str = "Plan"
+    ) -> None:
+        """Write a page that shows the plan: one HTML file, which needs no network.
+
+        Args:
+            path: The file.
+            hardware: As for estimate.
+            title: Of the page.
+
+        Raises:
+            ShardingError: There is no such preset.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> import os, tempfile
+            >>> path = os.path.join(tempfile.mkdtemp(), "plan.html")
+            >>> result.html(path)
+            >>> os.path.exists(path)
+            True
+        """
+        report = self.report(hardware)
+        Path(path).write_text(
+            page_text(title, self.captured, self.sharded, self.layouts, report), encoding="utf-8"
+        )
 
     def report(self, hardware: str | Hardware = "h100") -> Report:
         """Report what a device holds, computes and sends, and what nobody asked for.

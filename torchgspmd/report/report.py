@@ -42,7 +42,8 @@ class MemoryReport:
 class CollectiveRow:
     """Like collectives: one kind over the same axes, at one line, with the same change of layout.
 
-    seconds: of the links, for all of them. reason: the layouts before and after.
+    seconds: of the links, for all of them. reason: the layouts before and after. value: the name of
+    the first result.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class CollectiveRow:
     count: int
     sent_bytes: float
     seconds: float
+    value: str
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,8 @@ def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveR
     nodes = [node for node in sharded.nodes if node.meta.get("step") is not None]
     before = {id(node.meta["step"]): node.args[0].meta.get("spec") for node in nodes}
     sources = {id(node.meta["step"]): _source(node) for node in nodes}
-    groups: dict[tuple[str, tuple[str, ...], bool, str, str], list[tuple[float, float]]] = (
+    names = {id(node.meta["step"]): node.name for node in nodes}
+    groups: dict[tuple[str, tuple[str, ...], bool, str, str], list[tuple[float, float, str]]] = (
         defaultdict(list)
     )
     for event in estimate.events:
@@ -277,9 +280,11 @@ def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveR
             reason, source = _reason(before.get(id(step)), step.spec), sources.get(id(step))
             key = (step.collective, step.axes, event.backward, short_source(source), reason)
             share = event.seconds * step.sent / total if event.stream != COMPUTE else 0.0
-            groups[key].append((step.sent, share))
+            groups[key].append((step.sent, share, names.get(id(step), event.name)))
     rows = [
-        CollectiveRow(*key, len(group), sum(s for s, _ in group), sum(t for _, t in group))
+        CollectiveRow(
+            *key, len(group), sum(g[0] for g in group), sum(g[1] for g in group), group[0][2]
+        )
         for key, group in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: (-row.seconds, -row.sent_bytes)))
