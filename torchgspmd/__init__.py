@@ -10,6 +10,7 @@ from .doctor import doctor
 from .errors import ShardingError
 from .hardware import Hardware, Link
 from .mesh import Mesh
+from .report.visualize import visualize
 from .rules.custom import rule
 from .runtime.parallelize import parallelize, shard_batch
 from .shard_spec import ShardSpec
@@ -32,4 +33,5 @@ __all__ = [
     "plan",
     "rule",
     "shard_batch",
+    "visualize",
 ]

@@ -125,3 +125,23 @@ def test_the_command(tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
     wrong = subprocess.run([*command[:-2], "x", "--mesh", "data=2"], capture_output=True, text=True)
     assert wrong.returncode == 1 and "'x' is no option of example" in wrong.stderr
+
+
+def test_the_difference_of_two_plans():
+    x, w, mesh = torch.ones(8, 16), torch.ones(16, 8), Mesh(data=2, model=4)
+    one, two = (
+        gspmd.plan(torch.matmul, x, w, mesh=mesh, in_specs=specs)
+        for specs in (("data model", "model _"), ("data _", "_ model"))
+    )
+    assert [(c.before, c.after) for c in one.diff(two).changes] == [
+        ("data model", "data _"),
+        ("model _", "_ model"),
+        ("data _ sum@model", "data model"),
+    ]
+    text = str(one.diff(two))
+    assert "all_reduce  model  1 x 192 B" in text and "0 x 0 B" in text
+    assert str(one.diff(one)).endswith("the same communication")
+
+
+def test_a_plan_in_a_notebook_is_its_page(planned):
+    assert planned._repr_html_().startswith("<iframe srcdoc=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 
 from torch import fx
@@ -11,6 +12,7 @@ from ..fx_passes import Layouts
 from ..fx_passes.replication_report import ReplicatedOp
 from ..hardware import Hardware
 from ..mesh import Mesh
+from .diff import PlanDiff, layout_changes
 from .estimate import Estimate, estimate
 from .page import page_text
 from .report import Report, report
@@ -70,6 +72,30 @@ class PlanViews:
         """
         return trace_text(self.estimate(hardware))
 
+    def diff(self, other: PlanViews, hardware: str | Hardware = "h100") -> PlanDiff:
+        """Compare with another plan of the same model: with other marks, or on another mesh.
+
+        Args:
+            other: The other plan.
+            hardware: As for estimate.
+
+        Returns:
+            What differs. Print it.
+
+        Raises:
+            ShardingError: There is no such preset.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> mesh = Mesh(data=2, model=4)
+            >>> one = plan(torch.matmul, x, w, mesh=mesh, in_specs=("data model", "model _"))
+            >>> two = plan(torch.matmul, x, w, mesh=mesh, in_specs=("data _", "_ model"))
+            >>> len(one.diff(two).changes) > 1, len(one.diff(one).changes)
+            (True, 0)
+        """
+        changes = layout_changes(self.sharded, other.sharded)
+        return PlanDiff(self.report(hardware), other.report(hardware), changes)
+
     def html(
         self, path: str | Path, hardware: str | Hardware = "h100", title: str = "Plan"
     ) -> None:
@@ -97,6 +123,11 @@ class PlanViews:
         Path(path).write_text(
             page_text(title, self.captured, self.sharded, self.layouts, report), encoding="utf-8"
         )
+
+    def _repr_html_(self) -> str:
+        """Return the page, framed, for notebooks."""
+        page = page_text("Plan", self.captured, self.sharded, self.layouts, self.report())
+        return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="700"></iframe>'
 
     def report(self, hardware: str | Hardware = "h100") -> Report:
         """Report what a device holds, computes and sends, and what nobody asked for.
