@@ -1,7 +1,6 @@
 """What a user can do wrong with a plan, and the whole message; and how the user's line is found."""
 
 import random
-import sys
 
 import numpy
 import pytest
@@ -271,30 +270,19 @@ def test_numbers_that_are_known_only_when_a_program_runs():
 
 
 @pytest.mark.parametrize(
-    "function, call, instead",
+    "function",
     [
-        (lambda x: x * int(x.sum()), "int", lambda x: x * x.sum().item()),
-        (lambda x: x * float(x.sum()), "float", lambda x: x * x.sum().item()),
-        (
-            lambda x: x * max(1, x.sum().item()),
-            "max",
-            lambda x: x * torch.sym_max(1, x.sum().item()),
-        ),
-        (
-            lambda x: x * min(1, x.sum().item()),
-            "min",
-            lambda x: x * torch.sym_min(1, x.sum().item()),
-        ),
+        lambda x: x * int(x.sum()),
+        lambda x: x * float(x.sum()),
+        lambda x: x * max(1, x.sum().item()),
+        lambda x: x * min([x.sum().item(), 1]),
     ],
     ids=["int", "float", "max", "min"],
 )
-def test_functions_of_python_that_need_a_number(function, call, instead):
-    """The message names what takes their place, and that does."""
-    text = message(lambda: plan(function, X, mesh=MESH))
-    if sys.version_info >= (3, 11):  # before, positions of expressions are not known
-        assert text.startswith(f"the program depends on values: {call}() needs a number")
-        assert f"in place of {call}(" in text
-    assert_same(plan(instead, X, mesh=MESH).simulate(X), function(X))
+def test_functions_of_python_that_need_a_number(function):
+    """They take numbers that are known only when the program runs; afterwards they are Python's."""
+    assert_same(plan(function, X, mesh=MESH).simulate(X), function(X))
+    assert {"int", "float", "max", "min"}.isdisjoint(globals())
 
 
 def test_numbers_in_a_format():

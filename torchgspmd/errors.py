@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 from types import TracebackType
+from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = (
@@ -61,6 +62,8 @@ class ShardingError(ValueError):
         if tried:
             lines.append(f"  tried {tried}")
         super().__init__("\n".join(lines))
+        # of the code whose int() or max() needs a number; capture/builtin_numbers.py replaces them
+        self.namespace: dict[str, Any] | None = None
 
 
 def user_line() -> str | None:
@@ -91,8 +94,7 @@ def user_line_of(error: BaseException) -> str | None:
 
 def user_expression_of(error: BaseException) -> str | None:
     """Return the text of the expression that the innermost frame of user code was in."""
-    user, library = _user_frames(error)
-    innermost = library or user
+    innermost = innermost_frame_of(error)
     if innermost is None or sys.version_info < (3, 11):
         return None
     frame = traceback.extract_tb(innermost, limit=1)[0]
@@ -100,6 +102,12 @@ def user_expression_of(error: BaseException) -> str | None:
         return None
     line = linecache.getline(frame.filename, frame.lineno or 0)
     return line.encode()[frame.colno : frame.end_colno].decode()
+
+
+def innermost_frame_of(error: BaseException) -> TracebackType | None:
+    """Return the innermost frame of an error that is user code, or of a library of models."""
+    user, library = _user_frames(error)
+    return library or user
 
 
 def _user_frames(error: BaseException) -> tuple[TracebackType | None, TracebackType | None]:

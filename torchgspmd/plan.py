@@ -27,6 +27,7 @@ from .comm.simulator import Simulator, join_global, split_global
 from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, did_you_mean, user_line
 from .fx_passes import Layouts
+from .fx_passes.ir import global_shape
 from .fx_passes.partition.explain_costs import explain_costs
 from .fx_passes.printer import dtype_name, graph_text
 from .fx_passes.replication_report import ReplicatedOp, replication_report
@@ -254,7 +255,9 @@ class Plan(PlanViews):
             results = Simulator(self.program, self.mesh).run_devices(inputs)
         nodes = self.sharded.output_node().args[0]
         joined = [
-            None if spec is None else join_global(shards, spec, _shape(node, shards), self.mesh)
+            None
+            if spec is None
+            else join_global(shards, spec, global_shape(node, shards[0].shape), self.mesh)
             for shards, spec, node in zip(results, self.out_specs, nodes)
         ]
         return self.rebuild(joined, tensors, (args, kwargs))
@@ -371,11 +374,3 @@ def _collective(node: fx.Node, mesh: Mesh) -> Collective:
         1,
         node.meta.get("source"),
     )
-
-
-def _shape(node: fx.Node, shards: Sequence[Tensor]) -> Sequence[int]:
-    """Return the global shape of a result.
-
-    A size that depends on values is never sharded, so that each shard has it.
-    """
-    return shards[0].shape if node.meta.get("dynamic") else node.meta["val"].shape

@@ -45,7 +45,8 @@ OWN = {
 
 
 def test_every_rule_has_a_sample():
-    assert sorted(map(str, OWN - set(SAMPLES))) == []
+    # a number, which only values of unknown size have: capture/rewrites/test_unknown_sizes.py
+    assert OWN - set(SAMPLES) == {aten.sym_size.int}
 
 
 @pytest.mark.parametrize("op, number", CASES)

@@ -18,7 +18,7 @@ from ..errors import ShardingError, user_line
 from ..rules.rewrites import DECLINED, rewrite_of
 from .cached_constants import CachedConstants
 from .functionalize import Functional, FunctionalTensor, set_data
-from .rewrites import products, sparse_coo, value_free  # noqa: F401 (they register rewrites)
+from .rewrites import products, sparse_coo, unknown_sizes, value_free  # noqa: F401 (they register)
 from .rewrites.inline_python import bodies
 from .rewrites.masked_indexing import SELECTIONS
 from .state.symbolic_numbers import specialize_tree
@@ -76,15 +76,19 @@ class CallInterceptor(TorchFunctionMode):
         for value in args if rewrite_of("product", func) else ():
             if isinstance(value, Tensor):
                 check_dense(f"an operand of {func.__name__}", value)
-        replacement = rewrite_of("product", func) or rewrite_of("value", func)
-        if (
-            kwargs.get("out") is not None
-            or is_transforming()
-            or kwargs
-            and not _accepts(replacement, args, kwargs)
-        ):
-            replacement = None  # torch.func does not take custom operations
-        result = replacement(*args, **kwargs) if replacement is not None else DECLINED
+        result = DECLINED
+        for level in ("value", "product"):
+            replacement = rewrite_of(level, func)
+            if (
+                result is not DECLINED
+                or replacement is None
+                or kwargs.get("out") is not None
+                or is_transforming()  # torch.func does not take custom operations
+                or kwargs
+                and not _accepts(replacement, args, kwargs)
+            ):
+                continue
+            result = replacement(*args, **kwargs)
         if result is DECLINED:
             result = self._run(func, args, kwargs)
         self.tracker.after(result)

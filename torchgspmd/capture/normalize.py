@@ -10,17 +10,17 @@ import keyword
 import operator
 import re
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 from .captured import TANGENT, Input
+from .stand_in_sizes import StandInSizes
 
-NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # known only when the program runs
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
 
@@ -36,32 +36,35 @@ def normalize(
     placeholders = [n for n in old_nodes if n.op == "placeholder"]
     results = list(pytree.tree_leaves(old_nodes[-1].args, is_leaf=lambda x: x is None))
     inputs, graph, new = list(inputs), fx.Graph(), {}
+    sizes = StandInSizes(traced)
     names = _identifiers([each.name for each in inputs])
     for node, name in zip(placeholders, names):
         new[node] = graph.placeholder(name)
-        _copy_meta(node, new[node])
+        _copy_meta(node, new[node], sizes)
     for node, (output, seed) in zip(_seed_nodes(old_nodes, tangents), tangents):
         new[node] = graph.placeholder(f"tangent_{output}")
-        _copy_meta(node, new[node])
+        _copy_meta(node, new[node], sizes)
         inputs.append(
             Input(TANGENT, f"tangent_{output}", tuple(seed.shape), seed.dtype, output=output)
         )
     for node in old_nodes:
         if node.target in _IDENTITIES:
             new[node] = new[node.args[0]]
+        elif (constant := sizes.constant(node.meta.get("val"))) is not None:
+            new[node] = constant
         elif node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):
             # vmap turns numbers into tensors
             new[node] = graph.call_function(
                 aten.scalar_tensor.default, node.args, {"dtype": node.meta["val"].dtype}
             )
-            _copy_meta(node, new[node])
+            _copy_meta(node, new[node], sizes)
         elif (
             node.op in ("call_function", "get_attr")
             and node not in new
             and not _is_profiling(node.target)
         ):
             new[node] = graph.node_copy(node, new.__getitem__)
-            _copy_meta(node, new[node])
+            _copy_meta(node, new[node], sizes)
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
     _reuse_random_values(graph)
     _merge_equal_views(graph)
@@ -101,49 +104,24 @@ def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
     return seeds[: len(tangents)]
 
 
-def _copy_meta(source: fx.Node, target: fx.Node) -> None:
-    """Copy the metadata of a node, and mark operations of dynamic size.
-
-    Sizes that depend on values are 1 from here on, since a dimension of size 1 is never sharded.
-    """
+def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes) -> None:
+    """Copy the metadata of a node, and mark operations of dynamic size."""
     custom = source.meta.get("custom") or {}
+    val, other = sizes.values(source.meta.get("val"))
     target.meta = {
-        "val": pytree.tree_map(_without_symbols, source.meta.get("val")),
+        "val": val,
         "source": custom.get("source"),
         "backward": custom.get("backward", False),
         "captured": target.name,
     }
-    values = pytree.tree_leaves(
-        [source.meta.get("val"), [n.meta.get("val") for n in source.all_input_nodes]]
-    )
+    if other is not val:
+        target.meta["other"] = other
     pointwise = isinstance(source.target, OpOverload) and torch.Tag.pointwise in source.target.tags
     if any(
-        _has_symbolic_shape(v)
-        if isinstance(v, Tensor)
-        else isinstance(v, NUMBERS) and not pointwise
-        for v in values
+        "other" in node.meta and not (pointwise and isinstance(node.meta["val"], (int, float)))
+        for node in (target, *target.all_input_nodes)
     ):
         target.meta["dynamic"] = True
-
-
-def _has_symbolic_shape(tensor: Tensor) -> bool:
-    return any(isinstance(n, torch.SymInt) for n in tensor.shape)
-
-
-def _without_symbols(value: Any) -> Any:
-    """Return a fake tensor or number with 1 for every number that depends on values."""
-    if isinstance(value, NUMBERS):
-        expression = value.node.expr
-        number = expression.subs(dict.fromkeys(expression.free_symbols, 1))
-        if isinstance(value, torch.SymInt):
-            return max(int(number), 0)
-        return bool(number) if isinstance(value, torch.SymBool) else float(number)
-    if isinstance(value, Tensor) and _has_symbolic_shape(value):
-        with cast(Any, value).fake_mode:
-            return torch.empty(
-                [_without_symbols(n) for n in value.shape], dtype=value.dtype, device=value.device
-            )
-    return value
 
 
 def _reuse_random_values(graph: fx.Graph) -> None:

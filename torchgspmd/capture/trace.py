@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 
 from ..annotate import recorded_mark
-from ..compat.private_apis import FakeTensorMode, ShapeEnv, make_fx
+from ..compat.private_apis import FakeTensorMode, make_fx
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
 from ..without_gc import without_gc
+from .assumed_sizes import AssumingShapeEnv, insert_checks
+from .builtin_numbers import replaced
 from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
 from .functionalize import FunctionalTensor
 from .normalize import normalize
@@ -119,7 +121,7 @@ def _conclusive(
     Numbers are symbolic, values of buffers unknown, and tensors of the state constants until they
     are inputs. Without any of these an error is the program's own, and passes.
     """
-    error = None
+    error, text = None, ""
     try:
         yield
     except Exception as raised:
@@ -130,6 +132,9 @@ def _conclusive(
         if numbers:  # some functions in C++ take plain numbers only
             reason = f"{', '.join(numbers)}: symbolic ({text})"
             raise Retrace(reason, state.stop_counting) from error
+    space = error.namespace if isinstance(error, ShardingError) else None
+    if space is not None and all(space is not known for known in state.namespaces):
+        raise Retrace(f"a number is not known ({text})", lambda: state.namespaces.append(space))
     before = {each.source for each in inputs}
     if new := [str(each.source) for each in inputs_now() if each.source not in before]:
         raise Retrace(f"the program writes {', '.join(new)}") from error
@@ -188,14 +193,21 @@ def _trace_once(
         if isinstance(fn, nn.Module)
         else nullcontext()
     )
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    shape_env = AssumingShapeEnv()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
     with translate_errors(), read_recorder as tables.recorder, mode:
         fakes = [_empty_like(t) for t in tensors]
         requires = [t.requires_grad for t in tensors]
         grad_mode = torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled())
-        with no_other_random_numbers(), fx_traceback.preserve_node_meta(), grad_mode:
+        with (
+            no_other_random_numbers(),
+            fx_traceback.preserve_node_meta(),
+            grad_mode,
+            replaced(stored_state.namespaces),
+        ):
             traced = make_fx(lambda *flat: program.run(flat, requires))(*fakes)
     del mode
+    insert_checks(traced.graph, shape_env)
     constants = program.take_constants(traced.graph)
     used = program.drop_unused(traced.graph)
     first = len(tensors) - len(state_inputs)

@@ -16,7 +16,7 @@ from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
 from .functionalize import Functional, FunctionalTensor, unwrap, was_mutated
-from .normalize import NUMBERS
+from .stand_in_sizes import NUMBERS
 from .state.mutations import Tables
 from .state.object_trees import closed, is_opened, opened
 from .state.rebound_state import rebound_buffers, rebound_parameters

@@ -18,7 +18,14 @@ from ..compat.private_apis import (
     GuardOnDataDependentSymNode,
     UnsupportedOperatorException,
 )
-from ..errors import ShardingError, user_expression_of, user_line, user_line_of
+from ..errors import (
+    ShardingError,
+    innermost_frame_of,
+    user_expression_of,
+    user_line,
+    user_line_of,
+)
+from .builtin_numbers import namespace_of
 
 # Before 2.10, torch cannot trace slices by numbers that depend on values, nor compute with
 # truth values.
@@ -111,6 +118,12 @@ def _python_call(error: BaseException) -> str | None:
     return None
 
 
+def _without_numbers(translated: ShardingError, error: BaseException) -> ShardingError:
+    """Note in an error the namespace whose int() and the like may be to blame."""
+    translated.namespace = namespace_of(innermost_frame_of(error))
+    return translated
+
+
 def check_constants(graph: fx.Graph, owner: nn.Module) -> None:
     """Raise ShardingError if a constant of the graph has no values."""
     for node in graph.nodes:
@@ -153,7 +166,9 @@ class translate_errors:
                     error, "func", "an `if`, a loop or a slice" if _OLD else "an `if` or a loop"
                 )
             )
-            raise needs_values(what, user_line_of(error), _python_call(error)) from error
+            raise _without_numbers(
+                needs_values(what, user_line_of(error), _python_call(error)), error
+            ) from error
         if kind is TypeError and "__format__" in str(error) and "Sym" in str(error):
             raise ShardingError(
                 "a number that is known only when the program runs is printed in a format",

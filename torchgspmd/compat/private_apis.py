@@ -84,6 +84,12 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(PLAN, "torch", "_from_functional_tensor _sync _to_functional_tensor"),
     *_rows(PLAN, "torch.fx.experimental.proxy_tensor", "get_proxy_mode get_proxy_slot make_fx"),
     *_rows(PLAN, "torch.fx.experimental.symbolic_shapes", "ShapeEnv"),
+    *_rows(
+        PLAN,
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+        "bound_sympy deferred_runtime_asserts evaluate_expr var_to_range",
+    ),
+    *_rows(NOTHING, "torch._C._nn", "pad_sequence", "pad_sequence of sizes that depend on values"),
     *_rows(PLAN, "torch._C._functorch", "is_functorch_wrapped_tensor peek_interpreter_stack"),
     *_rows(PLAN, "torch.autograd.graph", "_engine_run_backward"),
     *_rows(

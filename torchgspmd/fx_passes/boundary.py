@@ -25,6 +25,7 @@ from ..mesh import Mesh
 from ..prefix_specs import spread
 from ..shard_spec import ShardSpec
 from ..spec_notation import UNCONSTRAINED
+from .ir import unknown_sizes
 from .partition.partition import partition
 from .program import Program, Request
 from .propagate.propagate import propagate
@@ -76,6 +77,9 @@ def propagate_program(program: Program) -> fx.Graph:
         for node, inp in zip(placeholders, captured.inputs)
         if inp.kind == TANGENT
     ]
+    for value, spec, where in seeds:
+        if where == "out_specs":
+            _check_sizes(value, spec, where)
     program.layouts = propagate(graph, mesh, seeds, ties, program.rules)
     for node in marks:
         node.meta["mark"] = program.layouts.spec[node]
@@ -199,7 +203,21 @@ def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
             where=node.meta["source"],
             fix="use one Mesh for all marks of a program",
         )
-    return _drop_trivial(ShardSpec.parse(node.args[2]), marked).map_axes(mesh.refine)
+    spec = _drop_trivial(ShardSpec.parse(node.args[2]), marked).map_axes(mesh.refine)
+    _check_sizes(node, spec, node.meta["source"])
+    return spec
+
+
+def _check_sizes(value: fx.Node, spec: ShardSpec, where: str | None) -> None:
+    """Raise if a layout shards a dimension whose size depends on values."""
+    for d, _ in unknown_sizes(value):
+        if spec.dims[d]:
+            raise ShardingError(
+                f"dimension {d} of a value with layout '{spec}' has a size that depends on values",
+                where=where,
+                why="every device has to have all of it: how much that is only a run knows",
+                fix=f"'{spec.with_dim(d, ())}', or pad it to a size that is known",
+            )
 
 
 def _required_outputs(program: Program) -> dict[int, ShardSpec | fx.Node]:

@@ -6,7 +6,7 @@ It is a torch.fx.Graph of ATen operations at global shapes; stages.py lists its 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,35 @@ def is_number(node: fx.Node) -> bool:
 
 def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
     """Return the results of a node as a flat tuple of tensors."""
-    val = node.meta["val"]
+    return _tensors_in(node.meta["val"])
+
+
+def _tensors_in(val: Any) -> tuple[Tensor, ...]:
     return tuple(
         v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor)
     )
+
+
+def other_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a node's tensors, with other numbers for sizes that only a run knows."""
+    return tuple(tuple(t.shape) for t in _tensors_in(node.meta.get("other", node.meta["val"])))
+
+
+def global_shape(node: fx.Node, local: Sequence[int]) -> tuple[int, ...]:
+    """Return the global shape of a value in a run, of whose shards this is the shape.
+
+    A size that depends on values is never sharded, so that each shard has it.
+    """
+    (other,), shape = other_shapes(node), node.meta["val"].shape
+    return tuple(n if n == m else size for n, m, size in zip(shape, other, local))
+
+
+def unknown_sizes(node: fx.Node) -> list[tuple[int, int]]:
+    """Return the dimensions of a node's tensors that only a run knows, with their stand-ins."""
+    if "other" not in node.meta:
+        return []
+    pairs = zip(tensors_of(node), other_shapes(node))
+    return [(d, n) for one, other in pairs for d, n in enumerate(one.shape) if n != other[d]]
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -64,15 +89,18 @@ def results_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 def call_of(node: fx.Node) -> Call:
     """Return the argument of a rule: the operation with its fake arguments and results."""
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    return Call(
-        node.target,
-        args,
-        kwargs,
-        tuple(n.meta["val"] for n in operands_of(node)),
-        tensors_of(node),
-        node.meta.get("dynamic", False),
-    )
+    return _call(node, "val", _call(node, "other", None) if node.meta.get("dynamic") else None)
+
+
+def _call(node: fx.Node, key: str, other: Call | None) -> Call:
+    """Return a call with the values of one key of the metadata, where nodes have it."""
+
+    def value(n: fx.Node) -> Any:
+        return n.meta.get(key, n.meta["val"])
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
+    tensors, results = tuple(map(value, operands_of(node))), _tensors_in(value(node))
+    return Call(node.target, args, kwargs, tensors, results, other)
 
 
 def signature(node: fx.Node) -> tuple:
@@ -81,7 +109,7 @@ def signature(node: fx.Node) -> tuple:
 
     def show(n: fx.Node) -> str:
         if is_number(n):
-            return "#"
+            return f"#{n.meta['val']}"
         tensors.append((tuple(n.meta["val"].shape), n.meta["val"].dtype))
         return "%"
 

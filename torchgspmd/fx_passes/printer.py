@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from ..compat.private_apis import OpOverload
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
+from .ir import other_shapes, tensors_of
 
 _NAMES = {
     torch.float32: "f32",
@@ -41,9 +42,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def type_text(dtype: torch.dtype, shape: Any, spec: ShardSpec | None) -> str:
-    """Return the type of a value as text: f32[8@data, 64] sum@model."""
+def type_text(
+    dtype: torch.dtype, shape: Any, spec: ShardSpec | None, other: Any | None = None
+) -> str:
+    """Return the type of a value as text: f32[8@data, 64] sum@model.
+
+    other: another shape of the value, if some sizes depend on values; these are printed as u496.
+    """
     spec = spec or ShardSpec.replicated(len(shape))
+    shape = [n if n == m else f"u{n}" for n, m in zip(shape, shape if other is None else other)]
     dims = [
         f"{n}@{'+'.join(axes)}{f'[{w.short}]' if (w := spec.window(d)) else ''}" if axes else str(n)
         for d, (n, axes) in enumerate(zip(shape, spec.dims))
@@ -80,7 +87,9 @@ def _local_row(node: fx.Node) -> tuple[str, str, str]:
     shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
     return (
         f"%{node.name}",
-        f"{dtype_name(dtype)}{list(shape)}" if shape is not None and dtype is not None else "",
+        type_text(dtype, shape, None, node.meta.get("unknown"))
+        if shape is not None and dtype is not None
+        else "",
         call_text(node),
     )
 
@@ -95,11 +104,12 @@ def _row(node: fx.Node) -> tuple[str, str, str] | None:
     if not isinstance(val, Tensor):
         specs = node.meta.get("result_specs", ())
         kinds = [
-            type_text(t.dtype, t.shape, s)
-            for t, s in zip([v for v in val or () if isinstance(v, Tensor)], specs)
+            type_text(t.dtype, t.shape, s, o)
+            for t, s, o in zip(tensors_of(node), specs, other_shapes(node))
         ]
         return name, f"({'; '.join(kinds)})", call_text(node)
-    return name, type_text(val.dtype, val.shape, node.meta.get("spec")), call_text(node)
+    (other,) = other_shapes(node)
+    return name, type_text(val.dtype, val.shape, node.meta.get("spec"), other), call_text(node)
 
 
 def call_text(node: fx.Node) -> str:

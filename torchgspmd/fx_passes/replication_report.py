@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..mesh import Mesh
-from .ir import operands_of, tensors_of
+from .ir import operands_of, other_shapes, tensors_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class ReplicatedOp:
 
     op: str
     source: str | None
-    bytes: int  # Size on one device of the results, or of the gathered operand.
+    # Size on one device of the results, or of the gathered operand; a size that depends on values
+    # counts as 1.
+    bytes: int
     why: str
     value: str | None = None  # Name of the gathered value.
     dim: int = 0  # The dimension that was gathered.
@@ -40,7 +42,10 @@ def replication_report(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
         if rule is None or "mark" in node.meta:
             continue
         if not rule.described:
-            size = sum(t.numel() * t.element_size() for t in tensors_of(node))
+            size = sum(
+                math.prod(n for n, m in zip(t.shape, other) if n == m) * t.element_size()
+                for t, other in zip(tensors_of(node), other_shapes(node))
+            )
             why = (
                 "its sizes depend on values"
                 if node.meta.get("dynamic")

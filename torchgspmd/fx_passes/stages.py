@@ -47,13 +47,16 @@ class Key(NamedTuple):
     meaning: str
 
 
-# Where a size or number is known only when the program runs, val has a 1 or a number in its place.
+# Where a size or number is known only when the program runs, val has a number in its place.
 _ROWS = (
     Key("val", CAPTURED, PARTITIONED, object, "fake tensor (several: a tuple), or a number"),
+    Key("other", CAPTURED, PARTITIONED, object, "val with other numbers in these places, if any"),
     Key("captured", CAPTURED, PARTITIONED, str, "node of the captured graph with the same value"),
     Key("source", CAPTURED, RUNNABLE, str | None, "file:line of the user's code"),
     Key("backward", CAPTURED, RUNNABLE, bool, "belongs to the backward"),
-    Key("dynamic", CAPTURED, RUNNABLE, bool, "has sizes known in a run; runs whole, unchanged"),
+    Key(
+        "dynamic", CAPTURED, RUNNABLE, bool, "has sizes or numbers known in a run, which stay whole"
+    ),
     Key("spec", ANNOTATED, RUNNABLE, ShardSpec, "layout of the value"),
     Key("mark", ANNOTATED, PARTITIONED, ShardSpec, "layout that a mark asks for"),
     Key("rule", PARTITIONED, PARTITIONED, FactorRule, "of the operation"),
@@ -65,6 +68,7 @@ _ROWS = (
         "decisions", PARTITIONED, PARTITIONED, Decisions, "of the output: what was chosen, and why"
     ),
     Key("step", PARTITIONED, RUNNABLE, Step | None, "step between layouts that the node takes"),
+    Key("unknown", LOCAL, RUNNABLE, tuple | None, "another shape, if a run knows some sizes alone"),
     Key("shape", LOCAL, RUNNABLE, tuple | list | None, "shape on one device, padding included"),
     Key("dtype", LOCAL, RUNNABLE, torch.dtype | None, "of a tensor"),
     Key("bytes", LOCAL, SCHEDULED, int, "of all results of a start"),

@@ -10,15 +10,21 @@ from .notation import IDENTITY, Call, FactorRule, LocalForm, Shapes, describe, f
 from .ops.pointwise import quotient
 from .ops.random_ops import natively
 from .registry import replicated_rule, rule, rule_for, rule_function
-from .rewrites import DECLINED, rewrite
+from .rewrites import DECLINED, Declined, rewrite
+from .unknown_sizes import rule_in_a_run
 from .xla_decompositions import unpartitioned_of
 
 
 def rule_of(call: Call) -> FactorRule:
     """Return the rule of a call. An operation without a rule runs replicated."""
-    function = None if call.dynamic else rule_function(call.target)
-    result = function(call) if function else DECLINED
+    result = _lookup(call) if call.other is None else rule_in_a_run(call, call.other, _lookup)
     return replicated_rule(call) if result is DECLINED else result
+
+
+def _lookup(call: Call) -> FactorRule | Declined:
+    """Return the registered rule of a call."""
+    function = rule_function(call.target)
+    return function(call) if function else DECLINED
 
 
 __all__ = [

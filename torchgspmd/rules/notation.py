@@ -141,7 +141,8 @@ class Call:
     kwargs: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
-    dynamic: bool = False  # some sizes are symbolic; they are 1 here
+    # The same call with other numbers in place of sizes and arguments that only a run knows.
+    other: Call | None = None
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)

@@ -13,6 +13,7 @@ from ..capture import PARAMETER
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import RankCheck
 from ..dtensor.storage import wrap_local
+from ..fx_passes.ir import global_shape
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 from ..fx_passes.pipeline import lower_plan
 from ..fx_passes.program import Rank
@@ -75,7 +76,7 @@ class JointProgram(CompiledProgram):
         spec = self.plan.out_specs[output]
         if spec is None or not spec.sharding_axes:
             return value
-        shape = tuple(self.plan.sharded.output_node().args[0][output].meta["val"].shape)
+        shape = global_shape(self.plan.sharded.output_node().args[0][output], value.shape)
         return wrap_local(value, spec, shape, self.groups.mesh, self.groups.device_mesh)
 
     def settle(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
-from ..normalize import NUMBERS
+from ..stand_in_sizes import NUMBERS
 from .bytecode_names import called_functions, reachable_values
 from .guards import (
     ANY,

@@ -158,6 +158,8 @@ class State:
         self.is_looking = False  # whether traces read values of buffers (value_guards.py)
         self.shapes: set[Any] = set()  # values of buffers that decided on a shape
         self.is_counting = True  # whether a trace may use symbolic numbers
+        # in which int() and the like take numbers that only a run knows (builtin_numbers.py)
+        self.namespaces: list[dict[str, Any]] = []
 
     def add(self, source: Source, value: Any = None) -> None:
         """Add the entry of a source. value: what the program writes there."""

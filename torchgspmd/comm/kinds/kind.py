@@ -55,6 +55,10 @@ class LocalSteps(Protocol):
 
     shape: tuple[int, ...]  # of the value, global
 
+    def sizes(self, x: fx.Node) -> tuple[Any, ...]:
+        """Return the global shape, with nodes for sizes that only a run knows."""
+        ...
+
     def call(self, op: Callable[..., Any], *args: Any) -> fx.Node:
         """Return a new node that calls an operation."""
         ...

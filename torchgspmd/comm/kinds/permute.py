@@ -34,7 +34,7 @@ def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[St
 
 
 def _localize(build: LocalSteps, x: fx.Node, before: str, after: str) -> fx.Node:
-    return build.collective(x, before, after, build.shape)
+    return build.collective(x, before, after, build.sizes(x))
 
 
 def _rename(args: tuple[Any, ...], axes: Axes, rename: Callable[[Axes], Axes]) -> tuple[Any, ...]:

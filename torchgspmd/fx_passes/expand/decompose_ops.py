@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from ...compat.private_apis import _pytree as pytree
 from ...rules import DECLINED, RENAMED, decomposition_of, simplified, trace
 from ..ir import is_number, signature
+from .unknown_sizes import with_sizes
 
 # Graphs of decompositions by (signature, splitting); None if there is none.
 Traced = dict[tuple, fx.Graph | None]
@@ -64,6 +65,8 @@ class _Expander:
             if isinstance(new.get(node), fx.Node) and "captured" in node.meta:
                 new[node].meta.setdefault("captured", node.meta["captured"])
         for node in list(self.graph.nodes):
+            if any(n.meta.get("dynamic") for n in (node, *node.all_input_nodes)):
+                continue  # what has the same value for the sizes that stand there
             if (same := simplified(node)) is not DECLINED:
                 # An output that is a result of its own stays one.
                 node.replace_all_uses_with(
@@ -81,17 +84,16 @@ class _Expander:
         within: tuple = (),
     ) -> Any:
         """Return the node's value in the new graph: a node, or the results of a decomposition."""
-        keep = (
-            node.target in within
-            or node.meta.get("dynamic")
-            or any(map(is_number, node.all_input_nodes))
-        )
+        dynamic = node.meta.get("dynamic", False)
+        keep = node.target in within or not dynamic and any(map(is_number, node.all_input_nodes))
         function = None if keep else self.lookup(node.target, splitting=splitting)
         inner = self.trace(node, function, splitting) if function else None
         if inner is None:
             copy = self.graph.node_copy(node, new.__getitem__)
             copy.target = RENAMED.get(node.target, node.target)
-            copy.meta = {**meta, "val": node.meta["val"]}
+            sizes = {key: node.meta[key] for key in ("other", "dynamic") if key in node.meta}
+            plain = {key: value for key, value in meta.items() if key not in ("other", "dynamic")}
+            copy.meta = {**plain, "val": node.meta["val"], **sizes}
             return copy
         operands: list[fx.Node] = []
         fx.map_arg((node.args, dict(node.kwargs)), lambda n: operands.append(n))
@@ -116,19 +118,29 @@ class _Expander:
         """
         key = (signature(node), splitting)
         if key not in self.traced:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-            try:
-                inner = trace(function, args, kwargs)
-            except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
-                # PyTorch's own have many ways to decline. torch 2.9 raises IndexError for errors
-                # without a text.
-                inner = DECLINED
-            self.traced[key] = None if inner is DECLINED or not _is_valid(inner, node) else inner
+            one = _traced(node, function, "val")
+            if one is not None and node.meta.get("dynamic"):
+                other = _traced(node, function, "other")
+                one = None if other is None else with_sizes(one, other, node)
+            self.traced[key] = one
         return self.traced[key]
 
 
-def _is_valid(inner: fx.Graph, node: fx.Node) -> bool:
-    """Return whether a decomposition can replace its operation.
+def _traced(node: fx.Node, function: Callable, name: str) -> fx.Graph | None:
+    """Return the graph of a decomposition for the arguments' values of one key of the metadata."""
+    values = {n: n.meta.get(name, n.meta["val"]) for n in (node, *node.all_input_nodes)}
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    try:
+        inner = trace(function, args, kwargs)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
+        # PyTorch's own have many ways to decline. torch 2.9 raises IndexError for errors without
+        # a text.
+        return None
+    return None if inner is DECLINED or not _is_valid(inner, node, values[node]) else inner
+
+
+def _is_valid(inner: fx.Graph, node: fx.Node, results: Any) -> bool:
+    """Return whether a decomposition can replace its operation, which has these results.
 
     It has no constants, does not contain the operation itself, and has results like its.
     """
@@ -141,7 +153,7 @@ def _is_valid(inner: fx.Graph, node: fx.Node) -> bool:
         n.meta["val"] if isinstance(n, fx.Node) else None
         for n in pytree.tree_leaves(inner.output_node().args[0])
     ]
-    want = [t for t in pytree.tree_leaves(node.meta["val"])]
+    want = [t for t in pytree.tree_leaves(results)]
     return len(got) == len(want) and all(
         not isinstance(w, Tensor)
         or (isinstance(g, Tensor) and g.shape == w.shape and g.dtype == w.dtype)

@@ -53,7 +53,10 @@ class _Splitter:
     def __init__(self, graph: fx.Graph, layouts: Layouts, rules: Rules) -> None:
         self.graph, self.rules, self.mesh = graph, rules, layouts.mesh
         self.specs = dict(layouts.spec)  # A slice has the layout of the whole value.
-        self.ops: dict[fx.Node, Op] = {op.node: op for op in rules.ops(graph)}
+        # Borders that depend on values are not known, and no number is sharded.
+        self.ops: dict[fx.Node, Op] = {
+            op.node: op for op in rules.ops(graph) if not op.node.meta.get("dynamic")
+        }
         self.new_slices: dict[tuple[fx.Node, int, Span], fx.Node] = {}
         self.order = {node: i for i, node in enumerate(graph.nodes)}
 

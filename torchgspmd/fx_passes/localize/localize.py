@@ -27,7 +27,8 @@ from ...mesh import Mesh, sub_axis
 from ...rules import FactorRule, Shapes
 from ...rules.local_builder import LocalBuilder, LocalTensor
 from ...shard_spec import Axes
-from ..ir import is_number, is_operation, operands_of, tensors_of
+from ..ir import is_number, is_operation, operands_of, tensors_of, unknown_sizes
+from .unknown_sizes import with_sizes
 
 
 def localize(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
@@ -197,7 +198,14 @@ class _Localizer:
             "dtype": val.dtype if isinstance(val, torch.Tensor) else None,
             "step": node.meta.get("step"),
             "dynamic": node.meta.get("dynamic", False),
+            "unknown": self._other_local_shape(node),
         }
+
+    def _other_local_shape(self, node: fx.Node) -> tuple[int, ...] | None:
+        """Return the local shape with the other numbers for sizes that only a run knows."""
+        if "spec" not in node.meta or "other" not in node.meta:
+            return None
+        return node.meta["spec"].local_shape(node.meta["other"].shape, self.mesh)
 
     def index(self, axes: Axes) -> fx.Node:
         """Return the node of the device's position along `axes`, computed once after the inputs."""
@@ -250,7 +258,10 @@ class _Localizer:
             builder: LocalBuilder = Emitter(self, node)
             return rule.local.emit(builder, args, kwargs)
         if rule.local.arguments is not None:
+            before = args
             args, kwargs = rule.local.arguments(args, kwargs, self._shapes(node))
+            if node.meta.get("dynamic"):
+                args = with_sizes(node, args, before, self.new, self.graph)
         return self.graph.call_function(node.target, args, kwargs)
 
     def _shapes(self, node: fx.Node) -> Shapes:
@@ -309,6 +320,13 @@ class StepEmitter:
     def __init__(self, localizer: _Localizer, node: fx.Node) -> None:
         self.localizer, self.node = localizer, node
         self.shape = tuple(node.meta["val"].shape)
+
+    def sizes(self, x: fx.Node) -> tuple[Any, ...]:
+        """Return the global shape, with nodes for sizes that only a run knows."""
+        sizes: list[Any] = list(self.shape)
+        for d, _ in unknown_sizes(self.node):
+            sizes[d] = self.call(aten.sym_size.int, x, d)
+        return tuple(sizes)
 
     def call(self, op: Callable[..., Any], *args: Any) -> fx.Node:
         """Add a call to the local graph."""

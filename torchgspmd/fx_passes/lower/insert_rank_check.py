@@ -16,6 +16,7 @@ from torch import fx
 from ...comm.kinds import KINDS, FusedKind, all_reduce
 from ...comm.rank_check import RankCheck, fits
 from ..program import Program
+from .lower_collectives import CollectiveOfAnySize
 from .verify_in_flight import STARTS, WAIT
 
 
@@ -26,7 +27,7 @@ def insert_rank_check(program: Program) -> fx.Graph | None:
         return None
     rings = (kind.runs for kind in KINDS.values() if isinstance(kind, FusedKind))
     sending = {*STARTS, WAIT, *rings}
-    first, done = [*(n for n in graph.nodes if n.target in sending), None, None][:2]
+    first, done = [*(n for n in graph.nodes if _sends(n, sending)), None, None][:2]
     if first is None:
         return None
     carries = (
@@ -47,3 +48,8 @@ def insert_rank_check(program: Program) -> fx.Graph | None:
     graph.erase_node(done)
     graph.erase_node(first)
     return graph
+
+
+def _sends(node: fx.Node, sending: set) -> bool:
+    """Return whether ranks communicate at a node."""
+    return node.target in sending or isinstance(node.target, CollectiveOfAnySize)

@@ -7,7 +7,8 @@ ensures  coordinates are numbers, and what can be computed from them is computed
 
 At its `start` a collective becomes the reshapes that bring its dimension to the front, and the
 call. At its first `wait` it becomes torch.distributed's wait and the reshapes back. These are plain
-nodes; no Python runs beside them.
+nodes; no Python runs beside them. If only a run knows the size of its operand, it is one call that
+does all of this, and waits.
 
 Memory in flight: between its start and its wait a collective reads its operand and writes its
 result. Nobody writes the operand, since programs do not write in place. The in-place all_reduce_
@@ -20,14 +21,18 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from ...comm.collective import start, wait
 from ...comm.collective_builder import CollectiveBuilder, Lowering, MergedLowering
 from ...comm.kinds import FusedKind, collective_kinds
 from ...comm.process_groups import ProcessGroups
 from ...compat.operators import c10d
+from .gloo_all_to_all import gloo_all_to_all
+from .wire_dtypes import wire_dtypes
 
+_MANY = 64  # lowered programs that a collective of any size keeps
 _ARITHMETIC = {
     operator.add,
     operator.sub,
@@ -88,6 +93,12 @@ class _Lowerer(CollectiveBuilder):
         name, operands, arguments = node.args
         kind = collective_kinds()[name]
         shapes = [list(x.meta["shape"]) for x in operands]
+        if any(x.meta.get("unknown") for x in operands):
+            arguments = fx.map_arg(arguments[0], new.__getitem__)
+            collective = CollectiveOfAnySize(name, self.groups, operands[0].meta["dtype"])
+            return _CollectiveInFlight(
+                _at_once(self.call(collective, new[operands[0]], *arguments))
+            )
         if len(operands) > 1:
             assert kind.merged is not None, f"no bucket has several {name}"
             lowering = kind.merged.lower(self, [new[x] for x in operands], shapes, arguments)
@@ -127,6 +138,43 @@ class _CollectiveInFlight:
                 self.output = done.value
         assert self.output is not None, "a lowering sends one message"
         return self.output
+
+
+class CollectiveOfAnySize:
+    """A collective of values whose size only a run knows: it is lowered when the size is known."""
+
+    def __init__(self, kind: str, groups: ProcessGroups, dtype: torch.dtype) -> None:
+        self.kind, self.groups, self.dtype = kind, groups, dtype
+        self.__name__ = f"{kind}_of_any_size"
+        self.programs: dict[tuple, fx.GraphModule] = {}  # by shape and arguments
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        key = (tuple(x.shape), repr(args))
+        if key not in self.programs:
+            if len(self.programs) == _MANY:
+                self.programs.pop(next(iter(self.programs)))
+            self.programs[key] = self._lower(x, args)
+        return self.programs[key](x)[0]
+
+    def _lower(self, x: Tensor, args: tuple) -> fx.GraphModule:
+        """Return the program of one rank that communicates and waits."""
+        graph = fx.Graph()
+        for name in self.groups.mesh.names:
+            graph.placeholder(f"coordinate_{name}")
+        operand = graph.placeholder("x")
+        begun = graph.call_function(start, (self.kind, [operand], [list(args)]))
+        graph.output((graph.call_function(wait, (begun, 0)),))
+        for node in graph.nodes:
+            node.meta = {"shape": tuple(x.shape), "dtype": self.dtype, "backward": False}
+        lowered = _Lowerer(graph, self.groups).run()
+        lowered = wire_dtypes(gloo_all_to_all(lowered, self.groups))
+        return fx.GraphModule(torch.nn.Module(), lowered)
+
+
+def _at_once(result: fx.Node) -> MergedLowering:
+    """Return the lowering of a collective that one call computes."""
+    return [result]
+    yield
 
 
 def _as_merged(lowering: Lowering) -> MergedLowering:

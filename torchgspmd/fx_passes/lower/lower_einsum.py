@@ -36,7 +36,8 @@ def lower_einsum(graph: fx.Graph, device: str) -> fx.Graph:
     for node in list(graph.nodes):
         if node.target in (ATTENTION, ATTENTION_BACKWARD) and device == "cpu":
             _use_cpu_kernel(graph, node)
-        if node.target is EINSUM:
+        # Views of rows and columns need sizes.
+        if node.target is EINSUM and not any(n.meta.get("unknown") for n in node.args[1:]):
             product = _Product(graph, node)
             with graph.inserting_before(product.added or node):
                 result = product.lower()

@@ -59,6 +59,7 @@ def _is_one_hot(gradient: fx.Node, node: fx.Node, dim: int) -> bool:
         or zeros.args[1] != 0
         or [*zeros.users] != [gradient]
         or shape is None
+        or node.meta.get("unknown")
     ):
         return False
     row = [*shape]

@@ -158,6 +158,7 @@ def _step_meta(value: fx.Node, user: fx.Node) -> dict[str, Any]:
         else value.meta.get("backward", False)
     )
     return {
+        **({"other": value.meta["other"], "dynamic": True} if "other" in value.meta else {}),
         "val": value.meta["val"],
         "source": value.meta.get("source"),
         "backward": backward or value.meta.get("backward", False),

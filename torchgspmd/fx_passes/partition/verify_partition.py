@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ...mesh import Mesh, sub_axis
 from ...rules import FactorRule
-from ..ir import operands_of
+from ..ir import operands_of, unknown_sizes
 
 
 def verify_partition(graph: fx.Graph, mesh: Mesh) -> None:
@@ -48,6 +48,8 @@ def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
         faults.append(f"%{node} has {value.dim()} dimensions, its layout [{spec}] {len(spec.dims)}")
     if len(axes) != len(set(axes)):
         faults.append(f"%{node} is [{spec}], which uses an axis twice")
+    if any(spec.dims[d] for d, _ in unknown_sizes(node)):
+        faults.append(f"%{node} is [{spec}], but the size of a sharded dimension is not known")
     if step is not None and step.spec != spec:
         faults.append(f"%{node} is [{spec}], its {step.kind} leads to [{step.spec}]")
     return faults

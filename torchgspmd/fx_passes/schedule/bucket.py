@@ -46,7 +46,7 @@ def key(node: fx.Node) -> Any:
     backward.
     """
     kind = node.target
-    if not isinstance(kind, CollectiveKind) or kind.merged is None:
+    if not isinstance(kind, CollectiveKind) or kind.merged is None or node.meta.get("unknown"):
         return None
     shared = (node.args[1 + i] for i in kind.merged.shared)
     return kind, *shared, node.meta["dtype"], node.meta["backward"]

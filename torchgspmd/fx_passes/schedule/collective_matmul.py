@@ -39,6 +39,8 @@ def collective_matmul(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> fx.Gra
         return graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
+        if node.meta.get("unknown") or any(n.meta.get("unknown") for n in node.all_input_nodes):
+            continue
         if node.target is gather_einsum.replaces and node.args[0].op == "call_function":
             _fuse_gather(graph, node, order, mesh, hardware)
         elif (

@@ -114,6 +114,12 @@ def _view(call: Call) -> FactorRule | Declined:
     )
 
 
+@rule_for(aten.sym_size.int)
+def _size(call: Call) -> FactorRule:
+    """Return a rule for a size that only a run knows, which no device has less than all of."""
+    return call.rule([factors("d", call.tensors[0].dim())], [], linear=[[0]])
+
+
 @rule_for(aten.permute.default)
 def _permute(call: Call) -> FactorRule:
     return _permuted(call, call.args[1])

@@ -1,0 +1,132 @@
+"""Values with sizes that depend on values: they are sharded along their other dimensions, and
+operations that pad, shift or resample them run.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same, message
+from torch.nn.utils.rnn import pad_sequence
+
+import torchgspmd as gspmd
+
+if torch.__version__ < "2.10":
+    pytest.skip("torch 2.9 cannot trace slices by numbers", allow_module_level=True)
+
+MESH = gspmd.Mesh(a=2, m=2)
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+LENGTHS = torch.tensor([1, 3, 2])
+W = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+GROUPS = torch.tensor([0, 1, 1, 2, 3, 3])
+
+
+def rows(x, n):
+    """The first rows, as many as a number of lengths says, as columns of a batch of one."""
+    return x[None, :, : n[1].item()]
+
+
+# each with the dimension of x that is never whole
+PROGRAMS = {
+    "split": (1, lambda x, n: torch.cat([c.softmax(0) for c in x.split(n.tolist())])),
+    "pieces of a size": (1, lambda x, n: x.split(n.tolist())[1] * x.split(n.tolist())[1]),
+    "pad": (1, lambda x, n: F.pad(x, (0, 0, 0, n.max().item()), value=2.0).sum(0)),
+    "pad and cut": (0, lambda x, n: F.pad(rows(x, n), (-1, 2)).cos()),
+    "reflect": (0, lambda x, n: F.pad(rows(x, n), (1, 1), mode="reflect").cos()),
+    "replicate": (0, lambda x, n: F.pad(rows(x, n), (2, 1), mode="replicate").cos()),
+    "circular": (0, lambda x, n: F.pad(rows(x, n), (2, 1), mode="circular").cos()),
+    "pad_sequence": (1, lambda x, n: pad_sequence(x.split(n.tolist()), padding_side="left")),
+    "diff": (1, lambda x, n: x[: n[1].item()].diff(dim=0)),
+    "diff twice": (1, lambda x, n: x[: n[1].item()].diff(2, 0, prepend=x[4:])),
+    "roll": (1, lambda x, n: x[: n[1].item()].roll(1, 0)),
+    "roll by a number": (1, lambda x, n: x.roll(n[1].item(), 0)),
+    "repeat": (1, lambda x, n: x.repeat(int(n[1]), 1)),
+    "nearest": (0, lambda x, n: F.interpolate(rows(x, n), scale_factor=2)),
+    "to a size": (0, lambda x, n: F.interpolate(x[None], size=n[1].item(), mode="nearest-exact")),
+    "linear": (0, lambda x, n: F.interpolate(rows(x, n), size=5, mode="linear")),
+    "corners": (0, lambda x, n: F.interpolate(rows(x, n), 5, mode="linear", align_corners=True)),
+    "bicubic": (
+        None,
+        lambda x, n: F.interpolate(x[None, None, : n[1].item()], size=(5, 3), mode="bicubic"),
+    ),
+    "area": (0, lambda x, n: F.interpolate(rows(x, n), size=2, mode="area")),
+    "average pool": (0, lambda x, n: F.avg_pool1d(rows(x, n), 2)),
+    "maximum pool": (0, lambda x, n: F.max_pool1d(rows(x, n), 2, 1, padding=1)),
+    "adaptive average": (0, lambda x, n: F.adaptive_avg_pool1d(rows(x, n), 2)),
+    "adaptive maximum": (0, lambda x, n: F.adaptive_max_pool1d(rows(x, n), 2)),
+    "mean": (1, lambda x, n: x[: n[1]].mean(0)),
+    "sum by groups": (
+        1,
+        lambda x, n: x.new_zeros(int(GROUPS.max()) + 1, 4).index_add(0, GROUPS, x),
+    ),
+    "a branch on an empty one": (1, lambda x, n: x[: n[1]] if len(x[: n[1]]) else x),
+    "product": (None, lambda x, n: (x[: n[1]] @ W).relu() @ W),
+    "norm": (None, lambda x, n: F.layer_norm(x[: n[1]], (4,))),
+    "view": (None, lambda x, n: (x[: n[1]] * 2).reshape(n[1] * 2, 2).T @ x.new_ones(n[1] * 2, 3)),
+}
+
+
+def with_gradient(f):
+    def run(x, n):
+        y = f(x, n)
+        return y, torch.autograd.grad(y.square().sum(), x)
+
+    return run
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numbers_and_gradients(name):
+    _, f = PROGRAMS[name]
+    f, x = with_gradient(f), X.clone().requires_grad_()
+    for spec in ("a m", "_ m+a"):
+        plan = gspmd.plan(f, x, LENGTHS, mesh=MESH, in_specs=(spec, None))
+        for lengths in (LENGTHS, torch.tensor([1, 2, 3])):
+            assert_same(plan.simulate(x, lengths, _poison=True), f(x, lengths), name)
+
+
+@pytest.mark.parametrize("name", [name for name, (dim, _) in PROGRAMS.items() if dim is not None])
+def test_dimensions_of_a_known_size_stay_sharded(name):
+    dim, f = PROGRAMS[name]
+    x, spec = X.clone().requires_grad_(), ("m _", "_ m")[dim]
+    plan = gspmd.plan(with_gradient(f), x, LENGTHS, mesh=MESH, in_specs=(spec, None))
+    gathered = [c for c in plan.collectives if c.payload_bytes > 8]  # but for a sum of squares
+    assert not gathered and not plan.replicated_ops
+
+
+def test_a_product_with_a_sharded_weight_sends_its_result():
+    def f(x, n, v, w):
+        return (x[: n[1]] @ v).relu() @ w
+
+    specs = (None, None, "_ m", "m _")
+    args = X, LENGTHS, torch.randn(4, 4096).double(), torch.randn(4096, 4).double()
+    plan = gspmd.plan(f, *args, mesh=MESH, in_specs=specs, out_specs="_ _")
+    assert [c.kind for c in plan.collectives] == ["all_reduce"]
+    assert_same(plan.simulate(*args), f(*args))
+    assert "f64[u496, 4096@" in str(plan)
+
+
+def test_a_size_that_the_program_was_not_made_for():
+    """A branch on a size is taken as for 2 and more rows; a run with fewer is an error."""
+
+    def f(x):
+        chosen = x[x[:, 0] > 0]
+        return chosen.sum(0) if chosen.shape[0] > 0 else x.new_ones(4)
+
+    plan = gspmd.plan(f, X, mesh=MESH, in_specs="_ m")
+    for x in (X, X.abs(), X.abs() * torch.tensor([[1]] + [[-1]] * 5)):
+        assert_same(plan.simulate(x), f(x))
+    assert message(lambda: plan.simulate(-X.abs())).startswith(
+        "a size that depends on values is 0, and the program was made for 1 and more\n  where test_"
+    )
+    branch = message(lambda: gspmd.plan(lambda x: x if len(x[x > 0]) > 7 else -x, X, mesh=MESH))
+    assert branch.startswith("the program depends on values: an `if` or a loop needs numbers")
+
+
+def test_marks_of_a_dimension_of_unknown_size():
+    def f(x):
+        return gspmd.mark_sharding(x[x[:, 0] > 0], MESH, "m _") * 2
+
+    assert message(lambda: gspmd.plan(f, X, mesh=MESH)).startswith(
+        "dimension 0 of a value with layout 'm _' has a size that depends on values"
+    )

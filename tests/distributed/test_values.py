@@ -1,0 +1,67 @@
+"""Sizes that depend on values, on processes: values are sharded along their other
+dimensions, and each call may have other sizes.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import distributed
+from torch import Tensor, nn
+
+import torchgspmd as gspmd
+
+if torch.__version__ < "2.10":
+    pytest.skip("torch 2.9 cannot trace it", allow_module_level=True)
+
+
+class Ragged(nn.Module):
+    """Attention within each sequence of a packed batch x [12, 8], then a layer of the first one."""
+
+    def __init__(self, layouts: dict[str, str], mesh: gspmd.Mesh):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24, dtype=torch.double)
+        self.out = nn.Linear(8, 8, dtype=torch.double)
+        self.layouts, self.mesh = layouts, mesh
+
+    def mark(self, x: Tensor, name: str) -> Tensor:
+        return gspmd.mark_sharding(x, self.mesh, self.layouts[name])
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(12, 3, 4, 2).permute(1, 2, 0, 3)  # [heads, 12, 2]
+        lists = [t.split(lengths.tolist(), 1) for t in (q, k, v)]
+        y = [F.scaled_dot_product_attention(*each) for each in zip(*lists)]
+        first = self.mark(y[0], "first").transpose(0, 1).flatten(1)  # [n, 8]
+        first = self.mark(self.out(first), "out")
+        first = self.mark(F.pad(first, (0, 0, 0, 1)).roll(1, 0), "padded")
+        return torch.cat([first.cos(), *(t.transpose(0, 1).flatten(1) for t in y[1:])])
+
+
+LAYOUTS = (
+    {"first": "model _ _", "out": "_ model", "padded": "_ _"},
+    {"first": "_ _ _", "out": "_ data", "padded": "_ model"},
+)
+
+
+@distributed("data=2,model=2")
+def test_sizes_of_each_call(mesh):
+    """Values of unknown size are gathered, summed, exchanged and sent by permutes."""
+    for layouts in LAYOUTS:
+        torch.manual_seed(0)
+        model = Ragged(layouts, mesh)
+        reference = copy.deepcopy(model)
+        gspmd.annotate(model, mesh, {"qkv.weight": "model _", "out.weight": "_ model"})
+        sharded = gspmd.parallelize(model, mesh)
+        for lengths in ([5, 3, 4], [1, 9, 2]):
+            x, lengths = torch.randn(12, 8, dtype=torch.double), torch.tensor(lengths)
+            results = []
+            for each in (sharded, reference):
+                each.zero_grad()
+                result = each(x, lengths)
+                result.square().sum().backward()
+                results.append((result, [p.grad for p in each.parameters()]))
+            (got, gradients), (expected, wanted) = results
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+            for gradient, one in zip(gradients, wanted):
+                torch.testing.assert_close(gradient.full_tensor(), one, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,113 @@
+"""Branches on sizes that depend on values, where all sizes but 0 and 1 have the same outcome.
+
+rows = x[mask]                  a size that only a run knows
+if len(rows) == 0:              taken as False, and every run checks that it is
+    return None
+if rows.shape[0] > 7:           an error: sizes of 2 and more have both outcomes
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..compat.operators import aten
+from ..compat.private_apis import GuardOnDataDependentSymNode, ShapeEnv
+from ..custom_ops.numbers import at_least
+from ..errors import user_line
+
+_SIZES = (2, 3, 1009, 1013)  # where a condition has one outcome, it has it for all sizes
+_MOST = 3  # the most sizes of one condition
+
+
+class AssumingShapeEnv(ShapeEnv):
+    """A ShapeEnv that assumes sizes to be neither 0 nor 1 where a program branches on that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # symbol -> the least value for which the program is right, and the line that says so
+        self.lower_bounds: dict[Any, tuple[int, str | None]] = {}
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().evaluate_expr(*args, **kwargs)
+        except GuardOnDataDependentSymNode as error:
+            if (outcome := self._assume(error.cond)) is None:
+                raise
+            return outcome
+
+    def _assume(self, condition: Any) -> Any:
+        """Return the outcome of a condition for all sizes of 2 and more; None if there is none."""
+        symbols = sorted(condition.free_symbols, key=str)
+        if not getattr(condition, "is_Relational", False) or not 0 < len(symbols) <= _MOST:
+            return None
+        if not all(self._is_size(symbol) for symbol in symbols):
+            return None
+        if (outcome := _outcome(condition, symbols, _SIZES)) is None:
+            return None
+        low = 2
+        while low > 0 and _outcome(condition, symbols, (low - 1, *_SIZES)) is not None:
+            low -= 1
+        for symbol in symbols:
+            before = self.lower_bounds.get(symbol, (0, None))
+            self.lower_bounds[symbol] = max(before, (low, user_line()), key=lambda pair: pair[0])
+        return outcome
+
+    def _is_size(self, symbol: Any) -> bool:
+        """Return whether a symbol is the size of a dimension, or was required to be able to be."""
+        bounds = self.var_to_range.get(symbol)
+        return bounds is not None and bounds.lower >= 0 and bounds.upper > 1
+
+
+def _outcome(condition: Any, symbols: list, sizes: tuple[int, ...]) -> Any:
+    """Return the outcome of a condition if it is the same for all these sizes, else None."""
+    outcomes = {
+        condition.subs(dict(zip(symbols, values)))
+        for values in itertools.product(sizes, repeat=len(symbols))
+    }
+    return outcomes.pop() if len(outcomes) == 1 else None
+
+
+def insert_checks(graph: fx.Graph, env: AssumingShapeEnv) -> None:
+    """Let every run check what has been assumed of sizes."""
+    for symbol, (low, where) in env.lower_bounds.items():
+        if low > 0:
+            _insert_check(graph, symbol, low, where)
+
+
+def _insert_check(graph: fx.Graph, symbol: Any, low: int, where: str | None) -> None:
+    """Pass a size through a check, from the first node on that has it."""
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, torch.SymInt) and val.node.expr == symbol:
+            with graph.inserting_after(node):
+                checked = graph.call_function(at_least, (node, low, where))
+            checked.meta = dict(node.meta)
+            node.replace_all_uses_with(checked, lambda user, checked=checked: user is not checked)
+            return
+        dims = [
+            d
+            for d, size in enumerate(val.shape if isinstance(val, Tensor) else ())
+            if isinstance(size, torch.SymInt) and size.node.expr == symbol
+        ]
+        if dims and node.op == "call_function":
+            _check_rows(graph, node, dims[0], low, where)
+            return
+
+
+def _check_rows(graph: fx.Graph, node: fx.Node, dim: int, low: int, where: str | None) -> None:
+    """Take all rows of a tensor, as many as have been checked."""
+    val = node.meta["val"]
+    with graph.inserting_after(node):
+        size = graph.call_function(aten.sym_size.int, (node, dim))
+    with graph.inserting_after(size):
+        checked = graph.call_function(at_least, (size, low, where))
+    with graph.inserting_after(checked):
+        shape = [checked if d == dim else -1 for d in range(val.dim())]
+        rows = graph.call_function(aten.expand.default, (node, shape))
+    size.meta, checked.meta = ({**node.meta, "val": val.shape[dim]} for _ in range(2))
+    rows.meta = dict(node.meta)
+    node.replace_all_uses_with(rows, lambda user: user not in (size, rows))

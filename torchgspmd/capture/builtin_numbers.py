@@ -1,0 +1,111 @@
+"""int(), float(), len(), max() and min() of numbers that only a run knows.
+
+Python's own need a number now. Where a trace fails because of one of them, the next trace has the
+replacements below in the namespace of the module that called it, until the trace ends.
+
+    torch.arange(int(lengths.max()))        lengths.max().item()
+    min(n, 8)                               torch.sym_min(n, 8)
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NUMBERS = (torch.SymInt, torch.SymFloat)
+Namespace = dict[str, Any]
+
+
+class _NumberType(type):
+    """The type of the replacements of int and float, which behave as these otherwise."""
+
+    plain: type
+    convert: Callable[[Any], Any]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        value = args[0].item() if len(args) == 1 and isinstance(args[0], Tensor) else None
+        value = args[0] if value is None and args else value
+        if isinstance(value, _NUMBERS) and len(args) == 1:
+            return cls.convert(value)
+        return cls.plain(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.plain)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.plain)
+
+    def __eq__(cls, other: Any) -> bool:
+        return other is cls or other is cls.plain
+
+    def __hash__(cls) -> int:
+        return hash(cls.plain)
+
+    def __or__(cls, other: Any) -> Any:
+        return cls.plain | other
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.plain, name)
+
+
+class _Int(metaclass=_NumberType):
+    plain = int
+    convert = staticmethod(torch.sym_int)
+
+
+class _Float(metaclass=_NumberType):
+    plain = float
+    convert = staticmethod(torch.sym_float)
+
+
+def _extremum(plain: Callable, symbolic: Callable) -> Callable:
+    """Return max or min that takes numbers of both sorts."""
+
+    def extremum(*args: Any, **kwargs: Any) -> Any:
+        values = list(args[0]) if len(args) == 1 and isinstance(args[0], Iterable) else list(args)
+        if not kwargs and any(isinstance(value, _NUMBERS) for value in values):
+            return functools.reduce(symbolic, values)
+        return plain(*args, **kwargs) if len(args) > 1 else plain(values, **kwargs)
+
+    return extremum
+
+
+def _length(value: Any) -> Any:
+    """Return len(value), which is a number of rows for tensors."""
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else builtins.len(value)
+
+
+REPLACEMENTS: dict[str, Any] = {
+    "len": _length,
+    "int": _Int,
+    "float": _Float,
+    "max": _extremum(builtins.max, torch.sym_max),
+    "min": _extremum(builtins.min, torch.sym_min),
+}
+
+
+def namespace_of(frame: TracebackType | None) -> Namespace | None:
+    """Return the namespace of a frame whose code names a function that has a replacement."""
+    if frame is None or REPLACEMENTS.keys().isdisjoint(frame.tb_frame.f_code.co_names):
+        return None
+    return frame.tb_frame.f_globals
+
+
+@contextmanager
+def replaced(namespaces: Iterable[Namespace]) -> Iterator[None]:
+    """Put the replacements into some namespaces, where these have no variable of the name."""
+    added = [(space, name) for space in namespaces for name in REPLACEMENTS.keys() - space.keys()]
+    try:
+        for space, name in added:
+            space[name] = REPLACEMENTS[name]
+        yield
+    finally:
+        for space, name in added:
+            space.pop(name, None)

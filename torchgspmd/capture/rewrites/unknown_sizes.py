@@ -1,0 +1,331 @@
+"""Replacements of functions whose kernels need sizes, for sizes that only a run knows.
+
+    F.pad(x[:n], (0, m - n))          a concatenation
+    F.interpolate(x, size=n)          rows that are looked up, with their weights
+    F.adaptive_avg_pool1d(x[:n], 2)   a product with the shares of the rows in each result
+
+Only numbers of rows are computed with. All other dimensions stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...compat.private_apis import pad_sequence
+from ...rules.rewrites import DECLINED, rewrite
+
+
+def _unknown(*values: Any) -> bool:
+    """Return whether a shape or number among the values is known only in a run."""
+    for value in values:
+        if isinstance(value, Tensor):
+            value = tuple(value.shape)
+        if isinstance(value, (tuple, list)) and _unknown(*value):
+            return True
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return True
+    return False
+
+
+def _arange(x: Tensor, count: Any) -> Tensor:
+    return torch.arange(count, device=x.device)
+
+
+def _each(value: Any, count: int) -> list:
+    """Return a value for each dimension: of a list as it is, of a number the number itself."""
+    return list(value) * (count if len(value) == 1 else 1) if _is_list(value) else [value] * count
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
+
+
+# --------------------------------------------------------------------------------- moved rows
+
+
+@rewrite("value", F.pad)
+def _pad(
+    input: Tensor, pad: Sequence[Any], mode: str = "constant", value: float | None = None
+) -> Any:
+    if not _unknown(input, tuple(pad)):
+        return DECLINED
+    for at in range(0, len(pad), 2):
+        dim, (before, after) = input.dim() - 1 - at // 2, pad[at : at + 2]
+        if mode == "constant":
+            input = _pad_dim(input, dim, before, after, 0 if value is None else value)
+        elif _is_number(before, after):
+            input = _mirror(input, dim, before, after, mode)
+    return input
+
+
+def _is_number(*counts: Any) -> bool:
+    """Return whether any count is not 0."""
+    return any(isinstance(n, torch.SymInt) or n != 0 for n in counts)
+
+
+def _pad_dim(x: Tensor, dim: int, before: Any, after: Any, value: float) -> Tensor:
+    """Return x with constant rows before and after; negative numbers cut rows off."""
+    cuts = [max(-n, 0) if isinstance(n, int) else 0 for n in (before, after)]
+    if any(cuts):
+        x = x.narrow(dim, cuts[0], x.shape[dim] - sum(cuts))
+    rows = [
+        x.new_full([*x.shape[:dim], count, *x.shape[dim + 1 :]], value)
+        if isinstance(count, torch.SymInt) or count > 0
+        else None
+        for count in (before, after)
+    ]
+    pieces = [piece for piece in (rows[0], x, rows[1]) if piece is not None]
+    return torch.cat(pieces, dim) if len(pieces) > 1 else x
+
+
+def _mirror(x: Tensor, dim: int, before: Any, after: Any, mode: str) -> Tensor:
+    """Return x with rows of its own before and after: reflect, replicate, circular."""
+    size = x.shape[dim]
+    rows = _arange(x, size + before + after) - before
+    if mode == "circular":
+        rows = rows.remainder(size)
+    elif mode == "replicate":
+        rows = rows.clamp(0, size - 1)
+    else:
+        rows = (size - 1) - ((size - 1) - rows.abs()).abs()
+    return x.index_select(dim, rows)
+
+
+@rewrite("value", torch.diff, Tensor.diff)
+def _diff(
+    input: Tensor,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Tensor | None = None,
+    append: Tensor | None = None,
+) -> Any:
+    if not _unknown(input, prepend, append):
+        return DECLINED
+    pieces = [t for t in (prepend, input, append) if t is not None]
+    x = torch.cat(pieces, dim) if len(pieces) > 1 else input
+    for _ in range(n):
+        size = x.shape[dim]
+        later, earlier = x.narrow(dim, 1, size - 1), x.narrow(dim, 0, size - 1)
+        x = later ^ earlier if x.dtype is torch.bool else later - earlier
+    return x
+
+
+@rewrite("value", torch.roll, Tensor.roll)
+def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Any:
+    if not _unknown(input, shifts):
+        return DECLINED
+    dims = list(dims) if _is_list(dims) else [dims]
+    if not dims:
+        return _roll(input.reshape(-1), shifts, 0).view(input.shape)
+    for shift, dim in zip(_each(shifts, 1), dims):
+        size = input.shape[dim]
+        input = input.index_select(dim, (_arange(input, size) - shift).remainder(size))
+    return input
+
+
+@rewrite("value", Tensor.repeat, torch.tile, Tensor.tile)
+def _repeat(input: Tensor, *counts: Any, dims: Any = ()) -> Any:
+    counts = tuple(dims) or (tuple(counts[0]) if counts and _is_list(counts[0]) else counts)
+    if not _unknown(input, counts):
+        return DECLINED
+    rank = max(len(counts), input.dim())
+    counts = [*[1] * (rank - len(counts)), *counts]
+    sizes = [*[1] * (rank - input.dim()), *input.shape]
+    apart = input.view([n for size in sizes for n in (1, size)])
+    repeated = apart.expand([n for pair in zip(counts, sizes) for n in pair])
+    return repeated.reshape([count * size for count, size in zip(counts, sizes)])
+
+
+@rewrite("value", pad_sequence)
+def _pad_sequence(
+    sequences: Any,
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Any:
+    if not _unknown(*sequences):
+        return DECLINED
+    longest = sequences[0].shape[0]
+    for each in sequences[1:]:
+        longest = torch.sym_max(longest, each.shape[0])
+    at_left = padding_side == "left"
+    padded = []
+    for each in sequences:
+        missing = longest - each.shape[0]
+        counts = (missing, 0) if at_left else (0, missing)
+        padded.append(_pad_dim(each, 0, *counts, padding_value))
+    return torch.stack(padded, 0 if batch_first else 1)
+
+
+# ------------------------------------------------------------------------------- interpolation
+
+
+@rewrite("value", F.interpolate)
+def _interpolate(
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Any:
+    if not _unknown(input, size) or antialias or mode not in (*_TAPS, "area"):
+        return DECLINED
+    dims = range(2, input.dim())
+    factors = _each(scale_factor, len(dims))
+    sizes = _each(size, len(dims))
+    if size is None:
+        sizes = [_scaled(input.shape[dim], factor) for dim, factor in zip(dims, factors)]
+    if mode == "area":
+        return _adaptive_average(input, sizes)
+    for dim, count, factor in zip(dims, sizes, factors):
+        given = None if size is not None or recompute_scale_factor else factor
+        input = _resample(input, dim, count, given, mode, bool(align_corners))
+    return input
+
+
+def _scaled(size: Any, factor: float) -> Any:
+    """Return the size of a result, rounded down."""
+    return size * int(factor) if float(factor).is_integer() else torch.sym_int(size * factor)
+
+
+def _nearest(place: Tensor, size: Any) -> list[tuple[Tensor, None]]:
+    return [(place.floor(), None)]
+
+
+def _linear(place: Tensor, size: Any) -> list[tuple[Tensor, Tensor]]:
+    first = place.floor()
+    return [(first, 1 - (place - first)), (first + 1, place - first)]
+
+
+def _cubic(place: Tensor, size: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return four rows with the weights of Keys' kernel, a = -0.75."""
+    first, a = place.floor(), -0.75
+    t = place - first
+    far, near = [s + 1 for s in (t, 1 - t)], [t, 1 - t]
+    outer = [((a * s - 5 * a) * s + 8 * a) * s - 4 * a for s in far]
+    inner = [((a + 2) * s - (a + 3)) * s * s + 1 for s in near]
+    weights = (outer[0], inner[0], inner[1], outer[1])
+    return [(first + i - 1, weight) for i, weight in enumerate(weights)]
+
+
+_TAPS: dict[str, Callable] = {
+    "nearest": _nearest,
+    "nearest-exact": _nearest,
+    "linear": _linear,
+    "bilinear": _linear,
+    "trilinear": _linear,
+    "bicubic": _cubic,
+}
+
+
+def _resample(
+    x: Tensor, dim: int, count: Any, factor: float | None, mode: str, align_corners: bool
+) -> Tensor:
+    """Return x with `count` rows along one dimension, each of a few of its own rows."""
+    size, is_nearest = x.shape[dim], mode.startswith("nearest")
+    dtype = torch.float32 if is_nearest or x.dtype in (torch.half, torch.bfloat16) else x.dtype
+    rows = _arange(x, count).to(dtype)
+    if align_corners:
+        place = rows * ((size - 1) / torch.sym_max(count - 1, 1))
+    else:
+        ratio = size / count if factor is None else 1 / factor
+        middle = 0.0 if mode == "nearest" else 0.5
+        place = (rows + middle) * ratio - (0.0 if is_nearest else 0.5)
+        place = place if mode == "bicubic" else place.clamp_min(0)
+    result = None
+    for row, weight in _TAPS[mode](place, size):
+        taken = x.index_select(dim, row.long().clamp(0, size - 1))
+        if weight is not None:
+            taken = taken * weight.to(x.dtype).view([-1] + [1] * (x.dim() - 1 - dim))
+        result = taken if result is None else result + taken
+    assert result is not None
+    return result
+
+
+# ------------------------------------------------------------------------------------- pooling
+
+
+def _bins(x: Tensor, size: Any, count: Any) -> Tensor:
+    """Return which rows [size] belong to each of `count` results of adaptive pooling."""
+    result, row = _arange(x, count).unsqueeze(1), _arange(x, size)
+    first = result * size // count
+    after = ((result + 1) * size + (count - 1)) // count
+    return (row >= first) & (row < after)
+
+
+def _adaptive_average(x: Tensor, counts: Sequence[Any]) -> Tensor:
+    for dim, count in zip(range(x.dim() - len(counts), x.dim()), counts):
+        if count is not None and not isinstance(count, torch.SymInt) and count == 1:
+            x = x.mean(dim, keepdim=True)
+        elif count is not None:
+            bins = _bins(x, x.shape[dim], count).to(x.dtype)
+            shares = bins / bins.sum(1, keepdim=True)
+            x = (x.transpose(dim, -1) @ shares.T).transpose(dim, -1)
+    return x
+
+
+def _adaptive_maximum(x: Tensor, counts: Sequence[Any]) -> Tensor:
+    for dim, count in zip(range(x.dim() - len(counts), x.dim()), counts):
+        if count is not None:
+            rows = x.transpose(dim, -1).unsqueeze(-2)
+            bins = _bins(x, x.shape[dim], count)
+            x = rows.masked_fill(~bins, -math.inf).max(-1).values.transpose(dim, -1)
+    return x
+
+
+def _register_adaptive(pool: Callable, dims: int, *targets: Callable) -> None:
+    @rewrite("value", *targets)
+    def adaptive(input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
+        counts = _each(output_size, dims)
+        if return_indices or not _unknown(input.shape[-dims:], counts):
+            return DECLINED
+        return pool(input, counts)
+
+
+for _dims in (1, 2, 3):
+    _register_adaptive(_adaptive_average, _dims, getattr(F, f"adaptive_avg_pool{_dims}d"))
+    _register_adaptive(_adaptive_maximum, _dims, getattr(F, f"adaptive_max_pool{_dims}d"))
+
+
+def _register_maximum(dims: int, *targets: Callable) -> None:
+    @rewrite("value", *targets)
+    def maximum(
+        input: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        if return_indices or ceil_mode or not _unknown(input.shape[-dims:]):
+            return DECLINED
+        sizes = _each(kernel_size, dims)
+        strides = sizes if stride in (None, [], ()) else _each(stride, dims)
+        rest = zip(sizes, strides, _each(padding, dims), _each(dilation, dims))
+        for dim, numbers in zip(range(input.dim() - dims, input.dim()), rest):
+            input = _window_maximum(input, dim, *numbers)
+        return input
+
+
+def _window_maximum(
+    x: Tensor, dim: int, size: int, stride: int, padding: int, dilation: int
+) -> Tensor:
+    """Return the largest of `size` rows around each `stride`-th row."""
+    x = _pad_dim(x, dim, padding, padding, -math.inf)
+    count = (x.shape[dim] - dilation * (size - 1) - 1) // stride + 1
+    first = _arange(x, count) * stride
+    rows = [x.index_select(dim, first + i * dilation) for i in range(size)]
+    return torch.stack(rows).max(0).values
+
+
+for _dims in (1, 2, 3):
+    _register_maximum(_dims, getattr(F, f"max_pool{_dims}d"))

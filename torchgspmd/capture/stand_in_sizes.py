@@ -1,0 +1,228 @@
+"""Numbers that stand for sizes that depend on values, in the passes.
+
+    nonzero(x)  [u0, 2]         val: [496, 2], other: [1616, 2]
+    split       [u1, 8]         val: [592, 8], other: [1648, 8], as well as u1 + u2 == 12
+    cat         [u1 + u2, 8]    val: [12, 8]
+
+There are two numbers for each, so that a rule or a constant that depends on one of them is seen: it
+is another one for the other. They are multiples of 16, since programs split such dimensions into
+groups of 2, 4 and 8. None of them occurs in the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from ..compat.private_apis import ShapeEnv
+from ..compat.private_apis import _pytree as pytree
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # known only when the program runs
+_GROUP = 16
+_FIRST, _SECOND = 31, 101  # the stand-ins are multiples of primes from these on
+
+
+class StandInSizes:
+    """The stand-ins of all symbols of one program."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        nodes = [node for node in graph.nodes if _symbols_in(node.meta.get("val"))]
+        self.solved: dict[Any, Any] = {}  # symbol -> the function of others that it is
+        self.reduced: dict[Any, Any] = {}  # expression -> the same without these
+        self.stand_ins: dict[Any, tuple[int, int]] = {}  # reduced expression -> its numbers
+        if not nodes:
+            return
+        self.taken = set(_integers(graph))
+        self._merge(graph, nodes)
+        self.env = _shape_env(nodes[0].meta["val"])
+        self._solve(self.env)
+        tensors = (t for n in nodes for t in pytree.tree_leaves(n.meta["val"]))
+        shapes = [t.shape for t in tensors if isinstance(t, Tensor)]
+        self.sizes = {self._reduced(n) for s in shapes for n in s if isinstance(n, torch.SymInt)}
+        self.primes = [_primes(_FIRST), _primes(_SECOND)]
+
+    def values(self, value: Any) -> tuple[Any, Any]:
+        """Return a result of a node with each of the stand-ins in place of symbols.
+
+        Both are the same object if there are no symbols.
+        """
+        if not self._depends(value):
+            one = self._replace(value, 0)
+            return one, one
+        return self._replace(value, 0), self._replace(value, 1)
+
+    def constant(self, value: Any) -> Any:
+        """Return the value of a number that is the same in all runs, else None."""
+        if not isinstance(value, NUMBERS) or self._depends(value):
+            return None
+        return self._replace(value, 0)
+
+    def _depends(self, value: Any) -> bool:
+        """Return whether a value has a number that is not the same in all runs."""
+        if isinstance(value, (tuple, list)):
+            return any(map(self._depends, value))
+        if isinstance(value, Tensor):
+            return any(map(self._depends, value.shape))
+        return isinstance(value, NUMBERS) and bool(self._reduced(value).free_symbols)
+
+    def _reduced(self, number: Any) -> Any:
+        """Return the expression of a number, without symbols that others determine."""
+        expression = number.node.expr
+        if expression not in self.reduced:
+            self.reduced[expression] = _substitute(expression, self.solved)
+        return self.reduced[expression]
+
+    def _merge(self, graph: fx.Graph, nodes: list[fx.Node]) -> None:
+        """Take symbols for one that come of the same computation, as of two `n.tolist()`."""
+        first: dict[Any, fx.Node] = {}
+        same: dict[fx.Node, int] = {}  # node -> number of its computation
+        needed, stack = set(nodes), list(nodes)
+        while stack:
+            new = set(stack.pop().all_input_nodes) - needed
+            needed |= new
+            stack += new
+        for node in graph.nodes:
+            if node not in needed:
+                continue
+            key: Any = node
+            if node.op == "call_function" and not _is_random(node.target):
+                key = (
+                    node.target,
+                    repr(fx.map_arg((node.args, dict(node.kwargs)), same.__getitem__)),
+                )
+            earlier = first.setdefault(key, node)
+            same[node] = id(earlier)
+            if earlier is not node:
+                pairs = zip(*(_symbols(each.meta.get("val")) for each in (node, earlier)))
+                self.solved.update((a, b) for a, b in pairs if a != b)
+
+    def _solve(self, env: Any) -> None:
+        """Find symbols that sums determine, as in u0 + u1 == 12."""
+        asserts = [each.expr for group in env.deferred_runtime_asserts.values() for each in group]
+        for equation in dict.fromkeys(asserts):
+            if type(equation).__name__ != "Equality":
+                continue
+            rest = _substitute(equation.lhs - equation.rhs, self.solved).expand()
+            for symbol in sorted(rest.free_symbols, key=str, reverse=True):
+                factor = rest.coeff(symbol)
+                others = rest - factor * symbol
+                if abs(factor) == 1 and not others.has(symbol):
+                    self.solved[symbol] = -others / factor
+                    break
+
+    def _number(self, number: Any) -> tuple[Any, Any]:
+        """Return both stand-ins of a number, two constants if it is one."""
+        expression = self._reduced(number)
+        if isinstance(number, torch.SymBool):
+            return (True, False) if expression.free_symbols else (bool(expression),) * 2
+        if isinstance(number, torch.SymFloat):
+            return (0.5, 1.5) if expression.free_symbols else (float(expression),) * 2
+        if not expression.free_symbols:
+            return int(expression), int(expression)
+        if expression not in self.stand_ins:
+            self.stand_ins[expression] = self._evaluate(expression)
+        return self.stand_ins[expression]
+
+    def _evaluate(self, expression: Any) -> tuple[int, int]:
+        """Return two numbers for an expression: by those of its symbols, or else new ones.
+
+        It gets new ones if both are the same, as of min(u0, 8), or cannot be sizes. The second is
+        negative if the number may be: an index from the end has another meaning.
+        """
+        if not expression.is_Symbol:
+            symbols = sorted(expression.free_symbols, key=str)
+            pairs = {symbol: self._symbol(symbol) for symbol in symbols}
+            one, other = (
+                int(expression.subs({symbol: pair[i] for symbol, pair in pairs.items()}))
+                for i in (0, 1)
+            )
+            if min(one, other) > 0 and one != other and one not in self.taken:
+                return self._take(one, other)
+        is_size = expression in self.sizes or self.env.bound_sympy(expression).lower >= 0
+        return self._take(self._next(0), self._next(1) * (1 if is_size else -1))
+
+    def _take(self, one: int, other: int) -> tuple[int, int]:
+        """Return two numbers, and use them for nothing else."""
+        self.taken |= {one, other}
+        return one, other
+
+    def _symbol(self, symbol: Any) -> tuple[int, int]:
+        if symbol not in self.stand_ins:
+            self.stand_ins[symbol] = self._evaluate(symbol)
+        return self.stand_ins[symbol]
+
+    def _next(self, which: int) -> int:
+        """Return a number that does not occur in the program."""
+        return next(n * _GROUP for n in self.primes[which] if n * _GROUP not in self.taken)
+
+    def _replace(self, value: Any, which: int) -> Any:
+        if isinstance(value, NUMBERS):
+            return self._number(value)[which]
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._replace(each, which) for each in value)
+        if not _symbols_in(value):
+            return value
+        shape = [self._number(n)[which] if isinstance(n, NUMBERS) else n for n in value.shape]
+        with cast(Any, value).fake_mode:
+            return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+
+def _is_random(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def _substitute(expression: Any, values: dict[Any, Any]) -> Any:
+    """Return the expression with values in place of symbols, and of symbols in these."""
+    while (after := expression.subs(values)) != expression:
+        expression = after
+    return expression
+
+
+def _symbols(value: Any) -> list[Any]:
+    """Return the symbols that are a number, or a size of a tensor, by themselves."""
+    numbers = [
+        number
+        for leaf in pytree.tree_leaves(value)
+        for number in (leaf.shape if isinstance(leaf, Tensor) else [leaf])
+    ]
+    return [n.node.expr for n in numbers if isinstance(n, torch.SymInt) and n.node.expr.is_Symbol]
+
+
+def _symbols_in(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_symbols_in, value))
+    if isinstance(value, Tensor):
+        return any(isinstance(n, torch.SymInt) for n in value.shape)
+    return isinstance(value, NUMBERS)
+
+
+def _shape_env(value: Any) -> ShapeEnv:
+    """Return the environment of the symbols of a result."""
+    leaf = next(filter(_symbols_in, pytree.tree_leaves(value)))
+    if isinstance(leaf, Tensor):
+        leaf = next(n for n in leaf.shape if isinstance(n, torch.SymInt))
+    return leaf.node.shape_env
+
+
+def _integers(graph: fx.Graph) -> Iterator[int]:
+    """Yield the numbers among the arguments and sizes of a graph."""
+    for node in graph.nodes:
+        values = pytree.tree_leaves((node.args, dict(node.kwargs), node.meta.get("val")))
+        for value in values:
+            yield from (
+                (n for n in value.shape if isinstance(n, int))
+                if isinstance(value, Tensor)
+                else ((value,) if isinstance(value, int) else ())
+            )
+
+
+def _primes(first: int) -> Iterator[int]:
+    """Yield prime numbers."""
+    n = first
+    while True:
+        if all(n % k for k in range(2, int(n**0.5) + 1)):
+            yield n
+        n += 1

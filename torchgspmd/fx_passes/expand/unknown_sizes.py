@@ -1,0 +1,129 @@
+"""Decompositions of operations with sizes that only a run knows.
+
+before   mean of [u0, 8] over dim 0: div(sum(%x, [0]), 112), and div(sum(%x, [0]), 1616)
+after    %n = sym_size(%x, 0); div(sum(%x, [0]), %n)
+
+Both graphs are decompositions of one operation, for two sizes. Numbers in which they differ are
+sizes of its operands, or numbers among its arguments; otherwise the operation stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...compat.operators import aten
+from ...compat.private_apis import OpOverload
+from ..ir import is_number
+
+
+def with_sizes(inner: fx.Graph, other: fx.Graph, node: fx.Node) -> fx.Graph | None:
+    """Return the graph `inner` with nodes for numbers that differ in `other`, else None.
+
+    It has a placeholder for each number among the node's arguments, too.
+    """
+    pairs = list(zip(inner.nodes, other.nodes))
+    same = len(inner.nodes) == len(other.nodes) and all(
+        (one.op, one.target) == (two.op, two.target) or one.op == "placeholder" == two.op
+        for one, two in pairs
+    )
+    if not same:
+        return None
+    sizes = _add_inputs(inner, node)
+    for one, two in pairs:
+        _add_other(one, two)
+        if one.op == "placeholder":
+            for d, size in enumerate(one.meta["val"].shape):
+                sizes.setdefault((size, two.meta["val"].shape[d]), (one, d))
+    twin, ready = dict(pairs), {}
+
+    def merged(one: Any, two: Any, before: fx.Node) -> Any:
+        """Return an argument of `before`, with a node if it differs in the other graph."""
+        if isinstance(one, (tuple, list)) and isinstance(two, (tuple, list)):
+            if len(one) != len(two):
+                raise _DifferError
+            return type(one)(merged(a, b, before) for a, b in zip(one, two))
+        if isinstance(one, fx.Node):
+            if twin.get(one) is not two:
+                raise _DifferError
+            return one
+        if one == two:
+            return one
+        if (one, two) not in sizes or type(one) is not int:
+            raise _DifferError
+        if (one, two) not in ready:
+            ready[one, two] = _size_node(inner, sizes[one, two], one, two, before)
+        return ready[one, two]
+
+    try:
+        for one, two in pairs:
+            if one.op in ("call_function", "output"):
+                one.args = merged(one.args, two.args, one)
+                one.kwargs = {k: merged(v, two.kwargs[k], one) for k, v in one.kwargs.items()}
+                _mark_dynamic(one)
+    except (_DifferError, KeyError):
+        return None
+    return inner
+
+
+class _DifferError(Exception):
+    """Two decompositions differ by more than the sizes of their operands."""
+
+
+def _add_inputs(inner: fx.Graph, node: fx.Node) -> dict[tuple, Any]:
+    """Add placeholders for the numbers among the arguments of a node; return them by value."""
+    arguments: list[fx.Node] = []
+    fx.map_arg((node.args, dict(node.kwargs)), lambda n: arguments.append(n))
+    tensors = iter([n for n in inner.nodes if n.op == "placeholder"])
+    after, numbers = None, {}
+    for argument in arguments:
+        if not is_number(argument):
+            after = next(tensors)
+            continue
+        first = next(iter(inner.nodes))
+        with inner.inserting_after(after) if after else inner.inserting_before(first):
+            after = inner.placeholder("number")
+        after.meta = {key: argument.meta[key] for key in ("val", "other") if key in argument.meta}
+        numbers[after.meta["val"], after.meta.get("other", after.meta["val"])] = after
+    return numbers
+
+
+def _size_node(inner: fx.Graph, source: Any, one: int, two: int, before: fx.Node) -> fx.Node:
+    """Return a node for a number: that of an argument, or the size of a dimension."""
+    if isinstance(source, fx.Node):
+        return source
+    placeholder, _ = source
+    with inner.inserting_after(placeholder):
+        size = inner.call_function(aten.sym_size.int, source)
+    size.meta = {"val": one, "other": two, "dynamic": True}
+    return size
+
+
+def _add_other(one: fx.Node, two: fx.Node) -> None:
+    """Note the other value of a node, if it differs."""
+    if "val" in one.meta and not _equal(one.meta["val"], two.meta["val"]):
+        one.meta["other"] = two.meta["val"]
+
+
+def _mark_dynamic(node: fx.Node) -> None:
+    """Note that an operation has sizes that only a run knows."""
+    if is_dynamic(node):
+        node.meta["dynamic"] = True
+
+
+def is_dynamic(node: fx.Node) -> bool:
+    """Return whether an operation has sizes that only a run knows, or such numbers."""
+    pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return any(
+        "other" in each.meta and not (pointwise and is_number(each))
+        for each in (node, *node.all_input_nodes)
+    )
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """Return whether results have the same shapes."""
+    if isinstance(one, (tuple, list)):
+        return all(map(_equal, one, two))
+    return one.shape == two.shape if isinstance(one, Tensor) else one == two

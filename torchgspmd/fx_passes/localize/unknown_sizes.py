@@ -1,0 +1,46 @@
+"""Arguments of a local operation that are sizes which only a run knows.
+
+before   %y = view(%x, [1808, 2])       where 1808 stands for 4 * u0
+after    %y = view(%x, [%mul, 2])
+
+No device has less than all of such a dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from ...compat.operators import aten
+from ..ir import is_number, operands_of, unknown_sizes
+
+
+def with_sizes(
+    node: fx.Node, args: tuple, before: tuple, new: Mapping[fx.Node, fx.Node], graph: fx.Graph
+) -> tuple:
+    """Return arguments with the numbers of a run in place of those that stand for them.
+
+    node: in the global graph. before: its arguments in the local graph, whose sizes are global.
+    """
+    numbers = {n.meta["val"]: new[n] for n in node.all_input_nodes if is_number(n)}
+    unknown = {size: (new[n], d) for n in operands_of(node) for d, size in unknown_sizes(n)}
+    results = dict.fromkeys(size for _, size in unknown_sizes(node))
+
+    def replaced(value: Any, old: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            known = isinstance(old, (tuple, list)) and len(old) == len(value)
+            return [replaced(v, old[i] if known else None) for i, v in enumerate(value)]
+        if type(value) is not int or value not in results and value not in unknown:
+            return value
+        if value in numbers:
+            return numbers[value]
+        if value in unknown:
+            return graph.call_function(aten.sym_size.int, unknown[value])
+        assert old is not None, f"{value} stands for a size that no argument of %{node} has"
+        return old
+
+    return tuple(
+        replaced(value, before[i] if i < len(before) else None) for i, value in enumerate(args)
+    )

@@ -1,0 +1,71 @@
+"""Rules of calls with sizes or numbers that only a run knows.
+
+    x[mask] @ w     [u0, 8] @ [8, 4]: `m k, k n -> m n`, where every device needs m whole
+
+Such a call is described twice, with two numbers for each size (capture/stand_in_sizes.py). A rule
+that is the same for both holds for all. Factors of dimensions of such a size stay whole, and so do
+those along which a device would compute by positions. All others are sharded as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..compat.private_apis import _pytree as pytree
+from .notation import Call, FactorRule
+from .rewrites import DECLINED, Declined
+
+# Rules are written for sizes that are known, and may divide by others or compare them.
+_ERRORS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def rule_in_a_run(
+    call: Call, other: Call, lookup: Callable[[Call], FactorRule | Declined]
+) -> FactorRule | Declined:
+    """Return the rule of a call that is the same for other numbers. DECLINED: there is none."""
+    if _selects(call):
+        return DECLINED
+    try:
+        one, two = lookup(call), lookup(other)
+    except _ERRORS:
+        return DECLINED
+    if isinstance(one, Declined) or isinstance(two, Declined) or not _is_alike(one, two):
+        return DECLINED
+    unknown = {name for name, size in one.sizes.items() if two.sizes.get(name) != size}
+    dims = zip(_dims(call), _dims(other), _factors(one))
+    beside = {f for size, other_size, names in dims if size != other_size for f in names}
+    whole = unknown | beside | {*one.local.when} | one.windowed
+    return replace(one, replicated=one.replicated | whole, split=None)
+
+
+def _is_alike(one: FactorRule, two: FactorRule) -> bool:
+    """Return whether two rules are one sentence, whatever the sizes are."""
+    return all(
+        getattr(one, name) == getattr(two, name)
+        for name in ("operands", "results", "reduce", "replicated", "linear", "moves")
+    ) and set(one.row_access) == set(two.row_access)
+
+
+def _dims(call: Call) -> Iterator[int]:
+    """Yield the sizes of all dimensions of a call's tensors."""
+    for tensor in (*call.tensors, *call.results):
+        yield from tensor.shape
+
+
+def _factors(rule: FactorRule) -> Iterator[tuple[str, ...]]:
+    """Yield the factors of all dimensions of a rule's tensors."""
+    for dims in (*rule.operands, *rule.results):
+        yield from dims
+
+
+def _selects(call: Call) -> bool:
+    """Return whether values decide on how many elements a result has."""
+    tags = getattr(call.target, "tags", ())
+    leaves = pytree.tree_leaves((call.args[1:], dict(call.kwargs)))
+    return torch.Tag.dynamic_output_shape in tags and any(
+        isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves
+    )
