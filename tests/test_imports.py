@@ -26,6 +26,7 @@ LAYERS = (  # a file imports only from the lines below its own
         "compare_with_xla",
         "doctor",
         "plan_command",
+        "suggest",
     ),
     ("api", "runtime.submodule_calls"),
     ("fx_passes.pipeline",),  # it imports every pass

@@ -15,6 +15,7 @@ from .rules.custom import rule
 from .runtime.parallelize import parallelize, shard_batch
 from .shard_spec import ShardSpec
 from .spec_notation import UNCONSTRAINED
+from .suggest import Proposal, suggest
 
 __all__ = [
     "UNCONSTRAINED",
@@ -23,6 +24,7 @@ __all__ = [
     "Link",
     "Mesh",
     "Plan",
+    "Proposal",
     "ShardSpec",
     "ShardingError",
     "annotate",
@@ -33,5 +35,6 @@ __all__ = [
     "plan",
     "rule",
     "shard_batch",
+    "suggest",
     "visualize",
 ]

@@ -62,6 +62,11 @@ class Hardware:
     beside: bool = True
     source: str = "ours"
 
+    @property
+    def peak(self) -> float:
+        """Return the most operations per second, of the smallest elements."""
+        return max(self.flops.values())
+
     @staticmethod
     def of(name: str | Hardware) -> Hardware:
         """Return the preset of a name.

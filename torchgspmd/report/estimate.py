@@ -104,7 +104,7 @@ class Estimate:
         return self._share(self.flops)
 
     def _share(self, count: float) -> float:
-        return count / (self.seconds * self.hardware.flops[2]) if self.seconds else 0.0
+        return count / (self.seconds * self.hardware.peak) if self.seconds else 0.0
 
     def __str__(self) -> str:
         compute, exposed = self.busy(COMPUTE), self.busy(EXPOSED)

@@ -1,0 +1,136 @@
+"""Marks that a search tries, and a Proposal: a mesh and marks, as code to paste."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..capture import PARAMETER, Captured
+from ..hardware import Hardware
+from ..mesh import Mesh
+from ..report.units import size_text, time_text
+from ..shard_spec import ShardSpec
+
+DATA, MODEL = "data", "model"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Like parameters of all layers, which are marked alike. pattern: a glob of annotate."""
+
+    pattern: str
+    shape: tuple[int, ...]
+    bytes: int  # of all of them together
+
+
+def pattern_of(name: str) -> str:
+    """Return the glob of a parameter and of its like in other layers."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def groups_of(captured: Captured) -> tuple[Group, ...]:
+    """Return the groups of parameters of a program, those with most bytes first."""
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    for inp in captured.inputs:
+        if inp.kind == PARAMETER and inp.shape:
+            key = pattern_of(inp.name), inp.shape
+            sizes[key] = sizes.get(key, 0) + math.prod(inp.shape) * inp.dtype.itemsize
+    groups = [Group(*key, size) for key, size in sizes.items()]
+    return tuple(sorted(groups, key=lambda group: -group.bytes))
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a search decides: the dimension of each group on MODEL, and whether DATA shards weights.
+
+    model: dimensions by pattern; patterns without a mark are missing. zero: every parameter is
+    sharded along DATA too (ZeRO-3, arXiv 1910.02054): gathered before its use, its gradient reduced
+    to shards.
+    """
+
+    model: tuple[tuple[str, int], ...] = ()
+    zero: bool = False
+
+    def with_dim(self, pattern: str, dim: int | None) -> Marks:
+        """Return the marks with another dimension of a group on MODEL, or none."""
+        others = {p: d for p, d in self.model if p != pattern}
+        chosen = others if dim is None else {**others, pattern: dim}
+        return Marks(tuple(sorted(chosen.items())), self.zero)
+
+    def spec(self, group: Group, mesh: Mesh) -> ShardSpec | None:
+        """Return the mark of a group on a mesh; None for no mark."""
+        dims: list[tuple[str, ...]] = [()] * len(group.shape)
+        dim = dict(self.model).get(group.pattern)
+        if dim is not None and group.shape[dim] % mesh.count((MODEL,)) == 0:
+            dims[dim] = (MODEL,)
+        if self.zero and (free := self._zero_dim(group, mesh, dims)) is not None:
+            dims[free] = (*dims[free], DATA)
+        return ShardSpec(tuple(dims)) if any(dims) else None
+
+    def _zero_dim(self, group: Group, mesh: Mesh, dims: list[tuple[str, ...]]) -> int | None:
+        """Return the dimension that DATA shards: the largest that is free, else any it divides."""
+        rows = [n // mesh.count(axes) for n, axes in zip(group.shape, dims)]
+        fitting = [d for d, n in enumerate(rows) if n % mesh.count((DATA,)) == 0 and n]
+        return max(fitting, key=lambda d: (not dims[d], rows[d]), default=None)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A mesh and marks, with what they are estimated to cost.
+
+    Args:
+        mesh: The devices.
+        marks: Specs by glob, for annotate.
+        in_specs: Layouts of the arguments.
+        hardware: What the times are for.
+        seconds: Of a step, without the optimizer.
+        memory: Bytes of a device: the peak of a step and the states of Adam.
+        sent_bytes: Bytes that a device sends in a step.
+        mfu: Model FLOPs utilization.
+        bound: Seconds that no layout can be below: the products, divided evenly, and nothing else.
+        layers: (planned, of the model), if the numbers are extrapolated from fewer layers.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64, device="meta")
+        >>> x = torch.empty(32, 64, device="meta")
+        >>> best = suggest(model, (x,), devices=4, seconds=5)[0]
+        >>> best.mesh.size
+        4
+    """
+
+    mesh: Mesh
+    marks: Mapping[str, str]
+    in_specs: tuple[str | None, ...]
+    hardware: Hardware
+    seconds: float
+    memory: float
+    sent_bytes: float
+    mfu: float
+    bound: float
+    layers: tuple[int, int] | None = None
+
+    @property
+    def code(self) -> str:
+        """Return the code that applies the proposal to `model`."""
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
+        marks = "".join(f'    "{name}": "{spec}",\n' for name, spec in self.marks.items())
+        specs = ", ".join(f'"{spec}"' if spec is not None else "None" for spec in self.in_specs)
+        return (
+            f"mesh = gspmd.Mesh({axes})\n"
+            + (f"gspmd.annotate(model, mesh, {{\n{marks}}})\n" if marks else "")
+            + f"model = gspmd.parallelize(model, mesh, in_specs=({specs},))"
+        )
+
+    def __str__(self) -> str:
+        kind = re.sub(r"\s+", " ", " ".join(f"{n}={s}" for n, s in self.mesh.axes))
+        planned = ""
+        if self.layers:
+            planned = f"; extrapolated from {self.layers[0]} of {self.layers[1]} layers"
+        return (
+            f"{kind} of {self.hardware.name}: step {time_text(self.seconds)}, MFU {self.mfu:.1%}, "
+            f"memory {size_text(self.memory)}, {size_text(self.sent_bytes)} sent by a device, "
+            f"{self.seconds / self.bound:.2f} of the bound (products alone, divided evenly)"
+            f"{planned}\n{self.code}"
+        )

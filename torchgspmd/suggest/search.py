@@ -1,0 +1,276 @@
+"""The search: mesh shapes, then marks group by group, while a step gets shorter.
+
+For every mesh of two axes, DATA for the batch and MODEL for weights, the marks that were best on
+the last mesh are the start. Then each group of like parameters is tried along each of its
+dimensions on MODEL, and all together along DATA, and a change stays if it makes the step shorter,
+or a program that needs too much memory smaller. Propagation and partition decide all else, so that
+few marks say much.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from ..annotate import mark_sharding_op
+from ..api import compile_plan
+from ..capture import PARAMETER, Captured, capture
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError, user_line
+from ..hardware import Hardware
+from ..mesh import Mesh
+from ..shard_spec import ShardSpec
+from .proposal import DATA, MODEL, Marks, Proposal, groups_of, pattern_of
+from .shorten import like_layers, shortened
+
+UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MIN_SHARE = 0.005  # of the parameters' bytes, that a group has which is searched by itself
+MIN_GAIN = 0.005  # of a step's time: a mark that brings less is left out
+HOPELESS = 1.5  # times the best step: after two such meshes, larger MODEL axes are not tried
+BEST = 5
+
+
+def suggest(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    *,
+    devices: int,
+    hardware: str | Hardware = "h100",
+    memory: str | float | None = None,
+    seconds: float = 60.0,
+    kwargs: dict[str, Any] | None = None,
+) -> list[Proposal]:
+    """Search a mesh and marks for a model, and return the best as code to paste.
+
+    Nothing runs but the planner: model and arguments may be on the meta device. The first tensor
+    dimension of every argument is taken for the batch. Recomputation and the size of the batch are
+    not searched. The states of Adam are counted.
+
+    Args:
+        model: Its own marks do not count.
+        args: Positional arguments of a call, of the global batch.
+        devices: How many.
+        hardware: A preset, or a Hardware.
+        memory: Bytes of a device that may be used, such as "80GB"; by default all it has.
+        seconds: Time of the search; what is best by then is returned.
+        kwargs: Keyword arguments of a call.
+
+    Returns:
+        At most five proposals, the fastest first; those that need too much memory last.
+
+    Raises:
+        ShardingError: The model cannot be captured, or `memory` is no size.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64, device="meta")
+        >>> x = torch.empty(65536, 64, device="meta")
+        >>> print(suggest(model, (x,), devices=2, seconds=5)[0].code)
+        mesh = gspmd.Mesh(data=2, model=1)
+        model = gspmd.parallelize(model, mesh, in_specs=("data _",))
+    """
+    deadline = time.monotonic() + seconds
+    speed = Hardware.of(hardware)
+    limit = speed.memory if memory is None else size_of(memory)
+    search = _Search(_captures(model, tuple(args), kwargs or {}), speed, limit, deadline)
+    start, hopeless = Marks(), 0
+    for mesh in _meshes(devices):
+        start = search.descend(mesh, start)
+        worse = search.score(mesh, start) > tuple(HOPELESS * x for x in search.best_score())
+        hopeless = hopeless + 1 if worse else 0
+        if time.monotonic() > deadline or hopeless == 2:
+            break
+    return search.best()
+
+
+def size_of(memory: str | float) -> float:
+    """Return the bytes of a size, such as "80GB" or 80e9.
+
+    Args:
+        memory: A number, or one with a unit.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ShardingError: The text is no size.
+    """
+    if isinstance(memory, (int, float)):
+        return float(memory)
+    text = memory.strip().upper().replace(" ", "")
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    try:
+        return float(text.removesuffix(unit)) * UNITS.get(unit, 1.0)
+    except ValueError:
+        raise ShardingError(
+            f"memory '{memory}' is no size", where=user_line(), fix='"80GB" or 80e9'
+        ) from None
+
+
+def _meshes(devices: int) -> Iterator[Mesh]:
+    """Yield the meshes of so many devices: those with a small MODEL axis first."""
+    for model in range(1, devices + 1):
+        if devices % model == 0:
+            yield Mesh(data=devices // model, model=model)
+
+
+@dataclass(frozen=True)
+class _Captures:
+    """The programs that are judged: of the whole model, or of one and of two of its layers."""
+
+    programs: tuple[Captured, ...]
+    arguments: tuple[Tensor, ...]
+    layers: int  # of the model, if it is judged by fewer
+
+    def extrapolate(self, values: Sequence[float]) -> float:
+        """Return the value of the whole model from those of the programs."""
+        if len(values) == 1:
+            return values[0]
+        one, two = values
+        return two + (self.layers - 2) * (two - one)
+
+
+def _captures(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captures:
+    lists, length = like_layers(model)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    mesh = Mesh(data=1, model=1)
+    if length:
+        programs: list[Captured] = []
+        for count in (1, 2):
+            with shortened(lists, count):
+                programs.append(_unmarked(capture(model, args, kwargs, mesh, grad=True)))
+        return _Captures(tuple(programs), tuple(tensors), length)
+    program = _unmarked(capture(model, args, kwargs, mesh, grad=True))
+    return _Captures((program,), tuple(tensors), 0)
+
+
+def _unmarked(captured: Captured) -> Captured:
+    """Return a program without its marks."""
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in captured.graph.nodes:
+        if node.target is mark_sharding_op._opoverload:
+            new[node] = new[node.all_input_nodes[0]]
+        else:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    inputs = [replace(inp, mark=None) for inp in captured.inputs]
+    return replace(captured, graph=graph, inputs=inputs)
+
+
+@dataclass
+class _Search:
+    """The proposals that were tried, by mesh and marks."""
+
+    captures: _Captures
+    hardware: Hardware
+    limit: float
+    deadline: float
+    tried: dict[tuple[Mesh, Marks], Proposal] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.groups = groups_of(self.captures.programs[-1])
+
+    def descend(self, mesh: Mesh, start: Marks) -> Marks:
+        """Return the best marks on a mesh that single changes of `start` lead to."""
+        zero = mesh.count((DATA,)) > 1
+        starts = [
+            Marks(),
+            *([Marks(zero=True)] if zero else []),
+            replace(start, zero=start.zero and zero),
+        ]
+        best = min(starts, key=lambda marks: self.score(mesh, marks))
+        for _ in range(2):
+            before = best
+            for marks in self._changes(mesh, best):
+                if time.monotonic() > self.deadline:
+                    return best
+                new = marks(best)
+                excess, step = self.score(mesh, best)
+                if self.score(mesh, new) < (excess, step * (1 - MIN_GAIN)):
+                    best = new
+            if best == before:
+                break
+        return best
+
+    def _changes(self, mesh: Mesh, start: Marks) -> Iterator[Any]:
+        """Yield functions that change marks."""
+        count = mesh.count((MODEL,))
+        smallest = MIN_SHARE * sum(group.bytes for group in self.groups)
+        matrices = [g for g in self.groups if len(g.shape) > 1 and g.bytes >= smallest]
+        for group in matrices if count > 1 else ():
+            for dim in [*range(len(group.shape)), None]:
+                if dim is None or group.shape[dim] % count == 0:
+                    yield lambda marks, group=group, dim=dim: marks.with_dim(group.pattern, dim)
+        if mesh.count((DATA,)) > 1:
+            yield lambda marks: replace(marks, zero=not marks.zero)
+
+    def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
+        """Return what is compared: bytes above the limit first, then seconds."""
+        proposal = self.propose(mesh, marks)
+        return max(proposal.memory - self.limit, 0.0), proposal.seconds
+
+    def propose(self, mesh: Mesh, marks: Marks) -> Proposal:
+        """Return the proposal of marks on a mesh, planned once."""
+        if (mesh, marks) not in self.tried:
+            self.tried[mesh, marks] = self._plan(mesh, marks)
+        return self.tried[mesh, marks]
+
+    def _plan(self, mesh: Mesh, marks: Marks) -> Proposal:
+        specs = {
+            (group.pattern, group.shape): spec
+            for group in self.groups
+            if (spec := marks.spec(group, mesh)) is not None
+        }
+        inputs = [_batch_spec(t, mesh) for t in self.captures.arguments]
+        reports = []
+        for program in self.captures.programs:
+            marked = [
+                replace(inp, mark=specs.get((pattern_of(inp.name), inp.shape)))
+                if inp.kind == PARAMETER
+                else inp
+                for inp in program.inputs
+            ]
+            arguments = inputs + [None for _ in program.state_inputs]
+            result = compile_plan(
+                replace(program, inputs=marked),
+                mesh,
+                arguments,
+                regather="auto" if marks.zero else "never",
+                device="meta" if self.hardware.beside else "cpu",
+            )
+            reports.append(result.report(self.hardware))
+        join = self.captures.extrapolate
+        seconds = join([r.estimate.seconds for r in reports])
+        flops = join([r.estimate.model_flops for r in reports]) / mesh.size
+        return Proposal(
+            mesh,
+            {pattern: str(spec) for (pattern, _), spec in specs.items()},
+            tuple(None if spec is None else str(spec) for spec in inputs),
+            self.hardware,
+            seconds,
+            join([float(r.memory.peak + r.memory.optimizer) for r in reports]),
+            join([sum(row.sent_bytes for row in r.collectives) for r in reports]),
+            flops / (seconds * self.hardware.peak),
+            flops / (self.hardware.efficiency * self.hardware.peak),
+            (2, self.captures.layers) if self.captures.layers else None,
+        )
+
+    def best_score(self) -> tuple[float, float]:
+        """Return the score of the best proposal so far."""
+        return min(self.score(*key) for key in self.tried)
+
+    def best(self) -> list[Proposal]:
+        """Return the best proposals: one of each mesh, with and without ZeRO."""
+        chosen: dict[tuple[Mesh, bool], Proposal] = {}
+        for mesh, marks in sorted(self.tried, key=lambda key: self.score(*key)):
+            chosen.setdefault((mesh, marks.zero), self.tried[mesh, marks])
+        return list(chosen.values())[:BEST]
+
+
+def _batch_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec | None:
+    """Return the layout of an argument: its first dimension along DATA, if that divides it."""
+    if not tensor.dim() or tensor.shape[0] % mesh.count((DATA,)):
+        return None
+    return ShardSpec(((DATA,), *[()] * (tensor.dim() - 1)))
