@@ -66,8 +66,8 @@ test-hidden: venv  ## the core tests without 20 operators of torch (SEED=0 says 
 # Models of transformers, in an environment of their own.
 test-transformers:  ## models of transformers (.venv-transformers)
 	$(MAKE) venv VENV=.venv-transformers
-	.venv-transformers/bin/python -m pip install --quiet -e ".[test,transformers]"
-	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -q tests/test_transformers.py tests/distributed/test_transformers.py
+	.venv-transformers/bin/python -m pip install --quiet -e ".[test,transformers]" "torch==$(TORCH)"
+	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -q tests/test_transformers.py tests/test_models_with_values.py tests/distributed/test_transformers.py
 
 # The CPU build of torch where pip's indexes have it, else what they have; nothing if a torch is there already.
 venv:  ## the environment of all that follows

@@ -16,7 +16,7 @@ setup(
     keywords="torch 2.9, torch 2.13, torch 2.15",  # on which the tests pass
     install_requires=["torch>=2.9", "numpy"],
     extras_require={
-        "transformers": ["transformers>=5"],
+        "transformers": ["transformers>=5", "torchvision", "torchaudio"],
         "dev": ["ruff==0.17.*", "pyright[nodejs]==1.1.414"],
         # pytest 9.2 ignores the groups of pytest-xdist 3.8, which keep ranks together.
         "test": ["pytest<9.2", "pytest-xdist", "hypothesis", "expecttest", "scikit-learn"],

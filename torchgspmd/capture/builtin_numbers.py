@@ -5,6 +5,7 @@ replacements below in the namespace of the module that called it, until the trac
 
     torch.arange(int(lengths.max()))        lengths.max().item()
     min(n, 8)                               torch.sym_min(n, 8)
+    max(1, mask.sum())                      torch.maximum(torch.tensor(1), mask.sum())
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ class _Float(metaclass=_NumberType):
     convert = staticmethod(torch.sym_float)
 
 
-def _extremum(plain: Callable, symbolic: Callable) -> Callable:
-    """Return max or min that takes numbers of both sorts."""
+def _extremum(plain: Callable, symbolic: Callable, of_tensors: Callable) -> Callable:
+    """Return max or min that takes numbers of both sorts, and tensors that are numbers."""
 
     def extremum(*args: Any, **kwargs: Any) -> Any:
         values = list(args[0]) if len(args) == 1 and isinstance(args[0], Iterable) else list(args)
+        if not kwargs and any(isinstance(value, Tensor) for value in values):
+            return functools.reduce(of_tensors, map(torch.as_tensor, values))
         if not kwargs and any(isinstance(value, _NUMBERS) for value in values):
             return functools.reduce(symbolic, values)
         return plain(*args, **kwargs) if len(args) > 1 else plain(values, **kwargs)
@@ -86,8 +89,8 @@ REPLACEMENTS: dict[str, Any] = {
     "len": _length,
     "int": _Int,
     "float": _Float,
-    "max": _extremum(builtins.max, torch.sym_max),
-    "min": _extremum(builtins.min, torch.sym_min),
+    "max": _extremum(builtins.max, torch.sym_max, torch.maximum),
+    "min": _extremum(builtins.min, torch.sym_min, torch.minimum),
 }
 
 

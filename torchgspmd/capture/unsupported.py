@@ -25,6 +25,7 @@ from ..errors import (
     user_line,
     user_line_of,
 )
+from .branching_modules import wrapped_alone
 from .builtin_numbers import namespace_of
 
 # Before 2.10, torch cannot trace slices by numbers that depend on values, nor compute with
@@ -85,18 +86,22 @@ _IN_PLACE_OF = {
 }
 
 
-def needs_values(what: str, where: str | None, call: str | None = None) -> ShardingError:
+def needs_values(
+    what: str, where: str | None, call: str | None = None, alone: str | None = None
+) -> ShardingError:
     """Return the error of a program that asks for values which a trace does not have.
 
-    call: the function of Python that asked, if one did.
+    call: the function of Python that asked, if one did. alone: submodules that do not ask.
     """
+    others = f"; or wrap its submodules, each alone: {alone}" if alone else ""
     if call in _IN_PLACE_OF:
         return ShardingError(
             f"the program depends on values: {call}() needs a number that is known only when it "
             "runs",
             where=where,
             why="one program is made for all values, before any device computes",
-            fix=f"use {_IN_PLACE_OF[call]}, or compute it outside and pass it as an argument",
+            fix=f"use {_IN_PLACE_OF[call]}, or compute it outside and pass it as an argument"
+            + others,
         )
     slices = "; on torch 2.9, for x[:n]: x.index_select(0, torch.arange(n))" if _OLD else ""
     return ShardingError(
@@ -104,7 +109,7 @@ def needs_values(what: str, where: str | None, call: str | None = None) -> Shard
         where=where,
         why="one program is made for all values, before any device computes",
         fix="use torch.where or a mask instead of a branch, or compute it outside and pass "
-        "it as an argument" + slices,
+        "it as an argument" + slices + others,
     )
 
 
@@ -167,7 +172,13 @@ class translate_errors:
                 )
             )
             raise _without_numbers(
-                needs_values(what, user_line_of(error), _python_call(error)), error
+                needs_values(
+                    what,
+                    user_line_of(error),
+                    _python_call(error),
+                    wrapped_alone(error.__traceback__),
+                ),
+                error,
             ) from error
         if kind is TypeError and "__format__" in str(error) and "Sym" in str(error):
             raise ShardingError(

@@ -103,7 +103,7 @@ def test_a_product_with_a_sharded_weight_sends_its_result():
     plan = gspmd.plan(f, *args, mesh=MESH, in_specs=specs, out_specs="_ _")
     assert [c.kind for c in plan.collectives] == ["all_reduce"]
     assert_same(plan.simulate(*args), f(*args))
-    assert "f64[u496, 4096@" in str(plan)
+    assert "f64[u" in str(plan) and ", 4096@" in str(plan)
 
 
 def test_a_size_that_the_program_was_not_made_for():
