@@ -34,7 +34,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ("plan",),
     ("report",),
     ("xla_backend",),
-    ("runtime.module_proxy",),
+    ("runtime.module_proxy", "runtime.stored_inputs"),
     ("fx_passes",),
     ("capture",),
     ("dtensor",),

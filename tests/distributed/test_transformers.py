@@ -100,6 +100,15 @@ def test_caches(mesh):
                 logits.append(result.logits)
         for mine, theirs in zip(logits[:4], logits[4:]):
             close(mine, theirs)
+    cache = transformers.StaticCache(config=config, max_cache_len=16)
+    cache.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
+    for layer in cache.layers:
+        gspmd.mark_sharding(layer.keys, mesh, "_ model _ _")
+        gspmd.mark_sharding(layer.values, mesh, "_ model _ _")
+    text = model.generate(TOKENS, do_sample=False, max_new_tokens=6, past_key_values=cache)
+    assert torch.equal(text, reference.generate(TOKENS, do_sample=False, max_new_tokens=6))
+    assert all(layer.keys.to_local().shape[1] == 1 for layer in cache.layers)
+    assert {c.kind for c in model.plan.collectives} == {"all_reduce"}
     for m in (model, reference):
         m.train()(inputs_embeds=m.get_input_embeddings()(TOKENS), labels=TOKENS).loss.backward()
     for p, q in zip(model.parameters(), reference.parameters()):

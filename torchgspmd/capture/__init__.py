@@ -17,7 +17,9 @@ from .captured import (
     Output,
 )
 from .state.object_trees import opened
+from .state.source import Source
 from .state.state_inputs import State, Varying
+from .state.writes import tensor_sources
 from .trace import capture
 from .trace_context import is_capturing, is_transforming, not_compiled
 from .unsupported import check_module
@@ -34,6 +36,7 @@ __all__ = [
     "Captured",
     "Input",
     "Output",
+    "Source",
     "State",
     "Varying",
     "capture",
@@ -42,4 +45,5 @@ __all__ = [
     "is_transforming",
     "not_compiled",
     "opened",
+    "tensor_sources",
 ]

@@ -15,6 +15,7 @@ from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from .compiled_program import CompiledProgram
 from .module_proxy import ModuleProxy, leaf_key
+from .stored_inputs import Stored
 from .submodule_calls import install_calls
 
 
@@ -84,6 +85,14 @@ class MeshModule(ModuleProxy):
 
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call(args, kwargs)
+        try:
+            program = self._program_for(call.key, lambda: self._timed_build(call))
+        except Stored:  # inputs of the call are others now
+            return self.forward(*args, **kwargs)
+        return self._run(program, call)
+
+    def _call(self, args: tuple, kwargs: dict) -> Call:
         passed = args, kwargs
         if kwargs or not all(isinstance(a, Tensor) and a.layout is torch.strided for a in args):
             args, kwargs = opened(passed)
@@ -104,9 +113,7 @@ class MeshModule(ModuleProxy):
             torch.get_autocast_dtype(self._device_type),
             torch.get_default_dtype(),
         )
-        new = Call(passed, args, kwargs, leaves, key, varying)
-        program = self._program_for(key, lambda: self._timed_build(new))
-        return self._run(program, new)
+        return Call(passed, args, kwargs, leaves, key, varying)
 
     def _timed_build(self, call: Call) -> CompiledProgram:
         start = time.perf_counter()

@@ -82,7 +82,9 @@ def leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.placements
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+        key = tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+        mark = recorded_mark(leaf)
+        return key if mark is None else (*key, mark[1])
     return _content(leaf, ())
 
 

@@ -25,6 +25,7 @@ from ..shard_spec import ShardSpec
 from .joint_program import JointProgram
 from .mesh_module import Call, MeshModule
 from .module_proxy import as_text, mark_on, named_tensors
+from .stored_inputs import MarkedInputs, Stored
 
 _MODES = (
     "torch.is_grad_enabled()",
@@ -79,6 +80,7 @@ class ShardedModule(MeshModule):
             _backend=backend,
             _options=options,
             _groups=groups,
+            _marked={},
         )
         if hooks:
             for module in model.modules():  # behind hooks that rename what is loaded
@@ -96,6 +98,29 @@ class ShardedModule(MeshModule):
         module = super()._apply(fn, recurse)
         self._read_structure()
         return module
+
+    def _call(self, args: tuple, kwargs: dict) -> Call:
+        call = super()._call(args, kwargs)
+        if self._marked and (marked := self._marked.get(call.key)) is not None:
+            tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+            marked.store(tensors, call.passed, self._mesh, self._groups)
+            return super()._call(args, kwargs)
+        return call
+
+    def _store_marked(self, captured: Captured, tensors: list[Tensor], call: Call) -> None:
+        """Store the marked tensors that the program changes as DTensors; if any, raise Stored."""
+        marked = MarkedInputs(captured, tensors, self._mesh)
+        if not marked.specs:
+            return
+
+        def raise_on_difference() -> NoReturn:
+            self._raise_difference(call, compiled=captured)
+
+        check_ranks(self._groups, _hash(f"stores {marked.specs}"), raise_on_difference)
+        self._check_tensors_alike(captured, tensors, raise_on_difference)
+        if marked.store(tensors, call.passed, self._mesh, self._groups):
+            self._marked[call.key] = marked
+            raise Stored
 
     def _run(self, program: JointProgram, call: Call) -> Any:
         self.__dict__["plan"] = program.plan
@@ -214,6 +239,7 @@ class ShardedModule(MeshModule):
             *(leaf for leaf in call.leaves if isinstance(leaf, Tensor)),
             *captured.state_tensors(),
         ]
+        self._store_marked(captured, tensors, call)
         required = [
             spec_of(t, self._mesh) if isinstance(t, DTensor) else spec
             for t, spec in zip(tensors, specs)

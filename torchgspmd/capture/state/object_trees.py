@@ -55,8 +55,8 @@ def opened(
 ) -> Any:
     """Return the tree with Opened for objects that hold tensors, and Entries for sparse tensors.
 
-    Objects whose id has an origin are opened as well. around: ids of the objects that contain the
-    tree.
+    An object whose id has an origin is Opened without components: what the program writes into
+    these is written to the origin. around: ids of the objects that contain the tree.
     """
     return pytree.tree_map(lambda leaf: _open_leaf(leaf, origins or {}, around), tree)
 
@@ -66,12 +66,13 @@ def _open_leaf(leaf: Any, origins: Mapping[int, Source], around: tuple[int, ...]
         return Entries.of(leaf)
     if not is_object(leaf) or id(leaf) in around:
         return leaf
+    if (origin := origins.get(id(leaf))) is not None:
+        return Opened(type(leaf), {}, origin)
     inside = {
         key: opened(value, origins, (*around, id(leaf))) for key, value in components(leaf).items()
     }
-    origin = origins.get(id(leaf))
-    holds = origin is not None or any(isinstance(x, Tensor) for x in pytree.tree_leaves(inside))
-    return Opened(type(leaf), inside, origin) if holds else leaf
+    holds = any(isinstance(x, Tensor) for x in pytree.tree_leaves(inside))
+    return Opened(type(leaf), inside) if holds else leaf
 
 
 def closed(tree: Any, arguments: Any = None) -> Any:

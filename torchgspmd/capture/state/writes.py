@@ -159,6 +159,20 @@ class WatchedArguments:
                 set_component(container, step, value)
 
 
+def tensor_sources(arguments: tuple[tuple, dict]) -> dict[int, Source]:
+    """Return the source of each tensor, by its id, that another can be written in the place of.
+
+    It is in a list, a dict or an object; an argument itself is a variable of the caller.
+    """
+    return {
+        id(value): source.at(step)
+        for source, container in _containers(arguments, Source(ARGUMENTS), set())
+        if len(source.steps) > 1 and not isinstance(container, tuple)
+        for step, value in components(container).items()
+        if isinstance(value, Tensor)
+    }
+
+
 def replace_tensors(
     value: Any, outputs: list[Tensor], origins: Mapping[int, Source] | None = None
 ) -> Any:
