@@ -276,13 +276,19 @@ def test_numbers_that_are_known_only_when_a_program_runs():
         lambda x: x * float(x.sum()),
         lambda x: x * max(1, x.sum().item()),
         lambda x: x * min([x.sum().item(), 1]),
+        lambda x: x * max(1, x.sum()) + isinstance(int(x.sum().item()), int),
     ],
-    ids=["int", "float", "max", "min"],
+    ids=["int", "float", "max", "min", "types"],
 )
 def test_functions_of_python_that_need_a_number(function):
     """They take numbers that are known only when the program runs; afterwards they are Python's."""
     assert_same(plan(function, X, mesh=MESH).simulate(X), function(X))
     assert {"int", "float", "max", "min"}.isdisjoint(globals())
+
+
+def test_a_type_of_python_as_a_dtype():
+    text = message(lambda: plan(lambda x: x.to(float) * int(x.sum()), X, mesh=MESH))
+    assert text.startswith("int or float is a dtype in code that calls it on a number")
 
 
 def test_numbers_in_a_format():

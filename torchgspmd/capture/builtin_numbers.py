@@ -28,6 +28,7 @@ class _NumberType(type):
     """The type of the replacements of int and float, which behave as these otherwise."""
 
     plain: type
+    symbolic: type
     convert: Callable[[Any], Any]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +39,7 @@ class _NumberType(type):
         return cls.plain(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.plain)
+        return isinstance(instance, (cls.plain, cls.symbolic))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, cls.plain)
@@ -56,13 +57,18 @@ class _NumberType(type):
         return getattr(cls.plain, name)
 
 
+NUMBER_TYPE = _NumberType.__name__
+
+
 class _Int(metaclass=_NumberType):
     plain = int
+    symbolic = torch.SymInt
     convert = staticmethod(torch.sym_int)
 
 
 class _Float(metaclass=_NumberType):
     plain = float
+    symbolic = torch.SymFloat
     convert = staticmethod(torch.sym_float)
 
 

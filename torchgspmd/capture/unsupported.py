@@ -26,7 +26,7 @@ from ..errors import (
     user_line_of,
 )
 from .branching_modules import wrapped_alone
-from .builtin_numbers import namespace_of
+from .builtin_numbers import NUMBER_TYPE, namespace_of
 
 # Before 2.10, torch cannot trace slices by numbers that depend on values, nor compute with
 # truth values.
@@ -179,6 +179,12 @@ class translate_errors:
                     wrapped_alone(error.__traceback__),
                 ),
                 error,
+            ) from error
+        if kind is TypeError and NUMBER_TYPE in str(error):
+            raise ShardingError(
+                "int or float is a dtype in code that calls it on a number that only a run knows",
+                where=user_line_of(error),
+                fix="torch.int64 in place of int, torch.float64 in place of float",
             ) from error
         if kind is TypeError and "__format__" in str(error) and "Sym" in str(error):
             raise ShardingError(

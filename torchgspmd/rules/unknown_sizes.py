@@ -4,7 +4,8 @@
 
 Such a call is described twice, with two numbers for each size (capture/stand_in_sizes.py). A rule
 that is the same for both holds for all. Factors of dimensions of such a size stay whole, and so do
-those along which a device would compute by positions. All others are sharded as usual.
+those with a halo, and those along which a device would compute by positions if an argument is such
+a number. All others are sharded as usual.
 """
 
 from __future__ import annotations
@@ -38,8 +39,16 @@ def rule_in_a_run(
     unknown = {name for name, size in one.sizes.items() if two.sizes.get(name) != size}
     dims = zip(_dims(call), _dims(other), _factors(one))
     beside = {f for size, other_size, names in dims if size != other_size for f in names}
-    whole = unknown | beside | {*one.local.when} | one.windowed
+    whole = unknown | beside | one.windowed
+    if _numbers(call) != _numbers(other):
+        whole |= {*one.local.when}
     return replace(one, replicated=one.replicated | whole, split=None)
+
+
+def _numbers(call: Call) -> list:
+    """Return the arguments that are no tensors."""
+    leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
+    return [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
 
 
 def _is_alike(one: FactorRule, two: FactorRule) -> bool:

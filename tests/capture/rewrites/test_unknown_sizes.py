@@ -106,6 +106,30 @@ def test_a_product_with_a_sharded_weight_sends_its_result():
     assert "f64[u" in str(plan) and ", 4096@" in str(plan)
 
 
+LOOKUPS = {
+    "rows of a table": lambda x, n, v: F.embedding(GROUPS[GROUPS > n[0]], v).cos(),
+    "indexed rows": lambda x, n, v: v[GROUPS[GROUPS > n[0]]].cos(),
+    "added rows": lambda x, n, v: v.index_add(0, GROUPS[GROUPS > n[0]], x[GROUPS > n[0]]).cos(),
+    "written rows": lambda x, n, v: v.index_put((GROUPS[GROUPS > n[0]],), x[0]).cos(),
+    "channels": lambda x, n, v: F.conv1d(rows(x, n)[:, :4], v[..., None]).cos(),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_tables_stay_sharded(name):
+    """Their rows are of a known number; how many of them are looked up, only a run knows."""
+
+    def f(x, n, v):
+        y = LOOKUPS[name](x, n, v)
+        return y, torch.autograd.grad(y.square().sum(), v)
+
+    table = torch.randn(4096, 4, dtype=torch.double, requires_grad=True)
+    plan = gspmd.plan(f, X, LENGTHS, table, mesh=MESH, in_specs=(None, None, "m _"))
+    for lengths in (LENGTHS, torch.tensor([0, 2, 3])):
+        assert_same(plan.simulate(X, lengths, table, _poison=True), f(X, lengths, table), name)
+    assert "%v" not in [f"%{r.value}" for r in plan.replicated_ops]
+
+
 def test_a_size_that_the_program_was_not_made_for():
     """A branch on a size is taken as for 2 and more rows; a run with fewer is an error."""
 

@@ -1,7 +1,8 @@
 """Decompositions of operations with sizes that only a run knows.
 
-before   mean of [u0, 8] over dim 0: div(sum(%x, [0]), 112), and div(sum(%x, [0]), 1616)
-after    %n = sym_size(%x, 0); div(sum(%x, [0]), %n)
+    div(sum(%x, [0]), 496)      the mean of [u0, 8] over dim 0, for one size
+    div(sum(%x, [0]), 1616)     for another size
+    div(sum(%x, [0]), %n)       for all: %n = sym_size(%x, 0)
 
 Both graphs are decompositions of one operation, for two sizes. Numbers in which they differ are
 sizes of its operands, or numbers among its arguments; otherwise the operation stays as it is.

@@ -28,7 +28,7 @@ from ...rules import FactorRule, Shapes
 from ...rules.local_builder import LocalBuilder, LocalTensor
 from ...shard_spec import Axes
 from ..ir import is_number, is_operation, operands_of, tensors_of, unknown_sizes
-from .unknown_sizes import with_sizes
+from .unknown_sizes import check_sizes, with_sizes
 
 
 def localize(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
@@ -256,7 +256,10 @@ class _Localizer:
             moved or any(node.meta["assignment"].get(f) for f in {*rule.local.when, *rule.windowed})
         ):
             builder: LocalBuilder = Emitter(self, node)
-            return rule.local.emit(builder, args, kwargs)
+            last = next(reversed(self.graph.nodes))
+            result = rule.local.emit(builder, args, kwargs)
+            check_sizes(node, last)
+            return result
         if rule.local.arguments is not None:
             before = args
             args, kwargs = rule.local.arguments(args, kwargs, self._shapes(node))

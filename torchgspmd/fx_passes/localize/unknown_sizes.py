@@ -1,7 +1,7 @@
 """Arguments of a local operation that are sizes which only a run knows.
 
-before   %y = view(%x, [1808, 2])       where 1808 stands for 4 * u0
-after    %y = view(%x, [%mul, 2])
+    %y = view(%x, [1808, 2])        where 1808 stands for 4 * u0
+    %y = view(%x, [%mul, 2])        what a device runs
 
 No device has less than all of such a dimension.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from ...compat.operators import aten
+from ...compat.private_apis import _pytree as pytree
 from ..ir import is_number, operands_of, unknown_sizes
 
 
@@ -44,3 +45,11 @@ def with_sizes(
     return tuple(
         replaced(value, before[i] if i < len(before) else None) for i, value in enumerate(args)
     )
+
+
+def check_sizes(node: fx.Node, last: fx.Node) -> None:
+    """Raise AssertionError if a local node behind `last` has a number that stands for a size."""
+    stand_ins = {size for n in (node, *operands_of(node)) for _, size in unknown_sizes(n)}
+    while stand_ins and (last := last.next).op != "root":
+        numbers = {n for n in pytree.tree_leaves((last.args, last.kwargs)) if type(n) is int}
+        assert not numbers & stand_ins, f"%{node} depends on a size that only a run knows: {last}"
