@@ -23,6 +23,9 @@ def functions() -> Iterator[tuple[str, Callable]]:
     """Yield (name, function) of public functions, and of public methods of public classes."""
     for name in NAMES:
         value = getattr(torchgspmd, name)
+        if inspect.ismodule(value):
+            yield from ((f"{name}.{each}", getattr(value, each)) for each in value.__all__)
+            continue
         if not inspect.isclass(value):
             yield name, value
             continue

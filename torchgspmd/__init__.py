@@ -2,34 +2,36 @@
 tensors, run it on a mesh.
 """
 
+from . import collectives
 from .annotate import annotate, mark_sharding
 from .api import Plan, plan
 from .comm.collective import Collective
 from .compare_with_xla import compare_with_xla
 from .doctor import doctor
 from .errors import ShardingError
-from .hardware import Hardware, Link
+from .hardware import Hardware
+from .manual import manual
 from .mesh import Mesh
 from .report.visualize import visualize
 from .rules.custom import rule
 from .runtime.parallelize import parallelize, shard_batch
 from .shard_spec import ShardSpec
 from .spec_notation import UNCONSTRAINED
-from .suggest import Proposal, suggest
+from .suggest import suggest
 
 __all__ = [
     "UNCONSTRAINED",
     "Collective",
     "Hardware",
-    "Link",
     "Mesh",
     "Plan",
-    "Proposal",
     "ShardSpec",
     "ShardingError",
     "annotate",
+    "collectives",
     "compare_with_xla",
     "doctor",
+    "manual",
     "mark_sharding",
     "parallelize",
     "plan",

@@ -42,6 +42,15 @@ def _mark_gradient(ctx: Any, grad: Tensor | None) -> tuple:
     return (None if grad is None else mark_sharding_op(grad, ctx.mesh, ctx.spec)), None, None
 
 
+@mark_sharding_op.register_vmap
+def _(info: Any, in_dims: tuple, x: Tensor, mesh: str, spec: str) -> tuple[Tensor, int]:
+    """Mark under torch.vmap: the further dimension is propagation's."""
+    words = ShardSpec.parse(spec)
+    dims = (*words.dims[: in_dims[0]], (), *words.dims[in_dims[0] :])
+    opened = (*words.open[: in_dims[0]], True, *words.open[in_dims[0] :])
+    return mark_sharding_op(x, mesh, str(ShardSpec(dims, opened))), in_dims[0]
+
+
 mark_sharding_op.register_autograd(_mark_gradient, setup_context=_save_layout)
 
 

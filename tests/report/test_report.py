@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd import Hardware, Link, Mesh
+from torchgspmd import Hardware, Mesh
+from torchgspmd.hardware import Link
 
 GPT = Path(__file__).resolve().parents[2] / "examples" / "gpt" / "model.py"
 FAST_LINKS = Hardware("links", {2: 1e12, 4: 1e12}, 1e12, 1e9, (Link(8, 1e30, 0.0),), launch=0.0)

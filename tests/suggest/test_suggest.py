@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd import Hardware, Link
+from torchgspmd import Hardware
+from torchgspmd.hardware import Link
 from torchgspmd.suggest import search
 from torchgspmd.suggest.proposal import Marks
 from torchgspmd.suggest.shorten import like_layers, shortened

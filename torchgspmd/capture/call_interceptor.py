@@ -12,7 +12,11 @@ from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
 from ..annotate import mark_sharding
-from ..compat.private_apis import _engine_run_backward
+from ..compat.private_apis import (
+    _engine_run_backward,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..rules.rewrites import DECLINED, rewrite_of
@@ -46,7 +50,7 @@ class CallInterceptor(TorchFunctionMode):
         if func in _BACKWARDS:
             with self:  # recomputation in a backward is seen as well
                 return _BACKWARDS[func](*args, **kwargs)
-        if func is mark_sharding and not isinstance(args[0], FunctionalTensor):
+        if func is mark_sharding and not _is_of_the_program(args[0]):
             raise ShardingError(
                 "mark_sharding is called inside of the program on a tensor that is no part of it",
                 where=user_line(),
@@ -233,6 +237,13 @@ class SourceTracker:
             stack.extend(
                 (parent, source) for parent, _ in node.next_functions if parent is not None
             )
+
+
+def _is_of_the_program(x: Tensor) -> bool:
+    """Return whether a tensor, or what torch.vmap wraps in it, is a value of the trace."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return isinstance(x, FunctionalTensor)
 
 
 def _set_source(source: str | None) -> Callable:

@@ -1,6 +1,7 @@
 """The rules and decompositions of all operations. The passes ask `rule_of`."""
 
 from . import (
+    algebra_index,  # noqa: F401 (registers simplifications)
     algebra_rows,  # noqa: F401 (registers simplifications)
     ops,  # noqa: F401 (registers the rules)
 )

@@ -1,0 +1,90 @@
+"""Indexing of each row by its own indices, as torch.vmap writes it: x[arange(n), i] is a gather."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..compat.operators import aten
+from .algebra import replacement_call
+from .rewrites import DECLINED, Declined, rewrite
+
+_VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten._unsafe_view.default,
+)
+_ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+
+
+@rewrite("simplify", aten.index.Tensor)
+def _gather_of_each(node: fx.Node) -> fx.Node | Declined:
+    """Read the rows of each by gather, whose batch may be sharded."""
+    index = _index_of_each(node)
+    if index is None:
+        return DECLINED
+    x, val = node.args[0], node.meta["val"]
+    rows = _call(node, aten.gather.default, (x, 1, index), list(index.meta["val"].shape), val.dtype)
+    return _call(node, aten.reshape.default, (rows, list(val.shape)), list(val.shape), val.dtype)
+
+
+@rewrite("simplify", aten.index_put.default)
+def _scatter_of_each(node: fx.Node) -> fx.Node | Declined:
+    """Write, or add to, the rows of each by scatter."""
+    index = _index_of_each(node)
+    if index is None:
+        return DECLINED
+    x, _, values, accumulate = (*node.args, False)[:4]
+    shape = index.meta["val"].shape
+    if values.meta["val"].numel() != math.prod(shape):
+        return DECLINED
+    op = aten.scatter_add.default if accumulate else aten.scatter.src
+    rows = _call(node, aten.reshape.default, (values, list(shape)), shape, x.meta["val"].dtype)
+    return replacement_call(node, op, (x, 1, index, rows))
+
+
+def _index_of_each(node: fx.Node) -> fx.Node | None:
+    """Return the index [n, k, *rest] of a gather along dimension 1 of x [n, r, *rest].
+
+    None unless dimension 0 is indexed by each of its positions, and dimension 1 by [n, ...].
+    """
+    x, indices = node.args[:2]
+    if len(indices) != 2 or not all(isinstance(each, fx.Node) for each in indices):
+        return None
+    each, index = indices
+    n, rows, *rest = x.meta["val"].shape
+    val, each_shape = index.meta["val"], each.meta["val"].shape
+    aligned = val.dim() == len(each_shape) and val.dim() and val.shape[0] == n
+    if not aligned or val.dtype is torch.bool or not _counts_to(each, n):
+        return None
+    count = val.numel() // max(n, 1)
+    column, whole = [n, count, *[1] * len(rest)], [n, count, *rest]
+    places = _call(node, aten.remainder.Scalar, (index, rows), val.shape, val.dtype)
+    places = _call(node, aten.reshape.default, (places, column), column, val.dtype)
+    return _call(node, aten.expand.default, (places, whole), whole, val.dtype)
+
+
+def _call(
+    node: fx.Node, op: Any, args: tuple[Any, ...], shape: Sequence[int], dtype: torch.dtype
+) -> fx.Node:
+    """Return a call before a node, with a result of a shape and dtype."""
+    call = replacement_call(node, op, args)
+    call.meta["val"] = node.meta["val"].new_empty(list(shape), dtype=dtype)
+    return call
+
+
+def _counts_to(node: fx.Node, n: int) -> bool:
+    """Return whether a node is 0, 1, ... n - 1 along its first dimension."""
+    if math.prod(node.meta["val"].shape) != n or node.meta["val"].shape[0] != n:
+        return False
+    while node.target in _VIEWS:
+        node = node.args[0]
+    if node.target not in _ARANGES:
+        return False
+    start, *step = node.args[:1] if node.target is aten.arange.default else node.args[:3:2]
+    return node.target is aten.arange.default or start == 0 and step in ([], [1])
