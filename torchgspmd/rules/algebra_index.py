@@ -39,11 +39,11 @@ def _scatter_of_each(node: fx.Node) -> fx.Node | Declined:
     index = _index_of_each(node)
     if index is None:
         return DECLINED
-    x, _, values, accumulate = (*node.args, False)[:4]
+    x, _, values, *rest = node.args
     shape = index.meta["val"].shape
     if values.meta["val"].numel() != math.prod(shape):
         return DECLINED
-    op = aten.scatter_add.default if accumulate else aten.scatter.src
+    op = aten.scatter_add.default if rest and rest[0] else aten.scatter.src
     rows = _call(node, aten.reshape.default, (values, list(shape)), shape, x.meta["val"].dtype)
     return replacement_call(node, op, (x, 1, index, rows))
 
