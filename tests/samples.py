@@ -207,15 +207,38 @@ sample(ours.attention.default, real(3, 2, 5, 8), real(3, 2, 7, 8), real(3, 2, 7,
 sample(ours.attention.default, real(3, 2, 5, 8), real(3, 2, 7, 8), real(3, 2, 7, 6), True, 0.3)
 
 
-def _attention_backward(width: int) -> tuple[tuple, dict]:
-    """width: of the values."""
+def _attention_backward(width: int, heads: int = 4) -> tuple[tuple, dict]:
+    """width: of the values. heads: of the keys."""
     torch.manual_seed(0)
-    (q, k), (v, grad) = ([torch.randn(3, 4, 5, n) for _ in range(2)] for n in (8, width))
+    (q, grad), (k, v) = ([torch.randn(3, n, 5, size) for size in (8, width)] for n in (4, heads))
     out, lse = ours.attention.default(q, k, v, True, 0.3)
     return (grad, q, k, v, out, lse, True, 0.3), {}
 
 
-SAMPLES[ours.attention_backward.default] = [partial(_attention_backward, width) for width in (8, 6)]
+SAMPLES[ours.attention_backward.default] = [
+    *(partial(_attention_backward, width) for width in (8, 6)),
+    partial(_attention_backward, 8, heads=2),
+]
+
+
+def seen(*shape: int) -> Callable[[], Tensor]:
+    """A mask that leaves every query its first key, and some queries nothing more."""
+
+    def make() -> Tensor:
+        mask = torch.rand(*shape) < 0.5
+        mask[..., 0] = True
+        return mask
+
+    return make
+
+
+_GROUPS = real(2, 4, 5, 8), real(2, 2, 6, 8), real(2, 2, 6, 8)
+sample(ours.attention.default, *_GROUPS, True, 0.3)
+sample(ours.attention.default, *_GROUPS, False, 0.3, seen(2, 1, 5, 6))
+sample(ours.attention.default, *_GROUPS, False, 0.3, real(4, 5, 6))
+for _causal in (False, True):
+    sample(ours.attention_parts.default, *_GROUPS, _causal, 0.3, None, [0, 0, 5, 5], 3)
+sample(ours.attention_parts.default, *_GROUPS, False, 0.3, seen(2, 1, 1, 6), [0, 0, 5, 5], 3)
 
 sample(aten._cdist_forward.default, real(2, 4, 3), real(2, 5, 3), 2.0, None)
 sample(aten._cdist_forward.default, real(4, 3), real(5, 3), 1.0, None)

@@ -26,7 +26,7 @@ from .rewrites import products, sparse_coo, unknown_sizes, value_free  # noqa: F
 from .rewrites.inline_python import bodies
 from .rewrites.masked_indexing import SELECTIONS
 from .state.symbolic_numbers import specialize_tree
-from .trace_context import at_once, is_transforming
+from .trace_context import at_once, is_transforming, is_vectorizing
 from .unsupported import check_dense
 
 
@@ -87,7 +87,8 @@ class CallInterceptor(TorchFunctionMode):
                 result is not DECLINED
                 or replacement is None
                 or kwargs.get("out") is not None
-                or is_transforming()  # torch.func does not take custom operations
+                or is_transforming()  # torch.func does not take most custom operations
+                and not (is_vectorizing() and rewrite_of("vmap", func))
                 or kwargs
                 and not _accepts(replacement, args, kwargs)
             ):

@@ -28,9 +28,9 @@ from ..compat.private_apis import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
+    get_interpreter_stack,
     is_missing,
     math_attention,
-    peek_interpreter_stack,
 )
 
 
@@ -202,7 +202,13 @@ def not_compiled(method: Callable) -> Callable:
 
 def is_transforming() -> bool:
     """Return whether torch.func differentiates or vectorizes the current call."""
-    return peek_interpreter_stack() is not None
+    return bool(get_interpreter_stack())
+
+
+def is_vectorizing() -> bool:
+    """Return whether torch.vmap, and nothing else of torch.func, transforms the current call."""
+    stack = get_interpreter_stack() or []
+    return bool(stack) and all(level.key().name == "Vmap" for level in stack)
 
 
 def is_capturing() -> bool:

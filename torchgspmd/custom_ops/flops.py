@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from . import attention as _attention  # noqa: F401 (registers the operations)
 from .nd import split_equation
 
 _OURS = torch.ops.torchgspmd
@@ -20,13 +21,13 @@ def einsum_flops(equation: str, a: Any, b: Any, *_: Any, **__: Any) -> int:
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(q[:3]) * k[2] * (q[3] + v[3])
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
 def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
+    return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
 
 
 register_flop_formula(_OURS.einsum)(einsum_flops)
-register_flop_formula(_OURS.attention)(_attention_flops)
+register_flop_formula([_OURS.attention, _OURS.attention_parts])(_attention_flops)
 register_flop_formula(_OURS.attention_backward)(_attention_backward_flops)

@@ -54,11 +54,13 @@ class Split:
     """A rewrite at level "split" exists for shards of replicated factors, or of those with a halo.
 
     hands: the result that has another format then (max-pool indices). takes: the operand that must
-    have that format.
+    have that format. merges: the factor whose shards give results that are merged: the operation is
+    split if that sends less than its operands would. No other factor is split.
     """
 
     hands: int | None = None
     takes: int | None = None
+    merges: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +100,10 @@ class FactorRule:
     def special(self) -> frozenset[str]:
         """The factors along which the local form computes by positions."""
         return frozenset(self.local.when) if self.local.positional else frozenset()
+
+    def splits(self, factor: str) -> bool:
+        """Return whether the operation may be split along a factor that it needs whole."""
+        return self.split is not None and self.split.merges in (None, factor)
 
     def fill(self, factor: str) -> float | None:
         """Return what padding along a factor must hold in the operands; None: anything."""

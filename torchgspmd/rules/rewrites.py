@@ -3,6 +3,7 @@
     level       target                      apply(the arguments of a call) -> its results
     product     a function of torch         computes it by operations that keep all dimensions
     value       a function of torch         computes it without reading values
+    vmap        a function of torch         the same as that, which torch.vmap takes too
     body        a function of torch         computes it by calls that the trace sees
     sparse      a function, or its name     the same for sparse operands
     decompose   an operator                 computes it by others; applied to all calls
@@ -24,7 +25,7 @@ from typing import Any
 
 from ..compat.operators import AbsentOperator
 
-LEVELS = ("product", "value", "body", "sparse", "decompose", "split", "xla", "simplify")
+LEVELS = ("product", "value", "vmap", "body", "sparse", "decompose", "split", "xla", "simplify")
 
 
 class Declined(Enum):

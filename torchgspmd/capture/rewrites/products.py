@@ -20,10 +20,12 @@ from torch import Tensor
 
 from ...annotate import check_mark, mark_sharding, mark_sharding_op
 from ...compat.operators import aten
-from ...custom_ops.nd import attention, einsum, summed_alone
+from ...custom_ops.attention import attention
+from ...custom_ops.nd import einsum, summed_alone
 from ...mesh import Mesh
 from ...rules.rewrites import DECLINED, rewrite
 from ...shard_spec import SpecLike
+from ..trace_context import is_transforming
 
 
 @rewrite("product", mark_sharding)
@@ -156,6 +158,7 @@ def _explicit(equation: str, operands: Any) -> list[str] | None:
     return [*terms, out]
 
 
+@rewrite("vmap", F.scaled_dot_product_attention)
 @rewrite("product", F.scaled_dot_product_attention)
 def _attention(
     query: Tensor,
@@ -169,16 +172,22 @@ def _attention(
 ) -> Any:
     """Run F.scaled_dot_product_attention as one node, or as einsums and a softmax.
 
-    It is one node if nothing comes between the two products.
+    It is one node without dropout and without a gradient of the mask.
     """
     if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
         return DECLINED
-    if enable_gqa and query.shape[-3] != key.shape[-3]:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     query, key, value = _autocast(query, key, value)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if attn_mask is None and not dropout_p and query.dim() == 4 and query.is_floating_point():
-        return attention(query, key, value, is_causal, scale)[0]
+    if not dropout_p and query.is_floating_point() and query.shape[:-3] == key.shape[:-3]:
+        if attn_mask is None:
+            return attention(query, key, value, is_causal, scale)[0]
+        if not (attn_mask.requires_grad or is_causal or attn_mask.dim() > query.dim()):
+            mask = attn_mask.reshape((1,) * (2 - attn_mask.dim()) + attn_mask.shape)
+            return attention(query, key, value, False, scale, mask)[0]
+    if is_transforming():
+        return DECLINED
+    if query.shape[-3] != key.shape[-3]:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     lead = "abcdefgh"[: query.dim() - 2]
     scores = einsum(f"{lead}sx,{lead}tx->{lead}st", query, key) * scale
     if is_causal:

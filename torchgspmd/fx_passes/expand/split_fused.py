@@ -18,6 +18,8 @@ from ...rules.ops.concat_slice import goes_by_parts
 from ..ir import Op, Rules
 from ..propagate.propagate import Layouts
 
+MERGED_ITEMSIZE = 4  # bytes of an element of a result that is merged
+
 
 def ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Node, int]:
     """Return the operations to decompose, with the number of shards of the dimension."""
@@ -25,7 +27,7 @@ def ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Nod
     split = {
         node: max(
             shards(op, layouts)
-            for shards in (_whole_shards, _uneven_shards, _multi_factor_shards, _window_shards)
+            for shards in ((_merged_shards,) if _split_of(op).merges else SHARDS)
         )
         for node, op in ops.items()
         if op.rule.split is not None
@@ -155,3 +157,26 @@ def _window_shards(op: Op, layouts: Layouts) -> int:
         if count > 1 and sent_rows(reach.bind(op.rule.sizes[factor], size, count), size, count):
             counts.append(count)
     return max(counts)
+
+
+def _merged_shards(op: Op, layouts: Layouts) -> int:
+    """Return into how many shards propagation cuts a factor along which results are merged.
+
+    1 if the results may use its axes otherwise, or if gathering the operands sends less than an
+    all_reduce of the results.
+    """
+    factor, keys = _split_of(op).merges, 0
+    axes: set[str] = set()
+    for value, dims in zip(op.operands, op.rule.operands):
+        for d, factors in enumerate(dims):
+            if factor in factors and (along := layouts.spec[value].dims[d]):
+                axes |= {*along}
+                keys += value.meta["val"].nbytes
+    results = [value for value in op.results if value is not None]
+    if any(axes & {*layouts.spec[value].sharding_axes} for value in results):
+        return 1
+    merged = sum(value.meta["val"].numel() * MERGED_ITEMSIZE for value in results)
+    return layouts.mesh.count(tuple(axes)) if 2 * merged < keys else 1
+
+
+SHARDS = (_whole_shards, _uneven_shards, _multi_factor_shards, _window_shards)

@@ -18,24 +18,27 @@ from typing import Any
 from torch import fx
 
 from ...compat.operators import aten
-from ...custom_ops.nd import (
+from ...custom_ops.attention import (
     attention,
     attention_backward,
-    attention_backward_on_cpu,
-    attention_on_cpu,
-    einsum,
-    split_equation,
+    attention_backward_in_blocks,
+    attention_in_blocks,
 )
+from ...custom_ops.nd import einsum, split_equation
 
 EINSUM = einsum._opoverload
-ATTENTION, ATTENTION_BACKWARD = attention._opoverload, attention_backward._opoverload
+# past PyTorch's registry of operators
+IN_BLOCKS = {
+    attention._opoverload: attention_in_blocks,
+    attention_backward._opoverload: attention_backward_in_blocks,
+}
 
 
 def lower_einsum(graph: fx.Graph, device: str) -> fx.Graph:
     """Rewrite the graph in place and return it. On the CPU attention calls PyTorch's kernel."""
     for node in list(graph.nodes):
-        if node.target in (ATTENTION, ATTENTION_BACKWARD) and device == "cpu":
-            _use_cpu_kernel(graph, node)
+        if node.target in IN_BLOCKS and device == "cpu":
+            node.target = IN_BLOCKS[node.target]
         # Views of rows and columns need sizes.
         if node.target is EINSUM and not any(n.meta.get("unknown") for n in node.args[1:]):
             product = _Product(graph, node)
@@ -46,16 +49,6 @@ def lower_einsum(graph: fx.Graph, device: str) -> fx.Graph:
                 replaced.replace_all_uses_with(result)
                 graph.erase_node(replaced)
     return graph
-
-
-def _use_cpu_kernel(graph: fx.Graph, node: fx.Node) -> None:
-    """Call the kernel of custom_ops.nd.attention itself, past PyTorch's operator registry."""
-    tensors = node.args[:-2]
-    backward = node.target is ATTENTION_BACKWARD
-    q, _, v = tensors[1:4] if backward else tensors
-    if q.meta["shape"][-1] != v.meta["shape"][-1]:
-        return  # The kernel needs queries and values of one width.
-    node.target = attention_backward_on_cpu if backward else attention_on_cpu
 
 
 def _is_product(node: fx.Node) -> bool:

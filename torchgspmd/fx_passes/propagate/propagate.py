@@ -213,7 +213,7 @@ class _Propagation:
         for factor in self._factor_order(rule, assignments, tensors):
             if (
                 factor in rule.replicated
-                and rule.split is None
+                and not rule.splits(factor)
                 or stage < ALL
                 and (factor in rule.reduce or factor in rule.special)
                 or (stage == ELEMENTWISE and factor in rule.windowed)

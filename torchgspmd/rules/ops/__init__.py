@@ -7,6 +7,7 @@ from . import (  # noqa: F401
     convolution,
     cumulative,
     factory,
+    fused,
     index_put,
     interpolate,
     linalg,

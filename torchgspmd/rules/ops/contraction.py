@@ -33,20 +33,6 @@ def _einsum(call: Call) -> FactorRule:
     )
 
 
-rule(
-    ours.attention.default,
-    "b h s d, b h t d, b h t e -> b h s e, b h s",
-    replicated="s t d e",
-    contraction=True,
-)
-rule(
-    ours.attention_backward.default,
-    "b h s e, b h s d, b h t d, b h t e, b h s e, b h s -> b h s d, b h t d, b h t e",
-    replicated="s t d e",
-    contraction=True,
-)
-
-
 for _op, _equation in (
     (aten.mm, "mk,kn->mn"),
     (aten.bmm, "bmk,bkn->bmn"),

@@ -1,0 +1,47 @@
+"""Attention with sharded queries, and with sharded keys, against one process on every rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import distributed
+from torch import Tensor, nn
+
+import torchgspmd as gspmd
+
+
+class Attention(nn.Module):
+    """Grouped heads. keys: whether x is marked along them, and a single query attends to them."""
+
+    def __init__(self, mesh: gspmd.Mesh, kind: str) -> None:
+        super().__init__()
+        self.mesh, self.kind = mesh, kind
+        self.q, self.kv, self.out = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, s, m]
+        x = gspmd.mark_sharding(x.sin(), self.mesh, "_ seq _")
+        token = self.kind == "token"
+        q = self.q(x.mean(1, True) if token else x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (4, 8)).transpose(1, 2).chunk(2, 1)  # two heads each
+        mask = (torch.arange(x.shape[1]) < x.shape[1] - 2)[None] if self.kind == "padding" else None
+        causal = self.kind == "causal"
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", ["causal", "padding", "token"])
+@distributed("seq=4")
+def test_numbers(mesh: gspmd.Mesh, kind: str) -> None:
+    torch.manual_seed(0)
+    alone = Attention(mesh, kind).double()
+    sharded = gspmd.parallelize(copy.deepcopy(alone), mesh)
+    x = torch.randn(2, 14, 32, dtype=torch.float64)
+    want, got = alone(x), sharded(x)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    want.square().sum().backward()
+    got.square().sum().backward()
+    for a, b in zip(sharded.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,166 @@
+"""Attention that is sharded by batch, heads, queries and keys: its numbers, and what is sent."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchgspmd import Mesh, plan
+
+MESHES = {
+    "seq": (Mesh(seq=4), "_ _ seq _"),
+    "few_heads": (Mesh(seq=8), "_ _ seq _"),
+    "model_seq": (Mesh(model=2, seq=4), "_ model seq _"),
+    "three": (Mesh(data=2, seq=2, model=2), "data model seq _"),
+}
+KINDS = ("causal", "none", "padding", "window", "bias", "document")
+HEADS = ((4, 4), (8, 2), (4, 1))  # of queries, of keys
+LENGTHS = (16, 19)
+# Every pair of values of two columns occurs, and every kind on every mesh.
+CASES = [
+    (kind, mesh, HEADS[(i + j) % 3], LENGTHS[(i + j // 2) % 2])
+    for (i, kind), (j, mesh) in itertools.product(enumerate(KINDS), enumerate(MESHES))
+]
+
+
+def mask_of(kind: str, batch: int, heads: int, s: int, t: int) -> Tensor | None:
+    """Each is as a model has it: of keys, of queries and keys, or of heads too."""
+    query, key = torch.arange(s).unsqueeze(1), torch.arange(t)
+    if kind == "padding":  # the second sequence is empty
+        return (key < torch.tensor([t - 2, 0]).repeat(batch // 2).view(-1, 1, 1, 1))[:batch]
+    if kind == "window":
+        return (key <= query) & (key > query - 4)
+    if kind == "bias":
+        return torch.randn(1, heads, s, t, dtype=torch.float64)
+    if kind == "document":
+        return ((query // 5 == key // 5) & (key <= query)).expand(batch, 1, s, t)
+    return None
+
+
+def tensors(heads: int, kv_heads: int, s: int, t: int, batch: int = 2) -> list[Tensor]:
+    """Queries, keys, values and the gradient of the result."""
+    torch.manual_seed(0)
+    shapes = ((heads, s), (kv_heads, t), (kv_heads, t), (heads, s))
+    return [torch.randn(batch, *shape, 8, dtype=torch.float64) for shape in shapes]
+
+
+def step(kind: str):
+    def attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None) -> tuple:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            *leaves, attn_mask=mask, is_causal=kind == "causal", enable_gqa=gqa
+        )
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    return attend
+
+
+def compare(found, want) -> None:
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind, mesh, heads, length", CASES)
+def test_queries_and_keys_are_sharded(
+    kind: str, mesh: str, heads: tuple[int, int], length: int
+) -> None:
+    devices, spec = MESHES[mesh]
+    if "model" in spec and heads[1] == 1:
+        heads = (3, 3)  # heads that do not divide
+    inputs = [*tensors(*heads, length, length), mask_of(kind, 2, heads[0], length, length)]
+    attend = step(kind)
+    result = plan(
+        attend, *inputs, mesh=devices, in_specs=(spec,) * 4 + (None,), out_specs=(spec,) * 4
+    )
+    compare(result.simulate(*inputs), attend(*inputs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_results_for_parts_of_the_keys_are_merged(kind: str, heads: tuple[int, int]) -> None:
+    """Few queries and many keys, as for a token with its cache."""
+    keys, devices = "_ _ seq _", Mesh(seq=4)
+    inputs = [*tensors(*heads, 3, 62), mask_of(kind, 2, heads[0], 3, 62)]
+    attend = step(kind)
+    result = plan(
+        attend,
+        *inputs,
+        mesh=devices,
+        in_specs=("_ _ _ _", keys, keys, "_ _ _ _", None),
+        out_specs=("_ _ _ _", "_ _ _ _", keys, keys),
+    )
+    compare(result.simulate(*inputs), attend(*inputs))
+    moved = {c.kind for c in result.collectives if c.payload_bytes > 4096}
+    assert not moved, "keys or values have moved"
+
+
+def test_a_token_sends_its_result_and_its_logsumexp_alone() -> None:
+    q, k, v, _ = tensors(4, 4, 1, 256)
+    result = plan(
+        F.scaled_dot_product_attention,
+        q,
+        k,
+        v,
+        mesh=Mesh(seq=4),
+        in_specs=("_ _ _ _", "_ _ seq _", "_ _ seq _"),
+        out_specs="_ _ _ _",
+    )
+    lse, out = 4 * 2 * 4 * 8, 2 * 4 * 8 * 8  # bytes of all parts, and of the result
+    assert result.sent_bytes <= 3 / 4 * (lse + 2 * out)
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_the_forward_sends_no_more_than_the_cheapest_way(devices: int, kv_heads: int) -> None:
+    s, heads, d = 512, 8, 8
+    q, k, v, _ = tensors(heads, kv_heads, s, s, batch=1)
+    spec = "_ _ seq _"
+    result = plan(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=kv_heads < heads),
+        *(q, k, v),
+        mesh=Mesh(seq=devices),
+        in_specs=(spec,) * 3,
+        out_specs=spec,
+    )
+    n, row = devices, s * d * 8
+    ways = [(n - 1) / n * 2 * kv_heads * row]
+    if kv_heads % n == 0:
+        ways.append((n - 1) / n**2 * (2 * heads + 2 * kv_heads) * row)
+    assert result.sent_bytes <= min(ways)
+
+
+def test_stages_under_vmap_send_nothing() -> None:
+    spec, kv = "stage _ _ _ _", 2
+    q, k, v, grad = (torch.stack([x] * 4) for x in tensors(4, kv, 6, 6))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = torch.vmap(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        )(*leaves)
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    inputs = (q, k, v, grad)
+    result = plan(attend, *inputs, mesh=Mesh(stage=4), in_specs=(spec,) * 4, out_specs=(spec,) * 4)
+    assert not result.collectives
+    compare(result.simulate(*inputs), attend(*inputs))
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "padding", "bias"])
+@pytest.mark.parametrize("lead", [(), (2, 1, 3)], ids=["no batch", "three batches"])
+def test_any_leading_dimensions(kind: str, lead: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(*lead, 4, 7, 8, dtype=torch.float64) for _ in range(4))
+    mask = {"padding": torch.arange(7) < 5, "bias": torch.randn(4, 7, 7, dtype=torch.float64)}
+    spec = f"{'_ ' * len(lead)}_ seq _"
+    inputs = [q, k, v, grad, mask.get(kind)]
+    attend = step(kind)
+    result = plan(
+        attend, *inputs, mesh=Mesh(seq=2), in_specs=(spec,) * 4 + (None,), out_specs=(spec,) * 4
+    )
+    compare(result.simulate(*inputs), attend(*inputs))
