@@ -90,7 +90,11 @@ TABLE: tuple[PrivateApi, ...] = (
         "bound_sympy deferred_runtime_asserts evaluate_expr var_to_range",
     ),
     *_rows(NOTHING, "torch._C._nn", "pad_sequence", "pad_sequence of sizes that depend on values"),
-    *_rows(PLAN, "torch._C._functorch", "get_interpreter_stack is_functorch_wrapped_tensor"),
+    *_rows(
+        PLAN,
+        "torch._C._functorch",
+        "get_interpreter_stack is_functorch_wrapped_tensor peek_interpreter_stack",
+    ),
     *_rows(NOTHING, "torch._C._functorch", "get_unwrapped maybe_get_level", "manual regions"),
     *_rows(PLAN, "torch.autograd.graph", "_engine_run_backward"),
     *_rows(
