@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .capture import Captured, capture, opened
+from .capture import Captured, capture, check_dtypes, opened
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
 from .device_mesh import mesh_of
@@ -41,6 +42,8 @@ def plan(
     regather: str = "auto",
     skip_passes: Sequence[str] = (),
     costs: Mapping[str, float] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Compile a function or module for a mesh, without devices.
@@ -65,6 +68,9 @@ def plan(
             "prefetch".
         costs: Other values for constants of the cost model, by name;
             docs/debugging_a_layout.md has them.
+        param_dtype: The dtype that a module computes in: floating parameters and arguments are
+            cast to it, parameters before they are gathered. docs/parallelize.md has more.
+        reduce_dtype: The dtype in which gradients of parameters are summed over devices.
         kwargs: Keyword arguments of fn.
 
     Returns:
@@ -91,10 +97,17 @@ def plan(
             where=user_line(),
             fix="call torch.autograd.grad inside of the function",
         )
+    check_dtypes(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    if (param_dtype or reduce_dtype) and not isinstance(fn, nn.Module):
+        raise ShardingError(
+            "param_dtype and reduce_dtype are of modules: a function has no parameters",
+            where=user_line(),
+            fix="pass the module, or cast inside of the function",
+        )
     args, kwargs = opened((args, kwargs))
     specs = spread_inputs(in_specs, args, kwargs, mesh)
     start = time.perf_counter()
-    captured = capture(fn, args, kwargs, mesh, grad=grad)
+    captured = capture(fn, args, kwargs, mesh, grad=grad, param_dtype=param_dtype)
     seconds = time.perf_counter() - start
     has_meta_tensor = any(
         isinstance(t, Tensor) and t.is_meta
@@ -111,6 +124,7 @@ def plan(
         regather=regather,
         skip_passes=skip_passes,
         costs=costs,
+        reduce_dtype=reduce_dtype,
         device="meta" if has_meta_tensor else None,
     )
     result.seconds = {"capture": seconds, **result.seconds}
@@ -131,6 +145,7 @@ def compile_plan(
     skip_passes: Sequence[str] = (),
     costs: Mapping[str, float] | None = None,
     device: str | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Plan:
     """Run the passes over a captured program.
 
@@ -157,6 +172,7 @@ def compile_plan(
         skip_passes=frozenset(skip_passes),
         constants=CostConstants().override(costs),
         device=device or _device_of(captured),
+        reduce_dtype=reduce_dtype,
     )
     result = _plan(request)
     dump_plan(result)

@@ -24,7 +24,8 @@ ROOT = Path(gspmd.__file__).parent
 MESH = Mesh(data=2)
 PLANNED = [p.name for step in PIPELINE[:3] for p in getattr(step, "passes", (step,))]
 LOWERED = [p.name for p in PIPELINE[3:]]
-ELSEWHERE = {"draw_natively", "regather_weights", "functional_reductions"}  # not for every program
+# not for every program
+ELSEWHERE = {"reduce_dtype", "draw_natively", "regather_weights", "functional_reductions"}
 
 
 class Ranks:
@@ -66,7 +67,8 @@ def test_each_pass_begins_at_the_stage_where_the_one_before_it_ends(
     backend: str, choice: bool
 ) -> None:
     program = SimpleNamespace(
-        rank=SimpleNamespace(backend=backend), request=SimpleNamespace(rng="native")
+        rank=SimpleNamespace(backend=backend),
+        request=SimpleNamespace(rng="native", reduce_dtype=torch.float32),
     )
     stage = CAPTURED
     for step in PIPELINE:

@@ -16,6 +16,7 @@ from .captured import (
     Input,
     Output,
 )
+from .compute_dtype import check_dtypes
 from .state.object_trees import opened
 from .state.source import Source
 from .state.state_inputs import State, Varying
@@ -40,6 +41,7 @@ __all__ = [
     "State",
     "Varying",
     "capture",
+    "check_dtypes",
     "check_module",
     "is_capturing",
     "is_transforming",

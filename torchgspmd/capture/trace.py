@@ -26,6 +26,7 @@ from ..without_gc import without_gc
 from .assumed_sizes import AssumingShapeEnv, insert_checks
 from .builtin_numbers import replaced
 from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
+from .compute_dtype import Casts
 from .functionalize import FunctionalTensor
 from .normalize import normalize
 from .state.mutations import Tables
@@ -53,12 +54,14 @@ def capture(
     hooks: bool = True,
     state: State | None = None,
     varying: Varying | None = None,
+    param_dtype: torch.dtype | None = None,
 ) -> Captured:
     """Trace fn; with grad also its backward, whose cotangents become inputs of kind tangent.
 
     hooks: whether hooks of a module are part of the program. state: what programs of the module are
     known to store in attributes and tables. A trace that finds more of it is repeated. varying: the
-    floats among the arguments that are to be inputs.
+    floats among the arguments that are to be inputs. param_dtype: floating parameters and arguments
+    are cast to it.
     """
     if isinstance(fn, nn.Module):
         check_module(fn)
@@ -92,6 +95,7 @@ def capture(
                         inputs,
                         varying,
                         value_guards,
+                        param_dtype,
                     )
                     fill_constants()
                 return captured
@@ -154,6 +158,7 @@ def _trace_once(
     state_inputs: list[TensorInput],
     varying: Varying,
     value_guards: ValueGuards,
+    param_dtype: torch.dtype | None,
 ) -> tuple[Captured, Callable[[], None]]:
     """Return the program of one trace, and a function that fills in cached constants."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -187,6 +192,7 @@ def _trace_once(
         tables,
         state_inputs,
         value_guards,
+        Casts(param_dtype),
     )
     read_recorder = (
         record_reads(tables.modules, tables.objects, tables.called)

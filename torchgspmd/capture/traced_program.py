@@ -15,6 +15,7 @@ from .autograd_reach import connected_components, reachable_inputs
 from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
+from .compute_dtype import Casts
 from .functionalize import Functional, FunctionalTensor, unwrap, was_mutated
 from .stand_in_sizes import NUMBERS
 from .state.mutations import Tables
@@ -42,6 +43,7 @@ class TracedProgram:
         tables: Tables,
         state_inputs: list[TensorInput],
         value_guards: ValueGuards,
+        casts: Casts,
     ) -> None:
         self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = (
             fn,
@@ -58,6 +60,7 @@ class TracedProgram:
         self.tables: Tables = tables
         self.state_inputs: list[TensorInput] = state_inputs
         self.value_guards: ValueGuards = value_guards
+        self.casts: Casts = casts
         self.constants = CachedConstants(FunctionalTensor)
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
@@ -162,20 +165,28 @@ class TracedProgram:
     ) -> tuple[list[Tensor], dict[int, Tensor | None]]:
         """Run forward and backward with the traced tensors in place of the module's own."""
         stand_ins = inputs[len(inputs) - len(self.state_inputs) :]
+        used = self._cast(inputs)
         if not isinstance(self.fn, nn.Module):
             with self.tables.substitute(self.state_inputs, stand_ins):
-                return self._forward_backward(inputs, tracker)
+                return self._forward_backward(inputs, used, tracker)
 
         def forward_backward() -> tuple[list[Tensor], dict[int, Tensor | None]]:
-            results = self._forward_backward(inputs, tracker)
-            self.rebound = self._rebound(inputs)
+            results = self._forward_backward(inputs, used, tracker)
+            self.rebound = self._rebound(used)
             return results
 
-        state = {f"module.{name}": tensor for name, tensor in zip(self.names, inputs)}
+        state = {f"module.{name}": tensor for name, tensor in zip(self.names, used)}
         with self.tables.substitute(self.state_inputs, stand_ins):
             return torch.func.functional_call(
                 _FunctionalWrapper(self.fn, forward_backward), state, (), tie_weights=True
             )
+
+    def _cast(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Return what forward computes with: parameters and arguments in their compute dtype."""
+        first = len(self.names)
+        names = {i: f"parameter '{name}'" for i, name in enumerate(self.parameters)}
+        names |= {first + i: f"tensor {i} of its arguments" for i in range(len(self.slots))}
+        return [self.casts.cast(names[i], t) if i in names else t for i, t in enumerate(inputs)]
 
     def _rebound(self, inputs: list[Tensor]) -> dict[int, Tensor]:
         """Return the tensors that forward assigned to parameters and buffers, by input index."""
@@ -185,11 +196,11 @@ class TracedProgram:
         )
 
     def _forward_backward(
-        self, inputs: list[Tensor], tracker: SourceTracker
+        self, inputs: list[Tensor], used: list[Tensor], tracker: SourceTracker
     ) -> tuple[list[Tensor], dict[int, Tensor | None]]:
         """Run forward on the traced tensors, record its mutations, then run the backward."""
         leaves = list(self.leaves)
-        for slot, tensor in zip(self.slots, inputs[len(self.names) :]):
+        for slot, tensor in zip(self.slots, used[len(self.names) :]):
             leaves[slot] = tensor
         for i, leaf in enumerate(leaves):
             leaves[i] = self.tables.varying.get(Varying.named(i), leaf)
@@ -204,9 +215,10 @@ class TracedProgram:
             outputs = [self.result_leaves[i] for i in self.result_slots]
             argument_writes = watched.writes(outputs)
             self.result_count = len(outputs)
-            self.rebound = self._rebound(inputs) if isinstance(self.fn, nn.Module) else {}
+            self.rebound = self._rebound(used) if isinstance(self.fn, nn.Module) else {}
+            self._check_casts()
             state_writes = self.tables.writes(
-                outputs, [*inputs[: len(self.names)], *self.rebound.values()]
+                outputs, [*used[: len(self.names)], *self.rebound.values()]
             )
             self.writes = [*argument_writes, *state_writes]
         finally:
@@ -232,8 +244,15 @@ class TracedProgram:
         self.opened = any(map(is_opened, pytree.tree_leaves(result, is_leaf=is_opened)))
         self.tables.start_backward()
         grads = self._backward(outputs, inputs, tracker) if self.grad else {}
-        self.observed = self.tables.writes(self.observed_values, inputs[: len(self.names)])
+        self.observed = self.tables.writes(self.observed_values, used[: len(self.names)])
         return outputs, grads
+
+    def _check_casts(self) -> None:
+        """Raise ShardingError if forward changed or rebound a copy of _cast."""
+        self.casts.check_unchanged()
+        for i in self.rebound if self.casts.dtype else ():
+            if i < len(self.parameters):
+                raise self.casts.change_error(f"parameter '{self.parameters[i]}'")
 
     def _backward(
         self, outputs: list[Tensor], inputs: list[Tensor], tracker: SourceTracker

@@ -118,6 +118,7 @@ def signature(node: fx.Node) -> tuple:
         repr(fx.map_arg((node.args, dict(node.kwargs)), show)),
         tuple(tensors),
         node.meta.get("dynamic", False),
+        node.meta.get("computed"),
     )
 
 

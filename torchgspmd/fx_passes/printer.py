@@ -118,11 +118,12 @@ def call_text(node: fx.Node) -> str:
         return "input"
     if node.op == "get_attr":
         return "constant"
+    computed = f" in {dtype_name(node.meta['computed'])}" if "computed" in node.meta else ""
     if node.target is operator.getitem:
-        return f"{_text(node.args[0])}[{node.args[1]}]"
+        return f"{_text(node.args[0])}[{node.args[1]}]{computed}"
     options = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}
     arguments = [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in options.items())]
-    return f"{_op_name(node.target)}({', '.join(arguments)})"
+    return f"{_op_name(node.target)}({', '.join(arguments)}){computed}"
 
 
 def _op_name(target: Any) -> str:

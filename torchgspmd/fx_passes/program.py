@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..capture import Captured
@@ -32,6 +33,7 @@ class Request:
     plain: for each argument whether it is a whole tensor on every rank; its gradient is whole then.
     expand: decomposes the operations of a graph, and nodes that are to be decomposed all the same.
     keep_marks: for XLA, which has no cheap way past a mark. device: a type; "meta" stands for GPUs.
+    reduce_dtype: in which gradients of parameters are summed over devices; None: as costs least.
     """
 
     captured: Captured
@@ -50,6 +52,7 @@ class Request:
     skip_passes: frozenset[str] = frozenset()
     constants: CostConstants = CostConstants()
     device: str = "cpu"
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import copy
 
 from torch import fx
 
-from ..capture import GRADIENT, OBSERVED, TANGENT
+from ..capture import GRADIENT, OBSERVED, PARAMETER, TANGENT
+from .expand import reduce_dtype as reductions
 from .expand import split_axes as sub_axes
 from .expand import split_fused as fused
 from .expand import split_products as products
@@ -39,6 +40,19 @@ def split_axes(program: Program) -> fx.Graph | None:
         for specs in (program.inputs, program.results)
     )
     return program.graph
+
+
+def reduce_dtype(program: Program) -> fx.Graph | None:
+    """Sum gradients of parameters in the dtype that is asked for."""
+    captured, dtype = program.captured, program.request.reduce_dtype
+    gradients = [
+        i
+        for i, out in enumerate(captured.outputs)
+        if out.kind == GRADIENT and captured.inputs[out.input].kind == PARAMETER
+    ]
+    assert dtype is not None, "the pipeline asks before"
+    changed = reductions.reduce_in(program.graph, gradients, dtype, program.rules)
+    return program.graph if changed else None
 
 
 def merge_axes(program: Program) -> fx.Graph | None:

@@ -52,6 +52,13 @@ _ROWS = (
     Key("val", CAPTURED, PARTITIONED, object, "fake tensor (several: a tuple), or a number"),
     Key("other", CAPTURED, PARTITIONED, object, "val with other numbers in these places, if any"),
     Key("captured", CAPTURED, PARTITIONED, str, "node of the captured graph with the same value"),
+    Key(
+        "computed",
+        EXPANDED,
+        PARTITIONED,
+        torch.dtype,
+        "dtype in which an operation has the value, if another than that of val",
+    ),
     Key("source", CAPTURED, RUNNABLE, str | None, "file:line of the user's code"),
     Key("backward", CAPTURED, RUNNABLE, bool, "belongs to the backward"),
     Key(

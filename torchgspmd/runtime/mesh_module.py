@@ -55,6 +55,7 @@ class MeshModule(ModuleProxy):
         in_specs: Any,
         out_specs: Any,
         hooks: bool = True,
+        param_dtype: torch.dtype | None = None,
         **attributes: Any,
     ) -> None:
         self.__dict__.update(
@@ -63,6 +64,7 @@ class MeshModule(ModuleProxy):
             _in_specs=in_specs,
             _out_specs=out_specs,
             _hooks=hooks,
+            _param_dtype=param_dtype,
             plan=None,
             planning_seconds=0.0,
             **attributes,
@@ -140,6 +142,7 @@ class MeshModule(ModuleProxy):
             hooks=self._hooks,
             state=self._state,
             varying=call.varying,
+            param_dtype=self._param_dtype,
         )
         specs = spread_inputs(self._in_specs, call.args, call.kwargs, self._mesh)
         return captured, [*specs, *(None for _ in captured.state_inputs)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..capture import check_module
+from ..capture import check_dtypes, check_module
 from ..comm.process_groups import groups_of
 from ..compat.versions import check_parallelize
 from ..device_mesh import mesh_of
@@ -41,6 +42,8 @@ def parallelize(
     regather: str = "auto",
     skip_passes: Sequence[str] = (),
     costs: Mapping[str, float] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Return a module with the same forward that computes on a mesh; every process calls it alike.
 
@@ -72,6 +75,11 @@ def parallelize(
             the same on all ranks. Not for "xla".
         costs: Other values for constants of the cost model, by name, the same on all ranks;
             docs/debugging_a_layout.md has them. Not for "xla".
+        param_dtype: The dtype to compute in, such as torch.bfloat16. Floating parameters and
+            arguments are cast to it, parameters before they are gathered. Parameters, their
+            gradients and optimizer states stay as they are.
+        reduce_dtype: The dtype in which gradients of parameters are summed over devices, such as
+            torch.float32; by default the one that sends least. Not for "xla".
 
     Returns:
         A ShardedModule, or an XlaModule for backend "xla".
@@ -105,6 +113,7 @@ def parallelize(
         "regather": regather != "auto",
         "skip_passes": bool(skip_passes),
         "costs": bool(costs),
+        "reduce_dtype": reduce_dtype is not None,
     }
     unsupported = partitioner_options if backend == "xla" else {"pin": pin != "user"}
     for name in (name for name, is_set in unsupported.items() if is_set):
@@ -116,11 +125,12 @@ def parallelize(
             fix="wrap the outermost module, once",
         )
     check_module(model)
+    check_dtypes(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     if shard_updates is not None:
         mark_updates(model, mesh, shard_updates)
     before = dict(model.named_parameters(remove_duplicate=False))
     if backend == "xla":
-        module = XlaModule(model, mesh, in_specs, out_specs, pin)
+        module = XlaModule(model, mesh, in_specs, out_specs, pin, param_dtype)
     else:
         module = ShardedModule(
             model,
@@ -128,11 +138,13 @@ def parallelize(
             backend,
             in_specs,
             out_specs,
+            param_dtype=param_dtype,
             strict=strict,
             rng=rng,
             regather=regather,
             skip_passes=skip_passes,
             costs=costs,
+            reduce_dtype=reduce_dtype,
         )
     carry_optimizers(before, module)
     return module

@@ -49,6 +49,7 @@ class ShardedModule(MeshModule):
         in_specs: Any = None,
         out_specs: Any = None,
         hooks: bool = True,
+        param_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         """Store the model's tensors as DTensors.
@@ -77,6 +78,7 @@ class ShardedModule(MeshModule):
             in_specs,
             out_specs,
             hooks,
+            param_dtype,
             _backend=backend,
             _options=options,
             _groups=groups,
@@ -88,7 +90,14 @@ class ShardedModule(MeshModule):
             model.register_state_dict_post_hook(_hold_state)
 
     def _submodule(self, module: nn.Module) -> nn.Module:
-        return ShardedModule(module, self._mesh, self._backend, hooks=False, **self._options)
+        return ShardedModule(
+            module,
+            self._mesh,
+            self._backend,
+            hooks=False,
+            param_dtype=self._param_dtype,
+            **self._options,
+        )
 
     def _read_structure(self) -> None:
         super()._read_structure()

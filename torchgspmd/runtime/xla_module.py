@@ -47,7 +47,13 @@ class XlaModule(MeshModule):
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, in_specs: Any, out_specs: Any, pin: str
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        in_specs: Any,
+        out_specs: Any,
+        pin: str,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         if pin not in PINS:
             raise ShardingError(
@@ -63,6 +69,7 @@ class XlaModule(MeshModule):
             "xla",
             in_specs,
             out_specs,
+            param_dtype=param_dtype,
             _device=device,
             _pin=pin,
             _specs=specs,

@@ -47,7 +47,11 @@ class Emitter:
         self.rule: FactorRule = node.meta["rule"]
         self.assignment: Mapping[str, Axes] = node.meta["assignment"]
         self.results: Sequence[LocalTensor] = [
-            LocalTensor(spec.local_shape(t.shape, localizer.mesh), t.dtype, t.device)
+            LocalTensor(
+                spec.local_shape(t.shape, localizer.mesh),
+                node.meta.get("computed", t.dtype),
+                t.device,
+            )
             for t, spec in zip(tensors_of(node), node.meta["result_specs"])
         ]
 
@@ -187,7 +191,17 @@ class _Localizer:
                         node.meta["val"].shape, self.mesh
                     )
                     local.meta |= {"shape": self.shapes[local], "spec": node.meta["spec"]}
+            if "computed" in node.meta:
+                self.new[node] = self._cast(local, node)
         return self.graph
+
+    def _cast(self, local: fx.Node, node: fx.Node) -> fx.Node:
+        """Return a value in its dtype, from the one that its operation computes."""
+        dtype = node.meta["val"].dtype
+        cast = self.graph.call_function(aten._to_copy.default, (local,), {"dtype": dtype})
+        cast.meta = {**local.meta, "dtype": dtype}
+        local.meta["dtype"], self.shapes[cast] = node.meta["computed"], self.shapes[local]
+        return cast
 
     def local_meta(self, node: fx.Node) -> dict[str, Any]:
         """Return the metadata of a local node, taken from the global one."""

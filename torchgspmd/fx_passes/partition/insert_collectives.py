@@ -146,6 +146,7 @@ class _Inserter:
             "spec": spec,
             "result_specs": (spec,),
             "operand_specs": tuple(windows),
+            **{key: value.meta[key] for key in ("computed",) if key in value.meta},
         }
         return copy
 

@@ -144,6 +144,19 @@ def _to_copy(call: Call) -> FactorRule:
     return pointwise_rule(call, linear=[[0]] if is_linear_cast(call) else ())
 
 
+def is_float_cast(node: fx.Node) -> bool:
+    """Return whether an operation casts between floating dtypes, on one device."""
+    if node.target is not aten._to_copy.default or "memory_format" in node.kwargs:
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    return (
+        before.is_floating_point() and after.is_floating_point() and before.device == after.device
+    )
+
+
+# A cast of sums, not of their terms: it is not linear. fx_passes/expand/reduce_dtype.py inserts it.
+pointwise(aten.to.dtype)
+
 rule(aten.view_as_real.default, "... -> ... c", replicated="c", linear=[[0]])
 rule(aten.view_as_complex.default, "... c -> ...", replicated="c", linear=[[0]])
 
