@@ -132,3 +132,30 @@ def test_two_towers(mesh):
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     for features, inputs in (("get_image_features", images), ("get_text_features", TOKENS)):
         close(*(getattr(m, features)(inputs).pooler_output for m in (model, reference)))
+
+
+@distributed("data=2,model=2")
+def test_vision_tower(mesh):
+    """Pieces of a sequence whose lengths are values, which differ from call to call."""
+    models, sizes = transformers.models.qwen2_vl, pytest.importorskip("transformers.vision_utils")
+    config = models.configuration_qwen2_vl.Qwen2VLVisionConfig(
+        depth=1, embed_dim=32, hidden_size=24, num_heads=4, patch_size=4, mlp_ratio=2
+    )
+    tower = models.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel(config)
+    model, reference = pair(tower, mesh, ("qkv", "fc1"), ("attn.proj", "fc2"))
+    pixels = torch.randn(48, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
+    for grid in ([[1, 4, 4], [1, 4, 8]], [[1, 8, 4], [1, 4, 4]]):
+        grid = torch.tensor(grid)
+        precomputed = {
+            "cu_seqlens": sizes.get_vision_cu_seqlens(grid),
+            "position_ids": sizes.get_vision_position_ids(grid, 2),
+        }
+        results = []
+        for each in (model, reference):
+            each.zero_grad()
+            result = each(pixels, grid, **precomputed).pooler_output
+            result.square().sum().backward()
+            results.append(result)
+        close(*results)
+        for parameter, other in zip(model.parameters(), reference.parameters()):
+            close(parameter.grad, other.grad)
