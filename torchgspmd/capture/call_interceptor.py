@@ -21,8 +21,8 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..rules.rewrites import DECLINED, rewrite_of
 from .cached_constants import CachedConstants
-from .functionalize import Functional, FunctionalTensor, set_data
-from .rewrites import products, sparse_coo, unknown_sizes, value_free  # noqa: F401 (they register)
+from .functionalize import Functional, FunctionalTensor, set_data, unwrap
+from .rewrites import products, sparse_coo, unknown_sizes, value_free  # noqa: F401 (register)
 from .rewrites.inline_python import bodies
 from .rewrites.masked_indexing import SELECTIONS
 from .state.symbolic_numbers import specialize_tree
@@ -38,6 +38,7 @@ class CallInterceptor(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.tracker, self.constants, self.mode = tracker, constants, mode
+        self.lists: dict[int, tuple[Tensor, Any]] = {}  # by id of a tensor, its nested list
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
@@ -68,8 +69,8 @@ class CallInterceptor(TorchFunctionMode):
             )
         if func == _SET_DATA:
             return set_data(*args)
-        if func is Tensor.tolist and (values := self.mode.ask(args[0])) is not None:
-            return values.tolist()
+        if func is Tensor.tolist:
+            return self._numbers(args[0])
         if func in SELECTIONS and len(args) > 1 and "out" not in kwargs:
             func, args = SELECTIONS[func](self.mode, *args)
         if (
@@ -99,6 +100,16 @@ class CallInterceptor(TorchFunctionMode):
         self.tracker.after(result)
         self.constants.record_result(args, kwargs, result)
         return result
+
+    def _numbers(self, tensor: Tensor) -> Any:
+        """Return the numbers in a tensor, the same ones again if only a run knows them."""
+        if (values := self.mode.ask(tensor)) is not None:
+            return values.tolist()
+        value = unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor
+        if id(value) not in self.lists:
+            with self:
+                self.lists[id(value)] = value, value_free.nested_list(tensor)
+        return pytree.tree_map(lambda number: number, self.lists[id(value)][1])
 
     def _run_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function with sparse operands on their indices and values."""

@@ -160,10 +160,9 @@ def _retain_grad(input: Tensor) -> Any:
     return DECLINED
 
 
-@rewrite("value", Tensor.tolist)
-def _tolist(input: Tensor) -> Any:
+def nested_list(input: Tensor) -> Any:
     """Return a nested list of symbolic numbers."""
-    return [_tolist(row) for row in input.unbind()] if input.dim() else input.item()
+    return [nested_list(row) for row in input.unbind()] if input.dim() else input.item()
 
 
 # ------------------------------------------------------------ indices that only a run knows

@@ -270,7 +270,7 @@ class _Localizer:
             moved or any(node.meta["assignment"].get(f) for f in {*rule.local.when, *rule.windowed})
         ):
             builder: LocalBuilder = Emitter(self, node)
-            last = next(reversed(self.graph.nodes))
+            last = next(iter(reversed(self.graph.nodes)))
             result = rule.local.emit(builder, args, kwargs)
             check_sizes(node, last)
             return result
