@@ -14,6 +14,7 @@ import pytest
 import torch
 
 os.environ.setdefault("TORCHGSPMD_CHECK", "1")
+os.environ.setdefault("TORCHGSPMD_CACHE", "")  # a test plans what it tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

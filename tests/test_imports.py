@@ -19,6 +19,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ("runtime.parallelize",),
     (
         "runtime.sharded_module",
+        "runtime.shared_plan",
         "runtime.joint_program",
         "runtime.mesh_module",
         "runtime.compiled_program",
@@ -29,6 +30,7 @@ LAYERS = (  # a file imports only from the lines below its own
         "suggest",
     ),
     ("api", "runtime.submodule_calls"),
+    ("plan_cache",),
     ("fx_passes.pipeline",),  # it imports every pass
     ("dump", "fix_candidates"),
     ("plan",),

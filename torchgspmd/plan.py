@@ -82,15 +82,26 @@ class Plan(PlanViews):
         captured: Captured,
         sharded: fx.Graph,
         program: fx.GraphModule,
-        layouts: Layouts,
+        layouts: Layouts | None,
         seconds: dict[str, float],
     ) -> None:
         self.mesh = mesh
         self.program = program
         self.seconds = seconds
-        self.captured, self.sharded, self.layouts = captured, sharded, layouts
+        self.captured, self.sharded, self._layouts = captured, sharded, layouts
 
     # ----------------------------------------------------------------------------- what was decided
+
+    @property
+    def layouts(self) -> Layouts:
+        """The propagated layouts and their reasons, which the text of a plan lacks."""
+        if self._layouts is None:
+            raise ShardingError(
+                "this plan was planned by another process, which has the reasons for its layouts",
+                where=user_line(),
+                fix="ask rank 0, with TORCHGSPMD_CACHE= in the environment; or torchgspmd.plan()",
+            )
+        return self._layouts
 
     @cached_property
     def in_specs(self) -> tuple[ShardSpec, ...]:

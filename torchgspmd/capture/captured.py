@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class Captured:
     # the tensors and numbers of the state, which are the last arguments
     state_inputs: tuple[TensorInput, ...] = ()
     looks: tuple[ValueGuard, ...] = ()  # guards on the values of buffers
+    functions: tuple[FunctionType, ...] = ()  # of Python, that it may have called
 
     def result(self, outputs: Sequence[Any], arguments: tuple[tuple, dict]) -> Any:
         """Return the result of the function, and repeat its writes.

@@ -242,6 +242,7 @@ def _trace_once(
         tables.guards(used, program.constants.operands),
         tuple(each for i, each in enumerate(state_inputs) if i in used),
         tuple(value_guards.looks.values()),
+        tuple(tables.called),
     )
     return captured, lambda cached=program.constants: cached.fill_values(constants, traced)
 

@@ -1,11 +1,13 @@
-"""Fused steps of torch.optim (fused=True) on DTensors: one call on lists of local tensors.
+"""Operations on lists of DTensors, as optimizers take them: one call on lists of local tensors.
 
-DTensor propagates layouts for every tensor of the lists at every step: 2 ms for 70 parameters.
-An elementwise operation on tensors of one layout needs no propagation.
+DTensor propagates layouts for every tensor of the lists: of the fused ones (fused=True) at every
+step, 2 ms for 70 parameters; of the others (foreach=True) at the first one, 0.6 s. An elementwise
+operation on tensors of one layout needs no propagation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
+from .op_handlers import without_pending
 from .ours import as_before
 
 STEPS = tuple(
@@ -28,23 +31,60 @@ STEPS = tuple(
 )
 
 
+def foreach_in_place() -> Iterator[Any]:
+    """Yield all in-place operations on lists of tensors."""
+    for name in dir(torch):
+        if name.startswith("_foreach_") and name.endswith("_"):
+            packet = getattr(aten, name)
+            yield from (getattr(packet, o) for o in packet.overloads() if o != "out")
+
+
 def fused_step(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Step on lists of local tensors if the tensors at one index have one layout."""
-    lists = [
-        a
-        for a in (*args, *kwargs.values())
-        if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)
-    ]
-    others = [a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)]
-    if others or not _same_layouts(lists):
+    if any(isinstance(a, DTensor) for a in (*args, *kwargs.values())) or not _same_layouts(
+        _lists((*args, *kwargs.values()))
+    ):
         return as_before(op, args, kwargs)
-    call = getattr(
-        torch, op.overloadpacket.__name__
-    )  # It parses lists of tensors in half the time.
-    return call(
-        *map(_local_tensors, args),
-        **{name: _local_tensors(value) for name, value in kwargs.items()},
+    return _on_local_tensors(op, args, kwargs)
+
+
+def foreach_step(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Reduce pending operands, then run an operation in place on lists of local tensors."""
+    args = without_pending(args)
+    numbers = [a for a in args if isinstance(a, Tensor)]
+    if all(_is_whole_number(a) for a in numbers) and _same_layouts(_lists(args)):
+        _on_local_tensors(op, args, kwargs)
+        return None  # as the operator does; torch's function returns the list
+    return as_before(op, args, kwargs)
+
+
+def foreach_root(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Return the roots of DTensors, computed on the list of their local tensors."""
+    if not _same_layouts(_lists(args)) or not all(type(t) is DTensor for t in args[0]):
+        return as_before(op, args, kwargs)
+    roots = _on_local_tensors(op, args, kwargs)
+    return [DTensor(root, t._spec, requires_grad=False) for root, t in zip(roots, args[0])]
+
+
+def _lists(arguments: Sequence[Any]) -> list[Any]:
+    """Return the lists of tensors among arguments."""
+    return [a for a in arguments if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+
+
+def _is_whole_number(tensor: Tensor) -> bool:
+    """Return whether every rank has the number of a tensor."""
+    return tensor.dim() == 0 and (
+        type(tensor) is Tensor
+        or isinstance(tensor, DTensor)
+        and all(p.is_replicate() for p in tensor.placements)
     )
+
+
+def _on_local_tensors(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    # torch's own function parses lists of tensors in half the time.
+    call = getattr(torch, op.overloadpacket.__name__)
+    options = {name: _local_tensors(value) for name, value in kwargs.items()}
+    return call(*map(_local_tensors, args), **options)
 
 
 def _same_layouts(lists: list) -> bool:
@@ -53,13 +93,15 @@ def _same_layouts(lists: list) -> bool:
     Step counts may be plain tensors.
     """
     layouts = [[t._spec if type(t) is DTensor else t.dim() for t in tensors] for tensors in lists]
+    if len(set(map(len, layouts))) > 1:
+        return False
     if layouts in _CHECKED:  # Comparing identical objects does not look into them.
         return True
     if not all(
         _layouts_match(layouts[0][i], layout) for row in layouts for i, layout in enumerate(row)
     ):
         return False
-    del _CHECKED[:-9]
+    del _CHECKED[:-29]
     _CHECKED.append(layouts)
     return True
 
@@ -81,6 +123,8 @@ def _layouts_match(first: Any, other: Any) -> bool:
 
 
 def _local_tensors(argument: Any) -> Any:
+    if type(argument) is DTensor:
+        return argument._local_tensor
     if isinstance(argument, (list, tuple)):
         return [t._local_tensor if type(t) is DTensor else t for t in argument]
     return argument

@@ -6,17 +6,16 @@ of their parameters, buffers and tensors of a state_dict. All act for our DTenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from ..compat.operators import AbsentOperator, aten
 from ..compat.patches import Patch
 from ..compat.private_apis import CHECKED
 from . import op_handlers, view_writeback
-from .fused_optimizers import STEPS, fused_step
+from .fused_optimizers import STEPS, foreach_in_place, foreach_root, foreach_step, fused_step
 from .ours import INSTALLATION, Handler, for_ours, handlers, is_ours, method_for_ours
 from .random import DRAWING, draw
 from .replicated_fallback import UsersFlag, with_fallback, with_replication
@@ -45,14 +44,6 @@ def _operators(names: dict[str, str]) -> list[Any]:
         for overload, line in names.items()
         for name in line.split()
     ]
-
-
-def _foreach_in_place() -> Iterator[Any]:
-    """Yield all in-place operations on lists of tensors."""
-    for name in dir(torch):
-        if name.startswith("_foreach_") and name.endswith("_"):
-            packet = getattr(aten, name)
-            yield from (getattr(packet, o) for o in packet.overloads() if o != "out")
 
 
 def _methods(names: Iterable[str], replace: Callable, why: str) -> list[Patch]:
@@ -139,9 +130,19 @@ PATCHES = (
         "plain.add_(p) is an error, and g.norm().add_(1) adds to each term of a pending sum",
     ),
     *_handled(
-        (*_operators(_NOT_LINEAR), *_foreach_in_place()),
+        _operators(_NOT_LINEAR),
         op_handlers.reduce_first,
         "g.norm(dim=0).sqrt_() is an error, or the root of a term of a pending sum",
+    ),
+    *_handled(
+        foreach_in_place(),
+        foreach_step,
+        "torch._foreach_sqrt_(norms) is an error, and the first step of an optimizer takes long",
+    ),
+    *_handled(
+        _operators({"default": "_foreach_sqrt"}),
+        foreach_root,
+        "the first step of an optimizer takes long",
     ),
     *_handled(
         _operators(_OUT),

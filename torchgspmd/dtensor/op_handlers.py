@@ -107,13 +107,15 @@ def out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def reduce_first(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Reduce all pending operands, then run an operation in place on one or more DTensors."""
-    first = (
-        [*map(_reduce_in_place, args[0])]
-        if isinstance(args[0], (list, tuple))
-        else _reduce_in_place(args[0])
-    )
-    return as_before(op, (first, *map(_reduce, args[1:])), kwargs)
+    """Reduce all pending operands, then run an operation in place."""
+    return as_before(op, without_pending(args), kwargs)
+
+
+def without_pending(args: tuple) -> tuple:
+    """Return the arguments of an operation in place, on one or more DTensors, reduced."""
+    is_list = isinstance(args[0], (list, tuple))
+    first = [*map(_reduce_in_place, args[0])] if is_list else _reduce_in_place(args[0])
+    return first, *map(_reduce, args[1:])
 
 
 def _reduce(value: Any) -> Any:

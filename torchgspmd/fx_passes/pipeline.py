@@ -301,6 +301,11 @@ def _halves(program: Program) -> tuple[Program, ...]:
 # ---------------------------------------------------------------------------- what there is to run
 
 
+def is_default() -> bool:
+    """Return whether no pass was added (with_pass)."""
+    return _current.get() is PIPELINE
+
+
 def passes() -> tuple[Pass, ...]:
     """Return all passes, in the order of the pipeline."""
     steps = _current.get()

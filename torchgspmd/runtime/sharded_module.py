@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -19,12 +20,16 @@ from ..comm.rank_mismatch import Account, check_alike, raise_difference
 from ..dtensor.install import hold
 from ..dtensor.storage import shard_module, spec_of, storable
 from ..errors import ShardingError, user_line
+from ..fx_passes.pipeline import is_default
 from ..mesh import Mesh
 from ..plan import Plan
+from ..plan_cache.identity import Identity, identity_of
+from ..plan_cache.values import Unshareable
 from ..shard_spec import ShardSpec
 from .joint_program import JointProgram
 from .mesh_module import Call, MeshModule
 from .module_proxy import as_text, mark_on, named_tensors
+from .shared_plan import shared_plan
 from .stored_inputs import MarkedInputs, Stored
 
 _MODES = (
@@ -116,11 +121,21 @@ class ShardedModule(MeshModule):
             return super()._call(args, kwargs)
         return call
 
-    def _store_marked(self, captured: Captured, tensors: list[Tensor], call: Call) -> None:
-        """Store the marked tensors that the program changes as DTensors; if any, raise Stored."""
+    def _store_marked(
+        self,
+        captured: Captured,
+        tensors: list[Tensor],
+        call: Call,
+        before_talk: Callable[[], None],
+    ) -> None:
+        """Store the marked tensors that the program changes as DTensors; if any, raise Stored.
+
+        before_talk: runs before the ranks communicate.
+        """
         marked = MarkedInputs(captured, tensors, self._mesh)
         if not marked.specs:
             return
+        before_talk()
 
         def raise_on_difference() -> NoReturn:
             self._raise_difference(call, compiled=captured)
@@ -213,7 +228,7 @@ class ShardedModule(MeshModule):
             self._groups, _hash(f"a program for {text}"), lambda: self._raise_difference(call)
         )
         try:
-            plan, tensors = self._plan_call(call)
+            plan, tensors = self._plan_call(call, text)
         except Exception as error:
             failure = Account(_CALLS, failure=f"{type(error).__name__}: {error}".splitlines()[0])
             check_ranks(
@@ -231,8 +246,36 @@ class ShardedModule(MeshModule):
         self._check_tensors_alike(captured, tensors, raise_on_difference)
         return JointProgram(plan, self._groups, self._model, tensors, self._backend, signature)
 
-    def _plan_call(self, call: Call) -> tuple[Plan, list[Tensor]]:
+    def _plan_call(self, call: Call, text: str) -> tuple[Plan, list[Tensor]]:
         """Return the plan, and the tensors that it takes besides parameters and buffers."""
+        plan = shared_plan(
+            self._groups,
+            self._model,
+            self._state,
+            self._identity(call, text),
+            lambda before_talk: self._plan_here(call, before_talk),
+        )
+        return plan, self._tensors(call, plan.captured)
+
+    def _identity(self, call: Call, text: str) -> Identity | None:
+        """Return the key of the plan of a call, None if it is for this rank alone."""
+        is_dumped = int(os.environ.get("TORCHGSPMD_DUMP") or 0) > 0
+        if not (is_default() and self._state.is_fresh) or call.numbers or is_dumped:
+            return None
+        given = self._in_specs, self._out_specs, self._backend, self._device_type, self._hooks
+        options = {"specs": given, **self._options}
+        try:
+            return identity_of(self._model, self._mesh, text, options)
+        except Unshareable:
+            return None
+
+    def _tensors(self, call: Call, captured: Captured) -> list[Tensor]:
+        """Return the tensors that a program takes besides parameters and buffers."""
+        leaves = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+        return [*leaves, *captured.state_tensors()]
+
+    def _plan_here(self, call: Call, before_talk: Callable[[], None]) -> Plan:
+        """Capture and plan in this process. before_talk: as in shared_plan."""
         on_meta = next(
             (name for name, t in named_tensors(self._model) if t.device.type == "meta"), None
         )
@@ -244,16 +287,13 @@ class ShardedModule(MeshModule):
                 "then initialize it or load its values",
             )
         captured, specs = self._capture(call)
-        tensors = [
-            *(leaf for leaf in call.leaves if isinstance(leaf, Tensor)),
-            *captured.state_tensors(),
-        ]
-        self._store_marked(captured, tensors, call)
+        tensors = self._tensors(call, captured)
+        self._store_marked(captured, tensors, call, before_talk)
         required = [
             spec_of(t, self._mesh) if isinstance(t, DTensor) else spec
             for t, spec in zip(tensors, specs)
         ]
-        plan = compile_plan(
+        return compile_plan(
             captured,
             self._mesh,
             required,
@@ -263,7 +303,6 @@ class ShardedModule(MeshModule):
             device=self._groups.device_type,
             **self._options,
         )
-        return plan, tensors
 
 
 def _stored_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec:

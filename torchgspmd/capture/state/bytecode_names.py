@@ -76,7 +76,7 @@ def global_sources(function: FunctionType) -> Iterator[Source]:
 
     This includes attributes of Python modules, as in `settings.SCALE`.
     """
-    for names in _dotted_names(function.__code__):
+    for names in dotted_names(function.__code__):
         yield from (source for source, _ in _resolve_dotted_name(function, names))
 
 
@@ -91,12 +91,12 @@ def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
 
     A class that is called gives `__init__`.
     """
-    for names in _dotted_names(function.__code__):
+    for names in dotted_names(function.__code__):
         for source, rest in _resolve_dotted_name(function, names):
             if isinstance(cls := source.read(), type) and is_own(cls.__module__):
                 yield cls, rest[0] if rest else "__init__"
     around = {source.name: source.read() for source in cell_sources(function)}
-    for name, *rest in _dotted_names(function.__code__, "LOAD_DEREF") if around else ():
+    for name, *rest in dotted_names(function.__code__, "LOAD_DEREF") if around else ():
         if (
             isinstance(cls := around.get(name), type)
             and name != "__class__"
@@ -159,7 +159,7 @@ def _resolve_dotted_name(
 
 
 @functools.lru_cache(maxsize=4096)
-def _dotted_names(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, ...], ...]:
+def dotted_names(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, ...], ...]:
     """Return the dotted names that the code reads, in one order in all processes."""
     dotted_names: dict[tuple[str, ...], None] = {}
     for nested in _nested_code(code):
@@ -239,6 +239,16 @@ def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[
     for name in _method_names(function.__code__):
         yield from methods.get(name, ())
     yield from filter(is_function, (source.read() for source in cell_sources(function)))
+
+
+@functools.lru_cache(maxsize=4096)
+def imports_own_modules(code: CodeType) -> bool:
+    """Return whether the code imports a module that may be the user's."""
+    return any(
+        i.opname == "IMPORT_NAME" and is_own(str(i.argval)) and not is_installed(str(i.argval))
+        for nested in _nested_code(code)
+        for i in dis.get_instructions(nested)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

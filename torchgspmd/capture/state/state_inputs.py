@@ -167,6 +167,13 @@ class State:
         if isinstance(value, COUNTED) and not isinstance(value, bool):  # or a SymbolicNumber
             self.counted[source] = None
 
+    @property
+    def is_fresh(self) -> bool:
+        """Return whether nothing is known that another trace would not know."""
+        return self.is_counting and not (
+            self.is_looking or self.entries or self.counted or self.shapes or self.namespaces
+        )
+
     def look(self) -> None:
         """Let traces read values of buffers."""
         self.is_looking = True

@@ -1,0 +1,283 @@
+"""Plans in a folder: a second start does not plan, and takes nothing that is not its own."""
+
+import hashlib
+import json
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchgspmd as gspmd
+from torchgspmd.plan_cache import identity, plans, values
+from torchgspmd.runtime.sharded_module import ShardedModule
+
+SCALE = 1.0
+TABLE = torch.ones(4)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4, mesh: gspmd.Mesh | None = None, mark: str = "_ _"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+        self.mesh, self.options = mesh or gspmd.Mesh(data=1), {"scale": 2.0}
+        gspmd.mark_sharding(self.up.weight, self.mesh, mark)
+
+    def forward(self, x):
+        y = torch.relu(self.up(x)) * self.options["scale"] * SCALE
+        return self.down(y + torch.tensor([0.5]))
+
+
+class Counts(Net):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class ReadsATensor(Net):
+    def forward(self, x):
+        return super().forward(x * TABLE)
+
+
+class ReadsTheEnvironment(Net):
+    def forward(self, x):
+        return super().forward(x) * float(os.environ.get("FACTOR", "1"))
+
+
+class Imports(Net):
+    def forward(self, x):
+        import conftest  # noqa: F401
+
+        return super().forward(x)
+
+
+@pytest.fixture(autouse=True)
+def one_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHGSPMD_CACHE", str(tmp_path / "plans"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """A list that has an entry for each time that a process has planned."""
+    calls, plan_here = [], ShardedModule._plan_here
+
+    def counted(self, call, before_talk):
+        calls.append(call)
+        return plan_here(self, call, before_talk)
+
+    monkeypatch.setattr(ShardedModule, "_plan_here", counted)
+    return calls
+
+
+def start(model: nn.Module, mesh: gspmd.Mesh | None = None) -> nn.Module:
+    """Run a step of a model as a new process would; compare it with the plain model."""
+    x = torch.arange(12.0).view(3, 4)
+    plain = type(model)()
+    plain.load_state_dict(model.state_dict())
+    plain.to(next(model.parameters()).dtype).options = dict(model.options)
+    x = x.to(next(model.parameters()).dtype)
+    plain(x).sum().backward()
+    sharded = gspmd.parallelize(model, mesh or gspmd.Mesh(data=1))
+    result = sharded(x)
+    result.sum().backward()
+    assert result.equal(plain(x)) or isinstance(model, Counts)
+    for mine, theirs in zip(sharded.parameters(), plain.parameters()):
+        assert mine.grad.full_tensor().equal(theirs.grad)
+    return sharded
+
+
+def files(tmp_path):
+    return [*(tmp_path / "plans").glob("*")]
+
+
+def test_the_second_start_does_not_plan(planned, tmp_path):
+    first = start(Net())
+    (file,) = files(tmp_path)
+    second = start(Net())
+    assert len(planned) == 1 and len(files(tmp_path)) == 1 and file.stat().st_mode & 0o077 == 0
+    assert str(second.plan) == str(first.plan)
+    assert second.plan.program.code == first.plan.program.code
+    assert second.plan.replicated_ops == first.plan.replicated_ops
+    assert second.plan.estimate().seconds == first.plan.estimate().seconds
+    with pytest.raises(gspmd.ShardingError, match="planned by another process"):
+        second.plan.explain("linear")
+    second.options["scale"] = 3.0  # what forward reads is guarded as after a capture
+    second(torch.ones(3, 4))
+    assert len(planned) == 2
+
+
+DAMAGES = {
+    "a changed byte": lambda text: text.replace(b"relu", b"tanh"),
+    "half of it": lambda text: text[: len(text) // 2],
+    "nothing": lambda text: b"",
+    "no plan": lambda text: with_checksum({"key": json.loads(text[65:])["key"], "plan": {}}),
+    "another key": lambda text: with_checksum(json.loads(text[65:]) | {"key": "another"}),
+    "an unknown operator": lambda text: with_checksum_of(
+        text[65:].replace(b"aten.relu.default", b"aten.nothing.default")
+    ),
+}
+
+
+def with_checksum(entry) -> bytes:
+    return with_checksum_of(json.dumps(entry).encode())
+
+
+def with_checksum_of(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_not_taken(planned, tmp_path, damage):
+    start(Net())
+    (file,) = files(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(DAMAGES[damage](whole))
+    assert file.read_bytes() != whole
+    start(Net())
+    assert len(planned) == 2 and len(files(tmp_path)) == 1
+    start(Net())
+    assert len(planned) == 2
+
+
+def test_a_file_that_others_may_write_is_not_taken(planned, tmp_path):
+    start(Net())
+    files(tmp_path)[0].chmod(0o666)
+    start(Net())
+    assert len(planned) == 2
+
+
+def other_scale(monkeypatch):
+    model = Net()
+    model.options["scale"] = 4.0
+    return model, None
+
+
+def other_global(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 0.5)
+    return Net(), None
+
+
+def other_marks(monkeypatch):
+    return Net(mark="data _"), None
+
+
+def other_mesh(monkeypatch):
+    mesh = gspmd.Mesh(model=1)
+    return Net(mesh=mesh), mesh
+
+
+def other_version(monkeypatch):
+    monkeypatch.setattr(identity.torch, "__version__", torch.__version__ + "1")
+    return Net(), None
+
+
+def other_code(monkeypatch):
+    monkeypatch.setattr(identity, "_checksum", lambda file, time: "another")
+    return Net(), None
+
+
+def other_dtype(monkeypatch):
+    return Net().double(), None
+
+
+def other_hook(monkeypatch):
+    model = Net()
+    model.up.register_forward_hook(lambda *_: None)
+    return model, None
+
+
+def other_setting(monkeypatch):
+    monkeypatch.setenv("TORCHGSPMD_SOMETHING", "1")
+    return Net(), None
+
+
+OTHERS = [
+    other_scale,
+    other_global,
+    other_marks,
+    other_mesh,
+    other_version,
+    other_code,
+    other_dtype,
+    other_hook,
+    other_setting,
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_where_anything_differs_it_plans(planned, other, monkeypatch):
+    start(Net())
+    start(*other(monkeypatch))
+    assert len(planned) == 2
+
+
+@pytest.mark.parametrize("cls", [Counts, ReadsATensor, ReadsTheEnvironment, Imports])
+def test_what_depends_on_more_than_text_is_planned_each_time(planned, cls):
+    start(cls())
+    start(cls())
+    assert len(planned) == 2
+
+
+def test_an_empty_value_switches_it_off(planned, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHGSPMD_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    start(Net())
+    start(Net())
+    assert len(planned) == 2 and not [*tmp_path.iterdir()]
+
+
+def test_the_folder_is_that_of_the_user(planned, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHGSPMD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    start(Net())
+    assert len([*(tmp_path / "torchgspmd").iterdir()]) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_left_out(planned, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHGSPMD_CACHE", str(tmp_path / "file" / "plans"))
+    start(Net())
+    start(Net())
+    assert len(planned) == 2
+
+
+NO_VALUES = [
+    ["function", "os", "system"],
+    ["function", "_operator", "methodcaller"],
+    ["operator", "os.system"],
+    ["operator", "__class__"],
+    ["torch", "load"],
+    ["kind", "__class__"],
+    ["tree", ["os.system", None]],
+]
+
+
+@pytest.mark.parametrize("value", NO_VALUES, ids=str)
+def test_a_text_names_nothing_but_parts_of_programs(value):
+    with pytest.raises((values.Stale, AttributeError, KeyError)):
+        values.Decoder([]).decode(value)
+
+
+@pytest.mark.parametrize("mesh", ["data=2,model=2", "model=3"])
+def test_a_plan_read_from_its_text_computes_the_same(mesh):
+    mesh = gspmd.Mesh.parse(mesh)
+    model = Net(8, mesh, "model _")
+    x = torch.arange(12.0).view(3, 4)
+    plan = gspmd.plan(model, x, mesh=mesh, grad=True)
+    text = json.loads(json.dumps(plans.encode_plan(plan, model)))
+    again = plans.decode_plan(text, model, mesh)
+    assert str(again) == str(plan) and again.program.code == plan.program.code
+    (one, one_grads), (other, other_grads) = plan.simulate(x), again.simulate(x)
+    assert one.equal(other) and all(one_grads[k].equal(other_grads[k]) for k in one_grads)
+    with pytest.raises(values.Stale):
+        plans.decode_plan(text, nn.Linear(4, 4), mesh)
