@@ -59,6 +59,16 @@ SP = TP | {
     "stream": "data model _",
 }
 
+# Context parallel: each device has a part of the sequence from the embedding to the loss.
+CP = DP | {
+    "tokens": "data seq",
+    "stream": "data seq _",
+    "heads": "data seq _ _ _",
+    "hidden": "data seq _",
+    "logits": "data seq _",
+    "position": "seq _",
+}
+
 # Fully sharded data parallel (ZeRO-3): as DP; a weight is stored in parts, and whole only while it
 # is used.
 FSDP = DP | {
@@ -95,7 +105,7 @@ TWO_D = DP | {
     "down_bias": "model",
 }
 
-LAYOUTS = {"dp": DP, "tp": TP, "sp": SP, "fsdp": FSDP, "2d": TWO_D}
+LAYOUTS = {"dp": DP, "tp": TP, "sp": SP, "cp": CP, "fsdp": FSDP, "2d": TWO_D}
 
 
 def layout_on(mesh: Mesh, name: str) -> dict[str, str]:

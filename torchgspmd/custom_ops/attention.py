@@ -132,6 +132,60 @@ def merge_parts(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     return merged.to(dtype), top + total.log()
 
 
+@torch.library.custom_op("torchgspmd::attention_chunks", mutates_args=())
+def attention_chunks(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """Return causal `attention` of chunks of queries, which are the first dimension.
+
+    first: the position of the first query of the first chunk. step: to that of the next chunk.
+    """
+    keys = k.shape[-2]
+    results = [
+        attention_in_blocks(x, k, v, True, scale, None, [first + i * step, 0, keys, keys])
+        for i, x in enumerate(q)
+    ]
+    out, lse = zip(*results)
+    return torch.stack(out), torch.stack(lse)
+
+
+@attention_chunks.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+
+
+@torch.library.custom_op("torchgspmd::attention_chunks_backward", mutates_args=())
+def attention_chunks_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    first: int,
+    step: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of `attention_chunks`."""
+    keys = k.shape[-2]
+    q_grads: list[Tensor] = []
+    k_grad, v_grad = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    for i, (g, x, o, statistics) in enumerate(zip(grad, q, out, lse)):
+        region = [first + i * step, 0, keys, keys]
+        q_grad, *others = attention_backward_in_blocks(
+            g, x, k, v, o, statistics, True, scale, None, region
+        )
+        q_grads.append(q_grad)
+        k_grad += others[0]
+        v_grad += others[1]
+    return torch.stack(q_grads), k_grad, v_grad
+
+
+@attention_chunks_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+
+
 def _extent(q: Tensor, k: Tensor, region: Sequence[int] | None) -> tuple[int, int, int]:
     """Return the numbers of queries and keys without padding, and by how much queries are ahead."""
     s, t = q.shape[-2], k.shape[-2]

@@ -29,5 +29,9 @@ def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: 
 
 
 register_flop_formula(_OURS.einsum)(einsum_flops)
-register_flop_formula([_OURS.attention, _OURS.attention_parts])(_attention_flops)
-register_flop_formula(_OURS.attention_backward)(_attention_backward_flops)
+register_flop_formula([_OURS.attention, _OURS.attention_parts, _OURS.attention_chunks])(
+    _attention_flops
+)
+register_flop_formula([_OURS.attention_backward, _OURS.attention_chunks_backward])(
+    _attention_backward_flops
+)

@@ -54,13 +54,17 @@ class Split:
     """A rewrite at level "split" exists for shards of replicated factors, or of those with a halo.
 
     hands: the result that has another format then (max-pool indices). takes: the operand that must
-    have that format. merges: the factor whose shards give results that are merged: the operation is
-    split if that sends less than its operands would. No other factor is split.
+    have that format. merges: the only factor that is split; results for its shards are merged.
+    balances: the only factor that is split, though it may be sharded: later shards would have more
+    to do than earlier ones. instead: a factor that the axes shard in its place, from so many shards
+    on.
     """
 
     hands: int | None = None
     takes: int | None = None
     merges: str | None = None
+    balances: str | None = None
+    instead: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +107,9 @@ class FactorRule:
 
     def splits(self, factor: str) -> bool:
         """Return whether the operation may be split along a factor that it needs whole."""
-        return self.split is not None and self.split.merges in (None, factor)
+        if self.split is None or self.split.balances:
+            return False
+        return self.split.merges in (None, factor)
 
     def fill(self, factor: str) -> float | None:
         """Return what padding along a factor must hold in the operands; None: anything."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchgspmd import Mesh, plan
+from torchgspmd.rules.ops.fused import attention as attention_rules
 
 MESHES = {
     "seq": (Mesh(seq=4), "_ _ seq _"),
@@ -132,6 +133,30 @@ def test_the_forward_sends_no_more_than_the_cheapest_way(devices: int, kv_heads:
     if kv_heads % n == 0:
         ways.append((n - 1) / n**2 * (2 * heads + 2 * kv_heads) * row)
     assert result.sent_bytes <= min(ways)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_causal_work_is_balanced(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by the blocks that a device computes; numbers are those of one device."""
+    monkeypatch.setattr(attention_rules, "BALANCED_QUERIES", 16)
+    inputs, spec, attend = [*tensors(2, 1, 48, 48), None], "_ _ seq _", step("causal")
+    result = plan(
+        attend,
+        *inputs,
+        mesh=Mesh(seq=devices),
+        in_specs=(spec,) * 4 + (None,),
+        out_specs=(spec,) * 4,
+    )
+    compare(result.simulate(*inputs), attend(*inputs))
+    chunks = [n for n in result.sharded.nodes if "attention_chunks" in n.name]
+    rows = 48 // devices
+    places = [n.args[-2:] for n in chunks if n.op == "call_function" and len(n.args) >= 6]
+    assert sorted(places) == [(0, rows)] * 2 + [(48 - rows // 2, -rows)] * 2
+    for i in range(devices):
+        visible = [
+            sum(first + step * i + r + 1 for r in range(rows // 2)) for first, step in places
+        ]
+        assert sum(visible) == 2 * 48 * 49 / 2 / devices
 
 
 def test_stages_under_vmap_send_nothing() -> None:

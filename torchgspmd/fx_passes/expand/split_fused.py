@@ -18,20 +18,11 @@ from ...rules.ops.concat_slice import goes_by_parts
 from ..ir import Op, Rules
 from ..propagate.propagate import Layouts
 
-MERGED_ITEMSIZE = 4  # bytes of an element of a result that is merged
-
 
 def ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Node, int]:
     """Return the operations to decompose, with the number of shards of the dimension."""
     ops = {op.node: op for op in rules.ops(graph)}
-    split = {
-        node: max(
-            shards(op, layouts)
-            for shards in ((_merged_shards,) if _split_of(op).merges else SHARDS)
-        )
-        for node, op in ops.items()
-        if op.rule.split is not None
-    }
+    split = {node: _shards_of(op, layouts) for node, op in ops.items() if op.rule.split is not None}
     split = {node: shards for node, shards in split.items() if shards > 1}
     while unsplittable := [node for node in split if _is_tied_to_whole_op(ops[node], ops, split)]:
         for node in unsplittable:
@@ -162,21 +153,46 @@ def _window_shards(op: Op, layouts: Layouts) -> int:
 def _merged_shards(op: Op, layouts: Layouts) -> int:
     """Return into how many shards propagation cuts a factor along which results are merged.
 
-    1 if the results may use its axes otherwise, or if gathering the operands sends less than an
-    all_reduce of the results.
+    1 if the results use its axes otherwise.
     """
-    factor, keys = _split_of(op).merges, 0
-    axes: set[str] = set()
-    for value, dims in zip(op.operands, op.rule.operands):
-        for d, factors in enumerate(dims):
-            if factor in factors and (along := layouts.spec[value].dims[d]):
-                axes |= {*along}
-                keys += value.meta["val"].nbytes
-    results = [value for value in op.results if value is not None]
-    if any(axes & {*layouts.spec[value].sharding_axes} for value in results):
+    axes = {a for along in _axes_along(op, _split_of(op).merges, layouts) for a in along}
+    if any(axes & {*layouts.spec[v].sharding_axes} for v in op.results if v is not None):
         return 1
-    merged = sum(value.meta["val"].numel() * MERGED_ITEMSIZE for value in results)
-    return layouts.mesh.count(tuple(axes)) if 2 * merged < keys else 1
+    return layouts.mesh.count(tuple(axes))
 
 
-SHARDS = (_whole_shards, _uneven_shards, _multi_factor_shards, _window_shards)
+def _balanced_shards(op: Op, layouts: Layouts) -> int:
+    """Return into how many shards propagation cuts a factor whose shards differ in work.
+
+    1 if they cannot be halved, or if another factor is sharded instead.
+    """
+    split, sizes = _split_of(op), op.rule.sizes
+    cuts = {*_axes_along(op, split.balances, layouts)}
+    count = layouts.mesh.count(cuts.pop()) if len(cuts) == 1 else 1
+    if count == 1 or sizes.get(str(split.balances), 1) % (2 * count):
+        return 1
+    factor, least = split.instead or ("", 0)
+    others = [layouts.mesh.count(axes) for axes in _axes_along(op, factor, layouts)]
+    fits = sizes.get(factor, 1) % (count * max(others, default=1)) == 0
+    return 1 if fits and count >= least else count
+
+
+def _axes_along(op: Op, factor: str | None, layouts: Layouts) -> list[tuple[str, ...]]:
+    """Return the axes along a factor, of each tensor that has it alone in a dimension."""
+    return [
+        layouts.spec[value].dims[d]
+        for value, dims in _tensors(op)
+        for d, factors in enumerate(dims)
+        if factors == (factor,) and layouts.spec[value].dims[d]
+    ]
+
+
+def _shards_of(op: Op, layouts: Layouts) -> int:
+    """Return over how many devices an operation that is sharded along `split` is split."""
+    split = _split_of(op)
+    if split.merges:
+        return _merged_shards(op, layouts)
+    if split.balances:
+        return _balanced_shards(op, layouts)
+    ways = (_whole_shards, _uneven_shards, _multi_factor_shards, _window_shards)
+    return max(shards(op, layouts) for shards in ways)

@@ -2,10 +2,12 @@
 
     b (h g) s d, b h t d, b h t e -> b (h g) s e, b (h g) s
 
-A device that has some of the queries computes by their positions, with all keys. One that has some
-of the keys computes a part for all queries: parts are merged by sums, weighted by their logsumexp,
-in the place of the keys' being gathered. Then the part is a dimension `p` of its own. Gradients are
-sums over queries, or over keys, of terms that need nothing but the merged result.
+A device that has some of the queries computes by their positions, with all keys. A causal mask
+would leave later queries more to do. So of 2 n chunks of queries, devices i and n - 1 - i exchange
+one: then all have the same work. A device that has some of the keys computes a
+part for all queries: parts are merged by sums, weighted by their logsumexp, in the place of the
+keys' being gathered. Then the part is a dimension `p` of its own. Gradients are sums over queries,
+or over keys, of terms that need nothing but the merged result.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ from ...registry import rule_for
 from ...rewrites import rewrite
 
 ours = torch.ops.torchgspmd
+LSE_ITEMSIZE = 4  # bytes of an element of a result that is merged
+# From so many queries on, arithmetic that others wait for outweighs the exchange of queries: an
+# element of them is sent 3 times, and multiplied 7 times for each query before it.
+BALANCED_QUERIES = 2048
 
 
 class _Names:
@@ -56,9 +62,31 @@ def _attention(call: Call) -> FactorRule:
         names.sizes,
         replicated="t d e",
         contraction=True,
-        split=Split(merges="t"),
+        split=_split_of(call, call.args[3], mask or None),
         local=LocalForm(_emit_queries, when="s t"),
     )
+
+
+def _split_of(call: Call, causal: bool, mask: Any) -> Split | None:
+    """Return by which factor a forward is split: by keys if merging results sends less than keys.
+
+    Else, queries of a causal mask are balanced.
+    """
+    q, k, v = call.tensors[:3]
+    merged = q[..., 0].numel() * (v.shape[-1] + 1) * max(LSE_ITEMSIZE, q.itemsize)
+    if 2 * merged < k.nbytes + v.nbytes:
+        return Split(merges="t")
+    return _balanced(q, k, causal, mask)
+
+
+def _balanced(q: Tensor, k: Tensor, causal: bool, mask: Any) -> Split | None:
+    """Return by which factor causal attention of a long sequence to itself is split.
+
+    Exchanging all tensors for heads sends (2 + 2 groups) / shards of keys, gathering keys 2.
+    """
+    queries, keys, groups = q.shape[-2], k.shape[-2], q.shape[-3] // k.shape[-3]
+    balances = causal and mask is None and queries == keys >= BALANCED_QUERIES
+    return Split(balances="s", instead=("h", groups + 1)) if balances else None
 
 
 @rule_for(ours.attention_backward.default)
@@ -72,8 +100,48 @@ def _attention_backward(call: Call) -> FactorRule:
         reduce="s t g",
         replicated="d e",
         contraction=True,
+        split=_balanced(q, k, call.args[6], mask or None),
         local=LocalForm(_emit_backward, when="s t"),
     )
+
+
+def _chunk_names(call: Call, q: int) -> tuple[_Names, DimNames]:
+    """Return the factors of a call by chunks, as if of one chunk, and those of its queries."""
+    names = _Names(call.tensors[q][0], call.tensors[q + 1])
+    return names, ["n", *names.rows]
+
+
+@rule_for(ours.attention_chunks.default)
+def _attention_chunks(call: Call) -> FactorRule:
+    names, rows = _chunk_names(call, 0)
+    return call.rule(
+        [[*rows, "d"], names.k, names.v],
+        [[*rows, "e"], rows],
+        names.sizes,
+        replicated="s t d e",
+        contraction=True,
+        local=LocalForm(_emit_chunks, when="n"),
+    )
+
+
+@rule_for(ours.attention_chunks_backward.default)
+def _attention_chunks_backward(call: Call) -> FactorRule:
+    names, rows = _chunk_names(call, 1)
+    return call.rule(
+        [[*rows, "e"], [*rows, "d"], names.k, names.v, [*rows, "e"], rows],
+        [[*rows, "d"], names.k, names.v],
+        names.sizes,
+        reduce="n g",
+        replicated="s t d e",
+        contraction=True,
+        local=LocalForm(_emit_chunks, when="n"),
+    )
+
+
+def _emit_chunks(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+    """Compute the device's chunks of the queries."""
+    *inputs, first, step = args
+    return _results(local, local.node.target, *inputs, first + local.start("n") * step, step)
 
 
 @rule_for(ours.attention_parts.default)
@@ -132,9 +200,11 @@ def _split_keys(
     mask: Tensor | None = None,
     *,
     shards: int,
-) -> tuple[Tensor, Tensor]:
-    """Compute parts of the keys, and merge them."""
+) -> Any:
+    """Compute parts of the keys, and merge them; or chunks of queries, if they are as many."""
     keys = k.shape[-2]
+    if q.shape[-2] == keys:
+        return _balanced_forward(q, k, v, scale, shards)
     missing = -keys % shards
     if missing:
         k, v = (aten.constant_pad_nd(x, [0, 0, 0, missing]) for x in (k, v))
@@ -142,3 +212,59 @@ def _split_keys(
             mask = aten.constant_pad_nd(mask, [0, missing])
     out, lse = ours.attention_parts(q, k, v, causal, scale, mask, [0, 0, q.shape[-2], keys], shards)
     return merge_parts(out, lse, q.dtype)
+
+
+def _halves(x: Tensor, shards: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the first half of each shard, and the second halves of all in reverse order.
+
+    The shards are a new first dimension. dim: of the queries, from the end.
+    """
+    chunks = x.unflatten(dim, (shards, 2, -1)).movedim(dim - 2, 0)
+    return chunks.select(dim - 1, 0), chunks.select(dim - 1, 1).flip(0)
+
+
+def _joined(early: Tensor, late: Tensor, dim: int) -> Tensor:
+    """Undo `_halves`."""
+    chunks = torch.stack([early, late.flip(0)], dim - 1)
+    return chunks.movedim(0, dim - 2).flatten(dim - 2, dim)
+
+
+def _places(queries: int, shards: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the first position and the step of `_halves`."""
+    rows = queries // shards
+    return (0, rows), (queries - rows // 2, -rows)
+
+
+def _balanced_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, shards: int
+) -> tuple[Tensor, Tensor]:
+    """Compute the queries in an order that gives all devices the same work."""
+    pairs = [
+        ours.attention_chunks(x, k, v, scale, *place)
+        for x, place in zip(_halves(q, shards, -2), _places(q.shape[-2], shards))
+    ]
+    (out, lse), (late_out, late_lse) = pairs
+    return _joined(out, late_out, -2), _joined(lse, late_lse, -1)
+
+
+@rewrite("split", ours.attention_backward.default)
+def _balanced_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    *,
+    shards: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    halves = [_halves(x, shards, d) for x, d in ((grad, -2), (q, -2), (out, -2), (lse, -1))]
+    places = _places(q.shape[-2], shards)
+    (early, *first), (late, *second) = (
+        ours.attention_chunks_backward(g, x, k, v, o, statistics, scale, *place)
+        for (g, x, o, statistics), place in zip(zip(*halves), places)
+    )
+    k_grad, v_grad = (a + b for a, b in zip(first, second))
+    return _joined(early, late, -2), k_grad, v_grad
