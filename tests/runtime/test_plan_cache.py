@@ -1,6 +1,7 @@
 """Plans in a folder: a second start does not plan, and takes nothing that is not its own."""
 
 import hashlib
+import inspect
 import json
 import os
 import sys
@@ -219,6 +220,28 @@ def test_where_anything_differs_it_plans(planned, other, monkeypatch):
     start(Net())
     start(*other(monkeypatch))
     assert len(planned) == 2
+
+
+def test_options_of_parallelize_are_in_the_key(planned):
+    """All of them, also those that are still to come."""
+    start(Net())
+    others = {
+        "in_specs": "data _",
+        "out_specs": "data _",
+        "param_dtype": torch.float32,
+        "reduce_dtype": torch.float32,
+        "rng": "native",
+        "regather": "always",
+        "skip_passes": ("bucket",),
+        "costs": {"tie_break": 0.5},
+        "strict": True,
+    }
+    neither = {"model", "mesh", "backend", "pin", "shard_updates"}
+    missing = inspect.signature(gspmd.parallelize).parameters.keys() - others.keys() - neither
+    assert missing <= {"timeout", "check"}, missing
+    for count, (name, value) in enumerate(others.items(), 2):
+        gspmd.parallelize(Net(), gspmd.Mesh(data=1), **{name: value})(torch.ones(3, 4))
+        assert len(planned) == count, name
 
 
 @pytest.mark.parametrize("cls", [Counts, ReadsATensor, ReadsTheEnvironment, Imports])

@@ -262,8 +262,8 @@ class ShardedModule(MeshModule):
         is_dumped = int(os.environ.get("TORCHGSPMD_DUMP") or 0) > 0
         if not (is_default() and self._state.is_fresh) or call.numbers or is_dumped:
             return None
-        given = self._in_specs, self._out_specs, self._backend, self._device_type, self._hooks
-        options = {"specs": given, **self._options}
+        names = "in_specs out_specs backend device_type hooks param_dtype"
+        options = {name: getattr(self, f"_{name}") for name in names.split()} | self._options
         try:
             return identity_of(self._model, self._mesh, text, options)
         except Unshareable:
