@@ -27,6 +27,7 @@ RANK, WORLD = (
     int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
 )
 LAUNCHED = "RANK" in os.environ  # by torchrun
+HALVES = ("bfloat16", "float16", "float32")
 Data = TypeVar("Data")
 
 
@@ -62,6 +63,8 @@ def options(
         default="float32",
         help="bfloat16: by autocast",
     )
+    for name, use in (("param", "computes"), ("reduce", "sums gradients over devices")):
+        add(f"--{name}-dtype", choices=HALVES, help=f"in which a mesh {use}, with float32 weights")
     add("--seed", type=int, default=0)
     add("--backend", choices=("torch", "inductor", "xla"), default="torch")
     add("--save", type=Path, help="write a torch.distributed.checkpoint at the end")
@@ -117,6 +120,12 @@ class Run:
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return torch.float64 if self.args.dtype == "float64" else torch.float32
+
+    @property
+    def precision(self) -> dict[str, torch.dtype]:
+        """What parallelize takes of the options."""
+        dtypes = {n: getattr(self.args, n) for n in ("param_dtype", "reduce_dtype")}
+        return {name: getattr(torch, dtype) for name, dtype in dtypes.items() if dtype}
 
     def autocast(self) -> contextlib.AbstractContextManager:
         where = "xla" if self.args.backend == "xla" else self.device.type

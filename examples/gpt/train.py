@@ -54,7 +54,9 @@ def main() -> None:
         f"{len(text.alphabet)} different; {run}"
     )
     if run.mesh:
-        model = gspmd.parallelize(model, run.mesh, backend=args.backend)  # the one line
+        model = gspmd.parallelize(  # the one line
+            model, run.mesh, backend=args.backend, **run.precision
+        )
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
     )

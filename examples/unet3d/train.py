@@ -84,7 +84,7 @@ def main() -> None:
     )
     if run.mesh:
         model = gspmd.parallelize(
-            shard(model, run.mesh, args.layout), run.mesh, backend=args.backend
+            shard(model, run.mesh, args.layout), run.mesh, backend=args.backend, **run.precision
         )  # the one line
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=True)
     first = load(model, optimizer, args.resume) if args.resume else 0

@@ -80,7 +80,9 @@ def main() -> None:
         f"{len(model.position)} tokens each; {run}"
     )
     if run.mesh:
-        model = gspmd.parallelize(model, run.mesh, backend=args.backend)  # the one line
+        model = gspmd.parallelize(  # the one line
+            model, run.mesh, backend=args.backend, **run.precision
+        )
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05, foreach=True
     )
