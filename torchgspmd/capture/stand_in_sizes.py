@@ -117,9 +117,11 @@ class StandInSizes:
         """Return both stand-ins of a number, two constants if it is one."""
         expression = self._reduced(number)
         if isinstance(number, torch.SymBool):
-            return (True, False) if expression.free_symbols else (bool(expression),) * 2
+            value = bool(expression) if not expression.free_symbols else True
+            return value, value and not expression.free_symbols
         if isinstance(number, torch.SymFloat):
-            return (0.5, 1.5) if expression.free_symbols else (float(expression),) * 2
+            value = float(expression) if not expression.free_symbols else 0.5
+            return value, value + bool(expression.free_symbols)
         if not expression.free_symbols:
             return int(expression), int(expression)
         if expression not in self.stand_ins:

@@ -147,6 +147,21 @@ def test_a_size_that_the_program_was_not_made_for():
     assert branch.startswith("the program depends on values: an `if` or a loop needs numbers")
 
 
+def test_as_many_tensors_as_values_say():
+    def f(x, n):
+        return torch.cat([y.softmax(0) for y in x.split(n[n > 0].tolist())])
+
+    assert message(lambda: gspmd.plan(f, X, LENGTHS, mesh=MESH)).startswith(
+        "the program makes a list of as many numbers as values say\n  where test_unknown_sizes.py"
+    )
+
+    def of_lists(x, n):
+        return f(x, torch.tensor(n))
+
+    plan = gspmd.plan(of_lists, X, [1, 3, 2], mesh=MESH)
+    assert_same(plan.simulate(X, [1, 3, 2]), f(X, LENGTHS))
+
+
 def test_marks_of_a_dimension_of_unknown_size():
     def f(x):
         return gspmd.mark_sharding(x[x[:, 0] > 0], MESH, "m _") * 2

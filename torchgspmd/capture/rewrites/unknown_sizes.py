@@ -135,7 +135,7 @@ def _repeat(input: Tensor, *counts: Any, dims: Any = ()) -> Any:
     if not _unknown(input, counts):
         return DECLINED
     rank = max(len(counts), input.dim())
-    counts = [*[1] * (rank - len(counts)), *counts]
+    counts = (*[1] * (rank - len(counts)), *counts)
     sizes = [*[1] * (rank - input.dim()), *input.shape]
     apart = input.view([n for size in sizes for n in (1, size)])
     repeated = apart.expand([n for pair in zip(counts, sizes) for n in pair])

@@ -162,6 +162,14 @@ def _retain_grad(input: Tensor) -> Any:
 
 def nested_list(input: Tensor) -> Any:
     """Return a nested list of symbolic numbers."""
+    if any(isinstance(n, torch.SymInt) for n in input.shape):
+        raise ShardingError(
+            "the program makes a list of as many numbers as values say",
+            where=user_line(),
+            why="one program is made for all values, before any device computes",
+            fix="compute the tensor outside and pass it; or pass lists of numbers, of "
+            "which forward makes tensors (torch.tensor(sizes)): there is a program for each",
+        )
     return [nested_list(row) for row in input.unbind()] if input.dim() else input.item()
 
 
