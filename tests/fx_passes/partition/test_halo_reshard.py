@@ -273,6 +273,33 @@ def test_moving_rows(name, function, rows, bytes_sent):
         ), plan
 
 
+SHIFTS = {
+    "roll": lambda s, x: torch.where((torch.arange(len(s)) == 0)[:, None], x, s.roll(1, 0)),
+    "pad": lambda s, x: F.pad(s[:-1], (0, 0, 1, 0)) + F.pad(x[None], (0, 0, 0, len(s) - 1)),
+    "cat": lambda s, x: torch.cat([x[None], s[:-1]]),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+@pytest.mark.parametrize("rows", [4, 6, 7])
+def test_a_shift_is_one_permute_however_it_is_written(name, rows):
+    """Of four rows on as many devices the slice has three: the first device needs none."""
+    args, mesh = (torch.randn(rows, 64), torch.randn(64)), Mesh(stage=4)
+    plan = check(SHIFTS[name], args, ("stage _", "_"), mesh, "stage _")
+    assert [c.kind for c in plan.collectives] == ["permute"], plan
+    assert plan.sent_bytes == 64 * 4
+
+
+@pytest.mark.parametrize("rows", [15, 14, 9])
+@pytest.mark.parametrize("pool", [F.avg_pool2d, F.max_pool2d])
+def test_a_pool_runs_where_its_windows_are(pool, rows):
+    """15 rows are pooled to 7, which are fewer than the devices: the last one has none."""
+    x, mesh = torch.randn(1, 16, rows, 112), Mesh(x=8)
+    plan = check(lambda x: pool(x, 2), (x,), ("_ _ x _",), mesh, "_ _ _ x")
+    assert [c.kind for c in plan.collectives] == ["all_to_all"], plan
+    assert plan.sent_bytes == 7 / 8 * 16 * 56 * 4
+
+
 def test_a_part_is_computed_by_the_kernel_of_the_whole():
     """PyTorch convolves one small image by other code than two of them; a ReLU behind it would see
     the difference.

@@ -10,7 +10,7 @@ one of these may do so here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ...mesh import Mesh
 from ...rules import FactorRule
@@ -47,10 +47,11 @@ class Strategies:
         if mark is not None:
             return [Strategy((), (mark,), (mark,), 0.0)]
         options = self.options(op, neighborhood) | (forced or {})
-        key = (op.key, tuple(options.items()))
+        rows = op.rule.sizes if neighborhood.first else _rows(op)
+        key = (op.key, neighborhood.first, tuple(options.items()))
         if key not in self.lists:
             strategies = (
-                self._cached_strategy(op, *choice) for choice in self._choices(op.rule, options)
+                self._cached_strategy(op, *choice) for choice in self._choices(rows, options)
             )
             self.lists[key] = list(dict.fromkeys(s for s in strategies if s is not None))
         return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
@@ -123,9 +124,12 @@ class Strategies:
         }
 
     def _choices(
-        self, rule: FactorRule, options: dict[str, tuple]
+        self, rows: Mapping[str, int], options: dict[str, tuple]
     ) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
-        """Yield all assignments; if several axes shard one factor, every order of them."""
+        """Yield all assignments; if several axes shard one factor, every order of them.
+
+        rows: how many devices may share a factor.
+        """
         names = list(options)
         for targets in itertools.product(*options.values()):
             factors: dict[str, Axes] = {}
@@ -134,8 +138,7 @@ class Strategies:
                 if isinstance(target, str):
                     factors[target] = factors.get(target, ()) + (axis,)
             if not all(
-                is_roomy(rule.sizes[f], axes, self.mesh, self.crowded)
-                for f, axes in factors.items()
+                is_roomy(rows[f], axes, self.mesh, self.crowded) for f, axes in factors.items()
             ):
                 continue
             orders = [itertools.permutations(axes) for axes in factors.values()]
@@ -189,6 +192,18 @@ class Strategies:
             work(op, assignment, operands, results, self.mesh, self.constants),
             pending,
         )
+
+
+def _rows(op: Op) -> dict[str, int]:
+    """Return the rows of each factor; those of the operand where its windows reach into more.
+
+    A 2x2 pool of 15 rows on 8 devices has 7, each inside of a shard: the last device has none.
+    """
+    rows, rule = dict(op.rule.sizes), op.rule
+    for operand, d in rule.halo:
+        (factor,) = rule.operands[operand][d]
+        rows[factor] = max(rows[factor], op.operands[operand].meta["val"].shape[d])
+    return rows
 
 
 def _has_terms(strategy: Strategy, available: Sequence[OperandLayouts]) -> bool:
