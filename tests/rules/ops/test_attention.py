@@ -115,6 +115,75 @@ def test_a_token_sends_its_result_and_its_logsumexp_alone() -> None:
     assert result.sent_bytes <= 3 / 4 * (lse + 2 * out)
 
 
+def expanded(x: Tensor, groups: int) -> Tensor:
+    b, h, s, d = x.shape
+    return x[:, :, None].expand(b, h, groups, s, d).reshape(b, h * groups, s, d)
+
+
+def expanded_before_transpose(x: Tensor, groups: int) -> Tensor:
+    b, h, s, d = x.shape
+    x = x.transpose(1, 2).unsqueeze(3).expand(b, s, h, groups, d)
+    return x.reshape((b, s, h * groups, d)).transpose(1, 2)
+
+
+def interleaved(x: Tensor, groups: int) -> Tensor:
+    return x.repeat_interleave(groups, dim=1)
+
+
+@pytest.mark.parametrize("repeat", [expanded, expanded_before_transpose, interleaved])
+@pytest.mark.parametrize("kind", ["causal", "bias"])
+def test_keys_that_a_program_repeats_are_not_repeated(kind: str, repeat) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None) -> tuple:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        keys, values = (repeat(x, 4) for x in leaves[1:])
+        out = F.scaled_dot_product_attention(
+            leaves[0], keys, values, mask, is_causal=kind == "causal"
+        )
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    inputs = [*tensors(8, 2, 16, 16), mask_of(kind, 2, 8, 16, 16)]
+    spec = "_ _ seq _"
+    result = plan(
+        attend, *inputs, mesh=Mesh(seq=4), in_specs=(spec,) * 4 + (None,), out_specs=(spec,) * 4
+    )
+    compare(result.simulate(*inputs), attend(*inputs))
+    assert max(c.payload_bytes for c in result.collectives) == 2 * 2 * 16 * 8 * 8
+
+
+def changed_after(k: Tensor) -> Tensor:
+    repeated = interleaved(k, 2)
+    repeated *= 2
+    return repeated
+
+
+def changed_before(k: Tensor) -> Tensor:
+    k = k * 1
+    repeated = interleaved(k, 2)
+    k *= 2
+    return repeated
+
+
+def changed_within(k: Tensor) -> Tensor:
+    k = k * 1
+    wide = k[:, :, None].expand(*k.shape[:2], 2, *k.shape[2:])
+    k.mul_(2)
+    repeated = wide.reshape(k.shape[0], -1, *k.shape[2:])
+    repeated[:, 0] = 3
+    return repeated
+
+
+@pytest.mark.parametrize("change", [changed_after, changed_before, changed_within])
+def test_keys_that_are_changed_in_place(change) -> None:
+    q, k, v, _ = tensors(4, 2, 8, 8)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, change(k), interleaved(v, 2))
+
+    spec = "_ _ seq _"
+    result = plan(attend, q, k, v, mesh=Mesh(seq=2), in_specs=(spec,) * 3, out_specs=spec)
+    compare([result.simulate(q, k, v)], [attend(q, k, v)])
+
+
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_the_forward_sends_no_more_than_the_cheapest_way(devices: int, kv_heads: int) -> None:

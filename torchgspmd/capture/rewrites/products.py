@@ -26,6 +26,7 @@ from ...mesh import Mesh
 from ...rules.rewrites import DECLINED, rewrite
 from ...shard_spec import SpecLike
 from ..trace_context import is_transforming
+from .repeated_heads import unrepeated
 
 
 @rewrite("product", mark_sharding)
@@ -176,16 +177,18 @@ def _attention(
     """
     if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
         return DECLINED
+    fused = not dropout_p and query.is_floating_point() and query.shape[:-3] == key.shape[:-3]
+    if attn_mask is not None:
+        fused &= not (attn_mask.requires_grad or is_causal or attn_mask.dim() > query.dim())
+    if is_transforming() and not fused:
+        return DECLINED
+    if fused:
+        key, value = unrepeated(key, value)
     query, key, value = _autocast(query, key, value)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if not dropout_p and query.is_floating_point() and query.shape[:-3] == key.shape[:-3]:
-        if attn_mask is None:
-            return attention(query, key, value, is_causal, scale)[0]
-        if not (attn_mask.requires_grad or is_causal or attn_mask.dim() > query.dim()):
-            mask = attn_mask.reshape((1,) * (2 - attn_mask.dim()) + attn_mask.shape)
-            return attention(query, key, value, False, scale, mask)[0]
-    if is_transforming():
-        return DECLINED
+    if fused:
+        masks = [] if attn_mask is None else [attn_mask[(None,) * (2 - attn_mask.dim())]]
+        return attention(query, key, value, is_causal, scale, *masks)[0]
     if query.shape[-3] != key.shape[-3]:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     lead = "abcdefgh"[: query.dim() - 2]
