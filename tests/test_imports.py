@@ -48,6 +48,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ("shard_spec",),
     ("spec_notation",),
     ("device_mesh",),
+    ("layout_rules",),
     ("hardware",),
     ("mesh",),
     ("sub_axes",),

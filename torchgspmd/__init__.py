@@ -10,6 +10,7 @@ from .compare_with_xla import compare_with_xla
 from .doctor import doctor
 from .errors import ShardingError
 from .hardware import Hardware
+from .layout_rules import Layout
 from .manual import manual
 from .mesh import Mesh
 from .report.visualize import visualize
@@ -23,6 +24,7 @@ __all__ = [
     "UNCONSTRAINED",
     "Collective",
     "Hardware",
+    "Layout",
     "Mesh",
     "Plan",
     "ShardSpec",

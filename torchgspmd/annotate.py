@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .compat.private_apis import _pytree as pytree
 from .device_mesh import mesh_of
 from .errors import ShardingError, did_you_mean, user_line
+from .layout_rules import MeshLayout
 from .mesh import Mesh
 from .shard_spec import ShardSpec, SpecLike
 
@@ -54,7 +55,7 @@ def _(info: Any, in_dims: tuple, x: Tensor, mesh: str, spec: str) -> tuple[Tenso
 mark_sharding_op.register_autograd(_mark_gradient, setup_context=_save_layout)
 
 
-def mark_sharding(tensor: Tensor, mesh: Mesh | DeviceMesh, spec: SpecLike) -> Tensor:
+def mark_sharding(tensor: Tensor, mesh: Mesh | DeviceMesh | MeshLayout, spec: SpecLike) -> Tensor:
     """Mark how a tensor is laid out on a mesh (GSPMD, arXiv 2105.04663, section 3.1).
 
     A mark on a parameter or buffer is recorded on it. A mark on a value inside of a model is an
@@ -63,7 +64,8 @@ def mark_sharding(tensor: Tensor, mesh: Mesh | DeviceMesh, spec: SpecLike) -> Te
 
     Args:
         tensor: A parameter, a buffer, or a value inside of a model.
-        mesh: The devices, also as torch's DeviceMesh.
+        mesh: The devices, also as torch's DeviceMesh, or a Layout on a mesh: the spec has logical
+            names then.
         spec: One entry per dimension of the tensor: None (replicated along it), an axis name, a
             tuple of axis names (major first) or UNCONSTRAINED (propagation decides). The same as
             a string: "data _ model".
@@ -83,7 +85,7 @@ def mark_sharding(tensor: Tensor, mesh: Mesh | DeviceMesh, spec: SpecLike) -> Te
         >>> layer.weight is mark_sharding(layer.weight, mesh, "model _")
         True
     """
-    mesh = mesh_of(mesh)
+    mesh, spec = mesh_of(mesh), mesh.spec(spec) if isinstance(mesh, MeshLayout) else spec
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
     checked = check_mark(tensor, mesh, spec)
@@ -120,12 +122,14 @@ def copy_mark(source: Tensor, target: Tensor) -> None:
         setattr(target, _MARK, recorded_mark(source))
 
 
-def annotate(module: _Module, mesh: Mesh | DeviceMesh, layouts: Mapping[str, SpecLike]) -> _Module:
+def annotate(
+    module: _Module, mesh: Mesh | DeviceMesh | MeshLayout, layouts: Mapping[str, SpecLike]
+) -> _Module:
     """Mark parameters, buffers and outputs of submodules of a model whose source you do not own.
 
     Args:
         module: The model.
-        mesh: The devices, also as torch's DeviceMesh.
+        mesh: The devices, also as torch's DeviceMesh, or a Layout on a mesh.
         layouts: Specs by glob. A glob matches names of parameters and buffers
             ("blocks.*.mlp.up.weight") and of modules ("blocks.*": every floating tensor that the
             module returns). `*` matches within one part of a name, `**` across parts, `?` one
@@ -145,6 +149,7 @@ def annotate(module: _Module, mesh: Mesh | DeviceMesh, layouts: Mapping[str, Spe
         >>> annotate(model, Mesh(data=2, model=4), layouts) is model
         True
     """
+    layouts = mesh.spec(layouts) if isinstance(mesh, MeshLayout) else layouts
     mesh = mesh_of(mesh)
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),

@@ -23,6 +23,7 @@ from .fx_passes.partition.cost_constants import CostConstants
 from .fx_passes.pipeline import run, skippable
 from .fx_passes.program import Request
 from .fx_passes.stages import SCHEDULED
+from .layout_rules import MeshLayout
 from .mesh import Mesh
 from .plan import Plan
 from .prefix_specs import spread_inputs
@@ -33,7 +34,7 @@ from .without_gc import without_gc
 def plan(
     fn: Callable | nn.Module,
     *args: Any,
-    mesh: Mesh | DeviceMesh,
+    mesh: Mesh | DeviceMesh | MeshLayout,
     in_specs: Any = None,
     out_specs: Any = None,
     grad: bool = False,
@@ -54,7 +55,8 @@ def plan(
     Args:
         fn: The function or module to compile.
         args: Positional arguments of fn. Tensors are real, fake or meta, of global shape.
-        mesh: The devices, also as torch's DeviceMesh.
+        mesh: The devices, also as torch's DeviceMesh, or a Layout on a mesh: specs have logical
+            names then.
         in_specs: Layouts of the arguments, as a pytree prefix of args. A mapping is a prefix of
             kwargs. Leaves are specs in string form, or None where propagation decides.
         out_specs: Layouts of the result, as a pytree prefix of it.
@@ -89,6 +91,9 @@ def plan(
         >>> [(c.kind, c.axes) for c in result.collectives]
         [('all_reduce', ('model',))]
     """
+    layout = mesh if isinstance(mesh, MeshLayout) else None
+    if layout is not None:
+        in_specs, out_specs = layout.spec(in_specs), layout.spec(out_specs)
     mesh = mesh_of(mesh)
     check_plan()
     if grad and not isinstance(fn, nn.Module):
@@ -109,6 +114,8 @@ def plan(
     start = time.perf_counter()
     captured = capture(fn, args, kwargs, mesh, grad=grad, param_dtype=param_dtype)
     seconds = time.perf_counter() - start
+    if layout is not None:
+        layout.check_used()
     has_meta_tensor = any(
         isinstance(t, Tensor) and t.is_meta
         for t in (*captured.tensors, *pytree.tree_leaves((args, kwargs)))

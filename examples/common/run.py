@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -122,7 +122,7 @@ class Run:
         return torch.float64 if self.args.dtype == "float64" else torch.float32
 
     @property
-    def precision(self) -> dict[str, torch.dtype]:
+    def precision(self) -> dict[str, Any]:
         """What parallelize takes of the options."""
         dtypes = {n: getattr(self.args, n) for n in ("param_dtype", "reduce_dtype")}
         return {name: getattr(torch, dtype) for name, dtype in dtypes.items() if dtype}

@@ -65,6 +65,7 @@ class MeshModule(ModuleProxy):
             _out_specs=out_specs,
             _hooks=hooks,
             _param_dtype=param_dtype,
+            _layout=None,  # of parallelize: a MeshLayout
             plan=None,
             planning_seconds=0.0,
             **attributes,
@@ -144,5 +145,7 @@ class MeshModule(ModuleProxy):
             varying=call.varying,
             param_dtype=self._param_dtype,
         )
+        if self._layout is not None:
+            self._layout.check_used()
         specs = spread_inputs(self._in_specs, call.args, call.kwargs, self._mesh)
         return captured, [*specs, *(None for _ in captured.state_inputs)]

@@ -15,6 +15,7 @@ from ..compat.versions import check_parallelize
 from ..device_mesh import mesh_of
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError, user_line
+from ..layout_rules import MeshLayout
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch
@@ -30,7 +31,7 @@ BACKENDS = ("torch", "inductor", "xla")
 
 def parallelize(
     model: nn.Module,
-    mesh: Mesh | DeviceMesh,
+    mesh: Mesh | DeviceMesh | MeshLayout,
     *,
     backend: str = "torch",
     in_specs: Any = None,
@@ -56,7 +57,8 @@ def parallelize(
 
     Args:
         model: The module for one device, with marks of mark_sharding on its parameters.
-        mesh: The mesh, with one process per device, also as torch's DeviceMesh.
+        mesh: The mesh, with one process per device, also as torch's DeviceMesh, or a Layout on one:
+            specs have logical names then.
         backend: "torch" runs the program operation by operation, "inductor" compiles it. "xla"
             needs no process group: parameters become XLA tensors, and XLA partitions the program.
         in_specs: Layouts of the arguments.
@@ -105,6 +107,9 @@ def parallelize(
             f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}",
             where=user_line(),
         )
+    layout = mesh if isinstance(mesh, MeshLayout) else None
+    if layout is not None:
+        in_specs, out_specs = layout.spec(in_specs), layout.spec(out_specs)
     mesh = mesh_of(mesh)
     check_parallelize()
     partitioner_options = {
@@ -146,6 +151,7 @@ def parallelize(
             costs=costs,
             reduce_dtype=reduce_dtype,
         )
+    module.__dict__["_layout"] = layout
     carry_optimizers(before, module)
     return module
 

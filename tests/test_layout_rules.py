@@ -1,0 +1,147 @@
+"""Layout: logical names of dimensions, bound to axes by one table."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_same, rand
+from torch import nn
+
+import torchgspmd as gspmd
+from torchgspmd import Layout, Mesh, ShardingError
+
+MESH = Mesh(data=2, model=4)
+TP = Layout({"batch": "data", "heads": "model", "mlp": "model", "length": "model", "embed": None})
+
+
+@pytest.mark.parametrize(
+    "names, spec",
+    [
+        ("batch length embed", "data model _"),
+        ("batch length heads _", "data _ model _"),  # heads come before length in the table
+        ("batch ? mlp", "data ? model"),
+        ("batch+mlp _", "data+model _"),
+        ("mlp heads", "_ model"),
+        ("", ""),
+    ],
+)
+def test_specs(names, spec):
+    assert TP.on(MESH).spec(names) == spec
+
+
+def test_containers_are_translated_leaf_by_leaf():
+    layout = TP.on(MESH)
+    assert layout.spec(({"x": "batch _"}, ["mlp"], None)) == ({"x": "data _"}, ["model"], None)
+
+
+def test_alternatives_and_what_is_passed_over():
+    layout = Layout({"batch": "data", "expert": ("expert", "data", "model")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bound = layout.on(MESH)
+    assert bound.spec("expert _") == "data _"
+    assert bound.explain("batch expert") == (
+        "data model ('expert' not on expert: the mesh has no expert; "
+        "'expert' not on data: taken by 'batch')"
+    )
+    assert (
+        str(bound) == "batch   data\nexpert  data ('expert' not on expert: the mesh has no expert)"
+    )
+    assert str(layout) == "batch   data\nexpert  expert or data or model"
+
+
+def test_names_without_an_axis_are_said_once():
+    with pytest.warns(UserWarning, match="'heads' and 'mlp' and 'length': whole on every device"):
+        bound = TP.on(Mesh(data=2))
+    assert bound.spec("batch length embed") == "data _ _"
+
+
+def test_layouts_combine():
+    zero = Layout({"embed": "data"})
+    both = TP | zero
+    assert both.on(MESH).spec("mlp embed") == "model data"
+    assert TP.on(MESH).spec("mlp embed") == "model _"
+    assert both == TP | zero and hash(both) == hash(TP | zero) and both != TP
+
+
+@pytest.mark.parametrize(
+    "act, message",
+    [
+        (lambda: TP.on(MESH).spec("batch head"), "no rule for 'head'.*did you mean 'heads'"),
+        (lambda: Layout({"a b": "data"}), "'a b' is no name"),
+        (lambda: Layout({"a": 3}), "is no name|not iterable"),
+        (lambda: Layout({"a": ["x y"]}), "'x y' is no name"),
+    ],
+)
+def test_errors(act, message):
+    with pytest.raises((ShardingError, TypeError), match=f"(?s){message}"):
+        act()
+
+
+class Net(nn.Module):
+    def __init__(self, layout):
+        super().__init__()
+        self.layout, self.up, self.down = layout, nn.Linear(4, 8), nn.Linear(8, 4)
+        gspmd.annotate(
+            self,
+            layout,
+            {"up.weight": "mlp embed", "up.bias": "mlp", "down.weight": "embed mlp"},
+        )
+
+    def forward(self, x):  # [b, m]
+        hidden = gspmd.mark_sharding(self.up(x).relu(), self.layout, "batch mlp")
+        return self.down(hidden)
+
+
+TABLES = {
+    "dp": (Layout({"batch": "data", "mlp": None, "embed": None}), {"all_reduce"}),
+    "tp": (Layout({"batch": None, "mlp": "model", "embed": None}), {"all_reduce"}),
+    "fsdp": (
+        Layout({"batch": "data", "mlp": None, "embed": "data"}),
+        {"all_gather", "reduce_scatter", "all_reduce"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_one_table_switches_a_model(name):
+    table, kinds = TABLES[name]
+    layout = table.on(Mesh(data=2, model=2))
+    torch.manual_seed(0)
+    model, x = Net(layout), rand(64, 4)
+    plan = gspmd.plan(model, x, mesh=layout, in_specs="batch _", out_specs="batch _", grad=True)
+    assert {c.kind for c in plan.collectives} <= kinds
+    got, gradients = plan.simulate(x)
+    want = model(x)
+    want.sum().backward()
+    assert_same(got, want.detach())
+    for name, parameter in model.named_parameters():
+        assert_same(gradients[name], parameter.grad, name)
+
+
+def test_a_rule_that_no_mark_uses_is_an_error():
+    layout = Layout({"batch": "data", "mpl": "model", "mlp": "model", "embed": None}).on(MESH)
+    with pytest.raises(ShardingError, match="rule for 'mpl', which no mark uses") as error:
+        gspmd.plan(Net(layout), rand(8, 4), mesh=layout, in_specs="batch _")
+    assert "did you mean 'mlp'?" in str(error.value)
+
+
+def test_parallelize_takes_a_layout():
+    """One process; what a layout remembers of its use makes no other program."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layout = Layout({"batch": "data", "mlp": None, "embed": None}).on(Mesh(data=1))
+        module = gspmd.parallelize(Net(layout), layout, in_specs="batch _")
+        plans = []
+        for _ in range(2):
+            module(rand(8, 4)).sum().backward()
+            plans.append(module.plan)
+        assert plans[0] is plans[1]
+        unused = Layout({"batch": "data", "mlp": None, "embed": None, "head": None})
+        layout = unused.on(Mesh(data=1))
+        module = gspmd.parallelize(Net(layout), layout, in_specs="batch _")
+        with pytest.raises(ShardingError, match="rule for 'head', which no mark uses"):
+            module(rand(8, 4))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,263 @@
+"""Layout: a table from logical names of dimensions to axes of a mesh.
+
+    tp = Layout({"batch": "data", "heads": "model", "embed": None}).on(mesh)
+    mark_sharding(q, tp, "batch _ heads _")             # on data=2,model=4: "data _ model _"
+
+A model names its dimensions; the table alone says how they lie on a mesh. The idea is that of
+Mesh-TensorFlow's layout rules (arXiv 1811.02084).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ShardingError, did_you_mean, user_line
+from .mesh import Mesh
+
+Axes = tuple[str, ...]
+Rule = str | Sequence[str] | None
+
+
+class Layout:
+    """A table of rules: logical name -> axes.
+
+    Args:
+        rules: Each value is an axis ("model"), axes joined by "+" (major first), None (whole on
+            every device), or a sequence of such, of which the first that can be taken is taken.
+            A name that comes before others takes its axes before them.
+
+    Raises:
+        ShardingError: A name or an axis is no identifier.
+
+    Example:
+        >>> from torchgspmd import Layout, Mesh
+        >>> tp = Layout({"batch": "data", "heads": "model", "embed": None})
+        >>> print((tp | Layout({"embed": "data"})).on(Mesh(data=2, model=4)))
+        batch  data
+        heads  model
+        embed  data
+    """
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        self.rules: dict[str, tuple[Axes, ...]] = {
+            _name(name): tuple(
+                map(_axes, (rule,) if rule is None or isinstance(rule, str) else rule)
+            )
+            for name, rule in rules.items()
+        }
+
+    def __or__(self, other: Layout) -> Layout:
+        """Return the rules of both; where both have a name, those of `other`, as with dicts."""
+        combined = Layout({})
+        combined.rules = self.rules | other.rules
+        return combined
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and [*self.rules.items()] == [*other.rules.items()]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.rules.items()))
+
+    def __str__(self) -> str:
+        return _table((n, " or ".join(map(_text, axes))) for n, axes in self.rules.items())
+
+    def __repr__(self) -> str:
+        return f"Layout({ {n: [*map(_text, axes)] for n, axes in self.rules.items()} })"
+
+    def on(self, mesh: Mesh) -> MeshLayout:
+        """Return the table for a mesh, which marks take in place of the mesh.
+
+        A name whose axes the mesh lacks is not sharded, with a warning.
+
+        Args:
+            mesh: The devices.
+
+        Returns:
+            What `mark_sharding`, `annotate`, `plan` and `parallelize` take as `mesh`: specs are
+            logical names then.
+
+        Raises:
+            ShardingError: Never.
+
+        Example:
+            >>> from torchgspmd import Layout, Mesh
+            >>> layout = Layout({"batch": "data", "heads": ("model", "data")})
+            >>> layout.on(Mesh(data=2)).spec("heads _")
+            'data _'
+        """
+        lost = [
+            name
+            for name, choices in self.rules.items()
+            if any(choices) and not any(c and _has(mesh, c) for c in choices)
+        ]
+        if lost:
+            warnings.warn(
+                f"{' and '.join(map(repr, lost))}: whole on every device, since mesh {mesh} has "
+                "none of the axes that the layout names",
+                stacklevel=2,
+            )
+        return MeshLayout(self, mesh)
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """A Layout on a mesh: translates logical names to axes."""
+
+    layout: Layout
+    mesh: Mesh
+    used: set[str] = field(default_factory=set, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return _table((name, self.explain(name)) for name in self.layout.rules)
+
+    def spec(self, names: Any) -> Any:
+        """Return the spec of a tensor whose dimensions have these names.
+
+        Args:
+            names: One word a dimension: a name of the table, `_`, `?`, or names joined by "+".
+                Containers are translated leaf by leaf; what is no string stays as it is.
+
+        Returns:
+            The spec as a string.
+
+        Raises:
+            ShardingError: The table has no rule for a name.
+
+        Example:
+            >>> from torchgspmd import Layout, Mesh
+            >>> layout = Layout({"heads": "model", "length": "model"}).on(Mesh(model=4))
+            >>> layout.spec("length heads _"), layout.spec("length _")
+            ('_ model _', 'model _')
+        """
+        if isinstance(names, Mapping):
+            return {key: self.spec(value) for key, value in names.items()}
+        if isinstance(names, (tuple, list)):
+            return type(names)(map(self.spec, names))
+        if not isinstance(names, str):
+            return names
+        self.used.update(_words(names))
+        return _spec(names, self._choose(names))
+
+    def explain(self, names: str) -> str:
+        """Return which axes the names get in one tensor, and what was passed over, as text.
+
+        Args:
+            names: As in `spec`.
+
+        Returns:
+            One line.
+
+        Raises:
+            ShardingError: The table has no rule for a name.
+
+        Example:
+            >>> from torchgspmd import Layout, Mesh
+            >>> layout = Layout({"heads": "model", "length": "model"}).on(Mesh(model=4))
+            >>> layout.explain("length heads _")
+            "_ model _ ('length' not on model: taken by 'heads')"
+        """
+        chosen = self._choose(names)
+        owners = {axis: name for name, axes in chosen.items() for axis in axes}
+        reasons = []
+        for name in chosen:
+            for axes in self.layout.rules[name]:
+                if axes == chosen[name]:
+                    break
+                lacks = [a for a in axes if a not in self.mesh.names]
+                takers = dict.fromkeys(repr(owners[a]) for a in axes if owners.get(a, name) != name)
+                why = f"the mesh has no {'+'.join(lacks)}" if lacks else "taken by "
+                why += "" if lacks else " and ".join(takers)
+                reasons.append(f"'{name}' not on {_text(axes)}: {why}")
+        return _spec(names, chosen) + (f" ({'; '.join(reasons)})" if reasons else "")
+
+    def check_used(self) -> None:
+        """Raise ShardingError if the table has rules for names that no mark has used.
+
+        `plan` calls it, and the first call of a module of `parallelize`.
+
+        Raises:
+            ShardingError: Such a rule exists.
+
+        Example:
+            >>> from torchgspmd import Layout, Mesh
+            >>> layout = Layout({"heads": "model"}).on(Mesh(model=4))
+            >>> _ = layout.spec("heads _")
+            >>> layout.check_used()
+        """
+        for name in self.layout.rules:
+            if name not in self.used:
+                raise ShardingError(
+                    f"the layout has a rule for '{name}', which no mark uses",
+                    where=user_line(),
+                    fix=did_you_mean(name, sorted(self.used)),
+                )
+
+    def _choose(self, names: str) -> dict[str, Axes]:
+        """Return the axes of each name; those that come first in the table choose first."""
+        words = _words(names)
+        for name in words:
+            if name not in self.layout.rules:
+                raise ShardingError(
+                    f"the layout has no rule for '{name}'",
+                    where=user_line(),
+                    fix=did_you_mean(name, self.layout.rules),
+                )
+        taken: set[str] = set()
+        chosen: dict[str, Axes] = dict.fromkeys(words, ())
+        for name, choices in self.layout.rules.items():
+            for axes in choices if name in chosen else ():
+                if _has(self.mesh, axes) and taken.isdisjoint(axes):
+                    chosen[name] = axes
+                    taken.update(axes)
+                    break
+        return chosen
+
+
+def _words(names: str) -> list[str]:
+    """Return the logical names of a spec."""
+    return [name for word in names.split() for name in word.split("+") if name not in ("_", "?")]
+
+
+def _spec(names: str, chosen: Mapping[str, Axes]) -> str:
+    """Return a spec, with the axes of each name where it stands first."""
+    remaining, words = dict(chosen), []
+    for word in names.split():
+        axes = [axis for name in word.split("+") for axis in remaining.pop(name, ())]
+        words.append("?" if word == "?" else "+".join(axes) or "_")
+    return " ".join(words)
+
+
+def _has(mesh: Mesh, axes: Axes) -> bool:
+    return all(axis in mesh.names for axis in axes)
+
+
+def _name(name: Any) -> str:
+    """Return an identifier. Raise for anything else."""
+    if not isinstance(name, str) or not name.isidentifier() or name == "_":
+        raise ShardingError(
+            f"{name!r} is no name of a dimension or an axis",
+            where=user_line(),
+            fix='a rule is "heads": "model", "model+data", None, or a sequence of these',
+        )
+    return name
+
+
+def _axes(rule: Any) -> Axes:
+    """Return the axes of one alternative."""
+    if rule is None or rule == "_":
+        return ()
+    return tuple(map(_name, rule.split("+") if isinstance(rule, str) else (rule,)))
+
+
+def _text(axes: Axes) -> str:
+    return "+".join(axes) or "_"
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    """Return two columns as text."""
+    lines = [*rows]
+    width = max((len(name) for name, _ in lines), default=0)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
