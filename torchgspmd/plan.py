@@ -19,6 +19,7 @@ from .capture import (
     OUTPUT,
     PARAMETER,
     TANGENT,
+    UNKNOWN,
     Captured,
     opened,
 )
@@ -321,7 +322,7 @@ class Plan(PlanViews):
                     fix="make a plan for these shapes",
                 )
         summed = self.captured.visible()
-        if any(not isinstance(n, int) for i in self.captured.inputs for n in i.shape):
+        if any(UNKNOWN in each.shape for each in self.captured.inputs):
             raise ShardingError(
                 "a result has a size that is known only when the program runs, "
                 "and so has its gradient",

@@ -20,6 +20,7 @@ from .state.value_guards import ValueGuard
 from .state.writes import Write, apply_writes
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
+UNKNOWN = -1  # the size of a tangent's dimension that only a run knows
 OUTPUT, MUTATION, GRADIENT, OBSERVED = "output", "mutation", "gradient", "observed"
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
-from .captured import TANGENT, Input
+from .captured import TANGENT, UNKNOWN, Input
 from .stand_in_sizes import StandInSizes
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
@@ -44,9 +44,9 @@ def normalize(
     for node, (output, seed) in zip(_seed_nodes(old_nodes, tangents), tangents):
         new[node] = graph.placeholder(f"tangent_{output}")
         _copy_meta(node, new[node], sizes)
-        inputs.append(
-            Input(TANGENT, f"tangent_{output}", tuple(seed.shape), seed.dtype, output=output)
-        )
+        val, other = new[node].meta["val"], new[node].meta.get("other", new[node].meta["val"])
+        shape = tuple(n if n == m else UNKNOWN for n, m in zip(val.shape, other.shape))
+        inputs.append(Input(TANGENT, f"tangent_{output}", shape, seed.dtype, output=output))
     for node in old_nodes:
         if node.target in _IDENTITIES:
             new[node] = new[node.args[0]]

@@ -30,6 +30,7 @@ from ..comm.kinds import KINDS, Step
 from ..comm.kinds.kind import Kind
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
+from ..custom_ops.numbers import at_least
 from ..fx_passes.replication_report import ReplicatedOp
 from ..halo import Window
 from ..mesh import Mesh
@@ -55,7 +56,7 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     (f.__module__, f.__name__): f
     for f in (
         *(f for f in vars(local_ops).values() if isinstance(f, FunctionType)),
-        *(start, wait, operator.getitem, operator.neg),
+        *(start, wait, at_least, operator.getitem, operator.neg),
         *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv),
         *(operator.mod, operator.pow, operator.and_, operator.or_),
         *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
