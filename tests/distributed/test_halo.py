@@ -51,3 +51,28 @@ def test_halos_are_exchanged(mesh):
 @distributed("s=2")
 def test_halos_are_exchanged_in_compiled_programs(mesh):
     check(mesh, "_ _ s _", "inductor")
+
+
+class Moves(nn.Module):
+    """Rows of two dimensions change places, and a shift has fewer rows than devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(1.0, 36.0).reshape(5, 7).double())
+
+    def forward(self, x):
+        x = (x * self.scale).flip(0, 1)
+        return torch.cat([x[:1] * 2, x[:-1]]).roll((1, 1), (0, 1))
+
+
+@distributed("a=2,b=2", "a=4")
+def test_rows_of_two_dimensions_move(mesh):
+    one, x = Moves(), torch.randn(5, 7, dtype=torch.float64)
+    spec = "a b" if "b" in mesh.names else "a _"
+    many = gspmd.parallelize(copy.deepcopy(one), mesh, in_specs=spec, out_specs=spec)
+    for model in (one, many):
+        model(x).pow(2).sum().backward()
+    torch.testing.assert_close(many(x).full_tensor(), one(x))
+    grad = many.scale.grad
+    grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    torch.testing.assert_close(grad, one.scale.grad)

@@ -300,6 +300,29 @@ def test_a_pool_runs_where_its_windows_are(pool, rows):
     assert plan.sent_bytes == 7 / 8 * 16 * 56 * 4
 
 
+@pytest.mark.parametrize(
+    "name, function, elements",
+    [
+        ("flip of both", lambda x: x.flip(0, 1), 16),
+        ("roll of whole shards", lambda x: x.roll((4, -4), (0, 1)), 16),
+        ("roll of some rows", lambda x: x.roll((1, 1), (0, 1)), 7),
+        ("roll and flip", lambda x: x.roll(1, 0).flip(1, 0), 16),
+    ],
+)
+@pytest.mark.parametrize("mesh", [Mesh(a=2, b=4), Mesh(b=3, a=2), Mesh(a=2, b=2, c=2)])
+def test_rows_of_two_dimensions_move_at_once(name, function, elements, mesh):
+    for shape in ((8, 16), (7, 13), (5, 9)):
+        x, dy = torch.randn(2, *shape, dtype=torch.float64)
+        specs = [("b a",), ("a b",)] if "c" not in mesh.names else [("a c+b",), ("a b+c",)]
+        for spec in specs:
+            plan = check(function, (x,), spec, mesh, *spec)
+            check(with_gradients(function, 1), (x, dy), (*spec, *spec), mesh)
+            if (mesh.shape, shape, spec) == ((2, 4), (8, 16), ("a b",)):
+                assert plan.sent_bytes <= elements * 8, f"{name}: {plan}"
+            if "flip" in name:
+                assert len(plan.collectives) == 1, f"{name}: {plan}"
+
+
 def test_a_part_is_computed_by_the_kernel_of_the_whole():
     """PyTorch convolves one small image by other code than two of them; a ReLU behind it would see
     the difference.

@@ -7,7 +7,7 @@ bandwidth-optimal algorithms send per device
     all_gather        (n-1)/n B         payload: the gathered tensor
     reduce_scatter    (n-1)/n B         payload: the tensor before it is scattered
     all_to_all        (n-1)/n B         payload: the tensor of one device
-    permute, halo           B           payload: what the busiest device really sends or receives
+    permute, halo, halos    B           payload: what the busiest device really sends or receives
 
 docs/adding_a_collective.md adds a kind.
 """
@@ -22,6 +22,7 @@ from .all_gather import all_gather
 from .all_reduce import all_reduce
 from .all_to_all import all_to_all
 from .halo import halo
+from .halos import halos
 from .kind import CollectiveKind as CollectiveKind
 from .kind import FusedKind as FusedKind
 from .kind import Kind as Kind
@@ -46,6 +47,7 @@ KINDS: dict[str, Kind] = {
         reduce_scatter,
         permute,
         halo,
+        halos,
         term,
         window,
         gather_einsum,

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from ...comm.kinds import Step, window
 from ...comm.kinds.halo import halo_step
+from ...comm.kinds.halos import halos_step
 from ...mesh import Mesh
 from ...shard_spec import ShardSpec
 from .cost_constants import CostConstants
@@ -43,14 +44,23 @@ def halo_steps(
     after: ShardSpec,
     constants: CostConstants,
 ) -> Path:
-    """Return (cost, steps) in the cheapest order of the dimensions."""
+    """Return (cost, steps) in the cheapest order of the dimensions, or at once if that sends less.
+
+    Halos of several dimensions have the same rows either way. Where shards change places, as in a
+    flip of two dimensions, they would be sent once for each dimension.
+    """
     dims = [d for d, rows in enumerate(after.windows) if rows]
     orders = (
         _in_order(mesh, shape, itemsize, start, after, order)
         for order in itertools.permutations(dims)
     )
     paths = ((sum(step_cost(step, constants) for step in steps), steps) for steps in orders)
-    return min(paths, key=lambda path: path[0])
+    cost, steps = min(paths, key=lambda path: path[0])
+    if sum(step.sent > 0 for step in steps) > 1 and start.dims == after.dims:
+        once = halos_step(mesh, shape, itemsize, start, after)
+        if once is not None and once.sent < sum(step.sent for step in steps):
+            return step_cost(once, constants), (once,)
+    return cost, steps
 
 
 def _in_order(
