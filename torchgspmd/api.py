@@ -65,7 +65,7 @@ def plan(
         rng: "global" draws the random numbers of a mesh of one device. "native" draws from
             PyTorch's generator: each shard has numbers of its own.
         regather: Whether weights are gathered again for the backward: "always", "never", or
-            "auto" (if a GPU's memory would not suffice otherwise).
+            "auto" (if a GPU's memory would not suffice otherwise). "all": not weights alone.
         skip_passes: Passes to leave out: some of "bucket", "collective_matmul", "overlap" and
             "prefetch".
         costs: Other values for constants of the cost model, by name;
@@ -163,7 +163,7 @@ def compile_plan(
     GPUs); by default that of the input tensors.
     """
     _check_option("rng", rng, ("global", "native"))
-    _check_option("regather", regather, ("auto", "always", "never"))
+    _check_option("regather", regather, ("auto", "always", "all", "never"))
     for name in skip_passes:
         _check_option("pass", name, skippable())
     request = Request(

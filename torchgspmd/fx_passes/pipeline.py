@@ -148,7 +148,7 @@ def _of(rewrite: Callable[[fx.Graph], fx.Graph]) -> Callable[[Program], fx.Graph
     return lambda p: rewrite(p.graph)
 
 
-_REGATHER = {"auto": (False, True), "always": (True,), "never": (False,)}
+_REGATHER = {"auto": (False, True), "always": (True,), "all": (True,), "never": (False,)}
 
 PIPELINE: tuple[Step, ...] = (
     # Layouts and collectives. A product whose result is cut may be computed piece by piece.
@@ -183,7 +183,12 @@ PIPELINE: tuple[Step, ...] = (
         enough=_fits_device,
         cost=None,
         passes=(
-            Pass("regather_weights", _of(regather_weights), PARTITIONED, PARTITIONED),
+            Pass(
+                "regather_weights",
+                lambda p: regather_weights(p.graph, activations=p.request.regather == "all"),
+                PARTITIONED,
+                PARTITIONED,
+            ),
             Pass("localize", localize, PARTITIONED, LOCAL),
             Pass(
                 "collective_matmul",

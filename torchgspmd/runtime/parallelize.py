@@ -72,7 +72,8 @@ def parallelize(
         shard_updates: An axis, such as "data". Every parameter, its gradient and its optimizer
             state are stored sharded over that axis besides their mark (ZeRO; arXiv 2004.13336).
         regather: Whether the backward gathers weights again: "always", "never" (they are kept), or
-            "auto": only if they would not fit a GPU's memory. Not for "xla".
+            "auto": only if they would not fit a GPU's memory. "all": it gathers all again, as the
+            keys of a long context. Not for "xla".
         skip_passes: Passes to leave out of "bucket", "collective_matmul", "overlap" and "prefetch";
             the same on all ranks. Not for "xla".
         costs: Other values for constants of the cost model, by name, the same on all ranks;

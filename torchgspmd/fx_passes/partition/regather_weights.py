@@ -13,8 +13,11 @@ from __future__ import annotations
 from torch import fx
 
 
-def regather_weights(graph: fx.Graph) -> fx.Graph:
-    """Rewrite the graph in place and return it."""
+def regather_weights(graph: fx.Graph, activations: bool = False) -> fx.Graph:
+    """Rewrite the graph in place and return it.
+
+    activations: Gather all again that the forward gathered, as the keys of a long context.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     # gathered value -> the first node of the backward that needs it
     gathered: dict[fx.Node, fx.Node | None] = {}
@@ -23,8 +26,14 @@ def regather_weights(graph: fx.Graph) -> fx.Graph:
         if (
             node.op == "call_function"
             and not node.meta.get("backward")
-            and _depends_on_one_input(node)
-            and (step is not None and step.target.gathers or node.args[0] in gathered)
+            and (activations or _depends_on_one_input(node))
+            and (
+                step is not None
+                and step.target.gathers
+                or node.args
+                and node.args[0] in gathered
+                and len(node.all_input_nodes) == 1
+            )
         ):
             gathered[node] = None
     for node in reversed(gathered):
