@@ -65,3 +65,37 @@ def test_sizes_of_each_call(mesh):
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
             for gradient, one in zip(gradients, wanted):
                 torch.testing.assert_close(gradient.full_tensor(), one, rtol=1e-10, atol=1e-10)
+
+
+class Chosen(nn.Module):
+    """A layer of the rows that values choose: a result of another size in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 6, dtype=torch.double)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[x[:, 0] > 0]
+        return self.layer(rows) if rows.shape[0] > 0 else x
+
+
+@distributed("model=2")
+def test_results_of_unknown_size(mesh):
+    """Results and their gradients have the sizes of the call; too few rows are an error."""
+    torch.manual_seed(0)
+    model = Chosen()
+    reference = copy.deepcopy(model)
+    gspmd.annotate(model, mesh, {"layer.weight": "model _"})
+    sharded = gspmd.parallelize(model, mesh, out_specs="_ model")
+    for x in torch.randn(2, 7, 8, dtype=torch.double):
+        result, expected = sharded(x), reference(x)
+        assert result.shape == expected.shape and result.to_local().shape[1] == 3
+        torch.testing.assert_close(result.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+        for each in (sharded, reference):
+            each.zero_grad()
+        result.full_tensor().square().sum().backward()
+        expected.square().sum().backward()
+        gradient = sharded.layer.weight.grad.full_tensor()
+        torch.testing.assert_close(gradient, reference.layer.weight.grad, rtol=1e-10, atol=1e-10)
+    with pytest.raises(gspmd.ShardingError, match="is 0, and the program was made for 1 and more"):
+        sharded(-x.abs())
