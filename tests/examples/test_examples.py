@@ -84,7 +84,7 @@ def test_simulated_loss_and_gradients(mesh: str, layout: str, text: Characters) 
     tokens, targets = text.batch(0, seed=0, size=6, context=12)
     loss = model(tokens, targets)
     loss.backward()
-    plan = gspmd.plan(model, tokens, targets, mesh=model.mesh, grad=True)
+    plan = gspmd.plan(model, tokens, targets, mesh=model.layout, grad=True)
     check(plan, model, loss, tokens, targets)
     assert not [
         op for op in plan.replicated_ops if "is gathered" not in op.why
@@ -117,7 +117,7 @@ def test_simulated_vision_transformer(mesh: str, layout: str, digits: Digits) ->
 
 
 def test_layouts_say_what_is_marked() -> None:
-    for layouts in (LAYOUTS, VIT_LAYOUTS):
+    for layouts in ({n: layout.rules for n, layout in LAYOUTS.items()}, VIT_LAYOUTS):
         assert len({tuple(sorted(layout)) for layout in layouts.values()}) == 1
 
 
