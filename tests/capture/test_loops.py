@@ -1,0 +1,102 @@
+"""cond, scan, map, associative_scan and while_loop: numbers, gradients, and one reduction."""
+
+import pytest
+import torch
+from torch import nn
+from torch._higher_order_ops import associative_scan, scan, while_loop
+from torch._higher_order_ops.map import map as map_rows
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh, ShardingError
+
+MESH = Mesh(data=2, model=2)
+
+
+class Loop(nn.Module):
+    """A sum of what one of the loops returns, of a batch x [b, s, k]."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run, self.weight = run, nn.Parameter(torch.randn(6, 6, dtype=torch.double) / 3)
+
+    def forward(self, x):
+        return self.run(x, self.weight)
+
+
+def scanned(x, w):
+    carry, rows = scan(
+        lambda h, row: (torch.tanh(row + h @ w), (h * row).sum(1)),
+        torch.zeros_like(x[:, 0]),
+        x,
+        dim=1,
+    )
+    return carry.square().sum() + rows.square().sum()
+
+
+def mapped(x, w):
+    return map_rows(lambda row, w: (row @ w).relu(), x, w).square().sum()
+
+
+def accumulated(x, w):
+    return associative_scan(torch.mul, (x @ w).sigmoid(), 1, combine_mode="generic").sum()
+
+
+def chosen(x, w):
+    y = x @ w
+    return torch.cond(y.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (y,)).square().sum()
+
+
+def counted(x, w):
+    _, y = while_loop(
+        lambda i, y: i < 3, lambda i, y: (i + 1, (y @ w).tanh()), (torch.tensor(0), x)
+    )
+    return y.square().sum()
+
+
+LOOPS = (scanned, mapped, accumulated, chosen)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("run", LOOPS, ids=lambda f: f.__name__)
+def test_numbers_and_gradients(run):
+    torch.manual_seed(0)
+    model, x = Loop(run), torch.randn(4, 3, 6, dtype=torch.double)
+    model(x).backward()
+    gspmd.mark_sharding(model.weight, MESH, "_ model")
+    result = gspmd.plan(model, x, mesh=MESH, in_specs=("data _ _",), grad=True)
+    loss, gradients = result.simulate(x)
+    torch.testing.assert_close(loss, model(x), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gradients["weight"], model.weight.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_a_loop_that_counts():
+    x, w = torch.randn(4, 3, 6, dtype=torch.double), torch.randn(6, 6, dtype=torch.double)
+    result = gspmd.plan(counted, x, w, mesh=MESH, in_specs=("data _ _", "_ model"))
+    torch.testing.assert_close(result.simulate(x, w), counted(x, w), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_gradient_of_a_weight_of_all_iterations_is_reduced_once():
+    """Its terms stay pending over data until the last one is added."""
+
+    def loss(x, w):
+        def body(total, rows):
+            return total + (rows @ w).square().sum(), rows.sum()
+
+        return scan(body, x.new_zeros(()), x, dim=0)[0]
+
+    model, x = Loop(loss), torch.randn(5, 8, 6, dtype=torch.double)
+    result = gspmd.plan(model, x, mesh=Mesh(data=4), in_specs=("_ data _",), grad=True)
+    sums = [c.payload_bytes for c in result.collectives if c.kind == "all_reduce"]
+    assert sorted(sums) == [8, 6 * 6 * 8]
+    expected = torch.autograd.grad(model(x), model.weight)[0]
+    torch.testing.assert_close(result.simulate(x)[1]["weight"], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loop_whose_length_depends_on_values():
+    def halve(x):
+        return while_loop(lambda x: x.sum() > 1, lambda x: (x / 2,), (x,))[0]
+
+    with pytest.raises(ShardingError, match="depends on values"):
+        gspmd.plan(halve, torch.ones(4), mesh=MESH)
