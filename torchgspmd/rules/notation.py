@@ -56,15 +56,30 @@ class Split:
     hands: the result that has another format then (max-pool indices). takes: the operand that must
     have that format. merges: the only factor that is split; results for its shards are merged.
     balances: the only factor that is split, though it may be sharded: later shards would have more
-    to do than earlier ones. instead: a factor that the axes shard in its place, from so many shards
-    on.
+    to do than earlier ones.
     """
 
     hands: int | None = None
     takes: int | None = None
     merges: str | None = None
     balances: str | None = None
-    instead: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Instead:
+    """A factor of which some operands need all rows can leave its axes to another factor.
+
+    moved: the bytes that are exchanged then, in those of the operands that are gathered otherwise.
+    """
+
+    factor: str
+    other: str
+    moved: float
+
+    def sent(self, count: int, part: int) -> float:
+        """Return what is sent if `part` of `count` shards are of the other factor, in the same."""
+        rest = count // part
+        return self.moved * (part - 1) / (part * count) + (rest - 1) / (rest * part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +106,7 @@ class FactorRule:
     moves: bool = False
     local: LocalForm = LocalForm()
     split: Split | None = None
+    instead: Instead | None = None
     # Whether the number of multiplications is the product of all factor sizes.
     contraction: bool = False
     # False: no rule describes the operation, so it runs replicated.

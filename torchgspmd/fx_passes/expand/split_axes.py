@@ -35,6 +35,8 @@ def required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str
         ):
             for axis, part in _blocked_axes(op, layouts):
                 sizes.setdefault(axis, set()).add(part)
+        for axis, part in _shared_axes(op, layouts):
+            sizes.setdefault(axis, set()).add(part)
     splits: dict[str, tuple[int, ...]] = {}
     for axis, part_sizes in sizes.items():
         size, before = layouts.mesh.count((axis,)), 1
@@ -62,6 +64,33 @@ def _blocked_axes(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
                         blocked.append((rest[0], part))
                     break
     return blocked
+
+
+def _shared_axes(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
+    """Return (axis, size of its major part) for an axis of a factor that another one may share.
+
+    The other factor gets the minor part, if all of the axis does not divide it, and if that sends
+    less.
+    """
+    instead, mesh = op.rule.instead, layouts.mesh
+    if instead is None:
+        return []
+    tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
+    axes: dict[str, set[str]] = {instead.factor: set(), instead.other: set()}
+    for value, dims in tensors:
+        for factors, along in zip(dims, layouts.spec[value].dims if value is not None else ()):
+            if factors and factors[0] in axes:
+                axes[factors[0]] |= {*along}
+    if len(axes[instead.factor]) != 1 or axes[instead.factor] & axes[instead.other]:
+        return []
+    (axis,) = axes[instead.factor]
+    count = mesh.count((axis,))
+    part = math.gcd(
+        op.rule.sizes.get(instead.other, 1) // mesh.count((*axes[instead.other],)), count
+    )
+    if not 1 < part < count or instead.sent(count, part) >= instead.sent(count, 1):
+        return []
+    return [(axis, count // part)]
 
 
 def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:

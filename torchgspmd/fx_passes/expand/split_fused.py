@@ -171,10 +171,12 @@ def _balanced_shards(op: Op, layouts: Layouts) -> int:
     count = layouts.mesh.count(cuts.pop()) if len(cuts) == 1 else 1
     if count == 1 or sizes.get(str(split.balances), 1) % (2 * count):
         return 1
-    factor, least = split.instead or ("", 0)
-    others = [layouts.mesh.count(axes) for axes in _axes_along(op, factor, layouts)]
-    fits = sizes.get(factor, 1) % (count * max(others, default=1)) == 0
-    return 1 if fits and count >= least else count
+    instead = op.rule.instead
+    if instead is None:
+        return count
+    others = [layouts.mesh.count(axes) for axes in _axes_along(op, instead.other, layouts)]
+    fits = sizes.get(instead.other, 1) % (count * max(others, default=1)) == 0
+    return 1 if fits and instead.sent(count, count) <= instead.sent(count, 1) else count
 
 
 def _axes_along(op: Op, factor: str | None, layouts: Layouts) -> list[tuple[str, ...]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ....compat.operators import aten
 from ....custom_ops.attention import merge_parts
 from ...local_builder import LocalBuilder
-from ...notation import Call, DimNames, FactorRule, LocalForm, Split, factors
+from ...notation import Call, DimNames, FactorRule, Instead, LocalForm, Split, factors
 from ...registry import rule_for
 from ...rewrites import rewrite
 
@@ -63,6 +63,7 @@ def _attention(call: Call) -> FactorRule:
         replicated="t d e",
         contraction=True,
         split=_split_of(call, call.args[3], mask or None),
+        instead=_instead(q, k),
         local=LocalForm(_emit_queries, when="s t"),
     )
 
@@ -80,13 +81,14 @@ def _split_of(call: Call, causal: bool, mask: Any) -> Split | None:
 
 
 def _balanced(q: Tensor, k: Tensor, causal: bool, mask: Any) -> Split | None:
-    """Return by which factor causal attention of a long sequence to itself is split.
+    """Return by which factor causal attention of a long sequence to itself is split."""
+    balances = causal and mask is None and q.shape[-2] == k.shape[-2] >= BALANCED_QUERIES
+    return Split(balances="s") if balances else None
 
-    Exchanging all tensors for heads sends (2 + 2 groups) / shards of keys, gathering keys 2.
-    """
-    queries, keys, groups = q.shape[-2], k.shape[-2], q.shape[-3] // k.shape[-3]
-    balances = causal and mask is None and queries == keys >= BALANCED_QUERIES
-    return Split(balances="s", instead=("h", groups + 1)) if balances else None
+
+def _instead(q: Tensor, k: Tensor) -> Instead:
+    """Return that heads may be sharded in place of queries: queries and results move, too."""
+    return Instead("s", "h", 1 + q[..., 0, 0].numel() * q.shape[-2] / k[..., 0].numel())
 
 
 @rule_for(ours.attention_backward.default)
@@ -101,6 +103,7 @@ def _attention_backward(call: Call) -> FactorRule:
         replicated="d e",
         contraction=True,
         split=_balanced(q, k, call.args[6], mask or None),
+        instead=_instead(q, k),
         local=LocalForm(_emit_backward, when="s t"),
     )
 
