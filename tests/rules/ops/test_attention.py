@@ -204,6 +204,24 @@ def test_the_forward_sends_no_more_than_the_cheapest_way(devices: int, kv_heads:
     assert result.sent_bytes <= min(ways)
 
 
+@pytest.mark.parametrize("kind", ["causal", "none"])
+def test_heads_take_a_part_of_an_axis(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 of 8 devices by heads, 2 by queries. Keys of 4 heads would be sent whole otherwise."""
+    monkeypatch.setattr(attention_rules, "BALANCED_QUERIES", 16)
+    heads, s, d = 4, 32, 8
+    inputs, spec, attend = [*tensors(heads, heads, s, s), None], "_ _ seq _", step(kind)
+    result = plan(
+        attend,
+        *inputs,
+        mesh=Mesh(seq=8),
+        in_specs=(spec,) * 4 + (None,),
+        out_specs=(spec,) * 4,
+    )
+    compare(result.simulate(*inputs), attend(*inputs))
+    gather = 7 / 8 * 2 * heads * 2 * s * d * 8  # of keys and values; backward, it is as much
+    assert result.sent_bytes < 2 * gather
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 def test_causal_work_is_balanced(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by the blocks that a device computes; numbers are those of one device."""

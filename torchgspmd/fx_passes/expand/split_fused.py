@@ -175,8 +175,8 @@ def _balanced_shards(op: Op, layouts: Layouts) -> int:
     if instead is None:
         return count
     others = [layouts.mesh.count(axes) for axes in _axes_along(op, instead.other, layouts)]
-    fits = sizes.get(instead.other, 1) % (count * max(others, default=1)) == 0
-    return 1 if fits and instead.sent(count, count) <= instead.sent(count, 1) else count
+    part = math.gcd(sizes.get(instead.other, 1) // max(others, default=1), count)
+    return count // part if instead.sent(count, part) <= instead.sent(count, 1) else count
 
 
 def _axes_along(op: Op, factor: str | None, layouts: Layouts) -> list[tuple[str, ...]]:
