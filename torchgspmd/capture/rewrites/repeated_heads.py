@@ -77,7 +77,9 @@ def _reshape(input: Tensor, *shape: Any) -> Any:
 
 
 @rewrite("product", torch.repeat_interleave, Tensor.repeat_interleave)
-def _repeat_interleave(input: Tensor, repeats: Any, dim: int | None = None, **options: Any) -> Any:
+def _repeat_interleave(
+    input: Tensor, repeats: Any = None, dim: int | None = None, **options: Any
+) -> Any:
     """Remember the input where each row is repeated equally often."""
     if not isinstance(repeats, int) or dim is None or options:
         return DECLINED
