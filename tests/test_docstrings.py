@@ -24,7 +24,7 @@ def functions() -> Iterator[tuple[str, Callable]]:
     for name in NAMES:
         value = getattr(torchgspmd, name)
         if inspect.ismodule(value):
-            yield from ((f"{name}.{each}", getattr(value, each)) for each in value.__all__)
+            yield from ((f"{name}.{each.__name__}", each) for each in value.PUBLIC)
             continue
         if not inspect.isclass(value):
             yield name, value

@@ -24,8 +24,6 @@ from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
 from .spec_notation import UNCONSTRAINED
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "axis_index", "permute", "reduce_scatter"]
-
 
 @dataclass(frozen=True)
 class Level:
@@ -106,11 +104,11 @@ class _OverPositions(Function):
         return (level.marked(result), 0) if still_varies else (result, None)
 
 
-def _level(axis: str, what: str) -> Level:
+def _level(axis: str, what: Callable[..., Any]) -> Level:
     levels = {level.axis: level for level in _LEVELS.get()}
     if axis not in levels:
         raise ShardingError(
-            f"{what} is called for axis '{axis}' outside of a region that has it",
+            f"{what.__name__} is called for axis '{axis}' outside of a region that has it",
             where=user_line(),
             fix=did_you_mean(axis, levels)
             if levels
@@ -119,18 +117,20 @@ def _level(axis: str, what: str) -> Level:
     return levels[axis]
 
 
-def _dim(x: Tensor, dim: int, what: str) -> int:
+def _dim(x: Tensor, dim: int, what: Callable[..., Any]) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ShardingError(
-            f"{what} has dimension {dim}, of a tensor of shape {list(x.shape)}", where=user_line()
+            f"{what.__name__} has dimension {dim}, of a tensor of shape {list(x.shape)}",
+            where=user_line(),
         )
     return dim % x.dim()
 
 
-def _divide(x: Tensor, dim: int, count: int, what: str) -> None:
+def _divide(x: Tensor, dim: int, count: int, what: Callable[..., Any]) -> None:
     if x.shape[dim] % count:
         raise ShardingError(
-            f"{what} divides dimension {dim} of shape {list(x.shape)} among {count} devices",
+            f"{what.__name__} divides dimension {dim} of shape {list(x.shape)} among {count} "
+            "devices",
             where=user_line(),
             fix="pad it, or leave this part to propagation",
         )
@@ -170,7 +170,7 @@ def all_reduce(x: Tensor, axis: str, op: str = "sum") -> Tensor:
         raise ShardingError(
             f"all_reduce has no op '{op}'", where=user_line(), fix=did_you_mean(op, _REDUCE)
         )
-    level = _level(axis, "all_reduce")
+    level = _level(axis, all_reduce)
     return _OverPositions.apply(x, level.index, level, lambda x: (_REDUCE[op](x), False), ())
 
 
@@ -196,12 +196,12 @@ def all_gather(x: Tensor, axis: str, dim: int = 0) -> Tensor:
         >>> whole(torch.arange(4))
         tensor([0, 1, 2, 3])
     """
-    level = _level(axis, "all_gather")
+    level = _level(axis, all_gather)
 
     def join(x: Tensor, dim: int) -> tuple[Tensor, bool]:
         return x.movedim(0, dim).flatten(dim, dim + 1), False
 
-    return _OverPositions.apply(x, level.index, level, join, (_dim(x, dim, "all_gather"),))
+    return _OverPositions.apply(x, level.index, level, join, (_dim(x, dim, all_gather),))
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
@@ -226,8 +226,8 @@ def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
         >>> halves(torch.arange(4))
         tensor([0, 2, 4, 6])
     """
-    level, dim = _level(axis, "reduce_scatter"), _dim(x, dim, "reduce_scatter")
-    _divide(x, dim, level.size, "reduce_scatter")
+    level, dim = _level(axis, reduce_scatter), _dim(x, dim, reduce_scatter)
+    _divide(x, dim, level.size, reduce_scatter)
 
     def scatter(x: Tensor, dim: int) -> tuple[Tensor, bool]:
         return x.sum(0).unflatten(dim, (level.size, -1)).movedim(dim, 0), True
@@ -258,9 +258,9 @@ def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
         >>> columns(torch.eye(4)).equal(torch.eye(4))
         True
     """
-    level = _level(axis, "all_to_all")
-    split, concat = (_dim(x, d, "all_to_all") for d in (split_dim, concat_dim))
-    _divide(x, split, level.size, "all_to_all")
+    level = _level(axis, all_to_all)
+    split, concat = (_dim(x, d, all_to_all) for d in (split_dim, concat_dim))
+    _divide(x, split, level.size, all_to_all)
 
     def exchange(x: Tensor, split: int, concat: int) -> tuple[Tensor, bool]:
         parts = x.unflatten(1 + split, (level.size, -1)).movedim(1 + split, 0)
@@ -291,7 +291,7 @@ def permute(x: Tensor, axis: str, shift: int) -> Tensor:
         >>> shifted(torch.arange(4))
         tensor([3, 0, 1, 2])
     """
-    level = _level(axis, "permute")
+    level = _level(axis, permute)
     return _OverPositions.apply(x, level.index, level, lambda x: (x.roll(shift, 0), True), ())
 
 
@@ -315,4 +315,7 @@ def axis_index(axis: str) -> Tensor:
         >>> places(torch.zeros(4, dtype=torch.long))
         tensor([0, 0, 1, 1])
     """
-    return _level(axis, "axis_index").index
+    return _level(axis, axis_index).index
+
+
+PUBLIC = (all_gather, all_reduce, all_to_all, axis_index, permute, reduce_scatter)

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ def main() -> None:
     if args.mesh:
         dist.init_process_group("gloo")
     is_first = int(os.environ.get("RANK", 0)) == 0
-    tokenizer, model = load(args.weights)
+    tokenizer, language_model = load(args.weights)
     tokenizer.padding_side = "left"
     batch = tokenizer(list(args.prompts), return_tensors="pt", padding=True)
     shortest = batch.input_ids.shape[1] + args.tokens
@@ -66,7 +67,7 @@ def main() -> None:
     mask = torch.ones(len(args.prompts), length, dtype=torch.long)  # later rows: by causality
     mask[:, : batch.input_ids.shape[1]] = batch.attention_mask
 
-    language_model = model
+    model: Any = language_model
     if args.mesh:
         gspmd.annotate(model, args.mesh, layouts(args.mesh)[0])
         model = gspmd.parallelize(model, args.mesh)
@@ -92,7 +93,7 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def cache_tensors(cache: object) -> list[torch.Tensor]:
+def cache_tensors(cache: Any) -> list[torch.Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ def load(folder: Path) -> tuple[AutoTokenizer, NextTokens]:
 
 def new_cache(model: NextTokens, batch: int, length: int, mesh: gspmd.Mesh | None) -> StaticCache:
     """A cache with room for `length` tokens, of which each device has its heads, and its rows."""
-    config = model.language_model.config
+    config: Any = model.language_model.config
     cache = StaticCache(config=config, max_cache_len=length)
     cache.early_initialization(
         batch, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu")

@@ -62,6 +62,8 @@ class Imports(Net):
 @pytest.fixture(autouse=True)
 def one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHGSPMD_CACHE", str(tmp_path / "plans"))
+    # The main module of a worker of xdist has no file.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -76,7 +77,9 @@ def identity_of(model: nn.Module, mesh: Mesh, text: str, options: dict[str, Any]
 def _settings() -> Iterator[Any]:
     """Yield the settings of torch that decide what it traces."""
     yield torch.are_deterministic_algorithms_enabled()
-    yield torch.get_float32_matmul_precision()
+    with warnings.catch_warnings():  # torch 2.9 advises another way to set it
+        warnings.simplefilter("ignore")
+        yield torch.get_float32_matmul_precision()
     yield torch.backends.cudnn.enabled
     yield torch.backends.mkldnn.enabled
     for kind in ("flash", "mem_efficient", "math", "cudnn"):
