@@ -74,6 +74,25 @@ def test_errors(mesh):
         raise AssertionError("no error")
 
 
+@distributed("data=2", "data=2,model=2")
+def test_values_at_every_call(mesh):
+    """Other batches on one rank at the third call: an error on every rank, and the next runs."""
+    last = dist.get_rank() == mesh.size - 1
+    for check in ("always", "first", "never"):
+        model = gspmd.parallelize(Distance(), mesh, in_specs="data _", check=check)
+        for step in range(0 if check == "never" else 2):
+            model(torch.full((4, 3), step + 1 + 1e-6 * last)).backward()
+        try:
+            model(torch.full((4, 3), 3.0 + last))
+        except gspmd.ShardingError as error:
+            assert check == "always"
+            assert str(error).startswith(f"argument 'x' has other values on rank {mesh.size - 1}")
+            assert "test_rank_check.py" in str(error), error
+        else:
+            assert check != "always"
+        model(torch.ones(4, 3))
+
+
 class Distance(nn.Module):
     def __init__(self):
         super().__init__()

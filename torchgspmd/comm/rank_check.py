@@ -1,4 +1,4 @@
-"""Check that all ranks are about to run the same program: one small all_to_all of a number.
+"""Check that all ranks are about to run the same program on the same values: one small all_to_all.
 
 The first sum of a program may travel in that message: data parallelism sums only a loss before its
 gradients. On two gloo processes, an all_reduce of more than two elements takes 0.4 to 0.8 ms of CPU
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,28 +18,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .process_groups import ProcessGroups
+from .value_check import WORDS, Checksum, is_close, words, words_differ
 
-SAMPLE = 2**16  # Number of elements of a tensor that are compared.
-ROUNDING = 1e-3  # Relative tolerance for equal values; different values differ by about 1.
+SAMPLE = 2**16  # Number of elements of a tensor that are compared before the first run.
+HEAD = 1 + WORDS  # Words of a message that are compared: the number, and those of checksums.
 ROOM = 7  # Number of elements of a sum that a message has room for, used or not.
 
 
 class RankCheck:
-    """One comparison of a 63-bit number between all ranks.
+    """One comparison between all ranks: of a 63-bit number, and of checksums of arguments.
 
     Every rank calls `begin`, then `check`. on_difference: called on every rank if the numbers
-    differ; it raises.
+    differ; it raises. on_other_values: called if only the checksums differ, by more than rounding.
     """
 
     def __init__(
-        self, groups: ProcessGroups, number: int, on_difference: Callable[[], None]
+        self,
+        groups: ProcessGroups,
+        number: int,
+        on_difference: Callable[[], Any],
+        values: Mapping[str, Checksum] = MappingProxyType({}),
+        on_other_values: Callable[[], Any] = lambda: None,
     ) -> None:
         self.groups, self.number, self.on_difference = groups, number, on_difference
+        self.values, self.on_other_values = values, on_other_values
 
     def begin(self, term: Tensor | None = None) -> RankCheck:
         """Send the number and `term`, this rank's term of a sum over all ranks that `fits`."""
         self.term, groups = term, self.groups
-        message = torch.full([groups.mesh.size, 1 + ROOM], self.number, device=groups.checked_on)
+        row = [self.number, *(words(self.values) if self.values else [0] * WORDS), *[0] * ROOM]
+        message = torch.tensor(row, device=groups.checked_on).repeat(groups.mesh.size, 1)
         if term is not None:
             _terms(message, term).copy_(term.flatten())
         self.received = torch.empty_like(message)
@@ -51,8 +60,12 @@ class RankCheck:
         """Wait for the numbers of all ranks and compare them."""
         assert self.work is not None, "begin() comes first"
         self.work.wait()
-        if self.received[:, 0].tolist() != [self.number] * len(self.received):
-            self.on_difference()
+        first, *others = self.received[:, :HEAD].tolist()
+        if any(row != first for row in others):
+            if any(row[0] != first[0] for row in others):
+                self.on_difference()
+            elif any(words_differ(row[1:], first[1:]) for row in others):
+                self.on_other_values()
 
     def total(self) -> Tensor:
         """Check the numbers and return the sum of the terms, the same on every rank."""
@@ -63,7 +76,7 @@ class RankCheck:
 
 def _terms(message: Tensor, term: Tensor) -> Tensor:
     """Return the terms [ranks, elements] in a message."""
-    return message.view(torch.float64)[:, 1 : 1 + term.numel()]
+    return message.view(torch.float64)[:, HEAD : HEAD + term.numel()]
 
 
 def check_ranks(groups: ProcessGroups, number: int, on_difference: Callable[[], Any]) -> None:
@@ -82,12 +95,12 @@ def differing(groups: ProcessGroups, tensors: list[Tensor]) -> list[tuple[int, i
     """Return (index, first rank) of every tensor whose values on a rank differ from rank 0's."""
     rows = all_gather_objects(groups, [_fingerprint(t) for t in tensors])
     differences = [
-        [not _is_close(own, rows[0][i]) for own in column] for i, column in enumerate(zip(*rows))
+        [not is_close(own, rows[0][i]) for own in column] for i, column in enumerate(zip(*rows))
     ]
     return [(i, column.index(True)) for i, column in enumerate(differences) if any(column)]
 
 
-def _fingerprint(tensor: Tensor) -> int | tuple[float, float]:
+def _fingerprint(tensor: Tensor) -> Checksum:
     """Return a checksum of integers, or a norm and an irregular mean of floats.
 
     Of a large tensor only a sample is read.
@@ -105,13 +118,6 @@ def _fingerprint(tensor: Tensor) -> int | tuple[float, float]:
     weights = torch.arange(len(values), dtype=torch.float64).mul_(0.618).frac_().sub_(0.5)
     norm = values.norm().item()
     return norm, (weights @ values).item() / (norm or 1.0)
-
-
-def _is_close(one: int | tuple[float, float], other: int | tuple[float, float]) -> bool:
-    """Whether two fingerprints are equal; those of floats may differ by rounding."""
-    if isinstance(one, int) or isinstance(other, int):
-        return one == other
-    return math.isclose(one[0], other[0], rel_tol=ROUNDING) and abs(one[1] - other[1]) <= ROUNDING
 
 
 def fits(groups: ProcessGroups, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> bool:

@@ -5,7 +5,7 @@ Ranks exchange an Account. The error is raised on every rank, before any rank co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import ShardingError, user_line
 from .process_groups import ProcessGroups
 from .rank_check import all_gather_objects, differing
+from .value_check import Checksum, is_close
 
 _MAX_DIFFERENCES, _MAX_CHARACTERS = 3, 60  # in a message, in a value
 
@@ -107,13 +108,7 @@ def check_alike(
         if not name:
             raise_unnamed()
         if is_argument:
-            raise ShardingError(
-                f"argument '{name}' has other values on rank {rank} than on rank 0",
-                where=user_line(),
-                why="a plain tensor is the global one, of which each rank takes its part",
-                fix="give every rank the same global batch, "
-                "or its own part as a DTensor made by shard_batch",
-            )
+            raise _other_values(name, rank)
         raise ShardingError(
             f"'{name}' has other values on rank {rank} than on rank 0",
             where=user_line(),
@@ -121,6 +116,25 @@ def check_alike(
             fix="compute it from the same random numbers, "
             "or register it as a buffer before parallelize: rank 0's counts",
         )
+
+
+def check_values(groups: ProcessGroups, values: Mapping[str, Checksum]) -> None:
+    """Raise ShardingError on every rank if an argument's checksum differs between ranks."""
+    rows = all_gather_objects(groups, dict(values))
+    for rank, row in enumerate(rows):
+        for name in (name for name in row if name in rows[0]):
+            if not is_close(row[name], rows[0][name]):
+                raise _other_values(name, rank)
+
+
+def _other_values(name: str, rank: int) -> ShardingError:
+    return ShardingError(
+        f"argument '{name}' has other values on rank {rank} than on rank 0",
+        where=user_line(),
+        why="a plain tensor is the global one, of which each rank takes its part",
+        fix="give every rank the same global batch, "
+        "or its own part as a DTensor made by shard_batch",
+    )
 
 
 def _differences(models: Sequence[Description]) -> str:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from ..capture import PARAMETER
+from ..capture import ARGUMENT, PARAMETER
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import RankCheck
+from ..comm.value_check import ArgumentValues
 from ..dtensor.storage import wrap_local
 from ..fx_passes.ir import global_shape
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
@@ -37,6 +38,10 @@ class JointProgram(CompiledProgram):
         super().__init__(plan.captured, model)
         self.plan, self.groups, self.signature = plan, groups, signature
         self.by_values = any(n.meta.get("dynamic") for n in plan.sharded.nodes)
+        names = [i.name for i in self.captured.inputs if i.kind == ARGUMENT]
+        plain = ["" if isinstance(t, DTensor) else name for name, t in zip(names, tensors)]
+        arguments = len(plain) - len(self.captured.state_inputs)
+        self.values = ArgumentValues(plain[:arguments], tensors)
         self.takes_numbers = bool(self.captured.numbers())
         self.draws = any(
             torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())

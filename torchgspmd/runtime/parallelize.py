@@ -27,6 +27,7 @@ from .sharded_module import ShardedModule
 from .xla_module import XlaModule
 
 BACKENDS = ("torch", "inductor", "xla")
+CHECKS = ("always", "first", "never")
 
 
 def parallelize(
@@ -45,6 +46,7 @@ def parallelize(
     costs: Mapping[str, float] | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    check: str = "always",
 ) -> nn.Module:
     """Return a module with the same forward that computes on a mesh; every process calls it alike.
 
@@ -83,6 +85,9 @@ def parallelize(
             gradients and optimizer states stay as they are.
         reduce_dtype: The dtype in which gradients of parameters are summed over devices, such as
             torch.float32; by default the one that sends least. Not for "xla".
+        check: When the values of plain tensor arguments are compared between the ranks: "always"
+            at every call (checksums of all integers and small tensors, samples of large ones),
+            "first" at the first call of each program, or "never". Not for "xla".
 
     Returns:
         A ShardedModule, or an XlaModule for backend "xla".
@@ -120,7 +125,13 @@ def parallelize(
         "skip_passes": bool(skip_passes),
         "costs": bool(costs),
         "reduce_dtype": reduce_dtype is not None,
+        "check": check != "always",
     }
+    if check not in CHECKS:
+        raise ShardingError(
+            f"there is no check '{check}'; there are {', '.join(map(repr, CHECKS))}",
+            where=user_line(),
+        )
     unsupported = partitioner_options if backend == "xla" else {"pin": pin != "user"}
     for name in (name for name, is_set in unsupported.items() if is_set):
         raise ShardingError(f"backend '{backend}' has no option {name}", where=user_line())
@@ -145,6 +156,7 @@ def parallelize(
             in_specs,
             out_specs,
             param_dtype=param_dtype,
+            check=check,
             strict=strict,
             rng=rng,
             regather=regather,

@@ -16,7 +16,7 @@ from ..api import compile_plan
 from ..capture import ARGUMENT, Captured
 from ..comm.process_groups import groups_of
 from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
-from ..comm.rank_mismatch import Account, check_alike, raise_difference
+from ..comm.rank_mismatch import Account, check_alike, check_values, raise_difference
 from ..dtensor.install import hold
 from ..dtensor.storage import shard_module, spec_of, storable
 from ..errors import ShardingError, user_line
@@ -55,11 +55,13 @@ class ShardedModule(MeshModule):
         out_specs: Any = None,
         hooks: bool = True,
         param_dtype: torch.dtype | None = None,
+        check: str = "always",
         **options: Any,
     ) -> None:
         """Store the model's tensors as DTensors.
 
         hooks: whether programs include the model's own hooks. Hooks of submodules are included.
+        check: when values of arguments are compared between ranks.
         """
         tensors = [*model.parameters(), *model.buffers()]
         device = next(
@@ -88,6 +90,7 @@ class ShardedModule(MeshModule):
             _options=options,
             _groups=groups,
             _marked={},
+            _check=check,
         )
         if hooks:
             for module in model.modules():  # behind hooks that rename what is loaded
@@ -101,6 +104,7 @@ class ShardedModule(MeshModule):
             self._backend,
             hooks=False,
             param_dtype=self._param_dtype,
+            check=self._check,
             **self._options,
         )
 
@@ -151,8 +155,15 @@ class ShardedModule(MeshModule):
         signature = program.signature ^ _generator_state() if program.draws else program.signature
         if program.takes_numbers:
             signature ^= _hash(str(program.captured.numbers()))
+        values = {}
+        if self._check == "always":
+            values = program.values.read([t for t in call.leaves if isinstance(t, Tensor)])
         rank_check = RankCheck(
-            self._groups, signature, lambda: self._raise_difference(call, program.draws)
+            self._groups,
+            signature,
+            lambda: self._raise_difference(call, program.draws),
+            values,
+            lambda: check_values(self._groups, values),
         )
         return program(call.leaves, call.passed, rank_check)
 
@@ -241,9 +252,10 @@ class ShardedModule(MeshModule):
             self._raise_difference(call, compiled=captured)
 
         value_guards = [guard.described() for guard in captured.looks]
-        signature = _hash(as_text((text, value_guards, plan.program.code)))
+        signature = _hash(as_text((text, value_guards, plan.program.code, self._check)))
         check_ranks(self._groups, signature, raise_on_difference)
-        self._check_tensors_alike(captured, tensors, raise_on_difference)
+        if self._check != "never":
+            self._check_tensors_alike(captured, tensors, raise_on_difference)
         return JointProgram(plan, self._groups, self._model, tensors, self._backend, signature)
 
     def _plan_call(self, call: Call, text: str) -> tuple[Plan, list[Tensor]]:

@@ -1,0 +1,166 @@
+"""Checksums of what a program is called with, for the comparison of the ranks (rank_check.py).
+
+All values are read of integers up to INTEGERS elements and of floats up to FLOATS; of larger
+tensors a sample. The checksum of integers is exact. Floats may differ by rounding: theirs are two
+numbers, a norm and an irregular mean.
+
+Nobody waits for a GPU: checksums of its tensors are compared at the next call of the program.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+ROUNDING = 1e-3  # Relative tolerance for equal values; different values differ by about 1.
+INTEGERS, FLOATS, SAMPLE = 2**18, 2**12, 2**10  # Numbers of elements.
+WORDS = 4  # of a message, of 8 bytes each
+TURN = 8  # Number of large tensors that a call reads; the next calls read the next ones.
+_GOLDEN, _WORD = 0.6180339887498949, 2**64
+_ODD = 0x1E3779B97F4A7C15
+
+Checksum = int | tuple[float, float]
+
+
+class ArgumentValues:
+    """The checksums of the tensors that one program is called with.
+
+    names: of the tensors, "" for those that are not compared: a DTensor differs between ranks.
+    """
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        self.names, self.turn = names, 0
+        compared = [i for i, name in enumerate(names) if name]
+        self.small = [i for i in compared if tensors[i].numel() <= _limit(tensors[i])]
+        self.large = [i for i in compared if tensors[i].numel() > _limit(tensors[i])]
+        self.on_the_way: list[_Reading] = []
+
+    def read(self, tensors: Sequence[Tensor]) -> dict[str, Checksum]:
+        """Return checksums by name: of this call, and of the one before for tensors of a GPU."""
+        indices = self.small
+        if self.large:
+            turn = [*self.large[self.turn :], *self.large[: self.turn]][:TURN]
+            indices = [*indices, *turn]
+            self.turn = (self.turn + TURN) % len(self.large)
+        by_device: dict[torch.device, list[int]] = {}
+        for i in indices:
+            by_device.setdefault(tensors[i].device, []).append(i)
+        readings = [_Reading(each, tensors) for each in by_device.values()]
+        ready = [*self.on_the_way, *(r for r in readings if r.event is None)]
+        self.on_the_way = [r for r in readings if r.event]
+        return {self.names[i]: value for reading in ready for i, value in reading.checksums()}
+
+
+class _Reading:
+    """Checksums of tensors of one device. event: when those of a GPU have arrived."""
+
+    def __init__(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        integers = [i for i in indices if _is_integer(tensors[i])]
+        floats = [i for i in indices if not _is_integer(tensors[i])]
+        sums = [_sum(tensors[i].detach()) for i in integers]
+        pairs = [each for i in floats for each in _squares_and_mean(tensors[i].detach())]
+        device = tensors[indices[0]].device
+        is_gpu = device.type == "cuda"
+        self.indices = [*integers, *floats]
+        self.values = [
+            torch.stack(each).to("cpu", non_blocking=is_gpu) if each else torch.empty(0)
+            for each in (sums, pairs)
+        ]
+        self.event = torch.cuda.Event() if is_gpu else None
+        if self.event:
+            self.event.record(torch.cuda.current_stream(device))
+
+    def checksums(self) -> list[tuple[int, Checksum]]:
+        """Wait for the values and return the checksums by index of the tensor."""
+        if self.event:
+            self.event.synchronize()
+        sums, pairs = (each.tolist() for each in self.values)
+        floats = [
+            (math.sqrt(squares), mean / math.sqrt(squares))
+            if 0 < squares < math.inf
+            else (0.0, 0.0)
+            for squares, mean in zip(pairs[::2], pairs[1::2])
+        ]
+        return [*zip(self.indices, [*sums, *floats])]
+
+
+def words(checksums: Mapping[str, Checksum]) -> list[int]:
+    """Return checksums as WORDS of a message: their number, one that is exact, two floats' bits."""
+    exact, norms, means = 0, 0.0, 0.0
+    for i, value in enumerate(checksums.values(), 1):
+        if isinstance(value, int):
+            exact += value * (2 * i + 1)
+        else:
+            weight = 0.5 + i * _GOLDEN % 0.5
+            norms += weight * math.log(value[0] + 1e-300)
+            means += weight * value[1]
+    exact = (exact + _WORD // 2) % _WORD - _WORD // 2
+    return [len(checksums), exact, *struct.unpack("qq", struct.pack("dd", norms, means))]
+
+
+def words_differ(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether words differ by more than rounding."""
+    floats = [struct.unpack("dd", struct.pack("qq", *each[2:])) for each in (one, other)]
+    return [*one[:2]] != [*other[:2]] or any(
+        abs(a - b) > ROUNDING * one[0] for a, b in zip(*floats)
+    )
+
+
+def is_close(one: Checksum, other: Checksum) -> bool:
+    """Whether two checksums are equal; those of floats may differ by rounding."""
+    if isinstance(one, int) or isinstance(other, int):
+        return one == other
+    return math.isclose(one[0], other[0], rel_tol=ROUNDING) and abs(one[1] - other[1]) <= ROUNDING
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _limit(tensor: Tensor) -> int:
+    return INTEGERS if _is_integer(tensor) else FLOATS
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return all values of a small tensor, of another those at irregular places, as a vector."""
+    if tensor.numel() <= _limit(tensor):
+        return tensor.reshape(-1)
+    return tensor.take(_places(tensor.numel(), tensor.device))  # whatever the strides are
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Return a sum of integers with irregular factors, modulo 2 ** 64."""
+    values = _sample(tensor).long()
+    factors = _factors(len(values), values.device)
+    return torch.dot(values, factors) if values.is_cpu else (values * factors).sum()
+
+
+def _squares_and_mean(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of squares, and a sum with irregular weights."""
+    values = _sample(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    values = values.double().nan_to_num_(posinf=1e100, neginf=-1e100)
+    return torch.dot(values, values), torch.dot(values, _weights(len(values), values.device))
+
+
+@functools.lru_cache(64)
+def _places(count: int, device: torch.device) -> Tensor:
+    """Return SAMPLE indices below `count`, one in each of as many equal stretches."""
+    ordinals = torch.arange(SAMPLE, dtype=torch.float64)
+    within = (ordinals * _GOLDEN).frac_()
+    return ((ordinals + within) * (count / SAMPLE)).long().clamp_(max=count - 1).to(device)
+
+
+@functools.lru_cache(64)
+def _factors(count: int, device: torch.device) -> Tensor:
+    return (torch.arange(count).mul_(2 * _ODD).add_(_ODD)).to(device)
+
+
+@functools.lru_cache(64)
+def _weights(count: int, device: torch.device) -> Tensor:
+    weights = torch.arange(count, dtype=torch.float64).mul_(_GOLDEN).frac_().sub_(0.5)
+    return weights.to(device)
