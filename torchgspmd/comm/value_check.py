@@ -119,7 +119,9 @@ def is_close(one: Checksum, other: Checksum) -> bool:
 
 
 def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
+    """Whether values are compared exactly: also those of one byte, such as float8."""
+    exact = tensor.element_size() == 1
+    return exact or not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _limit(tensor: Tensor) -> int:
@@ -128,7 +130,10 @@ def _limit(tensor: Tensor) -> int:
 
 def _sample(tensor: Tensor) -> Tensor:
     """Return all values of a small tensor, of another those at irregular places, as a vector."""
-    if tensor.numel() <= _limit(tensor):
+    limit = _limit(tensor)
+    if tensor.element_size() == 1:
+        tensor = tensor.view(torch.uint8)
+    if tensor.numel() <= limit:
         return tensor.reshape(-1)
     return tensor.take(_places(tensor.numel(), tensor.device))  # whatever the strides are
 
