@@ -28,8 +28,8 @@ def ring(x, w):
     rows, me = w.shape[0] // 4, collectives.axis_index("model")
     total = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype)
     for step in range(4):
-        block = w.unflatten(0, (4, rows))[(me - step) % 4]
-        total = total + x @ block
+        place = (me - step).remainder(4).reshape(1)  # torch 2.9 takes no number for an index
+        total = total + x @ w.unflatten(0, (4, rows))[place][0]
         x = collectives.permute(x, "model", 1)
     return total
 

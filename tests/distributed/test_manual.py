@@ -22,7 +22,8 @@ class Ring(nn.Module):
         def region(x, weight):
             me, total = collectives.axis_index("model"), 0
             for step in range(size):
-                total = total + x @ weight.unflatten(0, (size, -1))[(me - step) % size]
+                place = (me - step).remainder(size).reshape(1)
+                total = total + x @ weight.unflatten(0, (size, -1))[place][0]
                 x = collectives.permute(x, "model", 1)
             return total, collectives.all_reduce(total.square().sum(), "model")
 
