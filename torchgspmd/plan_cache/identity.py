@@ -137,7 +137,7 @@ def _loaded_code() -> dict[str, str]:
         if file is None or is_installed(name):
             if name == top and file is not None:
                 size = os.path.getsize(file) if os.path.exists(file) else 0
-                code[name] = f"{getattr(module, '__version__', '')} {size}"
+                code[name] = f"{vars(module).get('__version__', '')} {size}"
         elif os.path.isfile(file):
             code[name] = _checksum(file, os.stat(file).st_mtime_ns)
     return code
