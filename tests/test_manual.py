@@ -203,3 +203,18 @@ def test_in_a_module_with_random_numbers():
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
     assert {c.kind for c in result.collectives} == {"all_reduce"}
+
+
+def test_a_place_behind_the_last_row_is_an_error_and_a_negative_one_is_not():
+    """Indexing by a place of each device is a gather, which keeps to the rows that there are."""
+
+    def row(x, shift):
+        place = (collectives.axis_index("model") + shift).reshape(1)
+        return x[place]
+
+    run = manual(row, MESH, ("_ _", ""), "model _", axes=("model",))
+    x = torch.randn(4, 3)
+    result = gspmd.plan(run, x, torch.tensor(-2), mesh=MESH)
+    assert result.simulate(x, torch.tensor(-2)).equal(x[[2, 3, 0, 1]])
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        result.simulate(x, torch.tensor(2))

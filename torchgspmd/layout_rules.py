@@ -79,9 +79,6 @@ class Layout:
             What `mark_sharding`, `annotate`, `plan` and `parallelize` take as `mesh`: specs are
             logical names then.
 
-        Raises:
-            ShardingError: Never.
-
         Example:
             >>> from torchgspmd import Layout, Mesh
             >>> layout = Layout({"batch": "data", "heads": ("model", "data")})

@@ -149,11 +149,6 @@ def attention_chunks(
     return torch.stack(out), torch.stack(lse)
 
 
-@attention_chunks.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
-
-
 @torch.library.custom_op("torchgspmd::attention_chunks_backward", mutates_args=())
 def attention_chunks_backward(
     grad: Tensor,
@@ -179,11 +174,6 @@ def attention_chunks_backward(
         k_grad += others[0]
         v_grad += others[1]
     return torch.stack(q_grads), k_grad, v_grad
-
-
-@attention_chunks_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
 
 
 def _extent(q: Tensor, k: Tensor, region: Sequence[int] | None) -> tuple[int, int, int]:
@@ -218,6 +208,7 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 
 @attention.register_fake
+@attention_chunks.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
 
@@ -285,6 +276,7 @@ def _sizes(q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 @attention_backward.register_fake
+@attention_chunks_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
 

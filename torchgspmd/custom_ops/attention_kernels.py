@@ -53,6 +53,7 @@ def backward_kernel(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of one block. out, lse: of the queries for all keys."""
     run = _backward_run_of(q, k, v)
     if q.dim() == 4 and q.shape[-3] == k.shape[-3]:
         return run(grad, q, k, v, mask, out, lse, causal, scale)
@@ -103,7 +104,7 @@ def _joined(
 ) -> Tensor:
     """Return results of `_groups` in the shape of the queries."""
     folded = _folds(causal, mask)
-    joined = pieces[0] if folded else torch.stack(list(pieces), 2)  # [b, h, g s, ..] or [b, h, g,
+    joined = pieces[0] if folded else torch.stack(list(pieces), 2)  # [b, h, g s, ...]
     tail = pieces[0].shape[3:]
     return joined.reshape(*q.shape[:-1], *tail)
 

@@ -54,7 +54,8 @@ def _index_of_each(node: fx.Node) -> fx.Node | None:
     None unless dimension 0 is indexed by each of its positions, and dimension 1 by [n, ...].
     """
     x, indices = node.args[:2]
-    if len(indices) != 2 or not all(isinstance(each, fx.Node) for each in indices):
+    sized = not node.meta.get("dynamic")
+    if not sized or len(indices) != 2 or not all(isinstance(i, fx.Node) for i in indices):
         return None
     each, index = indices
     n, rows, *rest = x.meta["val"].shape
@@ -64,7 +65,11 @@ def _index_of_each(node: fx.Node) -> fx.Node | None:
         return None
     count = val.numel() // max(n, 1)
     column, whole = [n, count, *[1] * len(rest)], [n, count, *rest]
-    places = _call(node, aten.remainder.Scalar, (index, rows), val.shape, val.dtype)
+    # gather takes no negative places; those behind the last row are its error.
+    is_negative = _call(node, aten.lt.Scalar, (index, 0), val.shape, torch.bool)
+    from_end = _call(node, aten.add.Scalar, (index, rows), val.shape, val.dtype)
+    both = (is_negative, from_end, index)
+    places = _call(node, aten.where.self, both, val.shape, val.dtype)
     places = _call(node, aten.reshape.default, (places, column), column, val.dtype)
     return _call(node, aten.expand.default, (places, whole), whole, val.dtype)
 

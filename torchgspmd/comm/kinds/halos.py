@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +18,7 @@ from ...shard_spec import Axes, ShardSpec
 from ..box_exchange import MAX_COUNTED_DEVICES, Box, elements, pack, unpack
 from ..collective_builder import CollectiveBuilder, Lowering
 from .all_to_all import ALL_TO_ALL
-from .kind import CollectiveKind, LocalSteps, Step
+from .kind import CollectiveKind, LocalSteps, Step, rename_specs
 
 _Piece = tuple[int, Box, Box]  # (owner's place in the group, rows of its shard, rows of the window)
 
@@ -86,10 +85,6 @@ def _localize(build: LocalSteps, x: fx.Node, before: str, after: str) -> fx.Node
     return build.collective(x, before, after, build.sizes(x))
 
 
-def _rename(args: tuple[Any, ...], axes: Axes, rename: Callable[[Axes], Axes]) -> tuple[Any, ...]:
-    return tuple(str(ShardSpec.parse(text).map_axes(rename)) for text in args)
-
-
 def _simulate(
     mesh: Mesh, x: list[Tensor], before: str, after: str, shape: tuple[int, ...]
 ) -> list[Tensor]:
@@ -151,7 +146,7 @@ halos = CollectiveKind(
     payload="what the busiest device sends",
     sent=lambda payload, n: payload,
     localize=_localize,
-    rename=_rename,
+    rename=rename_specs,
     simulate=_simulate,
     lower=_lower,
     wire=(ALL_TO_ALL,),

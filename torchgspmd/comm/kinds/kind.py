@@ -158,6 +158,13 @@ def rename_axes(
     return tuple("+".join(rename(axes)) if arg == "+".join(axes) else arg for arg in args)
 
 
+def rename_specs(
+    args: tuple[Any, ...], axes: Axes, rename: Callable[[Axes], Axes]
+) -> tuple[Any, ...]:
+    """Return the arguments of a step, which are layouts, with other names of axes."""
+    return tuple(str(ShardSpec.parse(text).map_axes(rename)) for text in args)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Kind:
     """A kind of nodes, and their target.

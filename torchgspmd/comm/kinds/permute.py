@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ...mesh import Mesh
-from ...shard_spec import Axes, ShardSpec
+from ...shard_spec import ShardSpec
 from ..box_exchange import busiest, elements, exchange, lacking, pack, unpack
 from ..collective_builder import CollectiveBuilder, Lowering
 from .all_to_all import ALL_TO_ALL
-from .kind import CollectiveKind, LocalSteps, ReshardProblem, Step
+from .kind import CollectiveKind, LocalSteps, ReshardProblem, Step, rename_specs
 
 
 def permute_step(problem: ReshardProblem, spec: ShardSpec, target: ShardSpec) -> Step:
@@ -35,10 +35,6 @@ def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[St
 
 def _localize(build: LocalSteps, x: fx.Node, before: str, after: str) -> fx.Node:
     return build.collective(x, before, after, build.sizes(x))
-
-
-def _rename(args: tuple[Any, ...], axes: Axes, rename: Callable[[Axes], Axes]) -> tuple[Any, ...]:
-    return tuple(str(ShardSpec.parse(text).map_axes(rename)) for text in args)
 
 
 def _simulate(
@@ -110,7 +106,7 @@ permute = CollectiveKind(
     sent=lambda payload, n: payload,
     moves=_moves,
     localize=_localize,
-    rename=_rename,
+    rename=rename_specs,
     simulate=_simulate,
     lower=_lower,
     wire=(ALL_TO_ALL,),
