@@ -30,10 +30,10 @@ LAYERS = (  # a file imports only from the lines below its own
         "suggest",
     ),
     ("api", "runtime.submodule_calls"),
-    ("plan_cache",),
     ("fx_passes.pipeline",),  # it imports every pass
     ("dump", "fix_candidates"),
     ("plan",),
+    ("plan_cache",),
     ("report",),
     ("xla_backend",),
     ("runtime.module_proxy", "runtime.stored_inputs"),

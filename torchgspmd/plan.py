@@ -34,9 +34,12 @@ from .fx_passes.printer import dtype_name, graph_text
 from .fx_passes.replication_report import ReplicatedOp, replication_report
 from .fx_passes.schedule.liveness import bytes_of, peak
 from .mesh import Mesh
+from .plan_cache.plan_files import PlanFiles
 from .report.plan_views import PlanViews
 from .report.units import size_text
 from .shard_spec import ShardSpec
+
+NO_COSTS = "no costs: the process that planned has the candidates"
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Memory:
         )
 
 
-class Plan(PlanViews):
+class Plan(PlanViews, PlanFiles):
     """The result of torchgspmd.plan: layouts, collectives and the program of every device.
 
     Print it for the partitioned graph and a summary.
@@ -192,8 +195,8 @@ class Plan(PlanViews):
         if chosen is not None and chosen != self.layouts.spec[by_name[name]]:
             lines.append(f"chosen by cost: [{chosen}]")
         if costs:
-            decisions = self.sharded.output_node().meta["decisions"]
-            lines += ["", explain_costs(decisions, by_name[name])]
+            decisions = self.sharded.output_node().meta.get("decisions")
+            lines += ["", explain_costs(decisions, by_name[name]) if decisions else NO_COSTS]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -294,6 +297,7 @@ class Plan(PlanViews):
             >>> [list(t.shape) for t in result.flat_inputs((x, w), {})]
             [[4, 8], [8, 16]]
         """
+        self.check_complete()
         for place in self.captured.state_inputs:
             if not place.holds():
                 raise ShardingError(

@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--explain", metavar="NAME", help="tell why a value has its layout")
     add("--html", type=Path, metavar="FILE", help="write a page that shows the plan")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+    add("--save", type=Path, metavar="FILE", help="write the plan, for Plan.load and --diff")
+    add("--diff", type=Path, metavar="FILE", help="compare with a plan that was written")
 
 
 def run(args: argparse.Namespace) -> str:
@@ -41,6 +43,8 @@ def run(args: argparse.Namespace) -> str:
     result = plan_file(args.file, args.mesh, args.options, grad=not args.forward)
     if args.trace:
         args.trace.write_text(result.trace(args.hardware))
+    if args.save:
+        result.save(args.save)
     if args.html:
         name = args.file.stem if args.file.stem != "model" else args.file.resolve().parent.name
         result.html(args.html, args.hardware, " ".join([name, *args.options]))
@@ -49,6 +53,7 @@ def run(args: argparse.Namespace) -> str:
             *([str(result)] if args.print else []),
             *([result.explain(args.explain, costs=True)] if args.explain else []),
             str(result.report(args.hardware)),
+            *([str(Plan.load(args.diff).diff(result, args.hardware))] if args.diff else []),
         ]
     )
 

@@ -129,11 +129,12 @@ class Encoder:
         raise Unshareable(f"it has a {cls.__qualname__}")
 
     def _number(self, record: Any) -> int:
-        """Return the position of a record among all."""
-        if (number := self._numbers.get(record)) is None:
+        """Return the position of a record among all; reports tell steps apart by identity."""
+        key = id(record) if type(record) is Step else record
+        if (number := self._numbers.get(key)) is None:
             row = [type(record).__name__]
             row += [self.encode(getattr(record, f.name)) for f in fields(record)]
-            number = self._numbers[record] = len(self.records)
+            number = self._numbers[key] = len(self.records)
             self.records.append(row)
         return number
 

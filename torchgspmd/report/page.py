@@ -111,7 +111,7 @@ class _Values:
 
     def __init__(self, sharded: fx.Graph, layouts: Layouts) -> None:
         self.layouts = layouts
-        self.decisions = sharded.output_node().meta["decisions"]
+        self.decisions = sharded.output_node().meta.get("decisions")
         self.nodes = {node.name: node for node in layouts.spec}
         self.lines: dict[str, int] = {}
         self.costs: dict[tuple[str, str], str] = {}
@@ -142,7 +142,7 @@ class _Values:
     def _costs(self, node: fx.Node) -> int:
         """Return the number of the table of an operation; -1 without one."""
         rule, value = node.meta.get("rule"), self.nodes.get(node.name)
-        if rule is None or value is None or not rule.contraction:
+        if not self.decisions or rule is None or value is None or not rule.contraction:
             return -1
         key = (
             str(rule),

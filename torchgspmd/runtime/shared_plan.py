@@ -121,7 +121,7 @@ def _decode(text: Text, model: nn.Module, groups: ProcessGroups) -> Plan:
         Stale: It is not for this process.
     """
     try:
-        return decode_plan(text, model, groups.mesh)
+        return decode_plan(text, model, groups.mesh, Plan)
     except (Stale, Unshareable) as error:
         raise Stale(str(error)) from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
