@@ -7,6 +7,8 @@ import torch
 from language_model import close, error_of, whole
 from ranks import distributed
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import torchgspmd as gspmd
 
@@ -274,3 +276,15 @@ def test_data_parallel_around_a_module_on_a_mesh(mesh):
     model, _ = both(mesh)
     text = error_of(lambda: nn.parallel.DistributedDataParallel(model))
     assert text.startswith("DistributedDataParallel is around a module on a mesh")
+
+
+@distributed(MESH)
+def test_fully_shard_around_a_module_on_a_mesh(mesh):
+    model, _ = both(mesh)
+    for outer in (model, model.up, nn.Sequential(nn.Linear(8, 8), model)):
+        text = error_of(lambda outer=outer: fully_shard(outer, mesh=init_device_mesh("cpu", (2,))))
+        assert text.startswith("fully_shard (FSDP2) is around a module on a mesh")
+    beside = nn.Sequential(nn.Linear(8, 8), model)
+    fully_shard(beside, mesh=init_device_mesh("cpu", (2,)), ignored_params={*model.parameters()})
+    beside(torch.ones(4, 8)).sum().backward()
+    assert all(p.grad is not None for p in beside.parameters())

@@ -188,6 +188,12 @@ TABLE: tuple[PrivateApi, ...] = (
         "operations on parameters for which DTensor has no layout",
         ("2.13", "2.15"),
     ),
+    *_rows(
+        NOTHING,
+        "torch.distributed.fsdp._fully_shard",
+        "_fsdp_init",
+        "fully_shard around a wrapped module raises torch's error in place of a ShardingError",
+    ),
     *_rows(PARALLELIZE, "torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
     *_rows(PARALLELIZE, "torch._C", "_storage_Use_Count _will_engine_execute_node"),
     # torch_xla

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.operators import AbsentOperator, aten
 from ..compat.patches import Patch
-from ..compat.private_apis import CHECKED
+from ..compat.private_apis import CHECKED, _fsdp_init, is_missing
 from . import op_handlers, view_writeback
+from .fully_shard import with_refusal
 from .fused_optimizers import STEPS, foreach_in_place, foreach_root, foreach_step, fused_step
 from .ours import INSTALLATION, Handler, for_ours, handlers, is_ours, method_for_ours
 from .random import DRAWING, draw
@@ -71,6 +72,7 @@ def _losses(suffix: str, gradients: int) -> list[Patch]:
 
 _DISPATCHER: Any = DTensor._op_dispatcher
 _FALLBACK = "torch.linalg.qr(p), torch._foreach_copy_(ps, qs): there is no sharding strategy"
+_SHARDED = "fully_shard would shard what is sharded already"
 _BESIDE = "loss + 0.01 * p.pow(2).sum(): a plain tensor beside a DTensor is an error"
 
 PATCHES = (
@@ -188,6 +190,12 @@ PATCHES = (
     Patch(_DISPATCHER, "_try_replicate_spec_for_scalar_tensor", with_replication, _BESIDE),
     Patch(_DISPATCHER, "_allow_implicit_replication", lambda _: True, _BESIDE),
     Patch(type(_DISPATCHER), "_allow_implicit_replication", UsersFlag, _BESIDE),
+    # wrappers
+    *(
+        Patch(owner, "_verify_managed_param", with_refusal, _SHARDED)
+        for owner in (_fsdp_init,)
+        if not is_missing(owner)
+    ),
 )
 
 
