@@ -20,7 +20,7 @@ def wrapped_alone(trace: TracebackType | None) -> str | None:
 
     trace: that of the error, whose innermost forward is of the module that branches.
     """
-    modules = list(_modules(trace))
+    modules = list(modules_in(trace))
     if not modules:
         return None
     root, kind = modules[0], type(modules[-1])
@@ -31,7 +31,7 @@ def wrapped_alone(trace: TracebackType | None) -> str | None:
     return f"{listed} and {len(names) - _MOST} more" if len(names) > _MOST else listed or None
 
 
-def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
+def modules_in(trace: TracebackType | None) -> Iterator[nn.Module]:
     """Yield the modules whose forward is in a traceback, but for those of torchgspmd."""
     while trace is not None:
         frame = trace.tb_frame

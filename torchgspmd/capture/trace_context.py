@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import random
 import warnings
@@ -83,6 +84,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Callable], Call
     )
 
 
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _COMPILED = "masks of transformers ask whether the code is being compiled"
 _FLEX = "flex_attention is compiled; it is traced as a softmax of scores"
 _TRUTH = "a truth would not equal the number that it is compared with"
@@ -130,6 +132,12 @@ PATCHES = (
     ),
     Patch(nn.RNNBase, "_update_flat_weights", _always(lambda self: None), _WEIGHTS),
     Patch(nn.RNNBase, "flatten_parameters", _always(lambda self: None), _WEIGHTS),
+    Patch(
+        _FAKE_LOG,
+        "disabled",
+        lambda before: before or not _FAKE_LOG.isEnabledFor(logging.DEBUG),
+        "shapes that do not fit are logged with 60 lines of torch before the error",
+    ),
 )
 
 

@@ -27,6 +27,7 @@ from ..errors import (
 )
 from .branching_modules import wrapped_alone
 from .builtin_numbers import NUMBER_TYPE, namespace_of
+from .failing_line import name_line
 
 # Before 2.10, torch cannot trace slices by numbers that depend on values, nor compute with
 # truth values.
@@ -148,7 +149,7 @@ def _no_values_error(where: str | None) -> ShardingError:
 class translate_errors:
     """A context manager that turns "cannot be captured" errors into ShardingErrors.
 
-    Other errors of the program stay what they are.
+    Other errors of the program stay what they are; torch's own say at which line of the program.
     """
 
     def __enter__(self) -> None:
@@ -265,3 +266,5 @@ class translate_errors:
                 fix="instead of torch.cond use torch.where, instead of a scan or while_loop "
                 "a loop of Python",
             ) from error
+        if isinstance(error, Exception):
+            name_line(error)

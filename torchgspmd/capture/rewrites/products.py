@@ -177,6 +177,8 @@ def _attention(
     """
     if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
         return DECLINED
+    if query.shape[-1] != key.shape[-1]:  # an error of PyTorch's own
+        return DECLINED
     fused = not dropout_p and query.is_floating_point() and query.shape[:-3] == key.shape[:-3]
     if attn_mask is not None:
         fused &= not (attn_mask.requires_grad or is_causal or attn_mask.dim() > query.dim())
