@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, StaticCache
 
 import torchgspmd as gspmd
 
@@ -79,10 +79,36 @@ def new_cache(model: NextTokens, batch: int, length: int, mesh: gspmd.Mesh | Non
     config: Any = model.language_model.config
     cache = StaticCache(config=config, max_cache_len=length)
     cache.early_initialization(
-        batch, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu")
+        batch,
+        config.num_key_value_heads,
+        config.head_dim,
+        torch.float32,
+        torch.get_default_device(),
     )
     if mesh is not None:
         for layer in cache.layers:
             for tensor in (layer.keys, layer.values):
                 gspmd.mark_sharding(tensor, mesh, layouts(mesh)[1])
     return cache
+
+
+def example(
+    mesh: gspmd.Mesh, batch: int = 8, length: int = 2048, layers: int = 30
+) -> tuple[nn.Module, tuple[object, ...]]:
+    """The model without weights and one token of each text, for `python -m torchgspmd plan`."""
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=HEADS,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    language_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = NextTokens(language_model.eval().requires_grad_(False))
+    gspmd.annotate(model, mesh, layouts(mesh)[0])
+    tokens = torch.zeros(batch, 1, dtype=torch.long)
+    mask = torch.ones(batch, length, dtype=torch.long)
+    return model, (tokens, tokens, mask, new_cache(model, batch, length, mesh))

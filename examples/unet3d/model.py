@@ -126,3 +126,18 @@ def overlap(found: Tensor, labels: Tensor) -> Tensor:
     truth = F.one_hot(labels, found.shape[1]).movedim(-1, 1).to(found.dtype)  # [b, t, x, y, z]
     dims = [0, 2, 3, 4]
     return (2 * (found * truth).sum(dims) + 1e-6) / ((found + truth).sum(dims) + 1e-6)
+
+
+def example(
+    mesh: Mesh,
+    layout: str = "spatial",
+    batch: int = 8,
+    size: int = 256,
+    levels: int = 4,
+    width: int = 32,
+    up: str = "transposed",
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The model and a batch for `python -m torchgspmd plan`, in bfloat16."""
+    model = shard(UNet(Config(3, levels, width, up)), mesh, layout).bfloat16()
+    image = torch.zeros(batch, 1, size, size, size, dtype=torch.bfloat16)
+    return model, (image, torch.zeros(batch, size, size, size, dtype=torch.long))

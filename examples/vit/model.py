@@ -192,3 +192,19 @@ def join(units: int, width: int, mesh: Mesh, layout: dict[str, str]) -> nn.Linea
     linear = nn.Linear(units, width)
     mark_sharding(linear.weight, mesh, layout["join"])  # [m, units]
     return linear
+
+
+def example(
+    mesh: Mesh,
+    layout: str = "dp_tp",
+    batch: int = 64,
+    size: int = 224,
+    patch: int = 16,
+    layers: int = 12,
+    heads: int = 12,
+    width: int = 768,
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The model and a batch for `python -m torchgspmd plan`, in bfloat16."""
+    config = Config(size, patch, 3, 1000, layers, heads, width)
+    images = torch.zeros(batch, 3, size, size, dtype=torch.bfloat16)
+    return ViT(config, mesh, layout).bfloat16(), (images, torch.zeros(batch, dtype=torch.long))

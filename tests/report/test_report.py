@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd import Hardware, Mesh
+from torchgspmd import Hardware, Mesh, plan_command
 from torchgspmd.hardware import Link
 
 GPT = Path(__file__).resolve().parents[2] / "examples" / "gpt" / "model.py"
@@ -126,6 +126,28 @@ def test_the_command(tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
     wrong = subprocess.run([*command[:-2], "x", "--mesh", "data=2"], capture_output=True, text=True)
     assert wrong.returncode == 1 and "'x' is no option of example" in wrong.stderr
+
+
+SMALL_EXAMPLES = {
+    "vit": (dict(layers=1, size=32, batch=8, width=48, heads=4), ["dp", "dp_tp", "spatial"]),
+    "unet3d": (dict(levels=2, size=17, batch=4, width=4), ["dp", "spatial", "spatial2d"]),
+}
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [(name, layout) for name, (_, each) in SMALL_EXAMPLES.items() for layout in each],
+)
+def test_the_command_opens_the_other_examples(name, layout):
+    file, options = GPT.parents[1] / name / "model.py", SMALL_EXAMPLES[name][0]
+    mesh = "data=2,model=2" if name == "vit" else "data=2,space=2,rows=2"
+    texts = [f"layout={layout}", *(f"{key}={value}" for key, value in options.items())]
+    result = plan_command.plan_file(file, mesh, texts)
+    assert result.report("a100").estimate.seconds > 0
+    for node in result.program.graph.nodes:  # a tensor has a shape: its memory is counted
+        if isinstance(node.target, torch._ops.OpOverload) and node.users:
+            several = all("getitem" in str(user.target) for user in node.users)
+            assert several or node.meta.get("shape") is not None, node.format_node()
 
 
 def test_the_difference_of_two_plans():

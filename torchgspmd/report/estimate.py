@@ -175,8 +175,9 @@ class _Streams:
         count, moved = flops(node, self.mesh), traffic(node)
         if not count and not moved:
             return 0.0
-        dtype = node.meta.get("dtype") or node.all_input_nodes[0].meta["dtype"]
-        product = self.hardware.product_seconds(count, dtype.itemsize)
+        dtypes = (each.meta.get("dtype") for each in (node, *node.all_input_nodes))
+        itemsize = next((dtype.itemsize for dtype in dtypes if dtype), 4)
+        product = self.hardware.product_seconds(count, itemsize)
         return self.hardware.launch + max(product, moved / self.hardware.memory_bandwidth)
 
     def transfer(self, steps: Sequence[Step]) -> float:

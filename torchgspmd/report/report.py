@@ -229,10 +229,11 @@ def _memory_report(
 ) -> MemoryReport:
     placeholders = program.find_nodes(op="placeholder")[len(estimate.mesh.axes) :]
     parameters = inputs = states = 0
-    for node, inp in zip(placeholders, captured.inputs):
+    trained = {out.input for out in captured.outputs if out.kind == GRADIENT}
+    for i, (node, inp) in enumerate(zip(placeholders, captured.inputs)):
         if inp.kind == PARAMETER:
             parameters += bytes_of(node)
-            states += 2 * 4 * math.prod(node.meta["shape"]) if inp.dtype.is_floating_point else 0
+            states += 2 * 4 * math.prod(node.meta["shape"]) if i in trained else 0
         elif inp.kind in (ARGUMENT, BUFFER):
             inputs += bytes_of(node)
     results = program.output_node().args[0]

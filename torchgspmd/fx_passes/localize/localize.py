@@ -28,6 +28,7 @@ from ...rules import FactorRule, Shapes
 from ...rules.local_builder import LocalBuilder, LocalTensor
 from ...shard_spec import Axes
 from ..ir import is_number, is_operation, operands_of, tensors_of, unknown_sizes
+from .infer_shapes import infer_shapes
 from .unknown_sizes import check_sizes, with_sizes
 
 
@@ -193,6 +194,7 @@ class _Localizer:
                     local.meta |= {"shape": self.shapes[local], "spec": node.meta["spec"]}
             if "computed" in node.meta:
                 self.new[node] = self._cast(local, node)
+        infer_shapes(self.graph)
         return self.graph
 
     def _cast(self, local: fx.Node, node: fx.Node) -> fx.Node:

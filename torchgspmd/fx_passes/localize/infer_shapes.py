@@ -1,0 +1,89 @@
+"""Shapes and dtypes of the nodes that localizing an operation adds: they run on meta tensors.
+
+So memory and time of what one operation has become are counted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+META = torch.device("meta")
+
+
+def infer_shapes(graph: fx.Graph) -> None:
+    """Add shape and dtype to the tensors of a program of one device that lack them."""
+    examples = _Examples()
+    for node in graph.nodes:
+        if _lacks_shape(node) and isinstance(value := examples.of(node), Tensor):
+            node.meta |= {"shape": tuple(value.shape), "dtype": value.dtype}
+
+
+def _lacks_shape(node: fx.Node) -> bool:
+    """Return whether a node may be a tensor without a shape; a call of several results is none."""
+    if node.op != "call_function" or node.meta.get("shape") is not None:
+        return False
+    return not node.meta.get("dynamic") and not all(
+        user.target is operator.getitem and user.meta.get("shape") is not None
+        for user in node.users
+    )
+
+
+class _Examples:
+    """Values like those of the nodes: meta tensors, numbers (of coordinates: 0), and None."""
+
+    def __init__(self) -> None:
+        self.values: dict[fx.Node, Any] = {}
+        self.results: dict[Any, Any] = {}  # of like calls
+
+    def of(self, node: fx.Node) -> Any:
+        """Return a value like that of a node; None if it is unknown."""
+        if node not in self.values:
+            self.values[node] = self._value(node)
+        return self.values[node]
+
+    def _value(self, node: fx.Node) -> Any:
+        shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
+        if shape is not None and dtype is not None:
+            return torch.empty(tuple(shape), dtype=dtype, device=META)
+        if node.op != "call_function":
+            return 0 if node.op == "placeholder" else None
+        operands = [self.of(operand) for operand in node.all_input_nodes]
+        if any(operand is None for operand in operands):
+            return None
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._argument)
+        return self._call(node.target, args, kwargs)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self.of(value)
+        return META if isinstance(value, torch.device) else value
+
+    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
+        key = (target, _key(args), _key(kwargs))
+        if key not in self.results:
+            self.results[key] = _run(target, args, kwargs)
+        return self.results[key]
+
+
+def _run(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return the result of a call; None where the values of tensors decide it."""
+    try:
+        return target(*args, **kwargs)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+        return None
+
+
+def _key(value: Any) -> Any:
+    """Return what is equal for arguments that lead to like results."""
+    if isinstance(value, Tensor):
+        return "tensor", tuple(value.shape), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in value.items())
+    return type(value).__name__, value
