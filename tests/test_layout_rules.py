@@ -145,3 +145,83 @@ def test_parallelize_takes_a_layout():
             module(rand(8, 4))
     finally:
         dist.destroy_process_group()
+
+
+class Named(nn.Module):
+    """Net without a mesh: its marks are names alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        gspmd.annotate(self, {"up.weight": "mlp embed", "up": "batch mlp"})
+        gspmd.mark_sharding(self.down.weight, "embed mlp")
+
+    def forward(self, x):  # [b, m]
+        return self.down(gspmd.mark_sharding(self.up(x).relu(), "batch mlp"))
+
+
+def test_a_model_without_a_mesh_has_the_layout_of_each_plan():
+    torch.manual_seed(0)
+    model, x = Named(), rand(64, 4)
+    want = model(x)  # on one device names are checked only
+    texts = []
+    for table, kinds in TABLES.values():
+        layout = table.on(Mesh(data=2, model=2))
+        plan = gspmd.plan(model, x, mesh=layout, in_specs="batch _", grad=True)
+        assert {c.kind for c in plan.collectives} <= kinds
+        assert_same(plan.simulate(x)[0], want.detach())
+        texts.append(str(plan.program.code))
+        marked = Net(layout)
+        marked.load_state_dict(model.state_dict())
+        again = gspmd.plan(marked, x, mesh=layout, in_specs="batch _", grad=True)
+        assert [str(s) for s in again.in_specs] == [str(s) for s in plan.in_specs]
+    assert len(set(texts)) == len(texts)
+
+
+def test_annotate_makes_a_layout_the_models_own():
+    layout = TABLES["tp"][0].on(Mesh(data=2, model=2))
+    model = gspmd.annotate(Named(), layout)
+    plan = gspmd.plan(model, rand(8, 4), mesh=layout.mesh)
+    assert str(plan.in_specs[0]) == "model _"
+    with pytest.raises(ShardingError, match="layout is on mesh data=2,model=2, but"):
+        gspmd.plan(model, rand(8, 4), mesh=Mesh(data=4))
+
+
+def test_what_was_passed_over_is_reported_of_every_tensor():
+    layout = TP.on(MESH)
+    layout.spec(("batch length heads _", "batch length embed"))
+    assert str(layout).splitlines()[-1] == (
+        "[batch length heads _]  data _ model _ ('length' not on model: taken by 'heads')"
+    )
+    assert len(str(layout).splitlines()) == len(TP.rules) + 1
+
+
+@pytest.mark.parametrize(
+    "act, message",
+    [
+        (lambda: gspmd.plan(Named(), rand(8, 4), mesh=MESH), "'mlp embed', and no layout says"),
+        (
+            lambda: gspmd.plan(lambda x: gspmd.mark_sharding(x * 2, "a b"), rand(8, 4), mesh=MESH),
+            "'a b', and no layout says how.*fix   mesh=Layout",
+        ),
+        (lambda: gspmd.mark_sharding(rand(2, 3), "a b c"), "3 names, but the tensor has 2 dim"),
+        (lambda: gspmd.plan(Named(), rand(8, 4), mesh=Layout({"mpl": None}).on(MESH)), "for 'mlp'"),
+    ],
+)
+def test_errors_of_names(act, message):
+    with pytest.raises(ShardingError, match=f"(?s){message}"):
+        act()
+
+
+def test_names_on_processes():
+    """One process: also a submodule called directly, whose marks are a part of the names."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layout = TABLES["dp"][0].on(Mesh(data=1))
+        module, x = gspmd.parallelize(Named(), layout, in_specs="batch _"), rand(8, 4)
+        module(x).sum().backward()
+        assert module.up(x).shape == (8, 8)
+        with pytest.raises(ShardingError, match="no layout says"):
+            gspmd.parallelize(Named(), Mesh(data=1))
+    finally:
+        dist.destroy_process_group()

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from gpt.model import GPT, Config
+from gpt.model import GPT, LAYOUTS, Config
 from torch import Tensor, nn
+from vit.model import LAYOUTS as VIT_LAYOUTS
 from vit.model import Config as ViTConfig
 from vit.model import ViT
 
 import torchgspmd as gspmd
-from torchgspmd import Mesh, mark_sharding
+from torchgspmd import Mesh, annotate, mark_sharding
 
 MESH = Mesh(data=4, model=2)
 EVEN, UNEVEN = (
@@ -82,9 +83,8 @@ def gpt(
     layout: str, sizes: tuple[int, int, int], dtype: torch.dtype = torch.float32, layers: int = 2
 ) -> nn.Module:
     torch.manual_seed(0)
-    return GPT(
-        Config(sizes[0], context=sizes[1], layers=layers, heads=4, width=32), MESH, layout
-    ).to(dtype)
+    model = GPT(Config(sizes[0], context=sizes[1], layers=layers, heads=4, width=32)).to(dtype)
+    return annotate(model, LAYOUTS[layout].on(MESH))
 
 
 def texts(sizes: tuple[int, int, int], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -98,7 +98,8 @@ def vit(
     layout: str, sizes: tuple[int, int], dtype: torch.dtype = torch.float32, layers: int = 2
 ) -> nn.Module:
     torch.manual_seed(0)
-    return ViT(ViTConfig(sizes[0], 3, 3, layers=layers, heads=4, width=32), MESH, layout).to(dtype)
+    model = ViT(ViTConfig(sizes[0], 3, 3, layers=layers, heads=4, width=32)).to(dtype)
+    return annotate(model, VIT_LAYOUTS[layout].on(MESH))
 
 
 def images(

@@ -25,10 +25,9 @@ from programs import (
     vit,
 )
 from vit.model import LAYOUTS as VIT_LAYOUTS
-from vit.model import layout_on
 
 import torchgspmd as gspmd
-from torchgspmd.annotate import recorded_mark
+from torchgspmd.annotate import raw_mark
 
 GOLDEN = Path(__file__).with_name("collectives.txt")
 FIRST = (torch.float32, 1)
@@ -36,8 +35,8 @@ TOKENS, PIXELS, GROUPS = ("data _", "data _"), ("data _ model _", "data"), ("dat
 
 
 def transformer(layout: str, sizes: tuple[int, int]) -> tuple:
-    marks = layout_on(MESH, layout)
-    return vit(layout, sizes), next(pictures(sizes, 1)), (marks["images"], marks["labels"])
+    specs = VIT_LAYOUTS[layout].on(MESH).spec(("batch _ rows _", "batch"))
+    return vit(layout, sizes), next(pictures(sizes, 1)), specs
 
 
 CASES = {
@@ -73,7 +72,7 @@ def planned(name: str) -> gspmd.Plan:
     """
     module, arguments, specs = CASES[name]()
     for parameter in module.parameters():
-        if recorded_mark(parameter) is None:
+        if raw_mark(parameter) is None:
             gspmd.mark_sharding(parameter, MESH, "_ " * parameter.dim())
     return gspmd.plan(module, *arguments, mesh=MESH, in_specs=specs, grad=True)
 

@@ -16,12 +16,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .compat.private_apis import _pytree as pytree
 from .device_mesh import mesh_of
 from .errors import ShardingError, did_you_mean, user_line
-from .layout_rules import MeshLayout
+from .layout_rules import MeshLayout, bound_layout
 from .mesh import Mesh
 from .shard_spec import ShardSpec, SpecLike
 
 _Module = TypeVar("_Module", bound=nn.Module)
-_MARK = "_torchgspmd_mark"  # attribute of a parameter or buffer: (mesh, spec, file:line)
+# Attributes: of a parameter or buffer (mesh, spec, file:line), where names alone are (None, names,
+# file:line); of a module the layout that translates names.
+_MARK, _LAYOUT = "_torchgspmd_mark", "_torchgspmd_layout"
 
 
 @torch.library.custom_op("torchgspmd::mark_sharding", mutates_args=())
@@ -55,7 +57,9 @@ def _(info: Any, in_dims: tuple, x: Tensor, mesh: str, spec: str) -> tuple[Tenso
 mark_sharding_op.register_autograd(_mark_gradient, setup_context=_save_layout)
 
 
-def mark_sharding(tensor: Tensor, mesh: Mesh | DeviceMesh | MeshLayout, spec: SpecLike) -> Tensor:
+def mark_sharding(
+    tensor: Tensor, mesh: Mesh | DeviceMesh | MeshLayout | str, spec: SpecLike = None
+) -> Tensor:
     """Mark how a tensor is laid out on a mesh (GSPMD, arXiv 2105.04663, section 3.1).
 
     A mark on a parameter or buffer is recorded on it. A mark on a value inside of a model is an
@@ -65,7 +69,8 @@ def mark_sharding(tensor: Tensor, mesh: Mesh | DeviceMesh | MeshLayout, spec: Sp
     Args:
         tensor: A parameter, a buffer, or a value inside of a model.
         mesh: The devices, also as torch's DeviceMesh, or a Layout on a mesh: the spec has logical
-            names then.
+            names then. Or logical names alone, in place of mesh and spec ("batch _ heads"): the
+            layout that `plan` or `parallelize` get as their mesh translates them.
         spec: One entry per dimension of the tensor: None (replicated along it), an axis name, a
             tuple of axis names (major first) or UNCONSTRAINED (propagation decides). The same as
             a string: "data _ model".
@@ -84,21 +89,53 @@ def mark_sharding(tensor: Tensor, mesh: Mesh | DeviceMesh | MeshLayout, spec: Sp
         >>> layer = torch.nn.Linear(8, 16)
         >>> layer.weight is mark_sharding(layer.weight, mesh, "model _")
         True
+        >>> layer.bias is mark_sharding(layer.bias, "hidden")
+        True
     """
+    if isinstance(mesh, str) and spec is None:
+        if (layout := bound_layout()) is None:
+            return _mark_names(tensor, mesh)
+        mesh, spec = layout, mesh
     mesh, spec = mesh_of(mesh), mesh.spec(spec) if isinstance(mesh, MeshLayout) else spec
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
-    checked = check_mark(tensor, mesh, spec)
-    if isinstance(tensor, DTensor) and (recorded_mark(tensor) or ())[:2] != (mesh, checked):
+    return _record(tensor, mesh, check_mark(tensor, mesh, spec))
+
+
+def _mark_names(tensor: Tensor, names: str) -> Tensor:
+    """Mark a tensor by names that a layout translates later."""
+    if has_torch_function((tensor,)):
+        return handle_torch_function(mark_sharding, (tensor,), tensor, names)
+    if len(names.split()) != tensor.dim():
         raise ShardingError(
-            f"a tensor that is on a mesh already is marked '{checked}'",
+            f"the mark '{names}' has {len(names.split())} names, but the tensor has "
+            f"{tensor.dim()} dimensions, {list(tensor.shape)}",
+            where=user_line(),
+            fix="one word a dimension; _ for one without a name",
+        )
+    return _record(tensor, None, names)
+
+
+def _record(tensor: Tensor, mesh: Mesh | None, spec: ShardSpec | str) -> Tensor:
+    if isinstance(tensor, DTensor) and (raw_mark(tensor) or ())[:2] != (mesh, spec):
+        raise ShardingError(
+            f"a tensor that is on a mesh already is marked '{spec}'",
             where=user_line(),
             why="parallelize lays parameters and buffers out once, as they are marked by then",
             fix="mark the model before parallelize, or an activation in its forward",
         )
     if tensor.grad_fn is None:
-        setattr(tensor, _MARK, (mesh, checked, user_line()))
+        setattr(tensor, _MARK, (mesh, spec, user_line()))
     return tensor
+
+
+def without_layout(names: str, where: str | None = None) -> ShardingError:
+    """Return the error for names that no layout translates."""
+    return ShardingError(
+        f"a mark names dimensions, '{names}', and no layout says how they lie on the mesh",
+        where=where or user_line(),
+        fix='mesh=Layout({"batch": "data", ...}).on(mesh) in plan or parallelize',
+    )
 
 
 def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> ShardSpec:
@@ -111,25 +148,61 @@ def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> ShardSpec:
     return parsed
 
 
-def recorded_mark(tensor: Tensor) -> tuple[Mesh, ShardSpec, str] | None:
-    """Return (mesh, spec, file:line) of the mark on a parameter or buffer, if it has one."""
+def raw_mark(tensor: Tensor) -> tuple[Mesh | None, ShardSpec | str, str] | None:
+    """Return the mark on a parameter or buffer, (None, names, file:line) if it has names alone."""
     return getattr(tensor, _MARK, None)
+
+
+def recorded_mark(tensor: Tensor) -> tuple[Mesh, ShardSpec, str] | None:
+    """Return (mesh, spec, file:line) of the mark on a parameter or buffer, if it has one.
+
+    Names are translated by the layout of the program that is compiled.
+    """
+    mark = raw_mark(tensor)
+    if mark is None or isinstance(mark[1], ShardSpec):
+        return mark  # pyright: ignore[reportReturnType]
+    layout = bound_layout()
+    if layout is None:
+        raise without_layout(mark[1], mark[2])
+    return layout.mesh, check_mark(tensor, layout.mesh, layout.spec(mark[1])), mark[2]
 
 
 def copy_mark(source: Tensor, target: Tensor) -> None:
     """Copy the mark of a tensor to the tensor that replaces it."""
-    if recorded_mark(source) is not None:
-        setattr(target, _MARK, recorded_mark(source))
+    if raw_mark(source) is not None:
+        setattr(target, _MARK, raw_mark(source))
+
+
+def layout_of(module: Any, mesh: Mesh | DeviceMesh | MeshLayout) -> MeshLayout | None:
+    """Return the layout that translates the names of a program, if there is one.
+
+    It is the one passed as the mesh, or that of `annotate`.
+    """
+    if isinstance(mesh, MeshLayout):
+        return mesh
+    layout = getattr(module, _LAYOUT, None)
+    if layout is not None and layout.mesh != mesh_of(mesh):
+        raise ShardingError(
+            f"the model's layout is on mesh {layout.mesh}, but the program runs on mesh "
+            f"{mesh_of(mesh)}",
+            where=user_line(),
+            fix="use one Mesh for all marks of a program",
+        )
+    return layout
 
 
 def annotate(
-    module: _Module, mesh: Mesh | DeviceMesh | MeshLayout, layouts: Mapping[str, SpecLike]
+    module: _Module,
+    mesh: Mesh | DeviceMesh | MeshLayout | Mapping[str, str],
+    layouts: Mapping[str, SpecLike] | None = None,
 ) -> _Module:
     """Mark parameters, buffers and outputs of submodules of a model whose source you do not own.
 
     Args:
         module: The model.
-        mesh: The devices, also as torch's DeviceMesh, or a Layout on a mesh.
+        mesh: The devices, also as torch's DeviceMesh, or a Layout on a mesh, which the module's
+            marks by names are translated by from then on. Or logical names by glob alone, which
+            the layout that `plan` or `parallelize` get as their mesh translates.
         layouts: Specs by glob. A glob matches names of parameters and buffers
             ("blocks.*.mlp.up.weight") and of modules ("blocks.*": every floating tensor that the
             module returns). `*` matches within one part of a name, `**` across parts, `?` one
@@ -149,8 +222,13 @@ def annotate(
         >>> annotate(model, Mesh(data=2, model=4), layouts) is model
         True
     """
-    layouts = mesh.spec(layouts) if isinstance(mesh, MeshLayout) else layouts
-    mesh = mesh_of(mesh)
+    if isinstance(mesh, Mapping):
+        devices, layouts = None, mesh
+    else:
+        devices, layouts = mesh_of(mesh), layouts or {}
+        if isinstance(mesh, MeshLayout):
+            layouts = mesh.spec(layouts)
+            setattr(module, _LAYOUT, mesh)
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -165,12 +243,18 @@ def annotate(
                 where=user_line(),
                 fix=_other_pattern(pattern, [*tensors, *filter(None, modules)]),
             )
+        words = spec if devices is None else ShardSpec.parse(spec)
         for name in names:
             if name in tensors:
-                mark_sharding(tensors[name], mesh, spec)
+                _marked(tensors[name], devices, words)
             else:
-                modules[name].register_forward_hook(_mark_outputs(mesh, ShardSpec.parse(spec)))
+                modules[name].register_forward_hook(_mark_outputs(devices, words))
     return module
+
+
+def _marked(tensor: Tensor, mesh: Mesh | None, spec: Any) -> Tensor:
+    """Return a tensor with a mark, of names alone if there is no mesh."""
+    return mark_sharding(tensor, spec) if mesh is None else mark_sharding(tensor, mesh, spec)
 
 
 def _other_pattern(pattern: str, names: list[str]) -> str:
@@ -196,17 +280,20 @@ def _glob(pattern: str) -> re.Pattern[str]:
     return re.compile("".join({**wild, **classes}.get(t) or re.escape(t) for t in tokens))
 
 
-def _mark_outputs(mesh: Mesh, spec: ShardSpec) -> Callable[[nn.Module, tuple, Any], Any]:
+def _mark_outputs(
+    mesh: Mesh | None, spec: ShardSpec | str
+) -> Callable[[nn.Module, tuple, Any], Any]:
     """Return a forward hook that marks the results of a module."""
+    rank = len(spec.split()) if isinstance(spec, str) else spec.rank
 
     def mark(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == spec.rank:
-            return mark_sharding(value, mesh, spec)
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == rank:
+            return _marked(value, mesh, spec)
         return value
 
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         if isinstance(output, Tensor):
-            return mark_sharding(output, mesh, spec)
+            return _marked(output, mesh, spec)
         return pytree.tree_map(mark, output)
 
     return hook

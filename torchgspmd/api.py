@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .annotate import layout_of
 from .capture import Captured, capture, check_dtypes, opened
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
@@ -23,7 +24,7 @@ from .fx_passes.partition.cost_constants import CostConstants
 from .fx_passes.pipeline import run, skippable
 from .fx_passes.program import Request
 from .fx_passes.stages import SCHEDULED
-from .layout_rules import MeshLayout
+from .layout_rules import MeshLayout, bound
 from .mesh import Mesh
 from .plan import Plan
 from .prefix_specs import spread_inputs
@@ -91,9 +92,9 @@ def plan(
         >>> [(c.kind, c.axes) for c in result.collectives]
         [('all_reduce', ('model',))]
     """
-    layout = mesh if isinstance(mesh, MeshLayout) else None
-    if layout is not None:
-        in_specs, out_specs = layout.spec(in_specs), layout.spec(out_specs)
+    layout = layout_of(fn, mesh)
+    if isinstance(mesh, MeshLayout):
+        in_specs, out_specs = mesh.spec(in_specs), mesh.spec(out_specs)
     mesh = mesh_of(mesh)
     check_plan()
     if grad and not isinstance(fn, nn.Module):
@@ -112,7 +113,8 @@ def plan(
     args, kwargs = opened((args, kwargs))
     specs = spread_inputs(in_specs, args, kwargs, mesh)
     start = time.perf_counter()
-    captured = capture(fn, args, kwargs, mesh, grad=grad, param_dtype=param_dtype)
+    with bound(layout):
+        captured = capture(fn, args, kwargs, mesh, grad=grad, param_dtype=param_dtype)
     seconds = time.perf_counter() - start
     if layout is not None:
         layout.check_used()

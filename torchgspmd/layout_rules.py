@@ -1,7 +1,8 @@
 """Layout: a table from logical names of dimensions to axes of a mesh.
 
     tp = Layout({"batch": "data", "heads": "model", "embed": None}).on(mesh)
-    mark_sharding(q, tp, "batch _ heads _")             # on data=2,model=4: "data _ model _"
+    mark_sharding(q, "batch _ heads _")                 # in the model, which has no mesh
+    plan(model, x, mesh=tp)                             # on data=2,model=4: "data _ model _"
 
 A model names its dimensions; the table alone says how they lie on a mesh. The idea is that of
 Mesh-TensorFlow's layout rules (arXiv 1811.02084).
@@ -10,7 +11,9 @@ Mesh-TensorFlow's layout rules (arXiv 1811.02084).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,8 +79,7 @@ class Layout:
             mesh: The devices.
 
         Returns:
-            What `mark_sharding`, `annotate`, `plan` and `parallelize` take as `mesh`: specs are
-            logical names then.
+            What `plan` and `parallelize` take as `mesh`: marks and specs are logical names then.
 
         Example:
             >>> from torchgspmd import Layout, Mesh
@@ -101,14 +103,25 @@ class Layout:
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """A Layout on a mesh: translates logical names to axes."""
+    """A Layout on a mesh: translates logical names to axes.
+
+    seen: the names of every tensor that was translated.
+    """
 
     layout: Layout
     mesh: Mesh
-    used: set[str] = field(default_factory=set, compare=False, repr=False)
+    seen: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def __str__(self) -> str:
-        return _table((name, self.explain(name)) for name in self.layout.rules)
+        """Return the table; then the tensors in which a name did not get what it has alone."""
+        rows = [(name, self.explain(name)) for name in self.layout.rules]
+        alone = {name: self._choose(name)[name] for name in self.layout.rules}
+        rows += [
+            (f"[{names}]", self.explain(names))
+            for names in sorted(self.seen)
+            if any(axes != alone[name] for name, axes in self._choose(names).items())
+        ]
+        return _table(rows)
 
     def spec(self, names: Any) -> Any:
         """Return the spec of a tensor whose dimensions have these names.
@@ -135,8 +148,9 @@ class MeshLayout:
             return type(names)(map(self.spec, names))
         if not isinstance(names, str):
             return names
-        self.used.update(_words(names))
-        return _spec(names, self._choose(names))
+        chosen = self._choose(names)
+        self.seen.add(names)
+        return _spec(names, chosen)
 
     def explain(self, names: str) -> str:
         """Return which axes the names get in one tensor, and what was passed over, as text.
@@ -184,12 +198,13 @@ class MeshLayout:
             >>> _ = layout.spec("heads _")
             >>> layout.check_used()
         """
+        used = {name for names in self.seen for name in _words(names)}
         for name in self.layout.rules:
-            if name not in self.used:
+            if name not in used:
                 raise ShardingError(
                     f"the layout has a rule for '{name}', which no mark uses",
                     where=user_line(),
-                    fix=did_you_mean(name, sorted(self.used)),
+                    fix=did_you_mean(name, sorted(used)),
                 )
 
     def _choose(self, names: str) -> dict[str, Axes]:
@@ -211,6 +226,24 @@ class MeshLayout:
                     taken.update(axes)
                     break
         return chosen
+
+
+_BOUND: ContextVar[MeshLayout | None] = ContextVar("layout", default=None)
+
+
+@contextmanager
+def bound(layout: MeshLayout | None) -> Iterator[None]:
+    """Translate marks that have names and no mesh by a layout, while a program is compiled."""
+    token = _BOUND.set(layout)
+    try:
+        yield
+    finally:
+        _BOUND.reset(token)
+
+
+def bound_layout() -> MeshLayout | None:
+    """Return the layout that translates marks now."""
+    return _BOUND.get()
 
 
 def _words(names: str) -> list[str]:

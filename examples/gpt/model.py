@@ -1,7 +1,7 @@
-"""A GPT written for one device, with marks that say how it lies on a mesh of devices.
+"""A GPT written for one device. Its marks name dimensions; a layout says how these lie on a mesh.
 
 Letters in the comments: b batch, s sequence, m model width, n heads, d width of a head, h hidden
-width, v vocabulary. The marks of a layout are the only thing that differs between data parallelism,
+width, v vocabulary. The table of a layout is the only thing that differs between data parallelism,
 Megatron, FSDP and so on.
 """
 
@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchgspmd import Layout, Mesh, mark_sharding
-from torchgspmd.layout_rules import MeshLayout
+from torchgspmd import Layout, Mesh, annotate, mark_sharding
 
 # ------------------------------------------------------------------------------------------ layouts
 
@@ -79,9 +78,8 @@ class Attention(nn.Module):
     evenly or not.
     """
 
-    def __init__(self, config: Config, layout: MeshLayout):
+    def __init__(self, config: Config):
         super().__init__()
-        self.layout = layout
         width, heads, head = config.width, config.heads, config.width // config.heads
         self.qkv = nn.Parameter(torch.randn(width, 3, heads, head) * 0.02)  # [m, 3, n, d]
         self.qkv_bias = nn.Parameter(torch.zeros(3, heads, head))  # [3, n, d]
@@ -89,23 +87,22 @@ class Attention(nn.Module):
             torch.randn(heads, head, width) * 0.02 / math.sqrt(2 * config.layers)
         )  # [n, d, m]
         self.out_bias = nn.Parameter(torch.zeros(width))  # [m]
-        mark_sharding(self.qkv, layout, "embed _ heads _")
-        mark_sharding(self.qkv_bias, layout, "_ heads head")
-        mark_sharding(self.out, layout, "heads _ embed")
-        mark_sharding(self.out_bias, layout, "width")
+        mark_sharding(self.qkv, "embed _ heads _")
+        mark_sharding(self.qkv_bias, "_ heads head")
+        mark_sharding(self.out, "heads _ embed")
+        mark_sharding(self.out_bias, "width")
 
     def forward(self, x: Tensor) -> Tensor:  # x [b, s, m]
         qkv = torch.einsum("bsm,mcnd->bscnd", x, self.qkv) + self.qkv_bias  # [b, s, 3, n, d]
-        qkv = mark_sharding(qkv, self.layout, "batch length _ heads _")
+        qkv = mark_sharding(qkv, "batch length _ heads _")
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # [b, n, s, d] each
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [b, n, s, d]
         return torch.einsum("bnsd,ndm->bsm", y, self.out) + self.out_bias  # [b, s, m]
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: Config, layout: MeshLayout):
+    def __init__(self, config: Config):
         super().__init__()
-        self.layout = layout
         hidden = config.hidden or 4 * config.width
         self.up = nn.Linear(config.width, hidden)
         self.down = nn.Linear(hidden, config.width)
@@ -113,66 +110,63 @@ class FeedForward(nn.Module):
         nn.init.normal_(self.down.weight, std=0.02 / math.sqrt(2 * config.layers))
         nn.init.zeros_(self.up.bias)
         nn.init.zeros_(self.down.bias)
-        mark_sharding(self.up.weight, layout, "hidden embed")  # [h, m]
-        mark_sharding(self.up.bias, layout, "hidden")  # [h]
-        mark_sharding(self.down.weight, layout, "embed hidden")  # [m, h]
-        mark_sharding(self.down.bias, layout, "width")  # [m]
+        mark_sharding(self.up.weight, "hidden embed")  # [h, m]
+        mark_sharding(self.up.bias, "hidden")  # [h]
+        mark_sharding(self.down.weight, "embed hidden")  # [m, h]
+        mark_sharding(self.down.bias, "width")  # [m]
 
     def forward(self, x: Tensor) -> Tensor:  # x [b, s, m]
-        y = mark_sharding(self.up(x), self.layout, "batch length hidden")  # [b, s, h]
+        y = mark_sharding(self.up(x), "batch length hidden")  # [b, s, h]
         return self.down(F.gelu(y))  # [b, s, m]
 
 
 class Norm(nn.LayerNorm):
-    def __init__(self, config: Config, layout: MeshLayout):
+    def __init__(self, config: Config):
         super().__init__(config.width)
-        mark_sharding(self.weight, layout, "width")  # [m]
-        mark_sharding(self.bias, layout, "width")  # [m]
+        mark_sharding(self.weight, "width")  # [m]
+        mark_sharding(self.bias, "width")  # [m]
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config, layout: MeshLayout):
+    def __init__(self, config: Config):
         super().__init__()
-        self.layout = layout
-        self.norm1 = Norm(config, layout)
-        self.attention = Attention(config, layout)
-        self.norm2 = Norm(config, layout)
-        self.feed_forward = FeedForward(config, layout)
+        self.norm1 = Norm(config)
+        self.attention = Attention(config)
+        self.norm2 = Norm(config)
+        self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:  # x [b, s, m]
-        x = mark_sharding(x + self.attention(self.norm1(x)), self.layout, "batch stream width")
-        x = mark_sharding(x + self.feed_forward(self.norm2(x)), self.layout, "batch stream width")
+        x = mark_sharding(x + self.attention(self.norm1(x)), "batch stream width")
+        x = mark_sharding(x + self.feed_forward(self.norm2(x)), "batch stream width")
         return x
 
 
 class GPT(nn.Module):
-    """tokens [b, s] -> logits [b, s, v], or with targets [b, s] the mean loss. The mesh of one
-    device is plain PyTorch.
-    """
+    """tokens [b, s] -> logits [b, s, v], or with targets [b, s] the mean loss."""
 
-    def __init__(self, config: Config, mesh: Mesh = Mesh(data=1, model=1), layout: str = "dp"):
+    def __init__(self, config: Config):
         super().__init__()
-        self.config, self.mesh, self.layout = config, mesh, LAYOUTS[layout].on(mesh)
+        self.config = config
         self.embedding = nn.Parameter(
             torch.randn(config.vocabulary, config.width) * 0.02
         )  # [v, m], also the head
         self.position = nn.Parameter(torch.randn(config.context, config.width) * 0.02)  # [s, m]
-        self.blocks = nn.ModuleList(Block(config, self.layout) for _ in range(config.layers))
-        self.norm = Norm(config, self.layout)
-        mark_sharding(self.embedding, self.layout, "words embed")
-        mark_sharding(self.position, self.layout, "place width")
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = Norm(config)
+        mark_sharding(self.embedding, "words embed")
+        mark_sharding(self.position, "place width")
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:  # [b, s], [b, s]
-        tokens = mark_sharding(tokens, self.layout, "batch length")
+        tokens = mark_sharding(tokens, "batch length")
         x = F.embedding(tokens, self.embedding) + self.position[: tokens.shape[1]]  # [b, s, m]
-        x = mark_sharding(x, self.layout, "batch stream width")
+        x = mark_sharding(x, "batch stream width")
         for block in self.blocks:
             x = block(x)  # [b, s, m]
         logits = F.linear(self.norm(x), self.embedding)  # [b, s, v]
-        logits = mark_sharding(logits, self.layout, "batch length words")
+        logits = mark_sharding(logits, "batch length words")
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # a scalar
+        return F.cross_entropy(logits.transpose(1, 2), targets)  # a scalar
 
     @torch.no_grad()
     def generate(
@@ -201,4 +195,4 @@ def example(
     """The model and a batch for `python -m torchgspmd plan`, in bfloat16."""
     config = Config(vocabulary, context, layers, heads, width)
     tokens = torch.zeros(batch, context, dtype=torch.long)
-    return GPT(config, mesh, layout).bfloat16(), (tokens, tokens)
+    return annotate(GPT(config).bfloat16(), LAYOUTS[layout].on(mesh)), (tokens, tokens)

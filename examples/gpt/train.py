@@ -46,16 +46,16 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     config = Config(len(text.alphabet), args.context, args.layers, args.heads, args.width)
-    model = GPT(config, run.mesh, args.layout) if run.mesh else GPT(config)
-    model.to(run.device, run.dtype)
+    model = GPT(config).to(run.device, run.dtype)
     run.console.print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text.tokens):,} "
         f"characters of {args.text}, "
         f"{len(text.alphabet)} different; {run}"
     )
     if run.mesh:
+        layout = LAYOUTS[args.layout].on(run.mesh)
         model = gspmd.parallelize(  # the one line
-            model, run.mesh, backend=args.backend, **run.precision
+            model, layout, backend=args.backend, **run.precision
         )
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True

@@ -1,5 +1,5 @@
-"""A 3-D U-Net written for one device. It knows nothing of devices: `shard` says how its volumes lie
-on a mesh of them.
+"""A 3-D U-Net written for one device. Its volumes have named dimensions; a layout says how these
+lie on a mesh.
 
 Letters in the comments: b batch, c channels, x y z rows of the volume, t tissues. Every level down
 has half of the rows, which need not divide: 65 become 32, and these 64 again, with one row of zeros
@@ -14,26 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchgspmd import Mesh, annotate
+from torchgspmd import Layout, annotate
 
 # ------------------------------------------------------------------------------------------ layouts
 
-LAYOUTS = {  # of every volume [b, c, x, y, z]
-    "dp": "data _ _ _ _",  # data parallel: every device has whole volumes of its own
+DP = Layout({"batch": "data", "x": None, "y": None})  # every device has whole volumes of its own
+LAYOUTS = {
+    "dp": DP,
     # a slab of each volume: convolutions read some rows of the neighbours
-    "spatial": "data _ space _ _",
-    "spatial2d": "data _ space rows _",  # a beam: in two dimensions at once
+    "spatial": DP | Layout({"x": "space"}),
+    "spatial2d": DP | Layout({"x": "space", "y": "rows"}),  # a beam: in two dimensions at once
 }
-
-
-def shard(model: UNet, mesh: Mesh, layout: str) -> UNet:
-    """Marks what every layer returns. Axes that the mesh does not have are left out."""
-    volume = " ".join(axis if axis in mesh.names else "_" for axis in LAYOUTS[layout].split())
-    return annotate(
-        model,
-        mesh,
-        {"down.*.layers.*": volume, "up.*": volume, "merge.*.layers.*": volume, "head": volume},
-    )
 
 
 # -------------------------------------------------------------------------------------------- model
@@ -102,6 +93,13 @@ class UNet(nn.Module):
         self.up = nn.ModuleList(Up(config, 2 * w, w) for w in widths[:-1])
         self.merge = nn.ModuleList(Block(2 * w, w) for w in widths[:-1])
         self.head = nn.Conv3d(config.width, config.tissues, 1)
+        volumes = (
+            "down.*.layers.*",
+            "up.*",
+            "merge.*.layers.*",
+            "head",
+        )  # what every layer returns
+        annotate(self, dict.fromkeys(volumes, "batch _ x y _"))
 
     def forward(self, image: Tensor, labels: Tensor | None = None) -> Tensor:
         x, skips = image, []

@@ -25,7 +25,7 @@ from common.checkpoint import load, save
 from common.report import figure, show_plan
 from common.run import RANK, Run, leave, options, train
 from data import SHAPE, TISSUES, Head
-from model import LAYOUTS, Config, UNet, overlap, shard
+from model import LAYOUTS, Config, UNet, overlap
 
 HERE = Path(__file__).resolve().parent
 
@@ -83,9 +83,10 @@ def main() -> None:
         f"voxels; {run}"
     )
     if run.mesh:
-        model = gspmd.parallelize(
-            shard(model, run.mesh, args.layout), run.mesh, backend=args.backend, **run.precision
-        )  # the one line
+        layout = LAYOUTS[args.layout].on(run.mesh)
+        model = gspmd.parallelize(  # the one line
+            model, layout, backend=args.backend, **run.precision
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=True)
     first = load(model, optimizer, args.resume) if args.resume else 0
 
@@ -120,10 +121,10 @@ def main() -> None:
 def plan(args: argparse.Namespace, config: Config) -> None:
     mesh, shape = args.mesh or gspmd.Mesh(space=1), [n // args.mm for n in SHAPE]
     with torch.device("meta"):
-        model, image = shard(UNet(config), mesh, args.layout), torch.empty(args.batch, 1, *shape)
+        model, image = UNet(config), torch.empty(args.batch, 1, *shape)
         labels = torch.empty(args.batch, *shape, dtype=torch.long)
     start = time.perf_counter()
-    planned = gspmd.plan(model, image, labels, mesh=mesh, grad=True)
+    planned = gspmd.plan(model, image, labels, mesh=LAYOUTS[args.layout].on(mesh), grad=True)
     console = Console(highlight=False)
     console.print(f"{_shape([args.batch, *shape])} voxels; {mesh} {args.layout}")
     show_plan(planned, time.perf_counter() - start, console)

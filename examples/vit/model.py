@@ -1,5 +1,5 @@
-"""A vision transformer written for one device, with marks that say how it lies on a mesh of
-devices.
+"""A vision transformer written for one device. Its marks name dimensions; a layout says how these
+lie on a mesh.
 
 Letters in the comments: b batch, c channels, y x rows and columns of the image, s tokens (the class
 token and the patches), m model width, n heads, d width of a head, h hidden width, k classes.
@@ -13,66 +13,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchgspmd import Mesh, mark_sharding
+from torchgspmd import Layout, mark_sharding
 
 # ------------------------------------------------------------------------------------------ layouts
 
+# Marks name the dimensions of a tensor; a layout says by which axes these are sharded. Where two
+# names want one axis, the first one of the table has it.
+
 # Data parallel: the batch is sharded, every device has all weights.
-DP = {
-    "images": "data _ _ _",  # [b, c, y, x]
-    "labels": "data",  # [b]
-    "patches": "data _ _ _",  # [b, m, y/patch, x/patch]
-    # [b, s, m]       the residual stream, wherever a sublayer has added to it
-    "stream": "data _ _",
-    "heads": "data _ _ _",  # [b, s, n, d]    queries, keys and values
-    "hidden": "data _ _",  # [b, s, h]       inside of the feed-forward layer
-    "logits": "data _",  # [b, k]
-    "position": "_ _",  # [s, m]
-    "split": "_ _",  # [m, m], [h, m]  weights of queries, keys, values and hidden units
-    "split_bias": "_",  # [m], [h]
-    "join": "_ _",  # [m, m], [m, h]  weights from heads and hidden units back to the stream
-}
-
-# Tensor parallel (Megatron): each device has some heads and some hidden units, and computes them
-# for all images.
-TP = {name: spec.replace("data", "_") for name, spec in DP.items()} | {
-    "heads": "_ _ model _",
-    "hidden": "_ _ model",
-    "split": "model _",
-    "split_bias": "model",
-    "join": "_ model",
-}
-
-# Both: some images, and some heads and hidden units.
-DP_TP = (
-    TP
-    | {name: DP[name] for name in ("images", "labels", "patches", "stream", "logits")}
-    | {
-        "heads": "data _ model _",
-        "hidden": "data _ model",
+DP = Layout(
+    {
+        "batch": "data",
+        "rows": None,  # of images and of patches
+        "heads": None,
+        "hidden": None,  # of the feed-forward layer
+        "tokens": None,  # of the residual stream, patches and the class token
     }
 )
 
+# Tensor parallel (Megatron): each device has some heads and some hidden units, and computes them
+# for all images.
+TP = DP | Layout({"batch": None, "heads": "model", "hidden": "model"})
+
+# Both: some images, and some heads and hidden units.
+DP_TP = TP | Layout({"batch": "data"})
+
 # Spatial: each device has some rows of every image, and so some of the patches and tokens; images
 # may be sharded as well.
-SPATIAL = DP | {
-    "images": "data _ model _",
-    "patches": "data _ model _",
-    "stream": "data model _",
-    "heads": "data model _ _",
-    "hidden": "data model _",
-    "position": "model _",
-}
+SPATIAL = DP | Layout({"rows": "model", "tokens": "model"})
 
 LAYOUTS = {"dp": DP, "tp": TP, "dp_tp": DP_TP, "spatial": SPATIAL}
-
-
-def layout_on(mesh: Mesh, name: str) -> dict[str, str]:
-    """A layout's specs without the axes that the mesh does not have."""
-    return {
-        what: " ".join(axis if axis in mesh.names else "_" for axis in spec.split())
-        for what, spec in LAYOUTS[name].items()
-    }
 
 
 # -------------------------------------------------------------------------------------------- model
@@ -93,13 +63,13 @@ class Config:
 class Attention(nn.Module):
     """Self-attention of all tokens."""
 
-    def __init__(self, config: Config, mesh: Mesh, layout: dict[str, str]):
+    def __init__(self, config: Config):
         super().__init__()
-        self.mesh, self.layout, self.heads = mesh, layout, config.heads
+        self.heads = config.heads
         self.query, self.key, self.value = (
-            split(config.width, config.width, mesh, layout) for _ in range(3)
+            split(config.width, config.width, "heads") for _ in range(3)
         )
-        self.out = join(config.width, config.width, mesh, layout)
+        self.out = join(config.width, config.width, "heads")
 
     def forward(self, x: Tensor) -> Tensor:  # x [b, s, m]
         q, k, v = (
@@ -110,87 +80,77 @@ class Attention(nn.Module):
 
     def by_head(self, x: Tensor) -> Tensor:  # [b, s, m]
         x = x.unflatten(-1, (self.heads, -1))  # [b, s, n, d]
-        return mark_sharding(x, self.mesh, self.layout["heads"]).transpose(1, 2)  # [b, n, s, d]
+        return mark_sharding(x, "batch tokens heads _").transpose(1, 2)  # [b, n, s, d]
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: Config, mesh: Mesh, layout: dict[str, str]):
+    def __init__(self, config: Config):
         super().__init__()
-        self.mesh, self.layout = mesh, layout
         hidden = config.hidden or 4 * config.width
-        self.up = split(config.width, hidden, mesh, layout)
-        self.down = join(hidden, config.width, mesh, layout)
+        self.up = split(config.width, hidden, "hidden")
+        self.down = join(hidden, config.width, "hidden")
 
     def forward(self, x: Tensor) -> Tensor:  # x [b, s, m]
-        y = mark_sharding(self.up(x), self.mesh, self.layout["hidden"])  # [b, s, h]
+        y = mark_sharding(self.up(x), "batch tokens hidden")  # [b, s, h]
         return self.down(F.gelu(y))  # [b, s, m]
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config, mesh: Mesh, layout: dict[str, str]):
+    def __init__(self, config: Config):
         super().__init__()
-        self.mesh, self.layout = mesh, layout
         self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
-        self.attention = Attention(config, mesh, layout)
-        self.feed_forward = FeedForward(config, mesh, layout)
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:  # x [b, s, m]
-        x = mark_sharding(x + self.attention(self.norm1(x)), self.mesh, self.layout["stream"])
-        x = mark_sharding(x + self.feed_forward(self.norm2(x)), self.mesh, self.layout["stream"])
+        x = mark_sharding(x + self.attention(self.norm1(x)), "batch tokens _")
+        x = mark_sharding(x + self.feed_forward(self.norm2(x)), "batch tokens _")
         return x
 
 
 class ViT(nn.Module):
-    """images [b, c, y, x] -> logits [b, k], or with labels [b] the mean loss. The mesh of one
-    device is plain PyTorch.
-    """
+    """images [b, c, y, x] -> logits [b, k], or with labels [b] the mean loss."""
 
-    def __init__(self, config: Config, mesh: Mesh = Mesh(data=1, model=1), layout: str = "dp"):
+    def __init__(self, config: Config):
         super().__init__()
-        self.config, self.mesh, self.layout = config, mesh, layout_on(mesh, layout)
+        self.config = config
         tokens = 1 + (config.size // config.patch) ** 2
         self.patches = nn.Conv2d(config.channels, config.width, config.patch, stride=config.patch)
         self.class_token = nn.Parameter(torch.zeros(config.width))  # [m]
         self.position = nn.Parameter(torch.randn(tokens, config.width) * 0.5)  # [s, m]
-        self.blocks = nn.ModuleList(Block(config, mesh, self.layout) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.classes)
-        mark_sharding(self.position, mesh, self.layout["position"])
+        mark_sharding(self.position, "tokens _")
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:  # [b, c, y, x], [b]
-        images = mark_sharding(images, self.mesh, self.layout["images"])
-        x = mark_sharding(
-            self.patches(images), self.mesh, self.layout["patches"]
-        )  # [b, m, y/patch, x/patch]
+        images = mark_sharding(images, "batch _ rows _")
+        x = mark_sharding(self.patches(images), "batch _ rows _")  # [b, m, y/patch, x/patch]
         x = x.flatten(2).transpose(1, 2)  # [b, s - 1, m]
         x = (
             torch.cat([self.class_token.expand(len(x), 1, -1), x], dim=1) + self.position
         )  # [b, s, m]
-        x = mark_sharding(x, self.mesh, self.layout["stream"])
+        x = mark_sharding(x, "batch tokens _")
         for block in self.blocks:
             x = block(x)  # [b, s, m]
-        logits = mark_sharding(
-            self.head(self.norm(x[:, 0])), self.mesh, self.layout["logits"]
-        )  # [b, k]
+        logits = mark_sharding(self.head(self.norm(x[:, 0])), "batch _")  # [b, k]
         if labels is None:
             return logits
-        return F.cross_entropy(
-            logits, mark_sharding(labels, self.mesh, self.layout["labels"])
-        )  # a scalar
+        return F.cross_entropy(logits, mark_sharding(labels, "batch"))  # a scalar
 
 
-def split(width: int, units: int, mesh: Mesh, layout: dict[str, str]) -> nn.Linear:
+def split(width: int, units: int, name: str) -> nn.Linear:
     """From the stream to units that may be divided."""
     linear = nn.Linear(width, units)
-    mark_sharding(linear.weight, mesh, layout["split"])  # [units, m]
-    mark_sharding(linear.bias, mesh, layout["split_bias"])  # [units]
+    mark_sharding(linear.weight, f"{name} _")  # [units, m]
+    mark_sharding(linear.bias, name)  # [units]
     return linear
 
 
-def join(units: int, width: int, mesh: Mesh, layout: dict[str, str]) -> nn.Linear:
+def join(units: int, width: int, name: str) -> nn.Linear:
     """And back."""
     linear = nn.Linear(units, width)
-    mark_sharding(linear.weight, mesh, layout["join"])  # [m, units]
+    mark_sharding(linear.weight, f"_ {name}")  # [m, units]
     return linear
 
 

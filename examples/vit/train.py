@@ -72,16 +72,16 @@ def main() -> None:
     config = Config(
         data.images.shape[-1], args.patch, layers=args.layers, heads=args.heads, width=args.width
     )
-    model = ViT(config, run.mesh, args.layout) if run.mesh else ViT(config)
-    model.to(run.device, run.dtype)
+    model = ViT(config).to(run.device, run.dtype)
     run.console.print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(data.labels):,} images "
         f"of {args.data}, "
         f"{len(model.position)} tokens each; {run}"
     )
     if run.mesh:
+        layout = LAYOUTS[args.layout].on(run.mesh)
         model = gspmd.parallelize(  # the one line
-            model, run.mesh, backend=args.backend, **run.precision
+            model, layout, backend=args.backend, **run.precision
         )
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05, foreach=True

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from gpt.data import Characters, load_text  # noqa: E402
 from gpt.model import GPT, LAYOUTS, Config  # noqa: E402
+from unet3d.model import LAYOUTS as UNET_LAYOUTS  # noqa: E402
 from vit.data import Digits, load_digits  # noqa: E402
 from vit.model import LAYOUTS as VIT_LAYOUTS  # noqa: E402
 from vit.model import Config as ViTConfig  # noqa: E402
@@ -76,15 +77,13 @@ def test_simulated_loss_and_gradients(mesh: str, layout: str, text: Characters) 
     data=4.
     """
     torch.manual_seed(0)
-    model = GPT(
-        Config(len(text.alphabet), context=12, layers=2, heads=4, width=16),
-        gspmd.Mesh.parse(mesh),
-        layout,
-    )
+    model = GPT(Config(len(text.alphabet), context=12, layers=2, heads=4, width=16))
     tokens, targets = text.batch(0, seed=0, size=6, context=12)
     loss = model(tokens, targets)
     loss.backward()
-    plan = gspmd.plan(model, tokens, targets, mesh=model.layout, grad=True)
+    plan = gspmd.plan(
+        model, tokens, targets, mesh=LAYOUTS[layout].on(gspmd.Mesh.parse(mesh)), grad=True
+    )
     check(plan, model, loss, tokens, targets)
     assert not [
         op for op in plan.replicated_ops if "is gathered" not in op.why
@@ -104,21 +103,18 @@ def digits() -> Digits:
 def test_simulated_vision_transformer(mesh: str, layout: str, digits: Digits) -> None:
     """17 tokens, 4 rows of patches and 4 heads over model=3, and 6 images over data=4."""
     torch.manual_seed(0)
-    model = ViT(
-        ViTConfig(8, 2, layers=1, heads=4, width=16), gspmd.Mesh.parse(mesh), layout
-    ).double()
+    model = ViT(ViTConfig(8, 2, layers=1, heads=4, width=16)).double()
     images, labels = digits.batch(0, seed=0, size=6)
     images = images.double()
     loss = model(images, labels)
     loss.backward()
-    check(
-        gspmd.plan(model, images, labels, mesh=model.mesh, grad=True), model, loss, images, labels
-    )
+    marks = VIT_LAYOUTS[layout].on(gspmd.Mesh.parse(mesh))
+    check(gspmd.plan(model, images, labels, mesh=marks, grad=True), model, loss, images, labels)
 
 
 def test_layouts_say_what_is_marked() -> None:
-    for layouts in ({n: layout.rules for n, layout in LAYOUTS.items()}, VIT_LAYOUTS):
-        assert len({tuple(sorted(layout)) for layout in layouts.values()}) == 1
+    for layouts in (LAYOUTS, VIT_LAYOUTS, UNET_LAYOUTS):
+        assert len({tuple(layout.rules) for layout in layouts.values()}) == 1
 
 
 def test_mnist_is_read_out_of_its_wheel(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from unet3d.data import Head  # noqa: E402
-from unet3d.model import LAYOUTS, Config, UNet, overlap, shard  # noqa: E402
+from unet3d.model import LAYOUTS, Config, UNet, overlap  # noqa: E402
 
 MESHES = {"dp": "data=2", "spatial": "data=2,space=2", "spatial2d": "space=2,rows=3"}
 
@@ -60,7 +60,7 @@ def test_simulated_loss_and_gradients(layout: str, up: str, head: Head) -> None:
     image, labels = head.batch(0, seed=0, size=2)
     loss = model(image.double(), labels)
     loss.backward()
-    plan = gspmd.plan(shard(model, mesh, layout), image.double(), labels, mesh=mesh, grad=True)
+    plan = gspmd.plan(model, image.double(), labels, mesh=LAYOUTS[layout].on(mesh), grad=True)
     got, gradients = plan.simulate(image.double(), labels, _poison=True)
     assert abs(got.item() - loss.item()) <= 1e-12 * loss.item()
     assert set(gradients) == {name for name, _ in model.named_parameters()}
@@ -77,15 +77,15 @@ def test_only_rows_for_neighbours_and_sums_are_sent(layout: str, mesh: str, up: 
         model = UNet(Config(up=up))
         arguments = torch.empty(1, 1, 65, 77, 63), torch.empty(1, 65, 77, 63, dtype=torch.long)
     mesh = gspmd.Mesh.parse(mesh)
-    plan = gspmd.plan(shard(model, mesh, layout), *arguments, mesh=mesh, grad=True, strict=True)
+    marks = LAYOUTS[layout].on(mesh)
+    plan = gspmd.plan(model, *arguments, mesh=marks, grad=True, strict=True)
     largest = max(p.numel() for p in model.parameters()) * 4
     assert {c.kind for c in plan.collectives} == {"permute", "all_reduce"}
     assert all(c.payload_bytes <= largest for c in plan.collectives if c.kind == "all_reduce")
     axes = {c.axes for c in plan.collectives if c.kind == "permute"}
     assert axes <= {("space",), ("rows",), ("space", "rows")}
-    whole = gspmd.plan(
-        UNet(Config(up=up)).to("meta"), *arguments, mesh=gspmd.Mesh(space=1), grad=True
-    )
+    alone = LAYOUTS[layout].on(gspmd.Mesh(space=1))
+    whole = gspmd.plan(UNet(Config(up=up)).to("meta"), *arguments, mesh=alone, grad=True)
     assert (
         plan.memory.peak < 1.5 * whole.memory.peak / mesh.size
     )  # windows are kept beside what they were made of

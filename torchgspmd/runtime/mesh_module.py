@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..capture import ARGUMENT, Captured, Varying, capture, not_compiled, opened
 from ..compat.private_apis import _pytree as pytree
+from ..layout_rules import bound
 from ..mesh import Mesh
 from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
@@ -121,7 +122,8 @@ class MeshModule(ModuleProxy):
 
     def _timed_build(self, call: Call) -> CompiledProgram:
         start = time.perf_counter()
-        program = self._build(call)
+        with bound(self._layout):
+            program = self._build(call)
         self.__dict__["planning_seconds"] = time.perf_counter() - start
         names = [each.name for each in program.captured.inputs if each.kind == ARGUMENT]
         warn_of_sizes(call.key, self._programs, names)
@@ -148,7 +150,7 @@ class MeshModule(ModuleProxy):
             varying=call.varying,
             param_dtype=self._param_dtype,
         )
-        if self._layout is not None:
+        if self._layout is not None and self._hooks:  # no submodule, which has a part of the marks
             self._layout.check_used()
         specs = spread_inputs(self._in_specs, call.args, call.kwargs, self._mesh)
         return captured, [*specs, *(None for _ in captured.state_inputs)]

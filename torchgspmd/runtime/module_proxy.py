@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..annotate import mark_sharding, recorded_mark
+from ..annotate import mark_sharding, raw_mark, recorded_mark
 from ..capture import State, Varying, is_transforming
 from ..errors import ShardingError, did_you_mean, user_line
 from ..mesh import Mesh
@@ -83,7 +83,7 @@ def leaf_key(leaf: Any) -> Any:
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.placements
     if isinstance(leaf, Tensor):
         key = tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-        mark = recorded_mark(leaf)
+        mark = raw_mark(leaf)
         return key if mark is None else (*key, mark[1])
     return _content(leaf, ())
 

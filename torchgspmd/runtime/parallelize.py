@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..annotate import layout_of
 from ..capture import check_dtypes, check_module
 from ..comm.process_groups import groups_of
 from ..compat.versions import check_parallelize
 from ..device_mesh import mesh_of
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError, user_line
-from ..layout_rules import MeshLayout
+from ..layout_rules import MeshLayout, bound
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch
@@ -113,9 +114,9 @@ def parallelize(
             f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}",
             where=user_line(),
         )
-    layout = mesh if isinstance(mesh, MeshLayout) else None
-    if layout is not None:
-        in_specs, out_specs = layout.spec(in_specs), layout.spec(out_specs)
+    layout = layout_of(model, mesh)
+    if isinstance(mesh, MeshLayout):
+        in_specs, out_specs = mesh.spec(in_specs), mesh.spec(out_specs)
     mesh = mesh_of(mesh)
     check_parallelize()
     partitioner_options = {
@@ -143,27 +144,28 @@ def parallelize(
         )
     check_module(model)
     check_dtypes(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    if shard_updates is not None:
-        mark_updates(model, mesh, shard_updates)
     before = dict(model.named_parameters(remove_duplicate=False))
-    if backend == "xla":
-        module = XlaModule(model, mesh, in_specs, out_specs, pin, param_dtype)
-    else:
-        module = ShardedModule(
-            model,
-            mesh,
-            backend,
-            in_specs,
-            out_specs,
-            param_dtype=param_dtype,
-            check=check,
-            strict=strict,
-            rng=rng,
-            regather=regather,
-            skip_passes=skip_passes,
-            costs=costs,
-            reduce_dtype=reduce_dtype,
-        )
+    with bound(layout):
+        if shard_updates is not None:
+            mark_updates(model, mesh, shard_updates)
+        if backend == "xla":
+            module = XlaModule(model, mesh, in_specs, out_specs, pin, param_dtype)
+        else:
+            module = ShardedModule(
+                model,
+                mesh,
+                backend,
+                in_specs,
+                out_specs,
+                param_dtype=param_dtype,
+                check=check,
+                strict=strict,
+                rng=rng,
+                regather=regather,
+                skip_passes=skip_passes,
+                costs=costs,
+                reduce_dtype=reduce_dtype,
+            )
     module.__dict__["_layout"] = layout
     carry_optimizers(before, module)
     return module

@@ -21,6 +21,7 @@ from ..dtensor.install import hold
 from ..dtensor.storage import shard_module, spec_of, storable
 from ..errors import ShardingError, user_line
 from ..fx_passes.pipeline import is_default
+from ..layout_rules import bound
 from ..mesh import Mesh
 from ..plan import Plan
 from ..plan_cache.identity import Identity, identity_of
@@ -98,15 +99,18 @@ class ShardedModule(MeshModule):
             model.register_state_dict_post_hook(_hold_state)
 
     def _submodule(self, module: nn.Module) -> nn.Module:
-        return ShardedModule(
-            module,
-            self._mesh,
-            self._backend,
-            hooks=False,
-            param_dtype=self._param_dtype,
-            check=self._check,
-            **self._options,
-        )
+        with bound(self._layout):
+            submodule = ShardedModule(
+                module,
+                self._mesh,
+                self._backend,
+                hooks=False,
+                param_dtype=self._param_dtype,
+                check=self._check,
+                **self._options,
+            )
+        submodule.__dict__["_layout"] = self._layout
+        return submodule
 
     def _read_structure(self) -> None:
         super()._read_structure()
@@ -276,6 +280,7 @@ class ShardedModule(MeshModule):
             return None
         names = "in_specs out_specs backend device_type hooks param_dtype"
         options = {name: getattr(self, f"_{name}") for name in names.split()} | self._options
+        options["layout"] = repr(self._layout)
         try:
             return identity_of(self._model, self._mesh, text, options)
         except Unshareable:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...annotate import check_mark, mark_sharding, mark_sharding_op
+from ...annotate import check_mark, mark_sharding, mark_sharding_op, without_layout
 from ...compat.operators import aten
 from ...custom_ops.attention import attention
 from ...custom_ops.nd import einsum, summed_alone
@@ -30,8 +30,10 @@ from .repeated_heads import unrepeated
 
 
 @rewrite("product", mark_sharding)
-def _mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
+def _mark(tensor: Tensor, mesh: Mesh | str, spec: SpecLike = None) -> Tensor:
     """Run mark_sharding as an operation of the graph."""
+    if isinstance(mesh, str):
+        raise without_layout(mesh)
     return mark_sharding_op(tensor, str(mesh), str(check_mark(tensor, mesh, spec)))
 
 
