@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchgspmd import Layout, annotate
+from torchgspmd import Layout, Mesh, annotate
 
 # ------------------------------------------------------------------------------------------ layouts
 
@@ -136,6 +136,6 @@ def example(
     up: str = "transposed",
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The model and a batch for `python -m torchgspmd plan`, in bfloat16."""
-    model = shard(UNet(Config(3, levels, width, up)), mesh, layout).bfloat16()
+    model = annotate(UNet(Config(3, levels, width, up)).bfloat16(), LAYOUTS[layout].on(mesh))
     image = torch.zeros(batch, 1, size, size, size, dtype=torch.bfloat16)
     return model, (image, torch.zeros(batch, size, size, size, dtype=torch.long))

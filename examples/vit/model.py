@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchgspmd import Layout, mark_sharding
+from torchgspmd import Layout, Mesh, annotate, mark_sharding
 
 # ------------------------------------------------------------------------------------------ layouts
 
@@ -167,4 +167,5 @@ def example(
     """The model and a batch for `python -m torchgspmd plan`, in bfloat16."""
     config = Config(size, patch, 3, 1000, layers, heads, width)
     images = torch.zeros(batch, 3, size, size, dtype=torch.bfloat16)
-    return ViT(config, mesh, layout).bfloat16(), (images, torch.zeros(batch, dtype=torch.long))
+    model = annotate(ViT(config).bfloat16(), LAYOUTS[layout].on(mesh))
+    return model, (images, torch.zeros(batch, dtype=torch.long))
