@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .annotate import layout_of
-from .capture import Captured, capture, check_dtypes, opened
+from .capture import Captured, capture, check_dtypes, leaf_names, opened, sizes_of
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
 from .device_mesh import mesh_of
@@ -46,6 +46,7 @@ def plan(
     costs: Mapping[str, float] | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    dynamic: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Compile a function or module for a mesh, without devices.
@@ -74,6 +75,9 @@ def plan(
         param_dtype: The dtype that a module computes in: floating parameters and arguments are
             cast to it, parameters before they are gathered. docs/parallelize.md has more.
         reduce_dtype: The dtype in which gradients of parameters are summed over devices.
+        dynamic: Dimensions that have another size in each run, by argument, as {"tokens": {1}};
+            a name may be a pattern. Sizes that are equal here are one size, unless they have
+            names: {"tokens": {1: "length"}}.
         kwargs: Keyword arguments of fn.
 
     Returns:
@@ -113,8 +117,11 @@ def plan(
     args, kwargs = opened((args, kwargs))
     specs = spread_inputs(in_specs, args, kwargs, mesh)
     start = time.perf_counter()
+    sizes = sizes_of(dynamic, leaf_names(fn, args, kwargs), pytree.tree_leaves((args, kwargs)))
     with bound(layout):
-        captured = capture(fn, args, kwargs, mesh, grad=grad, param_dtype=param_dtype)
+        captured = capture(
+            fn, args, kwargs, mesh, grad=grad, param_dtype=param_dtype, dynamic=sizes
+        )
     seconds = time.perf_counter() - start
     if layout is not None:
         layout.check_used()

@@ -317,14 +317,16 @@ class Plan(PlanViews, PlanFiles):
                 where=user_line(),
                 fix="call simulate as the function itself was called in plan()",
             )
-        for tensor, inp in zip(arguments, expected):
-            if tuple(tensor.shape) != inp.shape or tensor.dtype != inp.dtype:
+        sizes = self.captured.dynamic
+        for i, (tensor, inp) in enumerate(zip(arguments, expected)):
+            if not sizes.fits(i, tensor.shape, inp.shape) or tensor.dtype != inp.dtype:
                 raise ShardingError(
                     f"argument '{inp.name}' is {dtype_name(tensor.dtype)}{list(tensor.shape)}, "
                     f"the plan was made for {dtype_name(inp.dtype)}{list(inp.shape)}",
                     where=user_line(),
                     fix="make a plan for these shapes",
                 )
+        sizes.check([t.shape for t in arguments])
         summed = self.captured.visible()
         if any(UNKNOWN in each.shape for each in self.captured.inputs):
             raise ShardingError(

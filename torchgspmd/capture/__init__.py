@@ -3,6 +3,7 @@
 `capture` runs it on fake tensors. The other files say what the trace calls in place of what.
 """
 
+from .argument_sizes import ArgumentSizes, sizes_of
 from .captured import (
     ARGUMENT,
     BUFFER,
@@ -22,7 +23,7 @@ from .state.object_trees import opened
 from .state.source import Source
 from .state.state_inputs import State, Varying
 from .state.writes import tensor_sources
-from .trace import capture
+from .trace import capture, leaf_names
 from .trace_context import is_capturing, is_transforming, not_compiled
 from .unsupported import check_module
 
@@ -36,6 +37,7 @@ __all__ = [
     "PARAMETER",
     "TANGENT",
     "UNKNOWN",
+    "ArgumentSizes",
     "Captured",
     "Input",
     "Output",
@@ -47,7 +49,9 @@ __all__ = [
     "check_module",
     "is_capturing",
     "is_transforming",
+    "leaf_names",
     "not_compiled",
     "opened",
+    "sizes_of",
     "tensor_sources",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec
+from .argument_sizes import ArgumentSizes
 from .state.guards import Guards
 from .state.object_trees import Opened, closed
 from .state.state_inputs import TensorInput
@@ -79,6 +80,8 @@ class Captured:
     state_inputs: tuple[TensorInput, ...] = ()
     looks: tuple[ValueGuard, ...] = ()  # guards on the values of buffers
     functions: tuple[FunctionType, ...] = ()  # of Python, that it may have called
+    # sizes of arguments that may be others in each run
+    dynamic: ArgumentSizes = field(default_factory=ArgumentSizes)
 
     def result(self, outputs: Sequence[Any], arguments: tuple[tuple, dict]) -> Any:
         """Return the result of the function, and repeat its writes.

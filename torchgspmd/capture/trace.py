@@ -9,7 +9,7 @@ Activation checkpointing is then visible as a second computation in the backward
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
 from ..without_gc import without_gc
+from .argument_sizes import ArgumentSizes
 from .assumed_sizes import AssumingShapeEnv, insert_checks
 from .builtin_numbers import replaced
 from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
@@ -55,13 +56,14 @@ def capture(
     state: State | None = None,
     varying: Varying | None = None,
     param_dtype: torch.dtype | None = None,
+    dynamic: ArgumentSizes | None = None,
 ) -> Captured:
     """Trace fn; with grad also its backward, whose cotangents become inputs of kind tangent.
 
     hooks: whether hooks of a module are part of the program. state: what programs of the module are
     known to store in attributes and tables. A trace that finds more of it is repeated. varying: the
     floats among the arguments that are to be inputs. param_dtype: floating parameters and arguments
-    are cast to it.
+    are cast to it. dynamic: the sizes of arguments that may be others in each run.
     """
     if isinstance(fn, nn.Module):
         check_module(fn)
@@ -96,6 +98,7 @@ def capture(
                         varying,
                         value_guards,
                         param_dtype,
+                        dynamic or ArgumentSizes(),
                     )
                     fill_constants()
                 return captured
@@ -159,11 +162,12 @@ def _trace_once(
     varying: Varying,
     value_guards: ValueGuards,
     param_dtype: torch.dtype | None,
+    dynamic: ArgumentSizes,
 ) -> tuple[Captured, Callable[[], None]]:
     """Return the program of one trace, and a function that fills in cached constants."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     tensor_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    names = _leaf_names(fn, args, kwargs)
+    names = leaf_names(fn, args, kwargs)
     inputs = [
         _input(PARAMETER if isinstance(t, nn.Parameter) else BUFFER, name, t, mesh)
         for name, t in state.items()
@@ -202,7 +206,8 @@ def _trace_once(
     shape_env = AssumingShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
     with translate_errors(), read_recorder as tables.recorder, mode:
-        fakes = [_empty_like(t) for t in tensors]
+        shapes = dynamic.shapes(tensors, len(state), shape_env)
+        fakes = [_empty_like(t, shape) for t, shape in zip(tensors, shapes)]
         requires = [t.requires_grad for t in tensors]
         grad_mode = torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled())
         with (
@@ -243,6 +248,7 @@ def _trace_once(
         tuple(each for i, each in enumerate(state_inputs) if i in used),
         tuple(value_guards.looks.values()),
         tuple(tables.called),
+        dynamic,
     )
     return captured, lambda cached=program.constants: cached.fill_values(constants, traced)
 
@@ -289,16 +295,16 @@ def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:
     return Input(kind, name, tuple(tensor.shape), tensor.dtype, mark, source)
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
-    """Return an empty tensor of the same shape; for meta and XLA tensors one on the CPU.
+def _empty_like(tensor: Tensor, shape: Sequence[Any]) -> Tensor:
+    """Return an empty tensor of a shape; for meta and XLA tensors one on the CPU.
 
     All inputs of a trace are on one device.
     """
     device = "cpu" if tensor.device.type in ("meta", "xla") else tensor.device
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty(shape, dtype=tensor.dtype, device=device)
 
 
-def _leaf_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
+def leaf_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
     """Return a readable name for every leaf of (args, kwargs)."""
     try:
         parameters = list(

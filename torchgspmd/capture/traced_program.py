@@ -66,6 +66,7 @@ class TracedProgram:
         self.tangents: list[tuple[int, Any]] = []
         self.sources: dict[int, frozenset[int]] = {}  # outputs that reach each input
         self.rebound: dict[int, Tensor] = {}
+        self.replaced: dict[int, int] = {}  # by output: the argument in whose place it is put
         self.writes: list[Write] = []
         self.observed: list[Write] = []
         self.observed_values: list[Tensor] = []  # values that gradient hooks store
@@ -117,7 +118,12 @@ class TracedProgram:
             ]
 
     def _input_in_place(self, output: int, tensor: Tensor) -> int:
-        """Return the input whose source receives an output of the same shape, or -1."""
+        """Return the input whose source receives an output of as many dimensions, or -1.
+
+        Attributes are of the same shape.
+        """
+        if output in self.replaced:
+            return self.replaced[output]
         sources = {
             source
             for write in self.writes
@@ -214,6 +220,14 @@ class TracedProgram:
             ]
             outputs = [self.result_leaves[i] for i in self.result_slots]
             argument_writes = watched.writes(outputs)
+            before, positions = watched.tensors(), {id(t): i for i, t in enumerate(used)}
+            self.replaced = {
+                index: positions[id(before[source])]
+                for write in argument_writes
+                for source, index in write.output_sources()
+                if id(before.get(source)) in positions
+                and before[source].dim() == outputs[index].dim()
+            }
             self.result_count = len(outputs)
             self.rebound = self._rebound(used) if isinstance(self.fn, nn.Module) else {}
             self._check_casts()

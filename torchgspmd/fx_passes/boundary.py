@@ -36,13 +36,8 @@ _MARK = mark_sharding_op._opoverload
 def start_program(request: Request, **state: Any) -> Program:
     """Return the program at stage CAPTURED, with the layouts asked for at its boundary."""
     captured, mesh = request.captured, request.mesh
-    results = _result_specs(captured, request.out_specs, mesh, request.on_processes)
     inputs = _input_specs(captured, mesh, request.arguments, request.stored)
-    outputs = [out for out in captured.outputs if out.kind == OUTPUT]
-    results = [
-        inputs[out.input] or spec if out.open and out.input >= 0 else spec
-        for spec, out in zip(results, outputs)
-    ]
+    results = _result_specs(captured, inputs, request.out_specs, mesh, request.on_processes)
     return Program(request, captured.graph, mesh, inputs=inputs, results=results, **state)
 
 
@@ -154,11 +149,15 @@ def _input_specs(
 
 
 def _result_specs(
-    captured: Captured, out_specs: Any, mesh: Mesh, whole: bool
+    captured: Captured,
+    inputs: list[ShardSpec | None],
+    out_specs: Any,
+    mesh: Mesh,
+    whole: bool,
 ) -> list[ShardSpec | None]:
     """Return the required spec, or None, of every flat output of the function.
 
-    whole: outputs without a spec are replicated.
+    One that takes the place of an input has its layout. whole: others without a spec are replicated.
     """
     outs = [out for out in captured.outputs if out.kind == OUTPUT]
     values = captured.graph.output_node().args[0][: len(outs)]
@@ -171,6 +170,10 @@ def _result_specs(
         for spec in spread(out_specs, tree, mesh, "the result")
     ]
     specs += [None] * (len(values) - len(specs))  # outputs put into arguments and attributes
+    specs = [
+        inputs[out.input] if spec is None and out.input >= 0 else spec
+        for spec, out in zip(specs, outs)
+    ]
     return (
         [
             _result_on_processes(spec, out, tuple(v.meta["val"].shape), mesh)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from ..capture import Input, Output
+from ..capture import ArgumentSizes, Input, Output
 from ..comm import local_ops
 from ..comm.collective import start, wait
 from ..comm.kinds import KINDS, Step
@@ -50,7 +50,7 @@ _FROM_ITEMS: dict[str, Callable[[list], Any]] = {
     "frozenset": frozenset,
 }
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
-_RECORDS = {cls.__name__: cls for cls in (ShardSpec, Window, Step, Input, Output, ReplicatedOp)}
+_RECORDS = {cls.__name__: cls for cls in (ShardSpec, Window, Step, Input, Output, ReplicatedOp, ArgumentSizes)}
 # The functions besides operators that are targets of nodes.
 _FUNCTIONS: dict[tuple[str, str], Any] = {
     (f.__module__, f.__name__): f

@@ -1,17 +1,133 @@
-"""A warning for calls that differ in sizes only: there is a program for each.
+"""Calls that differ in sizes only: one program for all sizes, or a warning.
+
+    call 1    tokens [8, 128]              its own program
+    call 2    tokens [8, 96]               a program in which the second size is a symbol
+    call 3    tokens [8, 200]              the same
 
 A cache that grows has another size at every token, and sequences that are not padded have many.
+Dimensions that the first program shards have their numbers in each program.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from ..capture import ArgumentSizes
+from ..capture.argument_sizes import LEAST
 from ..errors import user_line
 
+MOST = 16  # the most shapes that a call is compared with
 MANY = 4  # so many sizes of one dimension are warned of; a last batch that is smaller makes two
+
+
+Shapes = tuple[tuple[int, ...], ...]
+Dim = tuple[int, int]  # a tensor, and a dimension of it
+
+
+class Lengths:
+    """Shapes of calls that are alike but for sizes, and which of these are symbols.
+
+    first: the key of the first call, whose program has numbers.
+    """
+
+    def __init__(self, shapes: Shapes, first: tuple) -> None:
+        self.calls, self.first = [shapes], first
+        self.sizes = ArgumentSizes()
+        self.is_symbolic = True  # until a program cannot be made so
+
+    def sizes_for(self, shapes: Shapes, whole: Callable[[tuple], set[Dim]]) -> ArgumentSizes | None:
+        """Return which sizes of a call are symbols; None if it is not one of these calls.
+
+        whole: the dimensions that the program of a key does not shard.
+        """
+        base = self.calls[0]
+        if all(self.sizes.fits(i, shape, base[i]) for i, shape in enumerate(shapes)):
+            if self.sizes.values(shapes) is not None:
+                return self.sizes
+        changed = {
+            (i, d)
+            for i, (shape, other) in enumerate(zip(shapes, base))
+            for d, (size, before) in enumerate(zip(shape, other))
+            if size != before
+        } | set(self.sizes.dims)
+        if not changed <= whole(self.first):
+            return None
+        if not self.is_symbolic or min(call[i][d] for call in (base, shapes) for i, d in changed) < LEAST:
+            return ArgumentSizes()
+        self.calls.append(shapes)
+        self.sizes = _common(self.calls, changed)
+        return self.sizes
+
+
+class SizeHistory:
+    """All shapes that a module was called with, by what the calls share."""
+
+    def __init__(self) -> None:
+        self.alike: dict[tuple, list[Lengths]] = {}
+
+    def sizes_for(
+        self, shared: tuple, shapes: Shapes, key: tuple, whole: Callable[[tuple], set[Dim]]
+    ) -> ArgumentSizes:
+        """Return which sizes of a call are symbols of its program.
+
+        shared: the key without sizes. key: that of a program for the sizes.
+        """
+        known = self.alike.setdefault(shared, [])
+        for lengths in known:
+            sizes = lengths.sizes_for(shapes, whole)
+            if sizes is not None:
+                return sizes
+        if len(known) < MOST:
+            known.append(Lengths(shapes, key))
+        return ArgumentSizes()
+
+    def use_numbers(self, sizes: ArgumentSizes) -> None:
+        """Let calls with these sizes have programs for their numbers."""
+        for lengths in itertools.chain.from_iterable(self.alike.values()):
+            if lengths.sizes is sizes:
+                lengths.sizes, lengths.is_symbolic = ArgumentSizes(), False
+
+
+def _common(calls: Sequence[Shapes], changed: Iterable[Dim]) -> ArgumentSizes:
+    """Return the sizes of dimensions: those that have grown alike are one, and a number."""
+    dims: dict[Dim, tuple[str, int]] = {}
+    names: dict[tuple[int, ...], tuple[str, int]] = {}
+    for i, d in sorted(changed, key=lambda dim: calls[0][dim[0]][dim[1]]):
+        size = calls[0][i][d]
+        growth = tuple(call[i][d] - size for call in calls)
+        name, least = names.setdefault(growth, (f"n{len(names)}", size))
+        dims[i, d] = name, size - least
+    return ArgumentSizes(dims)
+
+
+def kind_of(leaf: Any) -> Any:
+    """Return the key of a leaf without its sizes."""
+    shape = _shape(leaf)
+    return leaf if shape is None else (len(shape), *leaf[1:])
+
+
+def without_sizes(leaf_keys: Sequence[Any], sizes: ArgumentSizes) -> Iterator[Any]:
+    """Yield the keys of leaves, with the names of sizes that are symbols."""
+    tensor = 0
+    for key in leaf_keys:
+        shape = _shape(key)
+        if shape is None:
+            yield key
+            continue
+        named = tuple(sizes.dims.get((tensor, d), size) for d, size in enumerate(shape))
+        yield named, *key[1:]
+        tensor += 1
+
+
+def warn_of_numbers(error: Exception) -> None:
+    """Warn that a program with symbols for sizes cannot be made."""
+    warnings.warn(
+        f"each size has a program of its own, since one for all sizes cannot be made: {error}",
+        stacklevel=4,
+    )
 
 
 def warn_of_sizes(key: tuple, others: Iterable[tuple], names: Sequence[str]) -> None:

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..capture import ARGUMENT, Captured, Varying, capture, not_compiled, opened
+from ..capture import (
+    ARGUMENT,
+    ArgumentSizes,
+    Captured,
+    Varying,
+    capture,
+    leaf_names,
+    not_compiled,
+    opened,
+    sizes_of,
+)
 from ..compat.private_apis import _pytree as pytree
 from ..layout_rules import bound
 from ..mesh import Mesh
 from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
-from .changing_sizes import warn_of_sizes
+from .changing_sizes import (
+    Shapes,
+    SizeHistory,
+    kind_of,
+    warn_of_numbers,
+    warn_of_sizes,
+    without_sizes,
+)
 from .compiled_program import CompiledProgram
 from .module_proxy import ModuleProxy, leaf_key
 from .stored_inputs import Stored
@@ -25,6 +43,8 @@ class Call(NamedTuple):
     """A call of a module: what was passed, the same with its objects opened, and its key.
 
     varying: the numbers among the leaves that are inputs of the program; None if there are none.
+    sizes: which sizes of the tensors are symbols in the program. leaf_keys: the keys of the
+    leaves with all sizes as numbers.
     """
 
     passed: tuple[tuple, dict]
@@ -33,6 +53,13 @@ class Call(NamedTuple):
     leaves: list
     key: tuple
     varying: Varying | None
+    leaf_keys: tuple
+    sizes: ArgumentSizes = ArgumentSizes()
+
+    @property
+    def shapes(self) -> Shapes:
+        """Return the shapes of the tensors among the leaves."""
+        return tuple(tuple(x.shape) for x in self.leaves if isinstance(x, Tensor))
 
     @property
     def numbers(self) -> dict:
@@ -58,6 +85,7 @@ class MeshModule(ModuleProxy):
         out_specs: Any,
         hooks: bool = True,
         param_dtype: torch.dtype | None = None,
+        dynamic: bool | Mapping[str, Any] = False,
         **attributes: Any,
     ) -> None:
         self.__dict__.update(
@@ -67,6 +95,8 @@ class MeshModule(ModuleProxy):
             _out_specs=out_specs,
             _hooks=hooks,
             _param_dtype=param_dtype,
+            _dynamic=dynamic,
+            _history=SizeHistory(),
             _layout=None,  # of parallelize: a MeshLayout
             plan=None,
             planning_seconds=0.0,
@@ -95,6 +125,12 @@ class MeshModule(ModuleProxy):
             program = self._program_for(call.key, lambda: self._timed_build(call))
         except Stored:  # inputs of the call are others now
             return self.forward(*args, **kwargs)
+        except Exception as error:
+            if not call.sizes.dims or self._dynamic is not True:
+                raise
+            warn_of_numbers(error)
+            self._history.use_numbers(call.sizes)
+            return self.forward(*args, **kwargs)
         return self._run(program, call)
 
     def _call(self, args: tuple, kwargs: dict) -> Call:
@@ -107,9 +143,7 @@ class MeshModule(ModuleProxy):
         leaf_keys, varying = [*map(leaf_key, leaves)], None
         if float in map(type, leaves):
             varying = self._varying(tree, leaves, leaf_keys)
-        key = (
-            tree,
-            tuple(leaf_keys),
+        rest = (
             self._structure_version(),
             self._modes(),
             self._trainable(),
@@ -118,7 +152,28 @@ class MeshModule(ModuleProxy):
             torch.get_autocast_dtype(self._device_type),
             torch.get_default_dtype(),
         )
-        return Call(passed, args, kwargs, leaves, key, varying)
+        key = (tree, tuple(leaf_keys), *rest)
+        call = Call(passed, args, kwargs, leaves, key, varying, key[1])
+        if self._dynamic is False or self._dynamic is True and key in self._programs:
+            return call
+        sizes = self._sizes(call)
+        if not sizes.dims:
+            return call
+        keys = tuple(without_sizes(leaf_keys, sizes))
+        return call._replace(key=(tree, keys, *rest), sizes=sizes)
+
+    def _sizes(self, call: Call) -> ArgumentSizes:
+        """Return which sizes of a call are symbols."""
+        if self._dynamic is not True:
+            names = leaf_names(self._model, call.args, call.kwargs)
+            return sizes_of(self._dynamic, names, call.leaves)
+        tree, leaf_keys, *rest = call.key
+        shared = tree, tuple(map(kind_of, leaf_keys)), *rest
+        return self._history.sizes_for(shared, call.shapes, call.key, self._whole_dims)
+
+    def _whole_dims(self, key: tuple) -> set[tuple[int, int]]:
+        """Return the dimensions of tensors that the program of a key does not shard."""
+        return set()
 
     def _timed_build(self, call: Call) -> CompiledProgram:
         start = time.perf_counter()
@@ -149,6 +204,7 @@ class MeshModule(ModuleProxy):
             state=self._state,
             varying=call.varying,
             param_dtype=self._param_dtype,
+            dynamic=call.sizes,
         )
         if self._layout is not None and self._hooks:  # no submodule, which has a part of the marks
             self._layout.check_used()

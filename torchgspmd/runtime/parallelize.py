@@ -48,6 +48,7 @@ def parallelize(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     check: str = "always",
+    dynamic: bool | Mapping[str, Any] = True,
 ) -> nn.Module:
     """Return a module with the same forward that computes on a mesh; every process calls it alike.
 
@@ -89,6 +90,9 @@ def parallelize(
         check: When the values of plain tensor arguments are compared between the ranks: "always"
             at every call (checksums of all integers and small tensors, samples of large ones),
             "first" at the first call of each program, or "never". Not for "xla".
+        dynamic: Whether calls that differ in sizes share a program. True: from the second size of
+            a dimension on that the first program does not shard. False: never. A mapping names
+            dimensions as in plan(), which are symbols from the first call on. Not for "xla".
 
     Returns:
         A ShardedModule, or an XlaModule for backend "xla".
@@ -159,6 +163,7 @@ def parallelize(
                 out_specs,
                 param_dtype=param_dtype,
                 check=check,
+                dynamic=dynamic,
                 strict=strict,
                 rng=rng,
                 regather=regather,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -57,6 +57,7 @@ class ShardedModule(MeshModule):
         hooks: bool = True,
         param_dtype: torch.dtype | None = None,
         check: str = "always",
+        dynamic: bool | Mapping[str, Any] = True,
         **options: Any,
     ) -> None:
         """Store the model's tensors as DTensors.
@@ -87,6 +88,7 @@ class ShardedModule(MeshModule):
             out_specs,
             hooks,
             param_dtype,
+            dynamic,
             _backend=backend,
             _options=options,
             _groups=groups,
@@ -107,6 +109,7 @@ class ShardedModule(MeshModule):
                 hooks=False,
                 param_dtype=self._param_dtype,
                 check=self._check,
+                dynamic=self._dynamic is not False,
                 **self._options,
             )
         submodule.__dict__["_layout"] = self._layout
@@ -154,11 +157,23 @@ class ShardedModule(MeshModule):
             self._marked[call.key] = marked
             raise Stored
 
+    def _whole_dims(self, key: tuple) -> set[tuple[int, int]]:
+        program = next(iter(self._programs.get(key, ())), None)
+        if program is None:
+            return set()
+        inputs = zip(program.captured.inputs, program.plan.sharded.find_nodes(op="placeholder"))
+        layouts = [node.meta["spec"] for each, node in inputs if each.kind == ARGUMENT]
+        return {
+            (i, d) for i, spec in enumerate(layouts) for d, axes in enumerate(spec.dims) if not axes
+        }
+
     def _run(self, program: JointProgram, call: Call) -> Any:
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
         if program.takes_numbers:
             signature ^= _hash(str(program.captured.numbers()))
+        if call.sizes.dims:
+            signature ^= _hash(str(call.sizes.values(call.shapes)))
         values = {}
         if self._check == "always":
             values = program.values.read([t for t in call.leaves if isinstance(t, Tensor)])
@@ -192,7 +207,7 @@ class ShardedModule(MeshModule):
         compiled: the program of this rank, if all ranks have built theirs.
         """
         key, numbers = call.key, call.numbers
-        arguments = [*filter(None, map(_argument_text, key[1]))]
+        arguments = [*filter(None, map(_argument_text, call.leaf_keys))]
         arguments += [str(numbers)] if numbers else []
         programs = [program.captured for program in self._programs.get(key, ())] + (
             [compiled] if compiled else []

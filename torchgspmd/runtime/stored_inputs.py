@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..annotate import copy_mark
-from ..capture import ARGUMENT, MUTATION, Captured, Source, tensor_sources
+from ..capture import ARGUMENT, MUTATION, OUTPUT, Captured, Source, tensor_sources
 from ..comm.process_groups import ProcessGroups
 from ..dtensor.storage import storable, stored_shape, wrap_local
 from ..errors import user_line
@@ -31,7 +31,7 @@ class Stored(BaseException):
 
 
 class MarkedInputs:
-    """The whole tensors with a mark that the program of a call changes in place."""
+    """The whole tensors with a mark that the program of a call changes or replaces."""
 
     def __init__(self, captured: Captured, tensors: Sequence[Tensor], mesh: Mesh) -> None:
         """Find them. tensors: those of the arguments, then those of the state."""
@@ -41,7 +41,7 @@ class MarkedInputs:
         self.sources = [each.source for each in captured.state_inputs]
         self.names, self.specs = {}, {}
         for out in captured.outputs:
-            position = positions.get(out.input, -1) if out.kind == MUTATION else -1
+            position = positions.get(out.input, -1) if out.kind in (MUTATION, OUTPUT) else -1
             mark = captured.inputs[out.input].mark
             if position < 0 or mark is None or isinstance(tensors[position], DTensor):
                 continue

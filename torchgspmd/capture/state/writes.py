@@ -149,6 +149,15 @@ class WatchedArguments:
             ]
         return writes
 
+    def tensors(self) -> dict[Source, Tensor]:
+        """Return the tensors that were in the containers, by their sources."""
+        return {
+            source.at(step): value
+            for source, _, old in self.before
+            for step, value in old.items()
+            if isinstance(value, Tensor)
+        }
+
     def restore(self) -> None:
         """Restore all containers."""
         for _, container, old in self.before:

@@ -1,0 +1,127 @@
+"""Sizes of arguments that may be others in each run of one program.
+
+    x [2, a], mask [2, a + 1]       two dimensions of one size, a
+
+In a trace they are symbols of torch's ShapeEnv, as are sizes that depend on values. 0 and 1 are
+sizes of programs of their own: they broadcast, and there are branches on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.private_apis import ShapeEnv
+from ..errors import ShardingError, user_line
+
+LEAST = 2
+
+
+@dataclass(frozen=True)
+class ArgumentSizes:
+    """Which dimensions of the tensors among the arguments have a size of a run.
+
+    dims: for (tensor, dimension) the name of its size, and what is added to that.
+    """
+
+    dims: Mapping[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.dims.items()))
+
+    def shapes(self, tensors: Sequence[Tensor], first: int, env: ShapeEnv) -> list[Sequence[Any]]:
+        """Return the shapes of a trace's inputs, with symbols for sizes of a run.
+
+        first: the position of the first argument among the tensors.
+        """
+        symbols: dict[str, Any] = {}
+        with env.ignore_fresh_unbacked_symbols():  # they come with the inputs, from no operation
+            for name, added in self.dims.values():
+                if name not in symbols:
+                    symbols[name] = env.create_unbacked_symint()
+                torch._check(symbols[name] + added >= LEAST)
+        shapes: list[Sequence[Any]] = [list(t.shape) for t in tensors]
+        for (tensor, dim), (name, added) in self.dims.items():
+            shapes[first + tensor][dim] = symbols[name] + added
+        return shapes
+
+    def values(self, shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:
+        """Return the sizes by name in a call; None if it needs another program."""
+        sizes: dict[str, int] = {}
+        for (tensor, dim), (name, added) in self.dims.items():
+            size = shapes[tensor][dim]
+            if size < LEAST or sizes.setdefault(name, size - added) != size - added:
+                return None
+        return sizes
+
+    def fits(self, tensor: int, shape: Sequence[int], planned: Sequence[int]) -> bool:
+        """Return whether a tensor has the planned shape, but for sizes of a run."""
+        return len(shape) == len(planned) and all(
+            size == other or (tensor, dim) in self.dims
+            for dim, (size, other) in enumerate(zip(shape, planned))
+        )
+
+    def check(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Raise ShardingError if sizes of one name differ, or are smaller than 2."""
+        if self.values(shapes) is None:
+            sizes = {
+                f"{name}{f' + {n}' * bool(n)}": shapes[tensor][dim]
+                for (tensor, dim), (name, n) in self.dims.items()
+            }
+            raise ShardingError(
+                f"the arguments have sizes that the plan takes for one, or smaller than {LEAST}: "
+                + ", ".join(f"{name} is {size}" for name, size in sizes.items()),
+                where=user_line(),
+                fix='give sizes that differ different names: dynamic={"tokens": {1: "length"}}',
+            )
+
+
+Dims = int | Iterable[int] | Mapping[int, str]
+
+
+def sizes_of(
+    dynamic: Mapping[str, Dims] | None, names: Sequence[str], leaves: Sequence[Any]
+) -> ArgumentSizes:
+    """Return the sizes that `plan(dynamic=)` names. names: those of all leaves."""
+    tensors = [(name, x) for name, x in zip(names, leaves) if isinstance(x, Tensor)]
+    dims: dict[tuple[int, int], tuple[str, int]] = {}
+    for pattern, asked in (dynamic or {}).items():
+        chosen = [i for i, (name, _) in enumerate(tensors) if fnmatchcase(name, pattern)]
+        if not chosen:
+            raise ShardingError(
+                f"dynamic names '{pattern}', which is no tensor among the arguments",
+                where=user_line(),
+                fix=f"the tensors are {', '.join(name for name, _ in tensors)}",
+            )
+        for i in chosen:
+            for dim, size in _named(asked, *tensors[i]).items():
+                dims[i, dim] = size
+    sizes = ArgumentSizes(dims)
+    sizes.check([t.shape for _, t in tensors])
+    return sizes
+
+
+def _named(asked: Dims, name: str, tensor: Tensor) -> dict[int, tuple[str, int]]:
+    """Return the size of each dimension; those of one size now have one name."""
+    if not isinstance(asked, Mapping):
+        asked = dict.fromkeys([asked] if isinstance(asked, int) else asked, "")
+    rank, named = tensor.dim(), {}
+    for dim, size in asked.items():
+        if not -rank <= dim < rank:
+            raise ShardingError(
+                f"dynamic names dimension {dim} of '{name}', which has {rank}", where=user_line()
+            )
+        name_of_size, _, added = (size or str(tensor.shape[dim])).partition("+")
+        if added.strip() and not added.strip().isdigit():
+            raise ShardingError(
+                f"dynamic names the size '{size}' of dimension {dim} of '{name}'",
+                where=user_line(),
+                fix="a size is a name, or a name and a number, as 'length + 1'",
+            )
+        named[dim % rank] = name_of_size.strip(), int(added or 0)
+    return named
