@@ -36,7 +36,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ("plan_cache",),
     ("report",),
     ("xla_backend",),
-    ("runtime.module_proxy", "runtime.stored_inputs"),
+    ("runtime.module_proxy", "runtime.stored_inputs", "runtime.changing_sizes"),
     ("fx_passes",),
     ("capture",),
     ("dtensor",),

@@ -46,7 +46,7 @@ def test_other_differences_are_none_of_sizes(change):
 def test_a_module_warns():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = gspmd.parallelize(torch.nn.Linear(3, 2), gspmd.Mesh(data=1))
+        model = gspmd.parallelize(torch.nn.Linear(3, 2), gspmd.Mesh(data=1), dynamic=False)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for size in (2, 3, 4, 5, 6):

@@ -8,6 +8,7 @@ sizes of programs of their own: they broadcast, and there are branches on them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.private_apis import ShapeEnv
 from ..errors import ShardingError, user_line
+from .assumed_sizes import AssumingShapeEnv
 
 LEAST = 2
 
@@ -34,20 +35,23 @@ class ArgumentSizes:
     def __hash__(self) -> int:
         return hash(tuple(self.dims.items()))
 
-    def shapes(self, tensors: Sequence[Tensor], first: int, env: ShapeEnv) -> list[Sequence[Any]]:
+    def shapes(
+        self, tensors: Sequence[Tensor], first: int, env: AssumingShapeEnv
+    ) -> list[Sequence[Any]]:
         """Return the shapes of a trace's inputs, with symbols for sizes of a run.
 
         first: the position of the first argument among the tensors.
         """
         symbols: dict[str, Any] = {}
+        shapes: list[Any] = [list(t.shape) for t in tensors]
         with env.ignore_fresh_unbacked_symbols():  # they come with the inputs, from no operation
-            for name, added in self.dims.values():
+            for (tensor, dim), (name, added) in self.dims.items():
+                shape = shapes[first + tensor]
                 if name not in symbols:
                     symbols[name] = env.create_unbacked_symint()
-                torch._check(symbols[name] + added >= LEAST)
-        shapes: list[Sequence[Any]] = [list(t.shape) for t in tensors]
-        for (tensor, dim), (name, added) in self.dims.items():
-            shapes[first + tensor][dim] = symbols[name] + added
+                    env.near[symbols[name].node.expr] = shape[dim] - added
+                shape[dim] = symbols[name] + added
+                torch._check(shape[dim] >= LEAST)
         return shapes
 
     def values(self, shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:
@@ -101,6 +105,9 @@ def sizes_of(
         for i in chosen:
             for dim, size in _named(asked, *tensors[i]).items():
                 dims[i, dim] = size
+    numbers = [name for name, _ in dims.values() if name.isdigit()]
+    named = {number: f"n{i}" for i, number in enumerate(dict.fromkeys(numbers))}
+    dims = {dim: (named.get(name, name), added) for dim, (name, added) in dims.items()}
     sizes = ArgumentSizes(dims)
     sizes.check([t.shape for _, t in tensors])
     return sizes
@@ -116,12 +123,12 @@ def _named(asked: Dims, name: str, tensor: Tensor) -> dict[int, tuple[str, int]]
             raise ShardingError(
                 f"dynamic names dimension {dim} of '{name}', which has {rank}", where=user_line()
             )
-        name_of_size, _, added = (size or str(tensor.shape[dim])).partition("+")
-        if added.strip() and not added.strip().isdigit():
+        match = re.fullmatch(r"(\w+)(?: *\+ *(\d+))?", size or str(tensor.shape[dim]))
+        if match is None:
             raise ShardingError(
                 f"dynamic names the size '{size}' of dimension {dim} of '{name}'",
                 where=user_line(),
                 fix="a size is a name, or a name and a number, as 'length + 1'",
             )
-        named[dim % rank] = name_of_size.strip(), int(added or 0)
+        named[dim % rank] = match[1], int(match[2] or 0)
     return named

@@ -30,6 +30,7 @@ class AssumingShapeEnv(ShapeEnv):
         super().__init__()
         # symbol -> the least value for which the program is right, and the line that says so
         self.lower_bounds: dict[Any, tuple[int, str | None]] = {}
+        self.near: dict[Any, int] = {}  # symbol -> the size that an argument has in this trace
 
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
         try:

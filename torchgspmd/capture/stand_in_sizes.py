@@ -6,7 +6,8 @@
 
 There are two numbers for each, so that a rule or a constant that depends on one of them is seen: it
 is another one for the other. They are multiples of 16, since programs split such dimensions into
-groups of 2, 4 and 8. None of them occurs in the program.
+groups of 2, 4 and 8. None of them occurs in the program. The first of an argument's size is near
+the size that it has, with which costs are computed.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ class StandInSizes:
             if min(one, other) > 0 and one != other and one not in self.taken:
                 return self._take(one, other)
         is_size = expression in self.sizes or self.env.bound_sympy(expression).lower >= 0
-        return self._take(self._next(0), self._next(1) * (1 if is_size else -1))
+        near = getattr(self.env, "near", {}).get(expression, 0)
+        return self._take(self._next(0, near), self._next(1) * (1 if is_size else -1))
 
     def _take(self, one: int, other: int) -> tuple[int, int]:
         """Return two numbers, and use them for nothing else."""
@@ -156,9 +158,13 @@ class StandInSizes:
             self.stand_ins[symbol] = self._evaluate(symbol)
         return self.stand_ins[symbol]
 
-    def _next(self, which: int) -> int:
-        """Return a number that does not occur in the program."""
-        return next(n * _GROUP for n in self.primes[which] if n * _GROUP not in self.taken)
+    def _next(self, which: int, near: int = 0) -> int:
+        """Return a number that does not occur in the program, and is not less than `near`."""
+        if near > _FIRST * _GROUP:
+            primes = _primes(-(-near // _GROUP))
+        else:
+            primes = self.primes[which]
+        return next(n * _GROUP for n in primes if n * _GROUP not in self.taken)
 
     def _replace(self, value: Any, which: int) -> Any:
         if isinstance(value, NUMBERS):

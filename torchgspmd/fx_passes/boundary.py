@@ -73,8 +73,7 @@ def propagate_program(program: Program) -> fx.Graph:
         if inp.kind == TANGENT
     ]
     for value, spec, where in seeds:
-        if where == "out_specs":
-            _check_sizes(value, spec, where)
+        _check_sizes(value, spec, where.removeprefix("marked at "))
     program.layouts = propagate(graph, mesh, seeds, ties, program.rules)
     for node in marks:
         node.meta["mark"] = program.layouts.spec[node]
@@ -157,7 +156,7 @@ def _result_specs(
 ) -> list[ShardSpec | None]:
     """Return the required spec, or None, of every flat output of the function.
 
-    One that takes the place of an input has its layout. whole: others without a spec are replicated.
+    One that takes the place of an input has its layout. whole: others without one are replicated.
     """
     outs = [out for out in captured.outputs if out.kind == OUTPUT]
     values = captured.graph.output_node().args[0][: len(outs)]

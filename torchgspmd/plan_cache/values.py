@@ -50,7 +50,10 @@ _FROM_ITEMS: dict[str, Callable[[list], Any]] = {
     "frozenset": frozenset,
 }
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
-_RECORDS = {cls.__name__: cls for cls in (ShardSpec, Window, Step, Input, Output, ReplicatedOp, ArgumentSizes)}
+_RECORDS = {
+    cls.__name__: cls
+    for cls in (ShardSpec, Window, Step, Input, Output, ReplicatedOp, ArgumentSizes)
+}
 # The functions besides operators that are targets of nodes.
 _FUNCTIONS: dict[tuple[str, str], Any] = {
     (f.__module__, f.__name__): f

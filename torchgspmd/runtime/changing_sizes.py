@@ -17,7 +17,7 @@ from typing import Any
 
 from ..capture import ArgumentSizes
 from ..capture.argument_sizes import LEAST
-from ..errors import user_line
+from ..errors import user_line, user_line_of
 
 MOST = 16  # the most shapes that a call is compared with
 MANY = 4  # so many sizes of one dimension are warned of; a last batch that is smaller makes two
@@ -55,7 +55,10 @@ class Lengths:
         } | set(self.sizes.dims)
         if not changed <= whole(self.first):
             return None
-        if not self.is_symbolic or min(call[i][d] for call in (base, shapes) for i, d in changed) < LEAST:
+        if (
+            not self.is_symbolic
+            or min(call[i][d] for call in (base, shapes) for i, d in changed) < LEAST
+        ):
             return ArgumentSizes()
         self.calls.append(shapes)
         self.sizes = _common(self.calls, changed)
@@ -124,8 +127,11 @@ def without_sizes(leaf_keys: Sequence[Any], sizes: ArgumentSizes) -> Iterator[An
 
 def warn_of_numbers(error: Exception) -> None:
     """Warn that a program with symbols for sizes cannot be made."""
+    where = getattr(error, "where", None) or user_line_of(error) or user_line()
+    reason = str(error).partition("\n")[0]
     warnings.warn(
-        f"each size has a program of its own, since one for all sizes cannot be made: {error}",
+        f"each size has a program of its own, since one for all cannot be made: {where} needs the "
+        f"number ({reason})",
         stacklevel=4,
     )
 

@@ -131,6 +131,7 @@ def parallelize(
         "costs": bool(costs),
         "reduce_dtype": reduce_dtype is not None,
         "check": check != "always",
+        "dynamic": isinstance(dynamic, Mapping),
     }
     if check not in CHECKS:
         raise ShardingError(

@@ -39,7 +39,7 @@ class MarkedInputs:
         positions = {i: position for position, i in enumerate(arguments)}
         self.arguments = len(tensors) - len(captured.state_inputs)
         self.sources = [each.source for each in captured.state_inputs]
-        self.names, self.specs = {}, {}
+        self.names, self.specs, self.changed = {}, {}, set()
         for out in captured.outputs:
             position = positions.get(out.input, -1) if out.kind in (MUTATION, OUTPUT) else -1
             mark = captured.inputs[out.input].mark
@@ -49,6 +49,8 @@ class MarkedInputs:
             if spec.sharding_axes:
                 self.names[position] = captured.inputs[out.input].name
                 self.specs[position] = spec
+                if out.kind == MUTATION:
+                    self.changed.add(position)
 
     def places(self, tensors: Sequence[Tensor], passed: Any) -> dict[int, Source]:
         """Return where they are, by position; warn of one that cannot be replaced there.
@@ -63,7 +65,7 @@ class MarkedInputs:
             source = in_arguments.get(id(tensor))
             if position >= self.arguments:
                 source = self.sources[position - self.arguments]
-            why = _obstacle(tensor, source)
+            why = _obstacle(tensor, source, position in self.changed)
             if why is None and source is not None:
                 places[position] = source
                 continue
@@ -87,14 +89,17 @@ class MarkedInputs:
         return bool(places)
 
 
-def _obstacle(tensor: Tensor, source: Source | None) -> str | None:
-    """Say why a DTensor cannot take the place of a tensor, and what to do; None if it can."""
+def _obstacle(tensor: Tensor, source: Source | None, is_changed: bool) -> str | None:
+    """Say why a DTensor cannot take the place of a tensor, and what to do; None if it can.
+
+    is_changed: in place, and not replaced by another tensor.
+    """
     if source is None:
         return (
             "an argument itself stays the caller's tensor; pass it in a list, a dict or an "
             "object, or as a DTensor (torch's distribute_tensor)"
         )
-    if tensor._base is not None:
+    if is_changed and tensor._base is not None:
         return "it is a view of another tensor; clone() it"
     return "it requires a gradient" if tensor.requires_grad else None
 

@@ -1,0 +1,122 @@
+"""plan(dynamic=): one program for all sizes of a dimension, in simulate against eager PyTorch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchgspmd as gspmd
+
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}  # float64
+
+
+class Block(nn.Module):
+    """A Transformer block, causal, with a cross entropy of the shifted tokens."""
+
+    def __init__(self, width=12, heads=3, words=7):
+        super().__init__()
+        self.heads = heads
+        self.embed, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def hidden(self, tokens, padding=None):
+        batch, length = tokens.shape
+        x = self.embed(tokens)
+        q, k, v = (
+            self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
+        mask = None if padding is None else padding[:, None, None, :]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        return x + self.down(F.gelu(self.up(x)))
+
+    def forward(self, tokens, padding=None):
+        words = self.hidden(tokens, padding) @ self.embed.weight.T
+        return F.cross_entropy(words[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def marked(mesh):
+    torch.manual_seed(0)
+    model = Block().double()
+    if "model" in mesh.names:
+        names = {"qkv": "model _", "out": "_ model", "up": "model _", "down": "_ model"}
+        gspmd.annotate(model, mesh, {f"{name}.weight": spec for name, spec in names.items()})
+    return model
+
+
+@pytest.mark.parametrize("mesh, with_mask", (("model=2", False), ("data=2,model=3", True)))
+def test_a_block_forward_and_backward(mesh, with_mask):
+    mesh = gspmd.Mesh.parse(mesh)
+    model = marked(mesh)
+
+    def arguments(length):
+        tokens = torch.randint(7, (4, length))
+        return (tokens, torch.rand(4, length) < 0.8) if with_mask else (tokens,)
+
+    specs = ("data _" if "data" in mesh.names else None,) + ((None,) if with_mask else ())
+    plan = gspmd.plan(
+        model,
+        *arguments(9),
+        mesh=mesh,
+        in_specs=specs,
+        grad=True,
+        dynamic={"tokens": {1}} | ({"padding": {1}} if with_mask else {}),
+    )
+    for length in (9, 5, 14):
+        inputs = arguments(length)
+        if with_mask:
+            inputs[1][:, 0] = True
+        model.zero_grad()
+        loss = model(*inputs)
+        loss.backward()
+        result, gradients = plan.simulate(*inputs)
+        torch.testing.assert_close(result, loss.detach(), **TOLERANCE)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, **TOLERANCE)
+
+
+def test_sizes_that_differ_by_a_number():
+    def grow(cache, new, mask):
+        keys = torch.cat([cache, new], 1)
+        if keys.shape[1] != mask.shape[1]:
+            raise ValueError("another number of rows")
+        return (keys * mask[:, :, None]).sum(1), keys
+
+    plan = gspmd.plan(
+        grow,
+        torch.ones(2, 6, 4),
+        torch.ones(2, 1, 4),
+        torch.ones(2, 7),
+        mesh=gspmd.Mesh(model=2),
+        in_specs=("_ _ model", None, None),
+        dynamic={"cache": {1: "rows"}, "mask": {1: "rows + 1"}},
+    )
+    for rows in (6, 2, 31):
+        inputs = torch.randn(2, rows, 4), torch.randn(2, 1, 4), torch.rand(2, rows + 1)
+        for result, expected in zip(plan.simulate(*inputs), grow(*inputs)):
+            torch.testing.assert_close(result, expected)
+    assert not plan.collectives
+
+
+def test_bad_sizes_are_errors():
+    mesh, x = gspmd.Mesh(data=2), torch.ones(4, 6)
+
+    def plan(dynamic, fn=lambda x: torch.relu(x), **options):
+        return gspmd.plan(fn, x, mesh=mesh, dynamic=dynamic, **options)
+
+    with pytest.raises(gspmd.ShardingError, match="dynamic names 'y', which is no tensor"):
+        plan({"y": {1}})
+    with pytest.raises(gspmd.ShardingError, match="dimension 2 of 'x', which has 2"):
+        plan({"x": {2}})
+    with pytest.raises(gspmd.ShardingError, match="'rows - 1' of dimension 1"):
+        plan({"x": {1: "rows - 1"}})
+    with pytest.raises(gspmd.ShardingError, match="dimension 0 of .* has a size that depends"):
+        plan({"x": {0}}, in_specs="data _")
+    with pytest.raises(gspmd.ShardingError, match="sizes that the plan takes for one"):
+        plan({"x": {0: "rows", 1: "rows"}})
+    result = plan({"x": {1}})
+    with pytest.raises(gspmd.ShardingError, match="smaller than 2"):
+        result.simulate(torch.ones(4, 1))
+    with pytest.raises(gspmd.ShardingError, match="the plan was made for"):
+        result.simulate(torch.ones(5, 6))

@@ -1,0 +1,142 @@
+"""Calls that differ in sizes only, on real processes: values, gradients and number of programs."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import distributed
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import torchgspmd as gspmd
+
+HEADS, WIDTH = 4, 3
+
+
+class Attention(nn.Module):
+    """Attention to a cache that grows, as transformers' DynamicCache does."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, HEADS * WIDTH) for _ in range(3))
+        self.out = nn.Linear(HEADS * WIDTH, 6)
+
+    def forward(self, x, cache=None):
+        batch, length, _ = x.shape
+        projected = (each(x).view(batch, length, HEADS, WIDTH) for each in (self.q, self.k, self.v))
+        q, k, v = (each.transpose(1, 2) for each in projected)
+        if cache is not None:
+            if "keys" in cache:
+                k, v = torch.cat([cache["keys"], k], 2), torch.cat([cache["values"], v], 2)
+            cache["keys"], cache["values"] = k, v
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=bool(length > 1))
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+def wrapped(model, mesh, **options):
+    """The model on the mesh, heads over its axis, and a copy for one process."""
+    alone = copy.deepcopy(model)
+    gspmd.annotate(model, mesh, {"[qkv].weight": "model _", "out.weight": "_ model"})
+    return gspmd.parallelize(model, mesh, **options), alone
+
+
+def programs(model):
+    return sum(map(len, model._programs.values()))
+
+
+@distributed("model=2")
+def test_lengths_in_training(mesh):
+    model, alone = wrapped(Attention().double(), mesh)
+    for step, (batch, length) in enumerate(
+        ((2, 5), (2, 8), (2, 3), (2, 1), (2, 5), (3, 7), (4, 9))
+    ):
+        x = torch.randn(batch, length, 6, dtype=torch.float64)
+        for each in (model, alone):
+            each.zero_grad()
+            result = each(x)
+            result.square().mean().backward()
+            gradients = [p.grad for p in each.parameters()]
+            if each is model:
+                found = [result, *(g.full_tensor() for g in gradients)]
+        for value, expected in zip(found, [result, *gradients]):
+            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+        # of (2, 5), of lengths, of the length 1, and of batches besides
+        assert programs(model) == (1, 2, 2, 3, 3, 4, 4)[step]
+
+
+@distributed("model=2")
+def test_a_cache_that_grows(mesh):
+    model, alone = wrapped(Attention().double(), mesh)
+    x, caches = torch.randn(2, 14, 6, dtype=torch.float64), ({}, {})
+    with torch.no_grad():
+        for first, last in ((0, 6), *((i, i + 1) for i in range(6, 14))):
+            found, expected = (
+                each(x[:, first:last], cache) for each, cache in zip((model, alone), caches)
+            )
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+            if first == 0:
+                for tensor in caches[0].values():
+                    gspmd.mark_sharding(tensor, mesh, "_ model _ _")
+    assert programs(model) == 3  # of the prompt, of the first token, of all others
+    for cached, whole in zip(caches[0].values(), caches[1].values()):
+        assert isinstance(cached, DTensor) and cached.shape == whole.shape
+        assert cached.to_local().shape[1] == HEADS // 2
+        torch.testing.assert_close(cached.full_tensor(), whole)
+    assert [c.kind for c in model.plan.collectives] == ["all_reduce"]
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y * 2 if x.shape[0] > 6 else y
+
+
+@distributed("data=2")
+def test_a_program_that_branches_on_a_size_has_one_a_size(mesh):
+    model = gspmd.parallelize(Branching(), mesh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (4, 8, 5, 4):
+            x = torch.randn(size, 4)
+            whole = {name: p.full_tensor() for name, p in model.named_parameters()}
+            expected = torch.func.functional_call(Branching(), whole, (x,))
+            torch.testing.assert_close(model(x), expected)
+    (text,) = [str(w.message) for w in caught if "of its own, since" in str(w.message)]
+    assert "test_changing_sizes.py" in text and programs(model) == 3
+
+
+@distributed("data=2")
+def test_a_sharded_dimension_has_its_numbers(mesh):
+    model = gspmd.parallelize(nn.Linear(4, 4), mesh, in_specs=("data _ _",))
+    for batch, length, count in ((4, 3, 1), (4, 5, 2), (3, 6, 3), (3, 7, 4), (3, 8, 4)):
+        x = torch.randn(batch, length, 4)
+        whole = {name: p.full_tensor() for name, p in model.named_parameters()}
+        torch.testing.assert_close(model(x), F.linear(x, whole["weight"], whole["bias"]))
+        assert programs(model) == count
+
+
+@distributed("data=2")
+def test_ranks_that_pass_other_sizes(mesh):
+    model = gspmd.parallelize(nn.Linear(4, 4), mesh)
+    for size in (3, 5, 6):
+        model(torch.ones(size, 4))
+    with pytest.raises(gspmd.ShardingError, match=r"\[7, 4\].*\[8, 4\]|\[8, 4\].*\[7, 4\]"):
+        model(torch.ones(7 + torch.distributed.get_rank(), 4))
+
+
+@distributed("data=2")
+def test_named_sizes_and_none(mesh):
+    named = gspmd.parallelize(nn.Linear(4, 4), mesh, dynamic={"input": {0}})
+    numbers = gspmd.parallelize(nn.Linear(4, 4), mesh, dynamic=False)
+    for size in (3, 5, 6):
+        x = torch.ones(size, 4)
+        for model in (named, numbers):
+            whole = [p.full_tensor() for p in model.parameters()]
+            torch.testing.assert_close(model(x), F.linear(x, *whole))
+    assert (programs(named), programs(numbers)) == (1, 3)
