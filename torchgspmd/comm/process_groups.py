@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,18 +20,24 @@ class ProcessGroups:
     the same order.
     """
 
-    def __init__(self, mesh: Mesh, device_type: str) -> None:
+    def __init__(self, mesh: Mesh, device_type: str, part: DeviceMesh | None = None) -> None:
+        """Make those of a mesh of all processes, or of a part of them."""
         self.mesh, self.device_type, self.world = mesh, device_type, dist.group.WORLD
         names = mesh.names or ("device",)
-        self.device_mesh: DeviceMesh = init_device_mesh(
+        self.device_mesh: DeviceMesh = part or init_device_mesh(
             device_type, mesh.shape or (1,), mesh_dim_names=names
         )
-        self.rank = dist.get_rank()
+        self.processes: list[int] = self.device_mesh.mesh.flatten().tolist()
+        self.rank = self.processes.index(dist.get_rank())  # its position in the mesh
         self.coordinates: Coordinates = mesh.coordinates(self.rank)
         self.by_axes: dict[tuple[str, ...], tuple[str, list[int]]] = {}
         # A gloo group compares numbers without waiting for a GPU.
         needs_gloo = device_type != "cpu" and dist.is_gloo_available()
-        self.checks = dist.new_group(backend="gloo") if needs_gloo else None
+        self.checks: Any = None  # the default group
+        if part is not None:
+            self.checks = self._new_group(range(mesh.size), "gloo" if needs_gloo else None)
+        elif needs_gloo:
+            self.checks = dist.new_group(backend="gloo")
         self.checked_on = torch.device("cpu" if needs_gloo else device_type)
 
     def group(self, axes: tuple[str, ...]) -> tuple[str, list[int]]:
@@ -63,25 +70,51 @@ class ProcessGroups:
             return whole.group_name
         mine: Any = None
         for ranks in self.mesh.groups(axes):
-            group = dist.new_group(ranks)
-            mine = group if self.rank in ranks else mine
+            if len(self.processes) == dist.get_world_size():
+                group = dist.new_group(ranks)
+                mine = group if self.rank in ranks else mine
+            elif self.rank in ranks:  # processes of other parts do not take part
+                mine = self._new_group(ranks)
         assert mine is not None
         return mine.group_name
 
+    def _new_group(self, positions: Iterable[int], backend: str | None = None) -> Any:
+        """Return a group of processes of this part, which they alone create."""
+        ranks = [self.processes[i] for i in positions]
+        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
-_GROUPS: dict[tuple[Mesh, str], ProcessGroups] = {}
+
+_GROUPS: dict[tuple[Mesh, str, tuple[int, ...]], ProcessGroups] = {}
 
 
-def groups_of(mesh: Mesh, device_type: str) -> ProcessGroups:
+def groups_of(mesh: Mesh, device_type: str, part: DeviceMesh | None = None) -> ProcessGroups:
     """Return the groups of a mesh, created once per default process group.
 
-    They are reused since each group has threads and connections.
+    They are reused since each group has threads and connections. part: a DeviceMesh of some of the
+    processes; None for all of them.
     """
-    check_world(mesh)
-    groups = _GROUPS.get((mesh, device_type))
+    if part is None:
+        check_world(mesh)
+    processes = () if part is None else tuple(part.mesh.flatten().tolist())
+    key = mesh, device_type, processes
+    groups = _GROUPS.get(key)
     if groups is None or groups.world is not dist.group.WORLD:
-        groups = _GROUPS[mesh, device_type] = ProcessGroups(mesh, device_type)
+        groups = _GROUPS[key] = ProcessGroups(mesh, device_type, part)
     return groups
+
+
+def part_of(mesh: object) -> DeviceMesh | None:
+    """Return a DeviceMesh that some of the processes are on, this one among them; else None."""
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh.numel() == dist.get_world_size():
+        return None
+    if dist.get_rank() not in mesh.mesh:
+        raise ShardingError(
+            f"process {dist.get_rank()} is not on the DeviceMesh {mesh.mesh.tolist()}",
+            where=user_line(),
+            fix="pass the part that this process is on, as devices['model'] is of a mesh of axes "
+            "'stage' and 'model'",
+        )
+    return mesh
 
 
 def find_groups(device_mesh: DeviceMesh) -> ProcessGroups | None:
@@ -105,6 +138,6 @@ def check_world(mesh: Mesh) -> None:
         raise ShardingError(
             f"mesh {mesh} has {mesh.size} devices, but there are {dist.get_world_size()} processes",
             where=user_line(),
-            fix=f"torchrun --nproc-per-node {mesh.size}, "
-            f"or a mesh of {dist.get_world_size()} devices",
+            fix=f"torchrun --nproc-per-node {mesh.size}, a mesh of {dist.get_world_size()} "
+            "devices, or a part of a DeviceMesh, as devices['model']",
         )

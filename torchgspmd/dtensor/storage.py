@@ -77,7 +77,8 @@ def distribute(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceM
     """Return a tensor that all ranks have as a DTensor with rank 0's values; meta stays meta."""
     where = placements(spec, mesh)
     if tensor.is_meta:
-        coordinates = mesh.coordinates(device_mesh.get_rank())
+        position = device_mesh.mesh.flatten().tolist().index(device_mesh.get_rank())
+        coordinates = mesh.coordinates(position)
         local = torch.empty(
             stored_shape(spec, tuple(tensor.shape), mesh, coordinates),
             dtype=tensor.dtype,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..annotate import layout_of
 from ..capture import check_dtypes, check_module
-from ..comm.process_groups import groups_of
+from ..comm.process_groups import groups_of, part_of
 from ..compat.versions import check_parallelize
 from ..device_mesh import mesh_of
 from ..dtensor.storage import storable, wrap_local
@@ -62,7 +62,8 @@ def parallelize(
     Args:
         model: The module for one device, with marks of mark_sharding on its parameters.
         mesh: The mesh, with one process per device, also as torch's DeviceMesh, or a Layout on one:
-            specs have logical names then.
+            specs have logical names then. A part of a DeviceMesh (`devices["model"]`) puts the
+            model on the processes of that part; each part has a model of its own.
         backend: "torch" runs the program operation by operation, "inductor" compiles it. "xla"
             needs no process group: parameters become XLA tensors, and XLA partitions the program.
         in_specs: Layouts of the arguments.
@@ -121,7 +122,7 @@ def parallelize(
     layout = layout_of(model, mesh)
     if isinstance(mesh, MeshLayout):
         in_specs, out_specs = mesh.spec(in_specs), mesh.spec(out_specs)
-    mesh = mesh_of(mesh)
+    part, mesh = part_of(mesh), mesh_of(mesh)
     check_parallelize()
     partitioner_options = {
         "strict": strict,
@@ -165,6 +166,7 @@ def parallelize(
                 param_dtype=param_dtype,
                 check=check,
                 dynamic=dynamic,
+                part=part,
                 strict=strict,
                 rng=rng,
                 regather=regather,
@@ -201,10 +203,10 @@ def shard_batch(local: Tensor, mesh: Mesh | DeviceMesh, spec: SpecLike) -> Tenso
         torch.Size([8, 16])
         >>> dist.destroy_process_group()
     """
-    mesh = mesh_of(mesh)
+    part, mesh = part_of(mesh), mesh_of(mesh)
     if is_started():
         return place_batch(local, mesh, spec)
-    groups = groups_of(mesh, local.device.type)
+    groups = groups_of(mesh, local.device.type, part)
     parsed = ShardSpec.parse(spec).check(mesh, local.shape, "the batch")
     shape = tuple(n * mesh.count(axes) for n, axes in zip(local.shape, parsed.dims))
     if storable(parsed, shape, mesh) != parsed.closed():

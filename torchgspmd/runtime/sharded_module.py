@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..api import compile_plan
@@ -58,19 +59,21 @@ class ShardedModule(MeshModule):
         param_dtype: torch.dtype | None = None,
         check: str = "always",
         dynamic: bool | Mapping[str, Any] = True,
+        part: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
         """Store the model's tensors as DTensors.
 
         hooks: whether programs include the model's own hooks. Hooks of submodules are included.
-        check: when values of arguments are compared between ranks.
+        check: when values of arguments are compared between ranks. part: a DeviceMesh of some of
+        the processes; None for all.
         """
         tensors = [*model.parameters(), *model.buffers()]
         device = next(
             (t.device.type for t in tensors if not t.is_meta),
             "cuda" if torch.cuda.is_available() else "cpu",
         )
-        groups = groups_of(mesh, device)
+        groups = groups_of(mesh, device, part)
         shard_module(
             model,
             {
@@ -92,6 +95,7 @@ class ShardedModule(MeshModule):
             _backend=backend,
             _options=options,
             _groups=groups,
+            _part=part,
             _marked={},
             _check=check,
         )
@@ -110,6 +114,7 @@ class ShardedModule(MeshModule):
                 param_dtype=self._param_dtype,
                 check=self._check,
                 dynamic=self._dynamic is not False,
+                part=self._part,
                 **self._options,
             )
         submodule.__dict__["_layout"] = self._layout

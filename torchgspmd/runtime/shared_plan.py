@@ -109,7 +109,7 @@ def _broadcast(groups: ProcessGroups, message: Any) -> Any:
     """Return the message of rank 0."""
     messages, group = [message], cast("dist.ProcessGroup | None", groups.checks)
     if groups.mesh.size > 1:
-        dist.broadcast_object_list(messages, src=0, group=group)
+        dist.broadcast_object_list(messages, src=groups.processes[0], group=group)
     return messages[0]
 
 
