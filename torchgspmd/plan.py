@@ -119,12 +119,12 @@ class Plan(PlanViews, PlanFiles):
     @cached_property
     def input_layouts(self) -> tuple[ShardSpec, ...]:
         """The in_specs, followed by the layouts of the cotangents if grad=True."""
-        return tuple(n.meta["spec"] for n in self.sharded.nodes if n.op == "placeholder")
+        return self.boundary.inputs
 
     @cached_property
     def out_specs(self) -> tuple[ShardSpec | None, ...]:
         """Layouts of the flat outputs, then of updated inputs and of gradients."""
-        return self.sharded.output_node().meta["specs"]
+        return self.boundary.results
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:

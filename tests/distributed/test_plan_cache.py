@@ -11,6 +11,8 @@ from ranks import distributed
 from torch import nn
 
 import torchgspmd as gspmd
+from torchgspmd.plan_cache.identity import Identity
+from torchgspmd.plan_cache.values import Stale
 from torchgspmd.runtime.sharded_module import ShardedModule
 
 
@@ -48,6 +50,14 @@ def planning_ranks(model, mesh, x) -> tuple[list[bool], torch.Tensor, list[torch
     return ranks, loss.detach(), [p.grad.full_tensor() for p in sharded.parameters()]
 
 
+def accept(*_):
+    """Take the plan of rank 0."""
+
+
+def refuse(*_):
+    raise Stale("module settings is another")
+
+
 @distributed("data=2,model=2")
 def test_one_process_plans(mesh):
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -58,11 +68,15 @@ def test_one_process_plans(mesh):
     with mock.patch.dict(os.environ, TORCHGSPMD_CACHE=folder[0]):
         cold = planning_ranks(Net(mesh), mesh, x)
         warm = planning_ranks(Net(mesh), mesh, x)
+        # A rank that does not take the plan, and plans the same.
+        with mock.patch.object(Identity, "check_code", refuse if dist.get_rank() == 3 else accept):
+            mixed = planning_ranks(Net(mesh), mesh, x)
         # A rank whose model is another finds out, and all ranks say so.
         differs = error_of(lambda: planning_ranks(Net(mesh, 1.0 + dist.get_rank() // 3), mesh, x))
         ranked = error_of(lambda: planning_ranks(Ranked(mesh), mesh, x))
     assert cold[0] == [True, False, False, False] and warm[0] == [False] * 4
-    for _, loss, gradients in (cold, warm):
+    assert mixed[0] == [False, False, False, True]
+    for _, loss, gradients in (cold, warm, mixed):
         torch.testing.assert_close(loss, plain(x).detach())
         for mine, theirs in zip(gradients, plain.parameters()):
             torch.testing.assert_close(mine, theirs.grad)

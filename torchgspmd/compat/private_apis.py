@@ -196,6 +196,12 @@ TABLE: tuple[PrivateApi, ...] = (
     ),
     *_rows(PARALLELIZE, "torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
     *_rows(PARALLELIZE, "torch._C", "_storage_Use_Count _will_engine_execute_node"),
+    *_rows(
+        NOTHING,
+        "torch.optim.Optimizer",
+        "_patch_step_function",
+        "70 ms of parallelize, where there is no optimizer",
+    ),
     # torch_xla
     *_rows(
         XLA,

@@ -129,6 +129,21 @@ def shard_module(
                 setattr(owner, name, replacements[id(tensor)])
 
 
+def distribute_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Shard the whole tensors of a state_dict, the same on every rank; nothing is sent."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        loaded = state.get(prefix + name)
+        if (
+            isinstance(tensor, DTensor)
+            and isinstance(loaded, Tensor)
+            and not isinstance(loaded, DTensor)
+            and loaded.shape == tensor.shape
+        ):
+            state[prefix + name] = distribute_tensor(
+                loaded.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None
+            )
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, or the plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

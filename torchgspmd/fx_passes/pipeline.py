@@ -319,11 +319,10 @@ def passes() -> tuple[Pass, ...]:
 
 def lower_plan(plan: Plan, rank: Rank, plain: Sequence[bool]) -> Program:
     """Return the program of one rank. plain: as in Request. The plan's own stays as it is."""
-    graph, device = fx.Graph(), rank.groups.device_type
-    graph.output(graph.graph_copy(plan.program.graph, {}))
+    device = rank.groups.device_type
     request = Request(plan.captured, plan.mesh, plain=plain, device=device)
-    program = Program(request, graph, plan.mesh, SCHEDULED, seconds=plan.seconds)
-    program.rank, program.sharded = rank, plan.sharded
+    program = Program(request, plan.local_graph(), plan.mesh, SCHEDULED, seconds=plan.seconds)
+    program.rank, program.boundary = rank, plan.boundary
     return run(program)
 
 

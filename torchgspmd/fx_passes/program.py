@@ -56,6 +56,24 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Boundary:
+    """The layouts of a program's inputs and results, and the global shapes of these."""
+
+    inputs: tuple[ShardSpec, ...]
+    results: tuple[ShardSpec | None, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+
+    @classmethod
+    def of(cls, sharded: fx.Graph) -> Boundary:
+        """Return that of a partitioned graph."""
+        output = sharded.output_node()
+        inputs = tuple(n.meta["spec"] for n in sharded.find_nodes(op="placeholder"))
+        values = zip(output.meta["specs"], output.args[0])
+        shapes = (None if spec is None else tuple(n.meta["val"].shape) for spec, n in values)
+        return cls(inputs, output.meta["specs"], tuple(shapes))
+
+
+@dataclass(frozen=True)
 class Rank:
     """The process that a program is lowered for.
 
@@ -76,7 +94,7 @@ class Program:
 
     mesh: from `split_axes` to `merge_axes` a mesh with split axes. inputs, results: the layouts
     asked for, on it. layouts: what `propagate` returns. sharded: the partitioned graph, from
-    `localize` on. rank: who runs it, once it is lowered.
+    `localize` on. rank, boundary: who runs it, and on which layouts, once it is lowered.
     backward: from `split_joint` on the program of the backward; graph is the forward's then.
     changed: names of the passes that changed it. seconds: by pass. printed: the last dump.
     """
@@ -92,6 +110,7 @@ class Program:
     layouts: Layouts = field(init=False)
     sharded: fx.Graph = field(init=False)
     rank: Rank = field(init=False)
+    boundary: Boundary = field(init=False)
     backward: Program | None = None
     changed: frozenset[str] = frozenset()
     seconds: dict[str, float] = field(default_factory=dict)

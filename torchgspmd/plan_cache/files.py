@@ -1,8 +1,8 @@
 """The folder of plans: TORCHGSPMD_CACHE, by default ~/.cache/torchgspmd; none if that is empty.
 
-A file has the checksum of its text in the first line. It is written under another name and renamed,
-so that it is there whole or not at all. What cannot be read is not there, and what cannot be
-written is left out. A file that another user has, or may write, is not read.
+The first line of a file is the checksum of the others, the second one the key. It is written under
+another name and renamed, so that it is there whole or not at all. What cannot be read is not there,
+and what cannot be written is left out. A file that another user has, or may write, is not read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 _MOST = 256  # files; the oldest go first
 _LOG = logging.getLogger("torchgspmd")
@@ -28,8 +27,8 @@ def folder() -> Path | None:
     return Path(name).expanduser() if name else None
 
 
-def read(key: str) -> dict[str, Any] | None:
-    """Return the plan of a key as JSON, or None."""
+def read(key: str) -> str | None:
+    """Return the text of a key, or None."""
     if (file := _file(key)) is None:
         return None
     try:
@@ -42,19 +41,19 @@ def read(key: str) -> dict[str, Any] | None:
         if hashlib.sha256(text).hexdigest().encode() != checksum:
             _LOG.info("%s is not read: it is damaged", file)
             return None
-        entry = json.loads(text)
-        return entry["plan"] if entry["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        has, _, plan = text.decode().partition("\n")
+        return plan if has == json.dumps(key) else None
+    except (OSError, ValueError) as error:
         if not isinstance(error, FileNotFoundError):
             _LOG.info("%s is not read: %s", file, error)
         return None
 
 
-def write(key: str, plan: dict[str, Any]) -> None:
-    """Write the plan of a key, whole or not at all."""
+def write(key: str, plan: str) -> None:
+    """Write the text of a key, whole or not at all."""
     if (file := _file(key)) is None:
         return
-    text = json.dumps({"key": key, "plan": plan}).encode()
+    text = f"{json.dumps(key)}\n{plan}".encode()
     temporary = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ from ..capture.state.state_inputs import Conditions
 from .contents import content
 from .values import Stale, Unshareable
 
+_SHOWN = 200  # characters of a content in the log
 _OF_THE_STATE = (Kind, Conditions, HasAttributes)
 
 
@@ -111,8 +112,8 @@ class GuardDecoder:
         for row, form, text in rows:
             source = self._source(row)
             value = source.read()
-            if content_of(value, form == "attributes", self.names) != text:
-                raise Stale(f"{source} is another")
+            if (here := content_of(value, form == "attributes", self.names)) != text:
+                raise Stale(f"{source} is {here[:_SHOWN]}, and was {text[:_SHOWN]}")
             yield Guard(source, (snapshot_components if form == "attributes" else snapshot)(value))
 
     def _source(self, row: list[Any]) -> Source:

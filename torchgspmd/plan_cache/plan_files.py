@@ -14,12 +14,12 @@ from ..capture import BUFFER, PARAMETER, Input
 from ..capture.state.guards import Guards
 from ..errors import ShardingError, user_line
 from ..fx_passes import Layouts
-from ..fx_passes.replication_report import ReplicatedOp
+from ..fx_passes.runnable_plan import RunnablePlan
 from ..mesh import Mesh
-from .plans import FIELDS, constants_of, decode_graphs, encode_graphs, tensors_of
+from .plans import FIELDS, Later, constants_of, decode_graphs, encode_graphs, tensors_of
 from .values import Decoder, Encoder, Stale, Unshareable
 
-_FORMAT = 1
+_FORMAT = 2
 _LARGEST = 1 << 20  # elements of a constant in a file
 _NEEDED = ("inputs", "outputs", "has_backward", "opened")  # to look at a plan, without running it
 _DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
@@ -27,15 +27,12 @@ _DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 P = TypeVar("P", bound="PlanFiles")
 
 
-class PlanFiles:
+class PlanFiles(Later, RunnablePlan):
     """The methods of a plan that write and read files. _lacks: why a plan cannot be simulated."""
 
     mesh: Mesh
     captured: Any
-    sharded: fx.Graph
-    program: fx.GraphModule
     seconds: dict[str, float]
-    replicated_ops: tuple[ReplicatedOp, ...]
     _layouts: Layouts | None
     _lacks: str | None = None
 
@@ -117,6 +114,8 @@ class PlanFiles:
                 raise Stale(f"its format is {text['format']}, that of this version {_FORMAT}")
             mesh = Mesh.parse(text["mesh"])
             plan = decode_graphs(text, mesh, cls, lambda inputs: _tensors(inputs, model), Guards())
+            for each in (plan, plan.captured):
+                each.decode_all()
             if text["reasons"] is not None:
                 plan._layouts = _layouts(text["reasons"], mesh, Decoder(text["records"]))
         except (Stale, Unshareable, *_DAMAGED) as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -12,7 +14,8 @@ from torch import Tensor, fx, nn
 from ..capture import BUFFER, PARAMETER, Captured, Input
 from ..capture.state.bytecode_names import dotted_names, imports_own_modules, is_installed
 from ..capture.state.guards import Guards
-from ..fx_passes.replication_report import ReplicatedOp
+from ..fx_passes.program import Boundary
+from ..fx_passes.runnable_plan import RunnablePlan
 from ..mesh import Mesh
 from .graphs import decode_graph, encode_graph
 from .guards import GuardDecoder, GuardEncoder
@@ -24,24 +27,41 @@ _UNSEEN = {"environ", "getenv", "get_rank", "get_local_rank", "get_node_local_ra
 _UNSEEN_MODULES = {"random", "time", "secrets", "uuid", "datetime"}
 _BY_HAND = {"graph", "constants", "tensors", "reads", "functions"}
 FIELDS = sorted({f.name for f in dataclasses.fields(Captured)} - _BY_HAND)
-
-
-class Planned(Protocol):
-    """What of a Plan is in its text."""
-
-    captured: Captured
-    sharded: fx.Graph
-    program: fx.GraphModule
-
-    @property
-    def replicated_ops(self) -> tuple[ReplicatedOp, ...]: ...
+_PROPERTIES = ("replicated_ops", "is_dynamic", "draws")
+_LATER = ("sharded", "source")  # graphs that nobody runs: each is a line of JSON
 
 
 P = TypeVar("P")
 
 
-def encode_plan(plan: Planned, model: nn.Module) -> dict[str, Any]:
-    """Return a plan as JSON.
+class Later:
+    """An object with attributes that are computed when they are read first."""
+
+    _later: Mapping[str, Callable[[], Any]] = MappingProxyType({})
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._later:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        value = vars(self)[name] = self._later[name]()
+        return value
+
+    def decode_all(self) -> None:
+        """Compute the attributes now."""
+        for name in self._later:
+            getattr(self, name)
+
+
+class _CapturedOfText(Later, Captured):
+    """A captured program whose graph is decoded later."""
+
+    def kept_tensors(self, owners: Mapping[int, str]) -> list[tuple[str, Tensor]]:
+        """Return the constant tensors of the graph, which is not asked if there are none."""
+        has_constants = next(self.constants.buffers(), None) is not None
+        return super().kept_tensors(owners) if has_constants else []
+
+
+def encode_plan(plan: RunnablePlan, model: nn.Module) -> str:
+    """Return a plan as text: three lines of JSON.
 
     Raises:
         Unshareable: Its program depends on what has no text.
@@ -51,57 +71,82 @@ def encode_plan(plan: Planned, model: nn.Module) -> dict[str, Any]:
     guards = GuardEncoder(model, captured.reads).encode()
     fields = {name: encoder.encode(getattr(captured, name)) for name in FIELDS}
     constants = dict(constants_of(captured, plan.program.graph, LARGEST))
-    return {"guards": guards, "constants": constants, **encode_graphs(plan, fields, encoder)}
+    text = {"guards": guards, "constants": constants, **encode_graphs(plan, fields, encoder)}
+    later = [text.pop(name) for name in _LATER]
+    return "\n".join(map(json.dumps, (text, *later)))
 
 
-def encode_graphs(planned: Planned, fields: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
+def encode_graphs(
+    planned: RunnablePlan, fields: dict[str, Any], encoder: Encoder
+) -> dict[str, Any]:
     """Return the graphs of a plan as JSON, with encoded fields of its Captured."""
     body = {
         "captured": fields,
         "source": encode_graph(planned.captured.graph, encoder),
         "sharded": encode_graph(planned.sharded, encoder),
         "program": encode_graph(planned.program.graph, encoder),
-        "replicated": encoder.encode(planned.replicated_ops),
+        "boundary": [encoder.encode(x) for x in vars(planned.boundary).values()],
+        "properties": {name: encoder.encode(getattr(planned, name)) for name in _PROPERTIES},
     }
     return {"records": encoder.records, **body}
 
 
-def decode_plan(
-    text: dict[str, Any], model: nn.Module, mesh: Mesh, plan_class: Callable[..., P]
-) -> P:
+def decode_plan(text: str, model: nn.Module, mesh: Mesh, plan_class: type[P]) -> P:
     """Return the plan of a text for the model.
 
     Raises:
         Stale: The model, or what its forward reads, is another.
     """
-    guards = GuardDecoder(model).decode(text["guards"])
-    return decode_graphs(text, mesh, plan_class, lambda inputs: tensors_of(inputs, model), guards)
+    first, *later = text.split("\n")
+    rows = json.loads(first)
+    guards = GuardDecoder(model).decode(rows["guards"])
+    rows |= zip(_LATER, later, strict=True)
+    return decode_graphs(rows, mesh, plan_class, lambda inputs: tensors_of(inputs, model), guards)
 
 
 def decode_graphs(
     text: dict[str, Any],
     mesh: Mesh,
-    plan_class: Callable[..., P],
+    plan_class: type[P],
     tensors: Callable[[tuple[Input, ...]], list[Tensor]],
     guards: Guards,
 ) -> P:
-    """Return the plan of a text. tensors: those of parameters and buffers, by the inputs."""
+    """Return the plan of a text, whose graphs are decoded later, but for the one that runs.
+
+    tensors: those of parameters and buffers, by the inputs.
+    """
     decoder, constants = Decoder(text["records"]), nn.Module()
     for name, (dtype, shape, numbers) in text["constants"].items():
         values = torch.tensor(numbers, dtype=decoder.decode(dtype)).view(shape)
         constants.register_buffer(name, values)
-    sharded = decode_graph(text["sharded"], decoder)
-    program = decode_graph(text["program"], decoder)
+
+    def graph(name: str) -> fx.Graph:
+        rows = text[name]
+        return decode_graph(json.loads(rows) if isinstance(rows, str) else rows, decoder)
+
     fields = {name: decoder.decode(value) for name, value in text["captured"].items()}
-    captured = Captured(
-        graph=decode_graph(text["source"], decoder),
+    captured = _CapturedOfText.__new__(_CapturedOfText)
+    vars(captured).update(
+        fields,
         constants=constants,
         tensors=tensors(fields["inputs"]),
         reads=guards,
-        **fields,
+        _later={"graph": lambda: graph("source")},
     )
-    plan = plan_class(mesh, captured, sharded, fx.GraphModule(constants, program), None, {})
-    plan.__dict__["replicated_ops"] = decoder.decode(text["replicated"])
+    plan = plan_class.__new__(plan_class)
+    vars(plan).update(
+        {name: decoder.decode(value) for name, value in text["properties"].items()},
+        mesh=mesh,
+        captured=captured,
+        boundary=Boundary(*map(decoder.decode, text["boundary"])),
+        seconds={},
+        _layouts=None,
+        _local=graph("program"),
+        _later={
+            "sharded": lambda: graph("sharded"),
+            "program": lambda: fx.GraphModule(constants, graph("program")),
+        },
+    )
     return plan
 
 

@@ -37,16 +37,12 @@ class JointProgram(CompiledProgram):
         """Compile a plan. signature: the number that ranks compare before every run."""
         super().__init__(plan.captured, model)
         self.plan, self.groups, self.signature = plan, groups, signature
-        self.by_values = any(n.meta.get("dynamic") for n in plan.sharded.nodes)
+        self.by_values, self.draws = plan.is_dynamic, plan.draws
         names = [i.name for i in self.captured.inputs if i.kind == ARGUMENT]
         plain = ["" if isinstance(t, DTensor) else name for name, t in zip(names, tensors)]
         arguments = len(plain) - len(self.captured.state_inputs)
         self.values = ArgumentValues(plain[:arguments], tensors)
         self.takes_numbers = bool(self.captured.numbers())
-        self.draws = any(
-            torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
-            for n in plan.program.graph.nodes
-        )
         parameters = {
             i: table[name]
             for i, ((table, name), inp) in enumerate(zip(self.slots, self.captured.inputs))

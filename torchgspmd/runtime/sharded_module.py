@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ..api import compile_plan
 from ..capture import ARGUMENT, Captured
@@ -19,7 +19,7 @@ from ..comm.process_groups import groups_of
 from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, check_values, raise_difference
 from ..dtensor.install import hold
-from ..dtensor.storage import shard_module, spec_of, storable
+from ..dtensor.storage import distribute_state, shard_module, spec_of, storable
 from ..errors import ShardingError, user_line
 from ..fx_passes.pipeline import is_default
 from ..layout_rules import bound
@@ -31,7 +31,7 @@ from ..shard_spec import ShardSpec
 from .joint_program import JointProgram
 from .mesh_module import Call, MeshModule
 from .module_proxy import as_text, mark_on, named_tensors
-from .shared_plan import shared_plan
+from .shared_plan import compare, shared_plan
 from .stored_inputs import MarkedInputs, Stored
 
 _MODES = (
@@ -101,7 +101,7 @@ class ShardedModule(MeshModule):
         )
         if hooks:
             for module in model.modules():  # behind hooks that rename what is loaded
-                module.register_load_state_dict_pre_hook(_distribute_state)
+                module.register_load_state_dict_pre_hook(distribute_state)
             model.register_state_dict_post_hook(_hold_state)
 
     def _submodule(self, module: nn.Module) -> nn.Module:
@@ -166,8 +166,8 @@ class ShardedModule(MeshModule):
         program = next(iter(self._programs.get(key, ())), None)
         if program is None:
             return set()
-        inputs = zip(program.captured.inputs, program.plan.sharded.find_nodes(op="placeholder"))
-        layouts = [node.meta["spec"] for each, node in inputs if each.kind == ARGUMENT]
+        inputs = zip(program.captured.inputs, program.plan.input_layouts)
+        layouts = [spec for each, spec in inputs if each.kind == ARGUMENT]
         return {
             (i, d) for i, spec in enumerate(layouts) for d, axes in enumerate(spec.dims) if not axes
         }
@@ -263,11 +263,15 @@ class ShardedModule(MeshModule):
             self._groups, _hash(f"a program for {text}"), lambda: self._raise_difference(call)
         )
         try:
-            plan, tensors = self._plan_call(call, text)
+            plan, checksum, tensors = self._plan_call(call, text)
         except Exception as error:
             failure = Account(_CALLS, failure=f"{type(error).__name__}: {error}".splitlines()[0])
-            check_ranks(
-                self._groups, _hash("no program"), lambda: all_gather_objects(self._groups, failure)
+            number = _hash("no program")
+            compare(
+                self._groups,
+                number,
+                number.__int__,
+                lambda: all_gather_objects(self._groups, failure),
             )
             raise
         captured = plan.captured
@@ -275,36 +279,47 @@ class ShardedModule(MeshModule):
         def raise_on_difference() -> NoReturn:
             self._raise_difference(call, compiled=captured)
 
-        value_guards = [guard.described() for guard in captured.looks]
-        signature = _hash(as_text((text, value_guards, plan.program.code, self._check)))
-        check_ranks(self._groups, signature, raise_on_difference)
+        def signature_of(program: str) -> int:
+            guards = [guard.described() for guard in captured.looks]
+            return _hash(as_text((text, guards, program, self._check)))
+
+        # If one rank has planned for itself, all of them compare what they have planned.
+        signature = compare(
+            self._groups,
+            signature_of(checksum or plan.program.code),
+            lambda: signature_of(plan.program.code),
+            raise_on_difference,
+        )
         if self._check != "never":
             self._check_tensors_alike(captured, tensors, raise_on_difference)
         return JointProgram(plan, self._groups, self._model, tensors, self._backend, signature)
 
-    def _plan_call(self, call: Call, text: str) -> tuple[Plan, list[Tensor]]:
-        """Return the plan, and the tensors that it takes besides parameters and buffers."""
-        plan = shared_plan(
+    def _plan_call(self, call: Call, text: str) -> tuple[Plan, str | None, list[Tensor]]:
+        """Return the plan, the checksum of its text if all ranks got that, and its tensors."""
+        plan, checksum = shared_plan(
             self._groups,
             self._model,
             self._state,
             self._identity(call, text),
             lambda before_talk: self._plan_here(call, before_talk),
         )
-        return plan, self._tensors(call, plan.captured)
+        return plan, checksum, self._tensors(call, plan.captured)
 
-    def _identity(self, call: Call, text: str) -> Identity | None:
-        """Return the key of the plan of a call, None if it is for this rank alone."""
-        is_dumped = int(os.environ.get("TORCHGSPMD_DUMP") or 0) > 0
-        if not (is_default() and self._state.is_fresh) or call.numbers or is_dumped:
-            return None
+    def _identity(self, call: Call, text: str) -> Identity | str:
+        """Return the key of the plan of a call, or why the plan is for this rank alone."""
+        if int(os.environ.get("TORCHGSPMD_DUMP") or 0) > 0:
+            return "TORCHGSPMD_DUMP prints what passes do"
+        if not is_default():
+            return "there are passes of with_pass"
+        if call.numbers or not self._state.is_fresh:
+            return "it takes state or numbers that have changed"
         names = "in_specs out_specs backend device_type hooks param_dtype"
         options = {name: getattr(self, f"_{name}") for name in names.split()} | self._options
         options["layout"] = repr(self._layout)
         try:
             return identity_of(self._model, self._mesh, text, options)
-        except Unshareable:
-            return None
+        except Unshareable as error:
+            return str(error)
 
     def _tensors(self, call: Call, captured: Captured) -> list[Tensor]:
         """Return the tensors that a program takes besides parameters and buffers."""
@@ -347,21 +362,6 @@ def _stored_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec:
     return (
         spec_of(tensor, mesh) if isinstance(tensor, DTensor) else ShardSpec.replicated(tensor.dim())
     )
-
-
-def _distribute_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Shard the whole tensors of a state_dict, the same on every rank; nothing is sent."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        loaded = state.get(prefix + name)
-        if (
-            isinstance(tensor, DTensor)
-            and isinstance(loaded, Tensor)
-            and not isinstance(loaded, DTensor)
-            and loaded.shape == tensor.shape
-        ):
-            state[prefix + name] = distribute_tensor(
-                loaded.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None
-            )
 
 
 def _hold_state(module: nn.Module, state: dict[str, Any], *_: Any) -> None:

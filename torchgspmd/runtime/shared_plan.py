@@ -5,19 +5,25 @@ after    every rank has the plan; a rank for which rank 0's does not hold has pl
 ensures  all ranks take part in one broadcast, whatever fails
 
 What rank 0 sends is text (plan_cache/), in which nothing is evaluated. Each rank compares what its
-own model and code are before it takes the plan. Afterwards all ranks compare their programs.
+own model and code are before it takes the plan. Afterwards all ranks compare their programs. Why a
+process plans is a line of the log "torchgspmd", at level INFO.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..capture import State
 from ..comm.process_groups import ProcessGroups
+from ..comm.rank_check import check_ranks
 from ..plan import Plan
 from ..plan_cache import files
 from ..plan_cache.identity import Identity
@@ -25,35 +31,63 @@ from ..plan_cache.plans import decode_plan, encode_plan
 from ..plan_cache.values import Stale, Unshareable
 from ..without_gc import without_gc
 
-Text = dict[str, Any]
 PlanHere = Callable[[Callable[[], None]], Plan]
+_LOG = logging.getLogger("torchgspmd")
+_NO_TEXT = "no text: "  # begins a file that says why a program has none
+
+
+class SharedPlan(NamedTuple):
+    """A plan, and the checksum of its text; None if it is not from the text that rank 0 sent."""
+
+    plan: Plan
+    checksum: str | None = None
 
 
 def shared_plan(
     groups: ProcessGroups,
     model: nn.Module,
     state: State,
-    identity: Identity | None,
+    identity: Identity | str,
     plan_here: PlanHere,
-) -> Plan:
-    """Return the plan of a call. identity: None if the plan is for this rank alone.
+) -> SharedPlan:
+    """Return the plan of a call. identity: a text says why the plan is for this rank alone.
 
     plan_here: plans in this process; it calls its argument before it communicates, so that the
     other ranks do not wait for rank 0, but plan too.
     """
     if groups.rank == 0:
-        return _Sender(groups, model, state).plan(identity, plan_here)
+        return _Sender(groups, model, state, plan_here).plan(identity)
     sent = _broadcast(groups, None)
-    if sent is None or identity is None:
-        return plan_here(_nothing)
-    call, code, text = sent
-    try:
-        if call != identity.call:
-            raise Stale("the calls differ")
-        identity.check_code(code)
-        return _decode(text, model, groups)
-    except Stale:
-        return plan_here(_nothing)
+    if isinstance(identity, str):
+        _log(model, identity)
+    elif sent is None:
+        _log(model, "rank 0 sends no plan")
+    else:
+        try:
+            key, _, text = sent.partition("\n")
+            call, code = json.loads(key)
+            if call != identity.call:
+                raise Stale("the calls differ")
+            identity.check_code(code)
+            return SharedPlan(_decode(text, model, groups), _checksum(text))
+        except Stale as stale:
+            _log(model, f"of the plan of rank 0, {stale}")
+    return SharedPlan(plan_here(_nothing))
+
+
+def compare(
+    groups: ProcessGroups, number: int, detailed: Callable[[], int], on_difference: Callable
+) -> int:
+    """Return the number that all ranks have: the first one, or if these differ the detailed one.
+
+    on_difference: called on every rank if the detailed ones differ too.
+    """
+    differs: list[bool] = []
+    check_ranks(groups, number, lambda: differs.append(True))
+    if differs:
+        number = detailed()
+        check_ranks(groups, number, on_difference)
+    return number
 
 
 def _nothing() -> None:
@@ -63,58 +97,98 @@ def _nothing() -> None:
 class _Sender:
     """Rank 0, which sends exactly one message for a plan."""
 
-    def __init__(self, groups: ProcessGroups, model: nn.Module, state: State) -> None:
-        self.groups, self.model, self.state, self.has_sent = groups, model, state, False
+    def __init__(
+        self, groups: ProcessGroups, model: nn.Module, state: State, plan_here: PlanHere
+    ) -> None:
+        self.groups, self.model, self.state = groups, model, state
+        self.plan_here, self.has_sent = plan_here, False
 
-    def plan(self, identity: Identity | None, plan_here: PlanHere) -> Plan:
+    def plan(self, identity: Identity | str) -> SharedPlan:
         """Return the plan, and send it; nothing is sent if each rank has to plan."""
-        text = files.read(identity.text) if identity is not None else None
-        if identity is None or text is not None and "why" in text:
-            self._send(None)
-            return plan_here(_nothing)
+        if isinstance(identity, str):
+            return self._alone(identity)
+        text = files.read(identity.text)
+        if text is not None and text.startswith(_NO_TEXT):
+            return self._alone(text.removeprefix(_NO_TEXT))
         if text is not None:
             try:
                 plan = _decode(text, self.model, self.groups)
-                self._send((identity.call, identity.code, text))
-                return plan
-            except Stale:
-                text = None
+                self._send(identity, text)
+                return SharedPlan(plan, _checksum(text))
+            except Stale as stale:
+                _log(self.model, f"of the plan that was there, {stale}")
+        else:
+            _log(self.model, f"no plan for it is in {files.folder() or 'a folder: none is named'}")
+        return self._planned(identity)
+
+    def _alone(self, why: str) -> SharedPlan:
+        """Return a plan for this rank, as all ranks do."""
+        self._send(None, "")
+        _log(self.model, why)
+        return SharedPlan(self.plan_here(_nothing))
+
+    def _planned(self, identity: Identity) -> SharedPlan:
+        """Plan, send the text and write it."""
+        text = ""
         try:
-            plan = plan_here(lambda: self._send(None))
-            if not self.has_sent:
-                text = self._encode(plan)
-                self._send(text and (identity.call, identity.code, text))
+            plan = self.plan_here(lambda: self._send(None, ""))
+            why = "it stores arguments" if self.has_sent else ""
+            if not why:
+                text, why = self._encode(plan)
+                self._send(identity if text else None, text)
         finally:
-            self._send(None)
-        files.write(identity.text, text or {"why": "it has no text"})
-        return plan
+            self._send(None, "")
+        if why:
+            _log(self.model, f"the other ranks plan too: {why}")
+        files.write(identity.text, text or f"{_NO_TEXT}{why}")
+        return SharedPlan(plan, _checksum(text) if text else None)
 
-    def _encode(self, plan: Plan) -> Text | None:
-        """Return the text of a plan, None if it has none."""
+    def _encode(self, plan: Plan) -> tuple[str, str]:
+        """Return the text of a plan; if it has none, an empty one and the reason."""
         if not self.state.is_fresh:
-            return None
+            return "", "it depends on the state of the model"
         try:
-            return encode_plan(plan, self.model)
-        except Unshareable:
-            return None
+            return encode_plan(plan, self.model), ""
+        except Unshareable as error:
+            return "", str(error)
 
-    def _send(self, message: Any) -> None:
-        """Send a message unless one was sent."""
+    def _send(self, identity: Identity | None, text: str) -> None:
+        """Send a plan, or that there is none, unless one was sent."""
         if not self.has_sent:
             self.has_sent = True
-            _broadcast(self.groups, message)
+            key = identity and json.dumps([identity.call, identity.code])
+            _broadcast(self.groups, f"{key}\n{text}" if key else None)
 
 
-def _broadcast(groups: ProcessGroups, message: Any) -> Any:
+def _log(model: nn.Module, why: str) -> None:
+    """Say why this process plans."""
+    _LOG.info("%s is planned: %s", type(model).__name__, why)
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _broadcast(groups: ProcessGroups, message: str | None) -> str | None:
     """Return the message of rank 0."""
-    messages, group = [message], cast("dist.ProcessGroup | None", groups.checks)
-    if groups.mesh.size > 1:
-        dist.broadcast_object_list(messages, src=groups.processes[0], group=group)
-    return messages[0]
+    if groups.mesh.size == 1:
+        return message
+    group, first = cast("dist.ProcessGroup | None", groups.checks), groups.processes[0]
+    data = bytearray((message or "").encode())
+    size = torch.tensor([len(data)], device=groups.checked_on)
+    dist.broadcast(size, src=first, group=group)
+    if not (count := int(size)):
+        return None
+    content = torch.empty(count, dtype=torch.uint8)
+    if data:
+        content = torch.frombuffer(data, dtype=torch.uint8)
+    content = content.to(groups.checked_on)
+    dist.broadcast(content, src=first, group=group)
+    return message or content.cpu().numpy().tobytes().decode()
 
 
 @without_gc()
-def _decode(text: Text, model: nn.Module, groups: ProcessGroups) -> Plan:
+def _decode(text: str, model: nn.Module, groups: ProcessGroups) -> Plan:
     """Return the plan of a text.
 
     Raises:

@@ -19,12 +19,11 @@ from ..program import Program
 def convert_inputs(program: Program) -> fx.Graph:
     """Insert the conversion of the caller's tensors to the shards that the program takes."""
     graph, mesh, coordinates = program.graph, program.mesh, program.rank.groups.coordinates
-    plain, out_specs = iter(program.request.plain), program.sharded.output_node().meta["specs"]
-    layouts = [n.meta["spec"] for n in program.sharded.find_nodes(op="placeholder")]
-    for node, inp, spec in zip(program.placeholders, program.captured.inputs, layouts):
+    plain, boundary = iter(program.request.plain), program.boundary
+    for node, inp, spec in zip(program.placeholders, program.captured.inputs, boundary.inputs):
         is_whole = inp.kind == ARGUMENT and next(plain)
         if inp.kind == TANGENT:
-            out_spec = out_specs[inp.output]
+            out_spec = boundary.results[inp.output]
             is_whole = out_spec is None or not out_spec.sharding_axes
         if is_whole:
             slice_global(graph, node, spec, mesh, coordinates)
@@ -44,14 +43,14 @@ def convert_outputs(program: Program) -> fx.Graph:
     Gradients of parameters get the strides of these, as optimizers expect.
     """
     graph, mesh, coordinates = program.graph, program.mesh, program.rank.groups.coordinates
-    node, sharded = graph.output_node(), program.sharded.output_node()
+    node, boundary = graph.output_node(), program.boundary
     outputs = []
     with graph.inserting_before(node):
-        for value, spec, source, out in zip(
-            node.args[0], sharded.meta["specs"], sharded.args[0], program.captured.outputs
+        for value, spec, shape, out in zip(
+            node.args[0], boundary.results, boundary.shapes, program.captured.outputs
         ):
-            if spec is not None:
-                shape, meta = tuple(source.meta["val"].shape), value.meta
+            if spec is not None and shape is not None:
+                meta = value.meta
                 stored = stored_shape(spec, shape, mesh, coordinates)
                 value = cut_padding(graph, value, stored, spec.local_shape(shape, mesh))
                 if out.kind == GRADIENT and out.input in program.rank.parameters:

@@ -1,0 +1,51 @@
+"""What a process reads of a plan to run it; plan_cache/ has it as text, beside the graph."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from ..capture import Captured
+from .program import Boundary
+from .replication_report import ReplicatedOp
+
+
+class RunnablePlan:
+    """The properties of a plan that a run depends on; Plan has the attributes."""
+
+    captured: Captured
+    sharded: fx.Graph
+    replicated_ops: tuple[ReplicatedOp, ...]
+    program: fx.GraphModule
+
+    @cached_property
+    def boundary(self) -> Boundary:
+        """Layouts of all inputs and results, and the global shapes of the results."""
+        return Boundary.of(self.sharded)
+
+    @cached_property
+    def is_dynamic(self) -> bool:
+        """Whether it has sizes or numbers that only a run knows."""
+        return any(n.meta.get("dynamic") for n in self.sharded.nodes)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        tags = (getattr(n.target, "tags", ()) for n in self.program.graph.nodes)
+        return any(torch.Tag.nondeterministic_seeded in each for each in tags)
+
+    def local_graph(self) -> fx.Graph:
+        """Return a new copy of the graph of `program`.
+
+        Example:
+            >>> result = plan(torch.neg, torch.ones(4), mesh=Mesh(data=2), in_specs="data")
+            >>> result.local_graph() is result.program.graph
+            False
+        """
+        if (decoded := vars(self).pop("_local", None)) is not None:
+            return decoded
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.program.graph, {}))
+        return graph
