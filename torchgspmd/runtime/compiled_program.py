@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..capture import BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured
+from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured
 from ..dtensor.storage import gradient_like, local_of, takes_gradient, whole_of
 from .autograd_boundary import (
     detach_aliases,
@@ -18,6 +19,7 @@ from .autograd_boundary import (
     saved_tensors_for,
 )
 from .module_proxy import slot_of
+from .partial_backward import PartialBackward, is_asked_for
 
 
 class CompiledProgram:
@@ -37,6 +39,9 @@ class CompiledProgram:
         inputs, outputs = captured.inputs, captured.outputs
         self.slots = [slot_of(model, i.name) for i in inputs if i.kind in (PARAMETER, BUFFER)]
         self.gradient_inputs = [o.input for o in outputs if o.kind == GRADIENT]
+        is_argument = [inputs[i].kind == ARGUMENT for i in self.gradient_inputs]
+        self.arguments = [i for i, yes in zip(self.gradient_inputs, is_argument) if yes]
+        self.parameters = [i for i, yes in zip(self.gradient_inputs, is_argument) if not yes]
         self.inputs_without_gradient = captured.without_gradient()
         self.output_groups = captured.parts()
         self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
@@ -85,6 +90,30 @@ class CompiledProgram:
             for index, value in zip(self.mutated, results[self.outputs : count]):
                 local_of(flat[index]).copy_(value)
         return results[: self.outputs], results[count:]
+
+    def run_backward(self, ctx: Any, boxed: list, grads: tuple) -> Sequence[Any]:
+        """Return the gradients that autograd needs; None for others, if they are all of a kind.
+
+        grads: those of the outputs, as autograd passes them. boxed: see `backward`.
+        """
+        if self.arguments and self.parameters and not self.captured.observed:
+            nodes = [node for node, _ in ctx.next_functions]
+            if not is_asked_for(nodes[i] for i in self.parameters):
+                if (pieces := self.in_pieces()) is not None:
+                    results, shared = pieces.gradients_of_arguments(boxed)
+                    ctx.shared = shared, grads
+                    return results
+            elif not is_asked_for(nodes[i] for i in self.arguments):
+                shared, before = getattr(ctx, "shared", (None, ()))
+                pieces = self.in_pieces() if all(map(is_, grads, before)) else None
+                if shared is not None and pieces is not None:
+                    ctx.shared = None, ()
+                    return pieces.gradients_of_parameters(boxed, shared)
+        return self.backward(boxed)
+
+    def in_pieces(self) -> PartialBackward | None:
+        """Return the pieces of the backward; None if it cannot be run in pieces."""
+        return None
 
     def observe(self, values: Sequence[Tensor]) -> None:
         """Pass the last outputs, values that gradient hooks store, to the captured program."""
@@ -139,9 +168,10 @@ class _Run(torch.autograd.Function):
             saved = [t if n is None else n for t, n in zip(saved, ctx.numbers)]
         boxed = [*saved, *tangents]
         ctx.maybe_clear_saved_tensors()  # They stay if the backward runs again.
-        del saved, tangents, grads
+        del saved, tangents
         with torch.no_grad():
-            results = program.backward(boxed)
+            results = program.run_backward(ctx, boxed, grads)
+        del grads
         gradients = (
             results
             if len(outputs) == len(program.tangent_outputs)

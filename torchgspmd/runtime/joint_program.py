@@ -20,10 +20,13 @@ from ..fx_passes.pipeline import lower_plan
 from ..fx_passes.program import Rank
 from ..plan import Plan
 from .compiled_program import CompiledProgram
+from .partial_backward import PartialBackward
 
 
 class JointProgram(CompiledProgram):
     """The forward and backward graph of this rank for one call, with conversions of its inputs."""
+
+    pieces: PartialBackward | None  # of the backward, when they are asked for
 
     def __init__(
         self,
@@ -59,12 +62,23 @@ class JointProgram(CompiledProgram):
         self.checks_in_forward = self.carries or self.settle in targets
         self.forward = _compile_graph(owner, program.graph, backend)
         assert program.backward is not None, "the last pass splits the graph"
-        self.backward = _compile_graph(owner, program.backward.graph, backend, boxed=True)
+        self.backward_graph, self.pieces = program.backward.graph, None
+        self.compile = lambda graph: _compile_graph(owner, graph, backend, boxed=True)
+        self.backward = self.compile(self.backward_graph)
 
     def __call__(self, leaves: list, call: tuple[tuple, dict], rank_check: RankCheck) -> Any:
         """Run a call. rank_check: ends before anything else is sent, but as late as possible."""
         self.rank_check = rank_check
         return super().__call__(leaves, call)
+
+    def in_pieces(self) -> PartialBackward | None:
+        if self.pieces is None:
+            inputs = self.captured.inputs
+            of_arguments = [
+                k for k, i in enumerate(self.gradient_inputs) if inputs[i].kind == ARGUMENT
+            ]
+            self.pieces = PartialBackward(self.backward_graph, of_arguments, self.compile)
+        return self.pieces
 
     def place(self, tensors: list[Tensor]) -> list[Tensor]:
         """Start the rank check. The program takes the tensors as they are."""
