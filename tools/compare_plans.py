@@ -40,6 +40,7 @@ from plan_subjects import TREE, Key, Subject, generator, subject_of, suite
 from torch import fx
 
 import torchgspmd as gspmd
+from torchgspmd.fx_passes.replication_report import replication_report
 
 HERE = Path(__file__).resolve().parent
 CASES = TREE.parent / "shared" / "communication"
@@ -56,7 +57,8 @@ Record = dict[str, Any]
 
 def texts(plan: gspmd.Plan) -> dict[str, str]:
     """Return what is compared of a plan."""
-    replicated = [f"replicated {r.op} {r.bytes} {r.why} {r.source}" for r in plan.replicated_ops]
+    report = replication_report(plan.sharded, plan.mesh)  # in program order
+    replicated = [f"replicated {r.op} {r.bytes} {r.why} {r.source}" for r in report]
     return {
         "plan": portable("\n".join([str(plan), *replicated])),
         "program": portable(without_modules(plan.program.code, plan.program.graph)),

@@ -23,6 +23,7 @@ from .fx_passes.boundary import start_program
 from .fx_passes.partition.cost_constants import CostConstants
 from .fx_passes.pipeline import run, skippable
 from .fx_passes.program import Request
+from .fx_passes.replication_report import data_axes
 from .fx_passes.stages import SCHEDULED
 from .layout_rules import MeshLayout, bound
 from .mesh import Mesh
@@ -162,6 +163,7 @@ def compile_plan(
     costs: Mapping[str, float] | None = None,
     device: str | None = None,
     reduce_dtype: torch.dtype | None = None,
+    shard_updates: str | None = None,
 ) -> Plan:
     """Run the passes over a captured program.
 
@@ -169,7 +171,8 @@ def compile_plan(
     runs on real processes; its results without a spec are replicated. stored: the layouts of
     parameters and buffers, by name. plain: for each argument whether it is a whole tensor on every
     rank; its gradient is whole then. device: the type of device that the program is for ("meta":
-    GPUs); by default that of the input tensors.
+    GPUs); by default that of the input tensors. shard_updates: the axis over which parameters are
+    stored in parts, to be gathered.
     """
     _check_option("rng", rng, ("global", "native"))
     _check_option("regather", regather, ("auto", "always", "all", "never"))
@@ -189,6 +192,7 @@ def compile_plan(
         constants=CostConstants().override(costs),
         device=device or _device_of(captured),
         reduce_dtype=reduce_dtype,
+        stored_over=frozenset([shard_updates] if shard_updates else []),
     )
     result = _plan(request)
     dump_plan(result)
@@ -202,7 +206,13 @@ def _plan(request: Request) -> Plan:
     program = run(start_program(request), until=SCHEDULED)
     module = fx.GraphModule(request.captured.constants, program.graph)
     return Plan(
-        request.mesh, request.captured, program.sharded, module, program.layouts, program.seconds
+        request.mesh,
+        request.captured,
+        program.sharded,
+        module,
+        program.layouts,
+        program.seconds,
+        data_axes(request.captured, request.arguments) | request.stored_over,
     )
 
 

@@ -35,7 +35,7 @@ from .fx_passes.replication_report import ReplicatedOp, replication_report
 from .fx_passes.schedule.liveness import bytes_of, peak
 from .mesh import Mesh
 from .plan_cache.plan_files import PlanFiles
-from .report.plan_views import PlanViews
+from .report.plan_views import PlanViews, weights_against_marks
 from .report.units import size_text
 from .shard_spec import ShardSpec
 
@@ -69,6 +69,7 @@ class Plan(PlanViews, PlanFiles):
         program: The program of one device, at local shapes.
         layouts: The propagated layouts and their reasons.
         seconds: Seconds of planning, by pass.
+        data_axes: Axes that shard the batch; weights may be stored in parts over these.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -88,8 +89,9 @@ class Plan(PlanViews, PlanFiles):
         program: fx.GraphModule,
         layouts: Layouts | None,
         seconds: dict[str, float],
+        data_axes: frozenset[str] = frozenset(),
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self._data_axes = mesh, data_axes
         self.program = program
         self.seconds = seconds
         self.captured, self.sharded, self._layouts = captured, sharded, layouts
@@ -145,8 +147,10 @@ class Plan(PlanViews, PlanFiles):
 
     @cached_property
     def replicated_ops(self) -> tuple[ReplicatedOp, ...]:
-        """Operations that are replicated, or whose operands are gathered, without a mark for it."""
-        return replication_report(self.sharded, self.mesh)
+        """What is replicated or gathered without a mark for it; the largest is first."""
+        inputs, axes = self.captured.inputs, self._data_axes
+        report = replication_report(self.sharded, self.mesh, inputs, axes, self._layouts)
+        return tuple(sorted(report, key=lambda each: -each.bytes))
 
     @cached_property
     def memory(self) -> Memory:
@@ -228,6 +232,7 @@ class Plan(PlanViews, PlanFiles):
         return "\n".join(
             [
                 *lines,
+                *weights_against_marks(self.replicated_ops),
                 f"sent by a device in all: {size_text(self.sent_bytes)}",
                 f"memory of a device: {self.memory}",
             ]

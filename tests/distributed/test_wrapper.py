@@ -2,8 +2,10 @@
 
 import copy
 import inspect
+import warnings
 
 import torch
+import torch.distributed as dist
 from language_model import close, error_of, whole
 from ranks import distributed
 from torch import nn
@@ -288,3 +290,20 @@ def test_fully_shard_around_a_module_on_a_mesh(mesh):
     fully_shard(beside, mesh=init_device_mesh("cpu", (2,)), ignored_params={*model.parameters()})
     beside(torch.ones(4, 8)).sum().backward()
     assert all(p.grad is not None for p in beside.parameters())
+
+
+@distributed(MESH)
+def test_one_warning_of_what_no_mark_asks_for(mesh):
+    blocks = (nn.Linear(256, 256, bias=False), nn.LayerNorm(256))
+    for options, expected in (({}, 1), ({"shard_updates": "data"}, 0), ({"in_specs": "data _"}, 0)):
+        model = nn.Sequential(*copy.deepcopy(blocks), nn.Linear(256, 256, bias=False))
+        gspmd.annotate(model, mesh, {"0.weight": "data _", "2.weight": "data _"})
+        model = gspmd.parallelize(model, mesh, out_specs="data _", **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for rows in (8192, 8192, 4096):
+                model(torch.ones(rows, 256))
+        texts = [str(each.message) for each in caught if "no mark asks" in str(each.message)]
+        assert len(texts) == (expected if dist.get_rank() == 0 else 0), texts
+        assert all("256.00 KiB  weight '0.weight', against its mark" in text for text in texts)
+        assert len(model.plan.replicated_ops) == expected

@@ -10,6 +10,8 @@ from helpers import message
 from torch import nn
 
 import torchgspmd as gspmd
+from torchgspmd.fx_passes.replication_report import ReplicatedOp
+from torchgspmd.runtime.unasked_work import warn_of_unasked
 
 MESH = gspmd.Mesh(a=2, m=2)
 X = torch.randn(8, 6)
@@ -98,12 +100,59 @@ def test_no_cure_is_told_that_does_not_help():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_listing_is_in_program_order(strict):
+def test_the_largest_is_listed_first(strict):
     def f(x):
         return x.sort(0)[0] @ torch.pdist(x.sort(0)[0])[:6]
 
     if strict:
-        assert "more" in message(lambda: gspmd.plan(f, X, mesh=MESH, in_specs="m _", strict=True))
+        text = message(lambda: gspmd.plan(f, X, mesh=MESH, in_specs="m _", strict=True))
+        assert (
+            text.startswith("aten.sort.default replicates or gathers 192 bytes") and "more" in text
+        )
     else:
-        ops = [op for op, _, _ in listed(f, X, in_specs="m _")]
-        assert ops.index("aten.sort.default") < ops.index("aten._pdist_forward.default")
+        assert [size for _, size, _ in listed(f, X, in_specs="m _")] == [192, 112]
+
+
+def layers(spec="m _"):
+    """Products that are cheaper by rows than by the columns that marks name."""
+    blocks = (nn.Linear(64, 64, bias=False), nn.LayerNorm(64), nn.Linear(64, 64, bias=False))
+    return gspmd.annotate(nn.Sequential(*blocks), MESH, {"0.weight": spec, "2.weight": spec})
+
+
+ROWS = torch.zeros(16384, 64)
+
+
+def test_weights_gathered_against_their_marks():
+    plan = gspmd.plan(layers(), ROWS, mesh=MESH, grad=True, out_specs="m _")
+    assert [(each.weight, each.bytes) for each in plan.replicated_ops] == [("0.weight", 16384)]
+    assert plan.replicated_ops[0].why == (
+        "dimension 0 of %_0_weight is gathered over m: it is cheaper to divide c by it, "
+        "in 'c b, a b -> c a'"
+    )
+    assert "gathered against its mark: '0.weight', 16.00 KiB" in plan.summary().splitlines()
+
+
+def test_weights_of_fsdp_are_gathered_as_meant():
+    for options in ({"in_specs": "m _"}, {"in_specs": "a+m _"}):
+        plan = gspmd.plan(layers(), ROWS, mesh=MESH, grad=True, strict=True, **options)
+        assert any(c.kind == "all_gather" for c in plan.collectives)
+    plan = gspmd.plan(
+        lambda net, x: net(gspmd.mark_sharding(x, MESH, "m _")), layers(), ROWS, mesh=MESH
+    )
+    assert plan.replicated_ops == ()
+    tangled = layers("m a")
+    plan = gspmd.plan(tangled, ROWS, mesh=MESH, grad=True, in_specs="m _")
+    assert all("over a" in each.why for each in plan.replicated_ops)
+
+
+def test_the_warning_names_the_three_largest(recwarn):
+    ops = [ReplicatedOp(f"op{i}", "model.py:1", i << 20, "no rule") for i in range(5, 0, -1)]
+    ops += [ReplicatedOp("mm", None, 1 << 16, "", "w", 0, "w"), ReplicatedOp("small", None, 9, "")]
+    assert warn_of_unasked(ops) and not warn_of_unasked(ops[-1:])
+    (text,) = [str(each.message) for each in recwarn]
+    assert [line for line in text.splitlines() if "MiB" in line] == [
+        "  5.00 MiB  op5 at model.py:1: no rule",
+        "  4.00 MiB  op4 at model.py:1: no rule",
+        "  3.00 MiB  op3 at model.py:1: no rule",
+    ]
+    assert "6 operations and weights" in text and "model.plan.replicated_ops" in text

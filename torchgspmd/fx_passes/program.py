@@ -34,6 +34,7 @@ class Request:
     expand: decomposes the operations of a graph, and nodes that are to be decomposed all the same.
     keep_marks: for XLA, which has no cheap way past a mark. device: a type; "meta" stands for GPUs.
     reduce_dtype: in which gradients of parameters are summed over devices; None: as costs least.
+    stored_over: axes over which parameters are stored in parts, though no argument is.
     """
 
     captured: Captured
@@ -53,6 +54,7 @@ class Request:
     constants: CostConstants = CostConstants()
     device: str = "cpu"
     reduce_dtype: torch.dtype | None = None
+    stored_over: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

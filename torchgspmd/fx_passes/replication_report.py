@@ -1,22 +1,30 @@
 """Replicated work that the user did not ask for, in a partitioned graph.
 
-Two kinds are listed. An operation is computed whole by every device. An operand is gathered, and
-then all devices of an axis compute the same.
+Three kinds are listed. An operation is computed whole by every device. An operand is gathered, and
+then all devices of an axis compute the same. A weight is gathered along an axis of its mark.
 
 Gathers that marks or outputs ask for are not listed. Neither is a gather for an operation that
-shards another dimension over the same axis: weights of FSDP and sequences are gathered so.
+shards another dimension over the same axis: sequences are gathered so. For a weight a mark has to
+ask for that other dimension. No weight is listed that is gathered over an axis which also shards
+the batch, or which shard_updates names: weights of FSDP are stored so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
+from ..annotate import mark_sharding_op
+from ..capture import ARGUMENT, PARAMETER, Captured, Input
 from ..mesh import Mesh
+from ..shard_spec import ShardSpec
+from ..sub_axes import sub_axis
 from .ir import operands_of, other_shapes, tensors_of
+from .propagate.propagate import Layouts
 
 
 @dataclass(frozen=True)
@@ -31,16 +39,29 @@ class ReplicatedOp:
     why: str
     value: str | None = None  # Name of the gathered value.
     dim: int = 0  # The dimension that was gathered.
+    weight: str | None = None  # Name of the parameter that is gathered against its mark.
 
 
-def replication_report(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
-    """Return the replicated operations of a partitioned graph, in program order."""
+def replication_report(
+    graph: fx.Graph,
+    mesh: Mesh,
+    inputs: Sequence[Input] = (),
+    data_axes: Collection[str] = frozenset(),
+    layouts: Layouts | None = None,
+) -> tuple[ReplicatedOp, ...]:
+    """Return the replicated operations of a partitioned graph, in program order.
+
+    inputs: those of the captured graph; without them no weight is listed. data_axes: see there.
+    layouts: the propagated ones.
+    """
+    weights = _Weights(graph, inputs, data_axes, layouts)
     report: dict[ReplicatedOp, None] = {}
     seen: set[fx.Node] = set()
     for node in graph.nodes:
         rule = node.meta.get("rule")
         if rule is None or "mark" in node.meta:
             continue
+        op, source = str(node.target), node.meta.get("source")
         if not rule.described:
             size = sum(
                 math.prod(n for n, m in zip(t.shape, other) if n == m) * t.element_size()
@@ -52,9 +73,9 @@ def replication_report(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
                 else "no rule and no decomposition"
             )
             if size or node.meta.get("dynamic"):
-                report[ReplicatedOp(str(node.target), node.meta.get("source"), size, why)] = None
+                report[ReplicatedOp(op, source, size, why)] = None
             continue
-        for operand, value, dim, why in _gathered_operands(node):
+        for operand, value, dim, why, weight in _gathered_operands(node, weights):
             if operand not in seen:
                 seen.add(operand)
                 val = operand.meta["val"]
@@ -62,36 +83,121 @@ def replication_report(graph: fx.Graph, mesh: Mesh) -> tuple[ReplicatedOp, ...]:
                     math.prod(operand.meta["spec"].local_shape(val.shape, mesh))
                     * val.element_size()
                 )
-                report[
-                    ReplicatedOp(str(node.target), node.meta.get("source"), size, why, value, dim)
-                ] = None
+                report[ReplicatedOp(op, source, size, why, value, dim, weight)] = None
     return tuple(report)
 
 
-def _gathered_operands(node: fx.Node) -> Iterator[tuple[fx.Node, str, int, str]]:
-    """Yield (operand, name before the gather, dimension, reason) for every gathered operand."""
+def data_axes(captured: Captured, arguments: Sequence[ShardSpec | None]) -> frozenset[str]:
+    """Return the axes that shard arguments: weights may be stored in parts over these (FSDP).
+
+    arguments: the layout, or None, that is required of each argument.
+    """
+    nodes = captured.graph.find_nodes(op="placeholder")
+    specs = [*arguments, *(i.mark for i in captured.inputs if i.kind == ARGUMENT)]
+    for node, each in zip(nodes, captured.inputs):
+        if each.kind == ARGUMENT:
+            marks = [user for user in node.users if user.target is mark_sharding_op._opoverload]
+            specs += [ShardSpec.parse(str(mark.args[2])) for mark in marks]
+    return frozenset(axis for spec in specs if spec is not None for axis in spec.sharding_axes)
+
+
+class _Weights:
+    """The marked parameters of a graph, and which gathers of them the marks do not ask for."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        inputs: Sequence[Input],
+        data_axes: Collection[str],
+        layouts: Layouts | None,
+    ) -> None:
+        self.layouts = layouts
+        self.nodes = {value.name: value for value in layouts.spec} if layouts else {}
+        parameters = [
+            (node, each)
+            for node, each in zip(graph.find_nodes(op="placeholder"), inputs)
+            if each.kind == PARAMETER
+        ]
+        self.parameters = {node.name for node, _ in parameters}
+        self.marked = {
+            node: (each.name, frozenset(each.mark.sharding_axes).difference(data_axes))
+            for node, each in parameters
+            if each.mark is not None
+        }
+
+    def against(self, node: fx.Node, value: fx.Node, axes: Sequence[str]) -> tuple[str, list[str]]:
+        """Return the name of a weight, and the axes of its mark along which it is gathered.
+
+        value: the weight, a cast or another arrangement of it, which is gathered over `axes` for a
+        node. An axis does not count if a mark on another value asks the node to divide by it.
+        """
+        name, marked = self.marked.get(_origin(value), ("", frozenset()))
+        return name, [a for a in axes if _whole_axis(a) in marked and not self._asked(node, a)]
+
+    def _asked(self, node: fx.Node, axis: str) -> bool:
+        """Return whether a mark asks a node to be divided over an axis, as it is."""
+        value, rule = self.nodes.get(node.name), node.meta["rule"]
+        if self.layouts is None or value is None or len(rule.results) != 1:
+            return False
+        divided = {f for f, axes in node.meta["assignment"].items() if axis in axes}
+        return any(
+            divided.intersection(factors)
+            and axis in axes
+            and self.layouts.root(value, axis).name not in self.parameters
+            for factors, axes in zip(rule.results[0], self.layouts.spec[value].dims)
+        )
+
+
+def _gathered_operands(
+    node: fx.Node, weights: _Weights
+) -> Iterator[tuple[fx.Node, str, int, str, str | None]]:
+    """Yield every gathered operand.
+
+    (operand, name before the gather, dimension, reason, name of the weight against whose mark)
+    """
     rule, used = node.meta["rule"], _sharding_axes(node)
     for operand, dims in zip(operands_of(node), rule.operands):
-        before = operand
+        before: Any = operand
         while "step" in before.meta and before.meta["step"].target.gathers:
             before = before.args[0]
         if before is operand:
             continue
         for d, (old, new) in enumerate(zip(before.meta["spec"].dims, operand.meta["spec"].dims)):
-            gathered = [a for a in old if a not in new and a not in used]
-            if gathered:
-                why = (
-                    "it has to be whole in"
-                    if set(dims[d]) & rule.replicated
-                    else "it is cheaper, and nothing else is divided by it, in"
-                )
-                yield (
-                    operand,
-                    before.name,
-                    d,
-                    f"dimension {d} of %{before.name} is gathered over {'+'.join(gathered)}: "
-                    f"{why} '{rule}'",
-                )
+            gathered = [a for a in old if a not in new]
+            weight, against = weights.against(node, before, gathered)
+            unasked = [a for a in gathered if a not in used]
+            if not (unasked or against):
+                continue
+            instead = [f for f, axes in node.meta["assignment"].items() if {*against} & {*axes}]
+            reason = (
+                f"it is cheaper to divide {' '.join(instead)} by it, in"
+                if not unasked and instead
+                else "it has to be whole in"
+                if set(dims[d]) & rule.replicated
+                else "it is cheaper, and nothing else is divided by it, in"
+            )
+            why = (
+                f"dimension {d} of %{before.name} is gathered over "
+                f"{'+'.join(unasked or against)}: {reason} '{rule}'"
+            )
+            yield operand, before.name, d, why, weight if against else None
+
+
+def _origin(value: fx.Node) -> fx.Node:
+    """Return the input of which a value is a cast or another arrangement, or the value."""
+    origin = value
+    while origin.op == "call_function" and len(origin.all_input_nodes) == 1:
+        (operand,) = origin.all_input_nodes
+        sizes = [getattr(n.meta.get("val"), "shape", ()) for n in (origin, operand)]
+        if math.prod(sizes[0]) != math.prod(sizes[1]):
+            break
+        origin = operand
+    return origin
+
+
+def _whole_axis(axis: str) -> str:
+    """Return the axis that an axis is a part of."""
+    return (sub_axis(axis) or (axis,))[0]
 
 
 def _sharding_axes(node: fx.Node) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import fx
@@ -17,6 +18,9 @@ from .estimate import Estimate, estimate
 from .page import page_text
 from .report import Report, report
 from .trace import trace_text
+from .units import size_text
+
+_MOST_WEIGHTS = 3  # that a summary names
 
 
 class PlanViews:
@@ -155,3 +159,14 @@ class PlanViews:
             self.replicated_ops,
             self.estimate(hardware),
         )
+
+
+def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:
+    """Return the lines of a summary for weights that are gathered against their marks."""
+    weights = [each for each in replicated if each.weight is not None]
+    lines = [
+        f"gathered against its mark: '{each.weight}', {size_text(each.bytes)}"
+        for each in weights[:_MOST_WEIGHTS]
+    ]
+    more = len(weights) - _MOST_WEIGHTS
+    return lines + ([f"and {more} weights more: plan.replicated_ops"] if more > 0 else [])

@@ -173,6 +173,7 @@ def parallelize(
                 skip_passes=skip_passes,
                 costs=costs,
                 reduce_dtype=reduce_dtype,
+                shard_updates=shard_updates,
             )
     module.__dict__["_layout"] = layout
     carry_optimizers(before, module)

@@ -33,6 +33,7 @@ from .mesh_module import Call, MeshModule
 from .module_proxy import as_text, mark_on, named_tensors
 from .shared_plan import compare, shared_plan
 from .stored_inputs import MarkedInputs, Stored
+from .unasked_work import warn_of_unasked
 
 _MODES = (
     "torch.is_grad_enabled()",
@@ -98,6 +99,7 @@ class ShardedModule(MeshModule):
             _part=part,
             _marked={},
             _check=check,
+            _has_warned=False,
         )
         if hooks:
             for module in model.modules():  # behind hooks that rename what is loaded
@@ -275,6 +277,8 @@ class ShardedModule(MeshModule):
             )
             raise
         captured = plan.captured
+        if self._groups.rank == 0 and not self._has_warned:
+            self.__dict__["_has_warned"] = warn_of_unasked(plan.replicated_ops)
 
         def raise_on_difference() -> NoReturn:
             self._raise_difference(call, compiled=captured)

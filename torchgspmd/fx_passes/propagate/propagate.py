@@ -66,6 +66,12 @@ class Layouts:
                 at = before
         return lines or [f"%{value.name} {self.describe(value)}: no mark reaches it"]
 
+    def root(self, value: fx.Node, axis: str) -> fx.Node:
+        """Return the value whose mark gave this value the axis."""
+        while (before := self.origin.get((value, axis), (None, ""))[0]) is not None:
+            value = before
+        return value
+
     def describe(self, value: fx.Node) -> str:
         """Return the layout of a value as text, in brackets."""
         return f"[{self.spec[value]}]"

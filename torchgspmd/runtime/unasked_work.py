@@ -1,0 +1,45 @@
+"""A warning of the first call: what runs whole, or is gathered, and no mark asks for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from ..errors import user_line
+from ..fx_passes.replication_report import ReplicatedOp
+from ..report.units import size_text
+
+LARGE_OP = 2**20  # Bytes. What is smaller takes no time that one would see in a step.
+LARGE_WEIGHT = 2**16  # Bytes. Gathering fewer is a matter of latency, and a mark of biases common.
+SHOWN = 3
+
+
+def warn_of_unasked(replicated: Sequence[ReplicatedOp]) -> bool:
+    """Warn of the largest of a plan's replicated_ops; return whether there was any to warn of.
+
+    replicated: the largest is first.
+    """
+    large = [
+        each for each in replicated if each.bytes >= (LARGE_WEIGHT if each.weight else LARGE_OP)
+    ]
+    if not large:
+        return False
+    count = f"{len(large)} operations and weights" if len(large) > 1 else "one operation or weight"
+    lines = [
+        f"no mark asks for it: {count} of this program, at {user_line()}, "
+        "run whole on every device or are gathered",
+        *(f"  {size_text(each.bytes)}  {_described(each)}" for each in large[:SHOWN]),
+        "  all of them, with reasons: model.plan.replicated_ops; parallelize(..., strict=True) "
+        "makes an error of it",
+    ]
+    warnings.warn("\n".join(lines), stacklevel=6)
+    return True
+
+
+def _described(each: ReplicatedOp) -> str:
+    """Return what is gathered or whole, in which operation, and where that is."""
+    where = f" at {each.source}" if each.source else ""
+    if each.weight is not None:
+        return f"weight '{each.weight}', against its mark, for {each.op}{where}"
+    value = f"%{each.value}, gathered for " if each.value else ""
+    return f"{value}{each.op}{where}: {each.why}"
