@@ -52,7 +52,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ("hardware",),
     ("mesh",),
     ("sub_axes",),
-    ("halo",),
+    ("halo", "fx_nodes"),
     ("compat",),
     ("errors",),
 )

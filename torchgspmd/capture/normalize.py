@@ -18,6 +18,7 @@ from torch import fx
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
+from ..fx_nodes import copy_node, drop_unused
 from .captured import TANGENT, UNKNOWN, Input
 from .stand_in_sizes import StandInSizes
 
@@ -63,12 +64,12 @@ def normalize(
             and node not in new
             and not _is_profiling(node.target)
         ):
-            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node] = copy_node(graph, node, new.__getitem__)
             _copy_meta(node, new[node], sizes)
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
     _reuse_random_values(graph)
     _merge_equal_views(graph)
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     return graph, inputs
 
 

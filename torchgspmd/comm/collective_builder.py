@@ -12,6 +12,7 @@ from torch import fx
 
 from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
+from ..fx_nodes import add_node
 from .collective import split_axes
 from .process_groups import ProcessGroups
 
@@ -30,11 +31,9 @@ class CollectiveBuilder:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call with the source line and phase of the node that is being lowered."""
-        result = self.graph.call_function(op, args, kwargs)
-        result.meta = {
-            "source": self.node.meta.get("source"),
-            "backward": self.node.meta.get("backward", False),
-        }
+        result = add_node(self.graph, "call_function", op, args, kwargs)
+        meta = self.node.meta
+        result.meta.update(source=meta.get("source"), backward=meta.get("backward", False))
         return result
 
     def ring_position(self, axes: str) -> tuple[str, list[int], int]:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,9 +37,7 @@ class Patch:
 
     def is_needed(self) -> bool:
         """Whether this torch needs it. A release between checked ones is as the next of these."""
-        checked, now = [*map(release, CHECKED)], release(torch.__version__)
-        nearest = min((c for c in checked if c >= now), default=max(checked))
-        return nearest in map(release, self.versions)
+        return _nearest(torch.__version__) in map(release, self.versions)
 
     def value(self) -> Any:
         """Return what the owner has itself, without what it inherits; ABSENT if that is nothing."""
@@ -76,6 +75,13 @@ class Patch:
             )
         else:
             self.owner.pop(self.name, None) if is_dict else delattr(self.owner, self.name)
+
+
+@cache
+def _nearest(version: str) -> tuple[int, int]:
+    """Return the checked release whose patches a version of torch needs."""
+    checked, now = [*map(release, CHECKED)], release(version)
+    return min((c for c in checked if c >= now), default=max(checked))
 
 
 def apply(patches: Iterable[Patch]) -> ExitStack:

@@ -82,6 +82,7 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(PLAN, "torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode"),
     *_rows(PLAN, "torch._subclasses.functional_tensor", "FunctionalTensor FunctionalTensorMode"),
     *_rows(PLAN, "torch", "_from_functional_tensor _sync _to_functional_tensor"),
+    *_rows(PLAN, "torch.fx.Node", "_update_args_kwargs"),
     *_rows(PLAN, "torch.fx.experimental.proxy_tensor", "get_proxy_mode get_proxy_slot make_fx"),
     *_rows(PLAN, "torch.fx.experimental.symbolic_shapes", "ShapeEnv"),
     *_rows(
@@ -194,6 +195,7 @@ TABLE: tuple[PrivateApi, ...] = (
         "_fsdp_init",
         "fully_shard around a wrapped module raises torch's error in place of a ShardingError",
     ),
+    *_rows(PARALLELIZE, "torch.nn.parameter._ParameterMeta", "_is_param"),
     *_rows(PARALLELIZE, "torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
     *_rows(PARALLELIZE, "torch._C", "_storage_Use_Count _will_engine_execute_node"),
     *_rows(
@@ -214,6 +216,7 @@ TABLE: tuple[PrivateApi, ...] = (
 _BY_NAME = {api.name: api for api in TABLE}
 
 
+@cache
 def release(version: str) -> tuple[int, int]:
     """Return (major, minor) of a version."""
     major, minor, *_ = version.partition("+")[0].split(".")

@@ -22,6 +22,7 @@ from ..compat.private_apis import _will_engine_execute_node
 from ..errors import ShardingError, user_line
 from ..mesh import Coordinates, Mesh
 from ..shard_spec import ShardSpec
+from .first_values import first_values
 
 
 def storable(spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
@@ -77,18 +78,32 @@ def distribute(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceM
     """Return a tensor that all ranks have as a DTensor with rank 0's values; meta stays meta."""
     where = placements(spec, mesh)
     if tensor.is_meta:
-        position = device_mesh.mesh.flatten().tolist().index(device_mesh.get_rank())
-        coordinates = mesh.coordinates(position)
-        local = torch.empty(
-            stored_shape(spec, tuple(tensor.shape), mesh, coordinates),
-            dtype=tensor.dtype,
-            device="meta",
-        )
-        return DTensor.from_local(
-            local, device_mesh, where, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        return _shard(tensor, spec, mesh, device_mesh)
     return distribute_tensor(
         tensor.detach().contiguous(memory_format=memory_format(tensor)), device_mesh, where
+    )
+
+
+@torch.no_grad()
+def _shard(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceMesh) -> DTensor:
+    """Return a tensor whose values all ranks have as a DTensor; nothing is sent."""
+    position = device_mesh.mesh.flatten().tolist().index(device_mesh.get_rank())
+    coordinates, local = mesh.coordinates(position), tensor
+    sizes = stored_shape(spec, tuple(tensor.shape), mesh, coordinates)
+    for d, (axes, size) in enumerate(zip(spec.dims, sizes)):
+        if axes:
+            rows = -(-tensor.shape[d] // mesh.count(axes))
+            begin = min(mesh.index(axes, coordinates) * rows, tensor.shape[d])
+            local = local.narrow(d, begin, size)
+    return DTensor.from_local(
+        torch.empty(sizes, dtype=tensor.dtype, device="meta")
+        if tensor.is_meta
+        else local.clone(memory_format=torch.contiguous_format),
+        device_mesh,
+        placements(spec, mesh),
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
@@ -111,22 +126,36 @@ def shard_module(
     They are set as attributes, since recurrent layers keep lists of their weights.
     """
     replacements: dict[int, Tensor] = {}
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    plain = (t for t in tensors.values() if not isinstance(t, DTensor))
+    values = first_values(plain, device_mesh)
     for prefix, owner in module.named_modules():
         for table in (owner._parameters, owner._buffers):
             for name, tensor in list(table.items()):
                 if tensor is None or isinstance(tensor, DTensor):
                     continue
                 if id(tensor) not in replacements:
-                    stored = distribute(
-                        tensor, specs[f"{prefix}.{name}" if prefix else name], mesh, device_mesh
+                    spec = specs[f"{prefix}.{name}" if prefix else name]
+                    value = values.pop(id(tensor), None)
+                    stored = (
+                        distribute(tensor, spec, mesh, device_mesh)
+                        if value is None
+                        else _shard(value, spec, mesh, device_mesh)
                     )
-                    replacements[id(tensor)] = (
-                        nn.Parameter(stored, tensor.requires_grad)
-                        if table is owner._parameters
-                        else stored
-                    )
-                    copy_mark(tensor, replacements[id(tensor)])
+                    if table is owner._parameters:
+                        _become_parameter(stored, tensor.requires_grad)
+                    replacements[id(tensor)] = stored
+                    copy_mark(tensor, stored)
                 setattr(owner, name, replacements[id(tensor)])
+
+
+def _become_parameter(tensor: DTensor, requires_grad: bool) -> None:
+    """Make a parameter of a new tensor, without the detach() of nn.Parameter.
+
+    DTensor propagates layouts for one of each shape, 3 ms.
+    """
+    tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
+    tensor.requires_grad_(requires_grad)
 
 
 def distribute_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from ..fx_nodes import add_node
 from .values import Decoder, Encoder
 
 # What only `Plan.explain` reads, or the passes that have run.
@@ -29,8 +30,9 @@ def decode_graph(rows: list[Any], decoder: Decoder) -> fx.Graph:
     graph, decode = fx.Graph(), decoder.decode
     decoder.nodes = []
     for op, name, target, args, kwargs, meta in rows:
-        node = graph.create_node(op, decode(target), decode(args), decode(kwargs), name)
-        node.name = name
-        node.meta = {key: decode(value) for key, value in meta.items()}
+        node = add_node(graph, op, decode(target), decode(args), decode(kwargs), name)
+        if node.name != name:
+            node.name = name
+        node.meta.update((key, decode(value)) for key, value in meta.items())
         decoder.nodes.append(node)
     return graph

@@ -26,6 +26,7 @@ from ..compat.private_apis import (
     decomposition_table,
 )
 from ..compat.private_apis import _pytree as pytree
+from ..fx_nodes import drop_unused
 from .registry import rule_function
 from .rewrites import DECLINED, Declined, rewrite_of
 
@@ -82,7 +83,7 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph | Declined:
     if results is DECLINED:
         return DECLINED
     recorder.graph.output(recorder.nodes_of(results))
-    recorder.graph.eliminate_dead_code()
+    drop_unused(recorder.graph)
     return recorder.graph
 
 

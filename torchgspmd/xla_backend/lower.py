@@ -21,6 +21,7 @@ from ..annotate import mark_sharding_op
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload, _dispatch_has_kernel_for_dispatch_key
 from ..errors import ShardingError
+from ..fx_nodes import copy_node
 from ..fx_passes.expand.decompose_ops import decompose_ops
 from ..fx_passes.ir import is_operation
 from ..mesh import Mesh
@@ -118,7 +119,7 @@ def _lower_node(
 def _copy_node(
     graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], device: torch.device
 ) -> fx.Node:
-    copy = graph.node_copy(node, new.__getitem__)
+    copy = copy_node(graph, node, new.__getitem__)
     copy.meta = {
         key: node.meta[key]
         for key in ("val", "source", "backward", "captured", "again")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat.private_apis import OpOverload
+from ...fx_nodes import copy_node
 from .source import Source
 from .state_inputs import Retrace, State, TensorInput
 
@@ -165,7 +166,7 @@ def _extract_function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) ->
         copies[placeholder] = graph.placeholder(placeholder.name)
     for each in node.graph.nodes:
         if each in needed and each not in copies:
-            copies[each] = graph.node_copy(each, copies.__getitem__)
+            copies[each] = copy_node(graph, each, copies.__getitem__)
     graph.output(copies[node])
     return fx.GraphModule(
         {n.target: getattr(owner, n.target) for n in needed if n.op == "get_attr"}, graph

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...compat.private_apis import _pytree as pytree
+from ...fx_nodes import copy_node, drop_unused
 from ...rules import DECLINED, RENAMED, decomposition_of, simplified, trace
 from ..ir import is_number, signature
 from .unknown_sizes import with_sizes
@@ -60,7 +61,7 @@ class _Expander:
             elif node.op == "call_function":
                 new[node] = self.emit(node, new, node.meta, splitting=self.splitting.get(node, 0))
             else:
-                new[node] = self.graph.node_copy(node, new.__getitem__)
+                new[node] = copy_node(self.graph, node, new.__getitem__)
                 new[node].meta = dict(node.meta)
             if isinstance(new.get(node), fx.Node) and "captured" in node.meta:
                 new[node].meta.setdefault("captured", node.meta["captured"])
@@ -72,7 +73,7 @@ class _Expander:
                 node.replace_all_uses_with(
                     same, lambda user, same=same: user.op != "output" or same.op == "call_function"
                 )
-        self.graph.eliminate_dead_code()
+        drop_unused(self.graph)
         return self.graph
 
     def emit(
@@ -89,7 +90,7 @@ class _Expander:
         function = None if keep else self.lookup(node.target, splitting=splitting)
         inner = self.trace(node, function, splitting) if function else None
         if inner is None:
-            copy = self.graph.node_copy(node, new.__getitem__)
+            copy = copy_node(self.graph, node, new.__getitem__)
             copy.target = RENAMED.get(node.target, node.target)
             sizes = {key: node.meta[key] for key in ("other", "dynamic") if key in node.meta}
             plain = {key: value for key, value in meta.items() if key not in ("other", "dynamic")}

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from ...fx_nodes import copy_node
 from ...rules.ops import concat_slice
 from ..ir import Op, Rules, tensors_of
 from ..propagate.propagate import Layouts
@@ -198,7 +199,7 @@ class _Splitter:
     ) -> fx.Node:
         """Return a copy of a call with slices in place of operands."""
         with self.graph.inserting_before(before):
-            copy = self.graph.node_copy(op.node, lambda n: slices.get(n, n))
+            copy = copy_node(self.graph, op.node, lambda n: slices.get(n, n))
         copy.meta = {
             key: item for key, item in op.node.meta.items() if key not in ("captured", "spec")
         } | {"val": val}

@@ -22,6 +22,7 @@ from torch import fx
 from ...comm.collective import split_axes
 from ...comm.local_ops import mask_padding
 from ...compat.operators import aten
+from ...fx_nodes import copy_node
 from ...halo import Window
 from ...mesh import Mesh, sub_axis
 from ...rules import FactorRule, Shapes
@@ -168,13 +169,13 @@ class _Localizer:
                 self.graph.output(fx.map_arg(node.args[0], self.new.__getitem__))
                 continue
             if node.op in ("placeholder", "get_attr") or is_number(node) and not is_operation(node):
-                local = self.graph.node_copy(node, self.new.get)
+                local = copy_node(self.graph, node, self.new.get)
             elif node.target is operator.getitem:
                 local = self.new[node.args[0]]
                 local = (
                     local[node.args[1]]
                     if isinstance(local, list)
-                    else self.graph.node_copy(node, self.new.__getitem__)
+                    else copy_node(self.graph, node, self.new.__getitem__)
                 )
             elif "step" in node.meta:
                 local = node.target.localize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import fx
 
 from ...compat.operators import aten
+from ...fx_nodes import drop_unused
 
 _RESHAPE = aten.reshape.default
 _VIEWS = {
@@ -47,5 +48,5 @@ def fold_views(graph: fx.Graph) -> fx.Graph:
         )
         if same is not node:
             node.replace_all_uses_with(same)
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     return graph

@@ -29,6 +29,7 @@ from ...comm.collective_builder import CollectiveBuilder, Lowering, MergedLoweri
 from ...comm.kinds import FusedKind, collective_kinds
 from ...comm.process_groups import ProcessGroups
 from ...compat.operators import c10d
+from ...fx_nodes import add_node
 from .gloo_all_to_all import gloo_all_to_all
 from .wire_dtypes import wire_dtypes
 
@@ -108,8 +109,8 @@ class _Lowerer(CollectiveBuilder):
 
     def _copy(self, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), new.__getitem__)
-        copy = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
-        copy.meta = dict(node.meta)
+        copy = add_node(self.graph, node.op, node.target, args, kwargs, node.name)
+        copy.meta.update(node.meta)
         return copy
 
     def _with_meta(self, result: fx.Node) -> fx.Node:

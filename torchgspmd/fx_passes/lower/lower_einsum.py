@@ -25,6 +25,7 @@ from ...custom_ops.attention import (
     attention_in_blocks,
 )
 from ...custom_ops.nd import einsum, split_equation
+from ...fx_nodes import add_node
 
 EINSUM = einsum._opoverload
 # past PyTorch's registry of operators
@@ -203,9 +204,6 @@ class _Product:
 
     def call(self, op: Any, *args: Any) -> fx.Node:
         """Add a call with the source line and phase of the einsum."""
-        result = self.graph.call_function(op, args)
-        result.meta = {
-            "source": self.node.meta.get("source"),
-            "backward": self.node.meta.get("backward", False),
-        }
+        result, meta = add_node(self.graph, "call_function", op, args, {}), self.node.meta
+        result.meta.update(source=meta.get("source"), backward=meta.get("backward", False))
         return result

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from ...fx_nodes import copy_node, drop_unused
+
 
 def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Graph, fx.Graph]:
     """Return (forward, backward), given the numbers of cotangents and gradients."""
@@ -30,7 +32,7 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
     in_forward: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "output" and node not in backward_nodes:
-            in_forward[node] = forward.node_copy(node, in_forward.__getitem__)
+            in_forward[node] = copy_node(forward, node, in_forward.__getitem__)
     forward.output(
         (
             *(in_forward[o] if isinstance(o, fx.Node) else o for o in outputs),
@@ -43,12 +45,12 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
         in_backward[value].meta = dict(value.meta)
     for node in graph.nodes:
         if node.op == "get_attr" and any(user in backward_nodes for user in node.users):
-            in_backward[node] = backward.node_copy(node)
+            in_backward[node] = copy_node(backward, node)
         elif node in backward_nodes and node not in cotangents:
-            in_backward[node] = backward.node_copy(node, in_backward.__getitem__)
+            in_backward[node] = copy_node(backward, node, in_backward.__getitem__)
     backward.output(tuple(in_backward[g] if isinstance(g, fx.Node) else g for g in grads))
-    forward.eliminate_dead_code()
-    backward.eliminate_dead_code()
+    drop_unused(forward)
+    drop_unused(backward)
     return forward, backward
 
 

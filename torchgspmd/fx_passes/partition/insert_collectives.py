@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from ...fx_nodes import copy_node
 from ...shard_spec import ShardSpec
 from ..ir import is_number
 from .assignment import Assignment
@@ -73,7 +74,8 @@ class _Inserter:
         op, at = self.assignment.ops.get(node), self.assignment
         needs = at.strategy_of[node].operands if op else ()
         operands = iter([self.value(v, s, node) for v, s in zip(op.operands, needs)] if op else ())
-        copy = self.graph.node_copy(
+        copy = copy_node(
+            self.graph,
             node,
             lambda n: (None if is_number(n) else next(operands, None)) or self.new[n],
         )
@@ -137,7 +139,7 @@ class _Inserter:
             return None
         op = self.assignment.ops[value]
         rest = iter([self.value(v, s, user) for v, s in zip(op.operands, windows)])
-        copy = self.graph.node_copy(value, lambda n: next(rest))
+        copy = copy_node(self.graph, value, lambda n: next(rest))
         assignment = {f"d{d}": axes for d, axes in enumerate(spec.dims) if axes}
         copy.meta = {
             **_step_meta(value, user),

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from ...fx_nodes import copy_node
+
 
 def regather_weights(graph: fx.Graph, activations: bool = False) -> fx.Graph:
     """Rewrite the graph in place and return it.
@@ -49,7 +51,7 @@ def regather_weights(graph: fx.Graph, activations: bool = False) -> fx.Graph:
             continue
         late = [u for u in node.users if u.meta.get("backward")]
         with graph.inserting_before(before):
-            copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+            copies[node] = copy_node(graph, node, lambda n: copies.get(n, n))
         copies[node].meta = {**node.meta, "backward": True}
         for user in late:
             user.replace_input_with(node, copies[node])
