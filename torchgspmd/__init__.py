@@ -13,6 +13,7 @@ from .hardware import Hardware
 from .layout_rules import Layout
 from .manual import manual
 from .mesh import Mesh
+from .pipeline import pipeline
 from .report.visualize import visualize
 from .rules.custom import rule
 from .runtime.parallelize import parallelize, shard_batch
@@ -36,6 +37,7 @@ __all__ = [
     "manual",
     "mark_sharding",
     "parallelize",
+    "pipeline",
     "plan",
     "rule",
     "shard_batch",

@@ -1,0 +1,324 @@
+"""pipeline: like blocks as stages of a pipeline, in place of a loop over a ModuleList.
+
+    tick     stage 0   stage 1   stage 2        p stages, m microbatches: m + p - 1 ticks
+    0        0                                  of which a stage computes in m
+    1        1         0
+    2        2         1         0
+    3                  2         1
+    4                            2
+
+The weights of all stages are one tensor, whose first dimension is sharded over the axis, and so is
+what the stages work on. A tick is the stages' block under torch.vmap; then each stage's result goes
+to the next: a shift along that dimension, one permute. So the program is the same on all devices,
+and other axes are sharded inside of the stages as ever. Source: section 3.3 of the GSPMD paper.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from .annotate import mark_sharding, raw_mark
+from .capture import is_capturing
+from .compat.private_apis import _pytree as pytree
+from .device_mesh import mesh_of
+from .errors import ShardingError, did_you_mean, user_line
+from .mesh import Mesh
+from .spec_notation import UNCONSTRAINED
+
+SCHEDULES = ("auto", "gpipe", "circular")
+
+
+def pipeline(
+    blocks: Sequence[nn.Module],
+    mesh: Mesh | DeviceMesh,
+    axis: str = "stage",
+    *,
+    microbatches: int,
+    schedule: str = "auto",
+    repeats: int = 1,
+    recompute: bool = False,
+) -> nn.Module:
+    """Return a module that computes `for block in blocks: x = block(x)` as a pipeline.
+
+    On one device it is that loop. Its state_dict has the names of nn.ModuleList(blocks).
+
+    Args:
+        blocks: Modules with the same parameters and code. Each takes what the one before returns:
+            a tensor, or tuples, lists and dicts of tensors, with the batch in dimension 0.
+        mesh: The devices, also as torch's DeviceMesh.
+        axis: The axis whose devices are the stages.
+        microbatches: How many parts the batch is divided into.
+        schedule: "gpipe": a stage has neighboring blocks. "circular": a stage has `repeats` groups
+            of blocks, and each microbatch goes round so often; less time is lost at the start and
+            the end. "auto": circular if there are repeats.
+        repeats: How often a microbatch passes each stage.
+        recompute: Whether the backward computes the stages again, so that only what passes from
+            stage to stage is kept.
+
+    Returns:
+        A module that is called with the batch, and with further arguments that all blocks get as
+        they are (a mask of all microbatches, tables of rotary positions).
+
+    Raises:
+        ShardingError: The blocks differ, the mesh lacks the axis, or the batch is not divided by
+            the microbatches.
+
+    Example:
+        >>> from torchgspmd import Mesh, plan
+        >>> blocks = [torch.nn.Linear(8, 8) for _ in range(4)]
+        >>> model = pipeline(blocks, Mesh(stage=4), microbatches=8)
+        >>> x = torch.ones(16, 8)
+        >>> [(c.kind, c.count) for c in plan(model, x, mesh=Mesh(stage=4)).collectives][0]
+        ('permute', 1)
+    """
+    mesh = mesh_of(mesh)
+    if axis not in mesh.names:
+        raise ShardingError(
+            f"pipeline names axis '{axis}', which mesh {mesh} does not have",
+            where=user_line(),
+            fix=did_you_mean(axis, mesh.names),
+        )
+    if schedule not in SCHEDULES:
+        raise ShardingError(
+            f"there is no schedule '{schedule}'; there are {', '.join(map(repr, SCHEDULES))}",
+            where=user_line(),
+            fix="1F1B and zero-bubble schedules are those of torch.distributed.pipelining, with "
+            "stages of parallelize: docs/pipelines.md",
+        )
+    if (schedule == "gpipe" and repeats > 1) or min(repeats, microbatches) < 1:
+        raise ShardingError(
+            f"schedule '{schedule}' with {repeats} repeats and {microbatches} microbatches",
+            where=user_line(),
+            fix="schedule='circular' has repeats; both numbers are at least 1",
+        )
+    if repeats > 1 and microbatches < mesh.count((axis,)):
+        raise ShardingError(
+            f"a circular pipeline of {mesh.count((axis,))} stages and {microbatches} microbatches",
+            where=user_line(),
+            why="a microbatch comes round when all others have been begun",
+            fix="as many microbatches as stages, or more",
+        )
+    return Pipeline(list(blocks), mesh, axis, microbatches, repeats, recompute)
+
+
+class Pipeline(nn.Module):
+    """Module of pipeline(). A parameter of its `block` is [stages, repeats, layers, ...]."""
+
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        mesh: Mesh,
+        axis: str,
+        microbatches: int,
+        repeats: int,
+        recompute: bool,
+    ) -> None:
+        super().__init__()
+        self.mesh, self.axis, self.microbatches = mesh, axis, microbatches
+        self.repeats, self.recompute, self.count = repeats, recompute, len(blocks)
+        self.stages = mesh.count((axis,))
+        self.layers = -(-len(blocks) // (self.stages * repeats))  # of a stage, in one round
+        self.names = _common_names(blocks)
+        stacked = {
+            name: self._stacked([b.get_parameter(name) for b in blocks]) for name in self.names
+        }
+        self.block = copy.deepcopy(blocks[0])
+        for name, tensor in stacked.items():
+            first = blocks[0].get_parameter(name)
+            parameter = nn.Parameter(tensor, first.requires_grad)
+            self._mark(parameter, first)
+            owner, _, last = name.rpartition(".")
+            self.block.get_submodule(owner)._parameters[last] = parameter
+        self.register_state_dict_post_hook(_to_names_of_blocks)
+        self.register_load_state_dict_pre_hook(_from_names_of_blocks)
+
+    def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the tensors of all blocks as one; the first stands for blocks that are missing."""
+        rows = [t.detach() for t in tensors]
+        rows += rows[:1] * (self.stages * self.repeats * self.layers - len(rows))
+        shape = self.repeats, self.stages, self.layers, *rows[0].shape
+        return torch.stack(rows).view(shape).transpose(0, 1).contiguous()
+
+    def _mark(self, parameter: Tensor, first: Tensor) -> None:
+        """Mark stacked parameters as those of the first block are, and along the stages."""
+        mesh, spec, _ = raw_mark(first) or (self.mesh, " ".join("_" * first.dim()), None)
+        stacked = f"{self.axis} _ _ {spec}".strip()
+        mark_sharding(parameter, mesh, stacked) if mesh else mark_sharding(parameter, stacked)
+
+    def place(self, layer: int) -> tuple[int, int, int]:
+        """Return stage, round and position of a block."""
+        group, position = divmod(layer, self.layers)
+        return group % self.stages, group // self.stages, position
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.count} blocks, {self.stages} stages along '{self.axis}', "
+            f"{self.microbatches} microbatches, {self.repeats} repeats"
+        )
+
+    def forward(self, x: Any, *shared: Any) -> Any:
+        """Return what the last block returns for the batch."""
+        weights = {name: attrgetter(name)(self.block) for name in self.names}
+        if self.stages == 1 or not is_capturing():
+            for layer in range(self.count):
+                x = self._run({n: w[self.place(layer)] for n, w in weights.items()}, x, shared)
+            return x
+        leaves, tree = pytree.tree_flatten(x)
+        parts = [self._divided(leaf) for leaf in leaves]  # [microbatches, rows, ...]
+        results = self._ticks(weights, parts, tree, shared)
+        return pytree.tree_unflatten([each.flatten(0, 1) for each in results], tree)
+
+    def _ticks(
+        self, weights: dict[str, Tensor], parts: list[Tensor], tree: Any, shared: tuple
+    ) -> list[Tensor]:
+        """Return the leaves of the last block's results, [microbatches, rows, ...]."""
+        m, p, rounds = self.microbatches, self.stages, self.repeats
+        # Stages without work compute on the first microbatch: values as real ones, and no gradient.
+        states = [[self._along(part[:1].expand(p, *part.shape[1:])) for part in parts]]
+        passed: list[list[Tensor]] = []  # at each tick, what a stage gets from the one before
+        for tick in range(m * rounds + p - 1):
+            passed.append([torch.roll(leaf, 1, 0) for leaf in states[-1]])
+            if tick < m * rounds:
+                entering = (
+                    passed[tick - m + p] if tick >= m else [x[tick : tick + 1] for x in parts]
+                )
+                pairs = zip(entering, passed[-1])
+                moved = [self._along(_first_of(new, old)) for new, old in pairs]
+            else:
+                moved = [*map(self._along, passed[-1])]
+            round_of = [min(max(tick - stage, 0) // m, rounds - 1) for stage in range(p)]
+            present = {name: _rows(w, round_of) for name, w in weights.items()}
+            real = torch.tensor([self._is_real(stage, r) for stage, r in enumerate(round_of)])
+            results = self._stage_of_all(present, real, moved, tree, shared)
+            states.append([*map(self._along, results)])
+        return [torch.stack(leaves)[:, p - 1] for leaves in zip(*states[-m:])]
+
+    def _stage_of_all(
+        self,
+        weights: dict[str, Tensor],
+        real: Tensor,
+        state: list[Tensor],
+        tree: Any,
+        shared: tuple,
+    ) -> list[Tensor]:
+        """Run the blocks of every stage on what it has. weights: [stages, layers, ...]."""
+        is_full = self.count == self.stages * self.repeats * self.layers
+
+        def stage(weights: dict[str, Tensor], real: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+            for layer in range(self.layers):
+                x = pytree.tree_unflatten([*leaves], tree)
+                y = self._run({name: w[layer] for name, w in weights.items()}, x, shared)
+                computed = pytree.tree_leaves(y)
+                if not is_full:
+                    computed = [
+                        torch.where(real[layer], new, old) for new, old in zip(computed, leaves)
+                    ]
+                leaves = tuple(computed)
+            return leaves
+
+        def all_stages(weights: dict[str, Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
+            return torch.vmap(stage, randomness="different")(weights, real, *leaves)
+
+        if self.recompute:
+            return [*checkpoint(all_stages, weights, *state, use_reentrant=False)]
+        return [*all_stages(weights, *state)]
+
+    def _run(self, weights: dict[str, Tensor], x: Any, shared: tuple) -> Any:
+        return torch.func.functional_call(self.block, weights, (x, *shared))
+
+    def _is_real(self, stage: int, round_: int) -> list[bool]:
+        """Return for each position of a stage whether there is a block."""
+        first = (round_ * self.stages + stage) * self.layers
+        return [first + layer < self.count for layer in range(self.layers)]
+
+    def _along(self, leaf: Tensor) -> Tensor:
+        """Mark a value [stages, ...]."""
+        return mark_sharding(leaf, self.mesh, (self.axis, *[UNCONSTRAINED] * (leaf.dim() - 1)))
+
+    def _divided(self, leaf: Tensor) -> Tensor:
+        """Return [microbatches, rows, ...] of [batch, ...]."""
+        if leaf.shape[0] % self.microbatches:
+            raise ShardingError(
+                f"a batch of {leaf.shape[0]} is divided into {self.microbatches} microbatches",
+                where=user_line(),
+                fix="a batch that they divide",
+            )
+        return leaf.unflatten(0, (self.microbatches, -1))
+
+
+def _first_of(new: Tensor, old: Tensor) -> Tensor:
+    """Return what the stages get: the first one `new` [1 or stages, ...], others `old`."""
+    is_first = torch.arange(old.shape[0]).view(-1, *[1] * (old.dim() - 1)) == 0
+    return torch.where(is_first, new, old)
+
+
+def _rows(weight: Tensor, round_of: list[int]) -> Tensor:
+    """Return the weights [stages, layers, ...] of the round that each stage is in."""
+    if len(set(round_of)) == 1:
+        return weight[:, round_of[0]]
+    return weight[torch.arange(len(round_of)), torch.tensor(round_of)]
+
+
+def _common_names(blocks: Sequence[nn.Module]) -> list[str]:
+    """Return the names of the parameters. Raise unless the blocks differ in values alone."""
+    if not blocks:
+        raise ShardingError("a pipeline of no blocks", where=user_line())
+    first, *others = [
+        {name: (tuple(t.shape), t.dtype) for name, t in block.named_parameters()}
+        for block in blocks
+    ]
+    for i, other in enumerate(others, 1):
+        differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if differ or type(blocks[i]) is not type(blocks[0]):
+            raise ShardingError(
+                f"blocks 0 and {i} of a pipeline differ: {differ or type(blocks[i]).__name__}",
+                where=user_line(),
+                why="all stages run one program, on weights that are stacked",
+                fix="leave out of the pipeline what is before and after the like blocks",
+            )
+        buffers = zip(blocks[0].buffers(), blocks[i].buffers())
+        if not all(torch.equal(a, b) for a, b in buffers if not a.is_meta):
+            raise ShardingError(
+                f"blocks 0 and {i} of a pipeline have buffers that differ",
+                where=user_line(),
+                fix="pass what differs as arguments, or make it a parameter",
+            )
+    return [*first]
+
+
+def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Put the weights of each block into a state_dict, under its own names."""
+    pipe = cast(Pipeline, module)
+    stacked = {name: state.pop(f"{prefix}block.{name}", None) for name in pipe.names}
+    shared = f"{prefix}block."
+    buffers = {key: state.pop(key) for key in [k for k in state if k.startswith(shared)]}
+    for layer in range(pipe.count):
+        for name, weight in stacked.items():
+            if weight is not None:
+                state[f"{prefix}{layer}.{name}"] = weight[pipe.place(layer)]
+        for key, value in buffers.items():
+            state[f"{prefix}{layer}.{key.removeprefix(shared)}"] = value
+
+
+def _from_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Stack the weights of all blocks in a state_dict that is loaded."""
+    pipe = cast(Pipeline, module)
+    for name in pipe.names:
+        keys = [f"{prefix}{layer}.{name}" for layer in range(pipe.count)]
+        if all(key in state for key in keys):
+            tensors = [state.pop(key) for key in keys]
+            whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+            state[f"{prefix}block.{name}"] = pipe._stacked(whole)
+    for name, _ in pipe.block.named_buffers():
+        values = [state.pop(f"{prefix}{layer}.{name}", None) for layer in range(pipe.count)]
+        if values[0] is not None:
+            state[f"{prefix}block.{name}"] = values[0]
