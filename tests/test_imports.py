@@ -29,7 +29,7 @@ LAYERS = (  # a file imports only from the lines below its own
         "plan_command",
         "suggest",
     ),
-    ("api", "runtime.submodule_calls", "runtime.unasked_work"),
+    ("api", "runtime.submodule_calls", "runtime.unasked_work", "pipeline"),
     ("fx_passes.pipeline",),  # it imports every pass
     ("dump", "fix_candidates"),
     ("plan",),

@@ -16,7 +16,7 @@ and other axes are sharded inside of the stages as ever. Source: section 3.3 of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ SCHEDULES = ("auto", "gpipe", "circular")
 
 
 def pipeline(
-    blocks: Sequence[nn.Module],
+    blocks: Iterable[nn.Module],
     mesh: Mesh | DeviceMesh,
     axis: str = "stage",
     *,
@@ -140,6 +140,15 @@ class Pipeline(nn.Module):
             self.block.get_submodule(owner)._parameters[last] = parameter
         self.register_state_dict_post_hook(_to_names_of_blocks)
         self.register_load_state_dict_pre_hook(_from_names_of_blocks)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the module that stands for a block of this number, as state_dict names it."""
+        if name.isdigit() and int(name) < self.count:
+            return self.block
+        return super().__getattr__(name)
+
+    def __len__(self) -> int:
+        return self.count
 
     def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the tensors of all blocks as one; the first stands for blocks that are missing."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchgspmd import Layout, Mesh, annotate, mark_sharding
+from torchgspmd import Layout, Mesh, annotate, mark_sharding, pipeline
 
 # ------------------------------------------------------------------------------------------ layouts
 
@@ -34,6 +34,7 @@ DP = Layout(
         "embed": None,  # m of matrices
         "width": None,  # m of the residual stream and of vectors
         "head": None,  # d of biases
+        "stage": None,  # of a pipeline
     }
 )
 
@@ -53,11 +54,24 @@ FSDP = DP | Layout(
     {name: "data" for name in ("hidden", "words", "place", "embed", "width", "head")}
 )
 
+# Pipeline parallel: a device has some of the blocks, and microbatches pass from one to the next.
+PP = DP | Layout({"stage": "stage"})
+PP_TP = TP | Layout({"stage": "stage"})
+
 # Both axes on every weight and on the stream (GSPMD, arXiv 2105.04663, section 5.1, the "2D
 # finalized" layout).
 TWO_D = TP | Layout({"width": "model", "embed": "data", "place": "data", "head": "data"})
 
-LAYOUTS = {"dp": DP, "tp": TP, "sp": SP, "cp": CP, "fsdp": FSDP, "2d": TWO_D}
+LAYOUTS = {
+    "dp": DP,
+    "tp": TP,
+    "sp": SP,
+    "cp": CP,
+    "fsdp": FSDP,
+    "2d": TWO_D,
+    "pp": PP,
+    "pp_tp": PP_TP,
+}
 
 
 # -------------------------------------------------------------------------------------------- model
@@ -151,7 +165,7 @@ class GPT(nn.Module):
             torch.randn(config.vocabulary, config.width) * 0.02
         )  # [v, m], also the head
         self.position = nn.Parameter(torch.randn(config.context, config.width) * 0.02)  # [s, m]
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.Sequential(*(Block(config) for _ in range(config.layers)))
         self.norm = Norm(config)
         mark_sharding(self.embedding, "words embed")
         mark_sharding(self.position, "place width")
@@ -160,13 +174,17 @@ class GPT(nn.Module):
         tokens = mark_sharding(tokens, "batch length")
         x = F.embedding(tokens, self.embedding) + self.position[: tokens.shape[1]]  # [b, s, m]
         x = mark_sharding(x, "batch stream width")
-        for block in self.blocks:
-            x = block(x)  # [b, s, m]
+        x = self.blocks(x)  # [b, s, m]
         logits = F.linear(self.norm(x), self.embedding)  # [b, s, v]
         logits = mark_sharding(logits, "batch length words")
         if targets is None:
             return logits
         return F.cross_entropy(logits.transpose(1, 2), targets)  # a scalar
+
+    def divide(self, mesh: Mesh | None, microbatches: int, repeats: int = 1) -> None:
+        """Make the blocks a pipeline, if the mesh has an axis for it."""
+        if mesh is not None and "stage" in mesh.names:
+            self.blocks = pipeline(self.blocks, mesh, microbatches=microbatches, repeats=repeats)
 
     @torch.no_grad()
     def generate(

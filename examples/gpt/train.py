@@ -35,6 +35,8 @@ def arguments() -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--width", type=int, default=128)
     add("--context", type=int, default=128, help="length of a sequence")
+    add("--microbatches", type=int, default=8, help="of a pipeline: a mesh with an axis 'stage'")
+    add("--repeats", type=int, default=1, help="how often each passes a stage of the pipeline")
     add("--sample", type=int, default=400, help="characters of text to generate at the end")
     return parser.parse_args()
 
@@ -53,6 +55,7 @@ def main() -> None:
         f"{len(text.alphabet)} different; {run}"
     )
     if run.mesh:
+        model.divide(run.mesh, args.microbatches, args.repeats)
         layout = LAYOUTS[args.layout].on(run.mesh)
         model = gspmd.parallelize(  # the one line
             model, layout, backend=args.backend, **run.precision

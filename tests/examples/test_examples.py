@@ -67,9 +67,12 @@ def check(
         assert error <= 1e-5, f"{name}: {error:.1e}"
 
 
+OTHER_AXES = ("cp", "pp", "pp_tp")  # layouts of axes that no mesh of MESHES has
+
+
 @pytest.mark.parametrize(
     "mesh, layout",
-    [(mesh, layout) for mesh in MESHES for layout in LAYOUTS if layout != "cp"]
+    [(mesh, layout) for mesh in MESHES for layout in LAYOUTS if layout not in OTHER_AXES]
     + [("seq=4", "cp"), ("data=2,seq=3", "cp")],
 )
 def test_simulated_loss_and_gradients(mesh: str, layout: str, text: Characters) -> None:
@@ -188,8 +191,10 @@ def single(runs: Path) -> dict[str, list[float]]:
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(
     "example, layout, mesh",
-    [("gpt", layout, "data=2,model=2") for layout in LAYOUTS if layout != "cp"]
+    [("gpt", layout, "data=2,model=2") for layout in LAYOUTS if layout not in OTHER_AXES]
     + [
+        ("gpt", "pp", "stage=4"),
+        ("gpt", "pp_tp", "stage=2,model=2"),
         ("gpt", "cp", "seq=4"),
         ("gpt", "fsdp", "data=4"),
         ("gpt", "2d", "model=4"),

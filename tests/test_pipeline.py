@@ -1,0 +1,132 @@
+"""pipeline(): loss and gradients of the loop over the blocks, bytes, names, errors."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchgspmd as gspmd
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64
+
+
+class Block(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 6), nn.Linear(6, width)
+
+    def forward(self, x, scale=None):
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        return x + (y if scale is None else y * scale)
+
+
+class Model(nn.Module):
+    """Embedding and head are tied, outside of the pipeline; all blocks read a table."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.embed = nn.Parameter(torch.randn(5, 4))
+        self.blocks = blocks
+
+    def forward(self, tokens, scale=None):
+        x = self.embed[tokens]
+        if isinstance(self.blocks, nn.ModuleList):
+            for block in self.blocks:
+                x = block(x, scale)
+        else:
+            x = self.blocks(x, scale)
+        return F.cross_entropy((x @ self.embed.T).flatten(0, 1), tokens.flatten())
+
+
+def pair(count, mesh, microbatches, **options):
+    """The model with a loop, and with a pipeline of the same weights."""
+    torch.manual_seed(0)
+    alone = Model(nn.ModuleList(Block() for _ in range(count))).double()
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)  # vectors differ between blocks
+    model = copy.deepcopy(alone)
+    if "model" in mesh.names:
+        marks = {"up.weight": "model _", "down.weight": "_ model"}
+        for block in model.blocks:
+            gspmd.annotate(block, mesh, marks)
+    model.blocks = gspmd.pipeline(model.blocks, mesh, microbatches=microbatches, **options)
+    return alone, model
+
+
+@pytest.mark.parametrize(
+    "count, mesh, options",
+    (
+        (4, "stage=4", {"microbatches": 4}),
+        (5, "stage=2", {"microbatches": 4, "recompute": True}),  # 3 blocks and 2
+        (4, "stage=2", {"microbatches": 3, "repeats": 2}),
+        (7, "stage=2,model=2", {"microbatches": 2, "repeats": 2}),
+        (2, "data=2,stage=2", {"microbatches": 3}),
+    ),
+)
+def test_loss_and_gradients(count, mesh, options):
+    mesh = gspmd.Mesh.parse(mesh)
+    alone, model = pair(count, mesh, **options)
+    tokens, scale = torch.randint(5, (12, 3)), torch.rand(4, dtype=torch.float64)
+    loss = alone(tokens, scale)
+    loss.backward()
+    torch.testing.assert_close(model(tokens, scale), loss, **EXACT)  # on one device: a loop
+    specs = ("data _" if "data" in mesh.names else None, None)
+    plan = gspmd.plan(model, tokens, scale, mesh=mesh, in_specs=specs, grad=True)
+    found, gradients = plan.simulate(tokens, scale)
+    torch.testing.assert_close(found, loss.detach(), **EXACT)
+    for name, parameter in alone.named_parameters():
+        gradient = gradients.get(name)
+        if gradient is None:
+            _, layer, of_block = name.split(".", 2)
+            gradient = gradients[f"blocks.block.{of_block}"][model.blocks.place(int(layer))]
+        torch.testing.assert_close(gradient, parameter.grad, **EXACT)
+
+
+def test_a_tick_sends_one_activation():
+    mesh, m, p = gspmd.Mesh(stage=4), 8, 4
+    with torch.device("meta"):
+        blocks = [nn.Linear(512, 512) for _ in range(p)]
+        x = torch.empty(8 * m, 512)
+    plan = gspmd.plan(gspmd.pipeline(blocks, mesh, microbatches=m), x, mesh=mesh, grad=True)
+    activation = 8 * 512 * 4
+    shifts = 2 * (m + p - 2) * activation  # forward and backward
+    results = 2 * m * activation  # from the last stage to all, and their gradients back
+    assert plan.sent_bytes <= shifts + results
+    assert not [c for c in plan.collectives if c.payload_bytes > m * activation]
+
+
+def test_names_of_the_blocks():
+    mesh = gspmd.Mesh(stage=2)
+    alone, model = pair(5, mesh, 4)
+    state = model.state_dict()
+    assert state.keys() == alone.state_dict().keys()
+    for name, value in alone.state_dict().items():
+        assert torch.equal(state[name], value)
+    _, other = pair(5, mesh, 4)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(state)
+    for one, two in zip(model.parameters(), other.parameters()):
+        assert torch.equal(one, two)
+    with pytest.raises(RuntimeError, match="blocks"):
+        other.load_state_dict({name: value for name, value in state.items() if "4.up" not in name})
+
+
+def test_errors():
+    mesh, blocks = gspmd.Mesh(stage=2), [Block(), Block()]
+    with pytest.raises(gspmd.ShardingError, match="axis 'stages'.*(\n.*)*stage"):
+        gspmd.pipeline(blocks, mesh, "stages", microbatches=2)
+    with pytest.raises(gspmd.ShardingError, match="no schedule '1f1b'.*(\n.*)*pipelining"):
+        gspmd.pipeline(blocks, mesh, microbatches=2, schedule="1f1b")
+    with pytest.raises(gspmd.ShardingError, match="blocks 0 and 1 of a pipeline differ"):
+        gspmd.pipeline([Block(), Block(6)], mesh, microbatches=2)
+    with pytest.raises(gspmd.ShardingError, match="1 microbatches"):
+        gspmd.pipeline(blocks, mesh, microbatches=1, repeats=2)
+    model = gspmd.pipeline(blocks, mesh, microbatches=3)
+    with pytest.raises(gspmd.ShardingError, match="a batch of 4 is divided into 3"):
+        gspmd.plan(model, torch.ones(4, 4), mesh=mesh)
