@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--width", type=int, default=128)
     add("--context", type=int, default=128, help="length of a sequence")
-    add("--microbatches", type=int, default=8, help="of a pipeline: a mesh with an axis 'stage'")
+    add("--microbatches", type=int, default=4, help="of a pipeline: a mesh with an axis 'stage'")
     add("--repeats", type=int, default=1, help="how often each passes a stage of the pipeline")
     add("--sample", type=int, default=400, help="characters of text to generate at the end")
     return parser.parse_args()
