@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from gpt.model import GPT, LAYOUTS, Config
+from gpt.model import GPT, Config
+from gpt.model import LAYOUTS as ALL_LAYOUTS
 from torch import Tensor, nn
 from vit.model import LAYOUTS as VIT_LAYOUTS
 from vit.model import Config as ViTConfig
@@ -16,6 +17,7 @@ from vit.model import ViT
 import torchgspmd as gspmd
 from torchgspmd import Mesh, annotate, mark_sharding
 
+LAYOUTS = {name: x for name, x in ALL_LAYOUTS.items() if "stage" not in x.rules}
 MESH = Mesh(data=4, model=2)
 EVEN, UNEVEN = (
     (64, 16, 8),

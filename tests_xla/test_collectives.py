@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpt.model import LAYOUTS
 from programs import (
     DIGITS,
     EVEN,
+    LAYOUTS,
     MESH,
     UNEVEN,
     UNEVEN_DIGITS,

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from gpt.model import LAYOUTS
 from programs import (
     DIGITS,
     EVEN,
+    LAYOUTS,
     MESH,
     UNEVEN,
     UNEVEN_DIGITS,

@@ -34,7 +34,6 @@ DP = Layout(
         "embed": None,  # m of matrices
         "width": None,  # m of the residual stream and of vectors
         "head": None,  # d of biases
-        "stage": None,  # of a pipeline
     }
 )
 

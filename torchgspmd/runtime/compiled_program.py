@@ -40,8 +40,10 @@ class CompiledProgram:
         self.slots = [slot_of(model, i.name) for i in inputs if i.kind in (PARAMETER, BUFFER)]
         self.gradient_inputs = [o.input for o in outputs if o.kind == GRADIENT]
         is_argument = [inputs[i].kind == ARGUMENT for i in self.gradient_inputs]
-        self.arguments = [i for i, yes in zip(self.gradient_inputs, is_argument) if yes]
-        self.parameters = [i for i, yes in zip(self.gradient_inputs, is_argument) if not yes]
+        self.argument_gradients = [i for i, yes in zip(self.gradient_inputs, is_argument) if yes]
+        self.parameter_gradients = [
+            i for i, yes in zip(self.gradient_inputs, is_argument) if not yes
+        ]
         self.inputs_without_gradient = captured.without_gradient()
         self.output_groups = captured.parts()
         self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
@@ -96,14 +98,14 @@ class CompiledProgram:
 
         grads: those of the outputs, as autograd passes them. boxed: see `backward`.
         """
-        if self.arguments and self.parameters and not self.captured.observed:
+        if self.argument_gradients and self.parameter_gradients and not self.captured.observed:
             nodes = [node for node, _ in ctx.next_functions]
-            if not is_asked_for(nodes[i] for i in self.parameters):
+            if not is_asked_for(nodes[i] for i in self.parameter_gradients):
                 if (pieces := self.in_pieces()) is not None:
                     results, shared = pieces.gradients_of_arguments(boxed)
                     ctx.shared = shared, grads
                     return results
-            elif not is_asked_for(nodes[i] for i in self.arguments):
+            elif not is_asked_for(nodes[i] for i in self.argument_gradients):
                 shared, before = getattr(ctx, "shared", (None, ()))
                 pieces = self.in_pieces() if all(map(is_, grads, before)) else None
                 if shared is not None and pieces is not None:
