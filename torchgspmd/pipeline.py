@@ -184,7 +184,7 @@ class Pipeline(nn.Module):
         leaves, tree = pytree.tree_flatten(x)
         parts = [self._divided(leaf) for leaf in leaves]  # [microbatches, rows, ...]
         results = self._ticks(weights, parts, tree, shared)
-        return pytree.tree_unflatten([each.flatten(0, 1) for each in results], tree)
+        return pytree.tree_unflatten([each.transpose(0, 1).flatten(0, 1) for each in results], tree)
 
     def _ticks(
         self, weights: dict[str, Tensor], parts: list[Tensor], tree: Any, shared: tuple
@@ -254,14 +254,14 @@ class Pipeline(nn.Module):
         return mark_sharding(leaf, self.mesh, (self.axis, *[UNCONSTRAINED] * (leaf.dim() - 1)))
 
     def _divided(self, leaf: Tensor) -> Tensor:
-        """Return [microbatches, rows, ...] of [batch, ...]."""
+        """Return [microbatches, rows, ...] of [batch, ...]; each has rows of all devices."""
         if leaf.shape[0] % self.microbatches:
             raise ShardingError(
                 f"a batch of {leaf.shape[0]} is divided into {self.microbatches} microbatches",
                 where=user_line(),
                 fix="a batch that they divide",
             )
-        return leaf.unflatten(0, (self.microbatches, -1))
+        return leaf.unflatten(0, (-1, self.microbatches)).transpose(0, 1)
 
 
 def _first_of(new: Tensor, old: Tensor) -> Tensor:
