@@ -66,6 +66,10 @@ class ShardingError(ValueError):
         self.namespace: dict[str, Any] | None = None
 
 
+class RankError(ShardingError):
+    """A ShardingError of ranks that differ, or of one that is not there."""
+
+
 def user_line() -> str | None:
     """Return `file:line` of the innermost frame of user code.
 
@@ -78,6 +82,13 @@ def user_line() -> str | None:
             return f"{_shorten(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def line_in_file(name: str, line: int) -> str | None:
+    """Return `file:line: code` of a line of user code; None for a line of a library."""
+    if name.startswith(_PACKAGE) or any(part in name for part in _LIBRARIES):
+        return None
+    return f"{_shorten(name)}:{line}: {linecache.getline(name, line).strip()}".rstrip(": ")
 
 
 def user_line_of(error: BaseException) -> str | None:

@@ -121,6 +121,7 @@ def test_the_table_has_every_private_name_in_the_sources_and_no_other():
         "release",
     }
     python = {
+        "_current_frames",
         "_getframe",
         "_XLAC",
         "_SymbolicNumber__of",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import default_pg_timeout
 
+from ..compat.private_apis import _set_pg_timeout
 from ..errors import ShardingError, user_line
 from ..mesh import Coordinates, Mesh
+from .watcher import Watcher
 
 
 class ProcessGroups:
@@ -33,12 +38,39 @@ class ProcessGroups:
         self.by_axes: dict[tuple[str, ...], tuple[str, list[int]]] = {}
         # A gloo group compares numbers without waiting for a GPU.
         needs_gloo = device_type != "cpu" and dist.is_gloo_available()
+        self.timeout: timedelta | None = None  # None: that of the default group
         self.checks: Any = None  # the default group
         if part is not None:
             self.checks = self._new_group(range(mesh.size), "gloo" if needs_gloo else None)
         elif needs_gloo:
             self.checks = dist.new_group(backend="gloo")
         self.checked_on = torch.device("cpu" if needs_gloo else device_type)
+        self.created = [dist.group.WORLD if self.checks is None else self.checks]
+        self.created += [self.device_mesh.get_group(name) for name in mesh.names]
+        self.limit = _limit_of(dist.group.WORLD)  # as init_process_group has set it
+        self.watcher = Watcher(str(mesh), self.processes, self.limit.total_seconds())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let waits in the groups of this mesh end after that time, on every rank alike."""
+        self.timeout = timeout
+        self._set_timeouts(timeout)
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Let waits end as init_process_group has it: planning takes longer than a step."""
+        if self.timeout is None or self.timeout >= self.limit:
+            yield
+            return
+        self._set_timeouts(self.limit)
+        try:
+            yield
+        finally:
+            self._set_timeouts(self.timeout)
+
+    def _set_timeouts(self, timeout: timedelta) -> None:
+        for group in self.created:
+            _set_timeout(group, timeout)
+        self.watcher.set_limit(timeout.total_seconds())
 
     def group(self, axes: tuple[str, ...]) -> tuple[str, list[int]]:
         """Return (name of the group over these axes, positions in it in the order of the axes)."""
@@ -71,27 +103,49 @@ class ProcessGroups:
         mine: Any = None
         for ranks in self.mesh.groups(axes):
             if len(self.processes) == dist.get_world_size():
-                group = dist.new_group(ranks)
+                group = dist.new_group(ranks, timeout=self.timeout)
                 mine = group if self.rank in ranks else mine
             elif self.rank in ranks:  # processes of other parts do not take part
                 mine = self._new_group(ranks)
         assert mine is not None
+        self.created.append(mine)
         return mine.group_name
 
     def _new_group(self, positions: Iterable[int], backend: str | None = None) -> Any:
         """Return a group of processes of this part, which they alone create."""
         ranks = [self.processes[i] for i in positions]
-        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        return dist.new_group(
+            ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
+        )
+
+
+def _set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the time limit of a group's waits."""
+    set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
+    (set_timeout or _set_pg_timeout)(timeout, group)
+
+
+def _limit_of(group: Any) -> timedelta:
+    """Return the time limit of a group's waits, as far as it says."""
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return default_pg_timeout
 
 
 _GROUPS: dict[tuple[Mesh, str, tuple[int, ...]], ProcessGroups] = {}
 
 
-def groups_of(mesh: Mesh, device_type: str, part: DeviceMesh | None = None) -> ProcessGroups:
+def groups_of(
+    mesh: Mesh,
+    device_type: str,
+    part: DeviceMesh | None = None,
+    timeout: timedelta | None = None,
+) -> ProcessGroups:
     """Return the groups of a mesh, created once per default process group.
 
     They are reused since each group has threads and connections. part: a DeviceMesh of some of the
-    processes; None for all of them.
+    processes; None for all of them. timeout: when waits end, from now on; None: as it is.
     """
     if part is None:
         check_world(mesh)
@@ -100,6 +154,8 @@ def groups_of(mesh: Mesh, device_type: str, part: DeviceMesh | None = None) -> P
     groups = _GROUPS.get(key)
     if groups is None or groups.world is not dist.group.WORLD:
         groups = _GROUPS[key] = ProcessGroups(mesh, device_type, part)
+    if timeout is not None:
+        groups.set_timeout(timeout)
     return groups
 
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from ..errors import ShardingError, user_line
+from ..errors import RankError, user_line
 from .process_groups import ProcessGroups
 from .rank_check import all_gather_objects, differing
 from .value_check import Checksum, is_close
@@ -37,7 +37,7 @@ def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
     """Raise the ShardingError for the differences between the accounts of all ranks."""
     accounts = all_gather_objects(groups, mine)
     if any(account.does != accounts[0].does for account in accounts):
-        raise ShardingError(
+        raise RankError(
             "the ranks do different things",
             where=user_line(),
             why="; ".join(f"rank {r} {account.does}" for r, account in enumerate(accounts)),
@@ -45,7 +45,7 @@ def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
         )
     failed = next((r for r, account in enumerate(accounts) if account.failure), None)
     if failed is not None:
-        raise ShardingError(
+        raise RankError(
             f"rank {failed} could not make its program",
             where=user_line(),
             why=accounts[failed].failure,
@@ -53,7 +53,7 @@ def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
         )
     arguments = [account.arguments for account in accounts]
     if any(own != arguments[0] for own in arguments):
-        raise ShardingError(
+        raise RankError(
             "the arguments differ between ranks",
             where=user_line(),
             why="; ".join(
@@ -70,20 +70,20 @@ def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
             "let forward do the same on every rank; "
             "what one of them does alone goes behind the call"
         )
-        raise ShardingError(
+        raise RankError(
             "the ranks have made different programs",
             where=user_line(),
             why=differences or "the model, its marks or the versions of torch differ between ranks",
             fix=fix if differences else None,
         )
     if len({account.generator for account in accounts} - {None}) > 1:
-        raise ShardingError(
+        raise RankError(
             "the ranks would draw different random numbers",
             where=user_line(),
             why="the state of torch's generator differs between them",
             fix="call torch.manual_seed with the same number on every rank",
         )
-    raise ShardingError(
+    raise RankError(
         "the models differ between ranks",
         where=user_line(),
         why=differences
@@ -109,7 +109,7 @@ def check_alike(
             raise_unnamed()
         if is_argument:
             raise _other_values(name, rank)
-        raise ShardingError(
+        raise RankError(
             f"'{name}' has other values on rank {rank} than on rank 0",
             where=user_line(),
             why="a tensor that a module keeps is the same on every rank, as on one device",
@@ -127,8 +127,8 @@ def check_values(groups: ProcessGroups, values: Mapping[str, Checksum]) -> None:
                 raise _other_values(name, rank)
 
 
-def _other_values(name: str, rank: int) -> ShardingError:
-    return ShardingError(
+def _other_values(name: str, rank: int) -> RankError:
+    return RankError(
         f"argument '{name}' has other values on rank {rank} than on rank 0",
         where=user_line(),
         why="a plain tensor is the global one, of which each rank takes its part",

@@ -196,6 +196,14 @@ TABLE: tuple[PrivateApi, ...] = (
         "fully_shard around a wrapped module raises torch's error in place of a ShardingError",
     ),
     *_rows(PARALLELIZE, "torch.nn.parameter._ParameterMeta", "_is_param"),
+    *_rows(
+        NOTHING,
+        "torch.distributed.distributed_c10d",
+        "_get_default_store _set_pg_timeout",
+        "ranks that wait do not say for whom",
+    ),
+    *_rows(NOTHING, "torch.distributed.ProcessGroup", "_get_backend", "the limit of a wait"),
+    *_rows(NOTHING, "torch._C._distributed_c10d.Backend.Options", "_timeout", "the same"),
     *_rows(PARALLELIZE, "torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
     *_rows(PARALLELIZE, "torch._C", "_storage_Use_Count _will_engine_execute_node"),
     *_rows(

@@ -19,7 +19,7 @@ from .fully_shard import with_refusal
 from .fused_optimizers import STEPS, foreach_in_place, foreach_root, foreach_step, fused_step
 from .ours import INSTALLATION, Handler, for_ours, handlers, is_ours, method_for_ours
 from .random import DRAWING, draw
-from .replicated_fallback import UsersFlag, with_fallback, with_replication
+from .replicated_fallback import UsersFlag, gather_method, with_fallback, with_replication
 
 _LOSSES = (
     "mse_loss",
@@ -125,6 +125,7 @@ PATCHES = (
     ),
     *_methods(("numpy",), method_for_ours(op_handlers.numpy), "p.numpy() is an error"),
     *_methods(("tolist",), method_for_ours(op_handlers.tolist), "p.tolist() is an error"),
+    *_methods(("full_tensor",), gather_method, "p.full_tensor() on one rank waits for the others"),
     # operations
     *_handled(
         _operators(_IN_PLACE),

@@ -43,7 +43,6 @@ def full_tensor(tensor: DTensor) -> Tensor:
     """Return the whole values of a DTensor; all ranks must call it if the tensor is sharded."""
     if not is_distributed(tensor):
         return tensor.to_local()
-    check_read_by_all(tensor)
     values = tensor.full_tensor()  # It has gaps if a minor dimension was gathered.
     return values.contiguous() if tensor.is_contiguous() else values
 
@@ -52,7 +51,23 @@ def check_read_by_all(tensor: DTensor) -> None:
     """Raise ShardingError on every rank, before any of them waits, unless all ranks read it."""
     groups = groups_of_ours(tensor)
     does = f"reads a DTensor, of which each device has a part, at {user_line()}"
-    check_ranks(groups, zlib.crc32(does.encode()), lambda: raise_difference(groups, Account(does)))
+    same = f"reads {list(tensor.shape)}, {tensor.dtype}, {tensor.placements}"
+    account = Account(does, model=[("the DTensor that is read", same)])
+    check_ranks(groups, zlib.crc32(same.encode()), lambda: raise_difference(groups, account))
+
+
+def gather_method(before: Callable) -> Callable:
+    """Wrap DTensor.full_tensor: all ranks have to call it, if the tensor is ours and sharded."""
+
+    @functools.wraps(before)
+    def method(self: DTensor, **options: Any) -> Tensor:
+        if not is_distributed(self):
+            return before(self, **options)
+        watcher = groups_of_ours(self).watcher
+        watcher.run(check_read_by_all, self)
+        return watcher.run(before, self, **options)
+
+    return method
 
 
 def distribute_like(tensor: DTensor, values: Tensor) -> DTensor:

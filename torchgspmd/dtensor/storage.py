@@ -41,6 +41,14 @@ def storable(spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
     return ShardSpec(tuple(dims))
 
 
+def storable_mark(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
+    """Return the layout in which a marked parameter or buffer is stored."""
+    if mark is None:
+        return ShardSpec.replicated(len(shape))
+    trimmed = ShardSpec(tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in mark.dims))
+    return storable(trimmed, shape, mesh)
+
+
 def placements(spec: ShardSpec, mesh: Mesh) -> list[Placement]:
     """Return the DTensor placements of a layout, one per mesh axis."""
     dim_of = {axis: d for d, axes in enumerate(spec.dims) for axis in axes}
@@ -180,7 +188,10 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def whole_of(tensor: Tensor) -> Tensor:
     """Return the whole values of a DTensor, or the plain tensor itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    replicated = [Replicate()] * tensor.device_mesh.ndim
+    return tensor.redistribute(placements=replicated).to_local()
 
 
 def gradient_like(local: Tensor, parameter: DTensor) -> DTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,16 +60,32 @@ class JointProgram(CompiledProgram):
         self.rank_check: RankCheck
         self.carries = self.carry in targets
         self.checks_in_forward = self.carries or self.settle in targets
-        self.forward = _compile_graph(owner, program.graph, backend)
+        self.forward, self.watcher = _compile_graph(owner, program.graph, backend), groups.watcher
+        self.name = self.watcher.watch(self.forward)
         assert program.backward is not None, "the last pass splits the graph"
         self.backward_graph, self.pieces = program.backward.graph, None
-        self.compile = lambda graph: _compile_graph(owner, graph, backend, boxed=True)
+        self.compile = lambda graph: self._watched(
+            _compile_graph(owner, graph, backend, boxed=True)
+        )
         self.backward = self.compile(self.backward_graph)
 
     def __call__(self, leaves: list, call: tuple[tuple, dict], rank_check: RankCheck) -> Any:
         """Run a call. rank_check: ends before anything else is sent, but as late as possible."""
         self.rank_check = rank_check
+        self.watcher.step += 1
+        self.watcher.begin(self.name, "forward")
         return super().__call__(leaves, call)
+
+    def _watched(self, function: Callable[[list], Any]) -> Callable[[list], Any]:
+        """Return a backward whose waits that end say for whom."""
+        watcher = self.watcher
+        name = watcher.watch(function)
+
+        def backward(boxed: list) -> Any:
+            watcher.begin(name, "backward")
+            return watcher.run(function, boxed)
+
+        return backward
 
     def in_pieces(self) -> PartialBackward | None:
         if self.pieces is None:

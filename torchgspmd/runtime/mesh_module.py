@@ -21,6 +21,7 @@ from ..capture import (
     sizes_of,
 )
 from ..compat.private_apis import _pytree as pytree
+from ..errors import RankError
 from ..layout_rules import bound
 from ..mesh import Mesh
 from ..prefix_specs import spread_inputs
@@ -126,7 +127,7 @@ class MeshModule(ModuleProxy):
         except Stored:  # inputs of the call are others now
             return self.forward(*args, **kwargs)
         except Exception as error:
-            if not call.sizes.dims or self._dynamic is not True:
+            if isinstance(error, RankError) or not call.sizes.dims or self._dynamic is not True:
                 raise
             warn_of_numbers(error)
             self._history.use_numbers(call.sizes)

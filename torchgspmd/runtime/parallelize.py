@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def parallelize(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     check: str = "always",
+    timeout: float | timedelta | None = None,
     dynamic: bool | Mapping[str, Any] = True,
 ) -> nn.Module:
     """Return a module with the same forward that computes on a mesh; every process calls it alike.
@@ -95,6 +97,11 @@ def parallelize(
             a dimension on that the first program does not shard. False: never. A mapping names
             dimensions as in plan(), which are symbols from the first call on. Not for "xla".
 
+        timeout: Seconds, or a timedelta, after which a rank that waits for others raises: the limit
+            of the process groups of the mesh, of one axis those of the default group. None: as
+            init_process_group has set it. Before that, ranks say on stderr for whom they wait.
+            Not for "xla".
+
     Returns:
         A ShardedModule, or an XlaModule for backend "xla".
 
@@ -132,12 +139,21 @@ def parallelize(
         "costs": bool(costs),
         "reduce_dtype": reduce_dtype is not None,
         "check": check != "always",
+        "timeout": timeout is not None,
         "dynamic": isinstance(dynamic, Mapping),
     }
     if check not in CHECKS:
         raise ShardingError(
             f"there is no check '{check}'; there are {', '.join(map(repr, CHECKS))}",
             where=user_line(),
+        )
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
+    if timeout is not None and timeout <= timedelta():
+        raise ShardingError(
+            f"a timeout of {timeout.total_seconds():g} s",
+            where=user_line(),
+            fix="seconds or a timedelta, more than 0; None for that of init_process_group",
         )
     unsupported = partitioner_options if backend == "xla" else {"pin": pin != "user"}
     for name in (name for name, is_set in unsupported.items() if is_set):
@@ -167,6 +183,7 @@ def parallelize(
                 check=check,
                 dynamic=dynamic,
                 part=part,
+                timeout=timeout,
                 strict=strict,
                 rng=rng,
                 regather=regather,

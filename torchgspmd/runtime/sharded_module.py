@@ -6,6 +6,7 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -18,8 +19,9 @@ from ..capture import ARGUMENT, Captured
 from ..comm.process_groups import groups_of
 from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, check_values, raise_difference
+from ..comm.watcher import watched
 from ..dtensor.install import hold
-from ..dtensor.storage import distribute_state, shard_module, spec_of, storable
+from ..dtensor.storage import distribute_state, shard_module, spec_of, storable_mark
 from ..errors import ShardingError, user_line
 from ..fx_passes.pipeline import is_default
 from ..layout_rules import bound
@@ -61,24 +63,24 @@ class ShardedModule(MeshModule):
         check: str = "always",
         dynamic: bool | Mapping[str, Any] = True,
         part: DeviceMesh | None = None,
+        timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
         """Store the model's tensors as DTensors.
 
-        hooks: whether programs include the model's own hooks. Hooks of submodules are included.
-        check: when values of arguments are compared between ranks. part: a DeviceMesh of some of
-        the processes; None for all.
+        hooks: whether programs include the model's own hooks; those of submodules they do. check:
+        when values of arguments are compared. part: a DeviceMesh of some of the processes.
         """
         tensors = [*model.parameters(), *model.buffers()]
         device = next(
             (t.device.type for t in tensors if not t.is_meta),
             "cuda" if torch.cuda.is_available() else "cpu",
         )
-        groups = groups_of(mesh, device, part)
+        groups = groups_of(mesh, device, part, timeout)
         shard_module(
             model,
             {
-                name: _storable_mark(mark_on(t, mesh), tuple(t.shape), mesh)
+                name: storable_mark(mark_on(t, mesh), tuple(t.shape), mesh)
                 for name, t in named_tensors(model)
             },
             mesh,
@@ -174,6 +176,7 @@ class ShardedModule(MeshModule):
             (i, d) for i, spec in enumerate(layouts) for d, axes in enumerate(spec.dims) if not axes
         }
 
+    @watched
     def _run(self, program: JointProgram, call: Call) -> Any:
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
@@ -257,6 +260,7 @@ class ShardedModule(MeshModule):
         ]
         check_alike(self._groups, whole, raise_unnamed)
 
+    @watched
     def _build(self, call: Call) -> JointProgram:
         """Compile the program of a call and check that all ranks compile the same."""
         # Leave out _structure_version, which counts changes of this rank.
@@ -264,6 +268,11 @@ class ShardedModule(MeshModule):
         check_ranks(
             self._groups, _hash(f"a program for {text}"), lambda: self._raise_difference(call)
         )
+        with self._groups.planning():
+            return self._build_planned(call, text)
+
+    def _build_planned(self, call: Call, text: str) -> JointProgram:
+        """Compile the program of a call, which all ranks are about to plan."""
         try:
             plan, checksum, tensors = self._plan_call(call, text)
         except Exception as error:
@@ -371,14 +380,6 @@ def _stored_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec:
 def _hold_state(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
     """Let the patches of DTensor last while a tensor of a state_dict lives."""
     hold(module, state.values())
-
-
-def _storable_mark(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
-    """Return the layout in which a marked parameter or buffer is stored."""
-    if mark is None:
-        return ShardSpec.replicated(len(shape))
-    trimmed = ShardSpec(tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in mark.dims))
-    return storable(trimmed, shape, mesh)
 
 
 def _argument_text(key: Any) -> str | None:
