@@ -3,6 +3,7 @@ every rank.
 """
 
 import copy
+import math
 
 import torch
 import torch.distributed as dist
@@ -410,3 +411,25 @@ def test_results_as_they_are_laid_out(mesh):
         same_gradients(model, reference)
         for m in (model, reference):
             m.zero_grad()
+
+
+@distributed("data=2,model=2")
+def test_norms(mesh):
+    """Norms of all gradients, sharded or not; one rank has no rows of some."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1)).double()
+    x = torch.randn(6, 7).double()
+    marks = {"0.weight": "model _", "1.weight": "_ data", "2.weight": "_ data+model"}
+    model = gspmd.annotate(copy.deepcopy(plain), mesh, marks | {"1.bias": "data+model"})
+    model = gspmd.parallelize(model, mesh)
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    ours, theirs = ([p.grad for p in m.parameters()] for m in (model, plain))
+    for order in (2.0, 1.0, 0.5, 3, math.inf):
+        norm = nn.utils.get_total_norm(ours, order)
+        expected = nn.utils.get_total_norm(theirs, order)
+        torch.testing.assert_close(norm.full_tensor(), expected, rtol=1e-12, atol=0)
+    for each in (plain, model):
+        nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+    for mine, other in zip(ours, theirs):
+        torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-12, atol=0)

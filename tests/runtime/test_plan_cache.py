@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import logging
 import os
 import sys
 
@@ -15,6 +16,7 @@ from torchgspmd.plan_cache import identity, plans, values
 from torchgspmd.runtime.sharded_module import ShardedModule
 
 SCALE = 1.0
+LOG = logging.getLogger("test_plan_cache")
 TABLE = torch.ones(4)
 
 
@@ -39,6 +41,12 @@ class Counts(Net):
     def forward(self, x):
         self.calls += 1
         return super().forward(x) * self.calls
+
+
+class Logs(Net):
+    def forward(self, x):
+        LOG.debug("forward")  # LOG remembers that it is not enabled for this
+        return super().forward(x)
 
 
 class ReadsATensor(Net):
@@ -260,6 +268,13 @@ def test_the_log_says_why_it_plans(caplog, monkeypatch):
         "ReadsTheEnvironment is planned: ReadsTheEnvironment.forward names os.environ.get"
     )
     assert len(lines) == 4
+
+
+def test_a_logger_is_no_state(planned):
+    for _ in range(2):
+        LOG._cache.clear()
+        gspmd.parallelize(Logs(), gspmd.Mesh(data=1))(torch.ones(3, 4))
+    assert len(planned) == 1
 
 
 @pytest.mark.parametrize("cls", [Counts, ReadsATensor, ReadsTheEnvironment, Imports])

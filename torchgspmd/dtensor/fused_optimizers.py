@@ -7,17 +7,19 @@ operation on tensors of one layout needs no propagation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from ..compat.operators import aten
+from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
 from .op_handlers import without_pending
-from .ours import as_before
+from .ours import as_before, groups_of_ours
 
 STEPS = tuple(
     getattr(packet, overload)
@@ -64,6 +66,68 @@ def foreach_root(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         return as_before(op, args, kwargs)
     roots = _on_local_tensors(op, args, kwargs)
     return [DTensor(root, t._spec, requires_grad=False) for root, t in zip(roots, args[0])]
+
+
+def foreach_norm(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Return the norms of DTensors on every rank; those that are sharded alike are reduced at once.
+
+    clip_grad_norm_ takes them.
+    """
+    tensors, order = args[0], args[1] if len(args) > 1 else 2
+    if not 0 < order or not all(type(t) is DTensor and t.numel() for t in tensors):
+        return as_before(op, args, kwargs)
+    mesh, layouts = tensors[0].device_mesh, [t.placements for t in tensors]
+    is_pending = any(p.is_partial() for layout in set(layouts) for p in layout)
+    if is_pending or any(t.device_mesh != mesh for t in tensors):
+        return as_before(op, args, kwargs)
+    shards = [t._local_tensor for t in tensors]
+    shards = [t if t.numel() else t.new_zeros(1) for t in shards]  # no numbers have no maximum
+    norms = [*torch._foreach_norm(shards, order, **kwargs)]
+    alike: dict[Any, list[int]] = {}
+    for i, (layout, norm) in enumerate(zip(layouts, norms)):
+        if any(p.is_shard() for p in layout):
+            alike.setdefault((layout, norm.dtype), []).append(i)
+    for members in alike.values():
+        terms = torch.stack([norms[i] for i in members])
+        for i, norm in zip(members, _reduced(terms, order, tensors[members[0]]).unbind()):
+            norms[i] = norm
+    return _replicated(norms, mesh)
+
+
+def _reduced(norms: Tensor, order: float, like: DTensor) -> Tensor:
+    """Return the norms of whole tensors, from those of shards of one layout."""
+    groups = groups_of_ours(like)
+    axes = [a for a, p in zip(groups.mesh.names, like.placements) if p.is_shard()]
+    name, is_largest = groups.group(tuple(axes))[0], order == math.inf
+    terms = norms.to(torch.promote_types(norms.dtype, torch.float32))
+    terms = terms if is_largest else terms.pow(order)
+    begun = c10d.all_reduce.default(terms, "max" if is_largest else "sum", name)
+    total = c10d.wait_tensor.default(begun)
+    return (total if is_largest else total.pow(1 / order)).to(norms.dtype)
+
+
+def stack(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Stack replicated numbers without propagating the layouts of all of them."""
+    numbers = args[0]
+    if len(args) + len(kwargs) > 1 or not all(type(t) is DTensor and not t.dim() for t in numbers):
+        return as_before(op, args, kwargs)
+    first = numbers[0]
+    if not all(
+        t.device_mesh == first.device_mesh and all(p.is_replicate() for p in t.placements)
+        for t in numbers
+    ):
+        return as_before(op, args, kwargs)
+    return _replicated([torch.stack(_local_tensors(numbers))], first.device_mesh)[0]
+
+
+def _replicated(numbers: Sequence[Tensor], mesh: DeviceMesh) -> list[DTensor]:
+    """Return tensors of one shape that every rank has as DTensors."""
+    everywhere = [Replicate()] * mesh.ndim
+    specs = {
+        dtype: DTensor.from_local(each, mesh, everywhere, run_check=False)._spec
+        for dtype, each in {t.dtype: t for t in numbers}.items()
+    }
+    return [DTensor(each, specs[each.dtype], requires_grad=False) for each in numbers]
 
 
 def _lists(arguments: Sequence[Any]) -> list[Any]:

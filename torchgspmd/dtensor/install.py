@@ -16,7 +16,15 @@ from ..compat.patches import Patch
 from ..compat.private_apis import CHECKED, _fsdp_init, is_missing
 from . import op_handlers, view_writeback
 from .fully_shard import with_refusal
-from .fused_optimizers import STEPS, foreach_in_place, foreach_root, foreach_step, fused_step
+from .fused_optimizers import (
+    STEPS,
+    foreach_in_place,
+    foreach_norm,
+    foreach_root,
+    foreach_step,
+    fused_step,
+    stack,
+)
 from .ours import INSTALLATION, Handler, for_ours, handlers, is_ours, method_for_ours
 from .random import DRAWING, draw
 from .replicated_fallback import UsersFlag, gather_method, with_fallback, with_replication
@@ -146,6 +154,16 @@ PATCHES = (
         _operators({"default": "_foreach_sqrt"}),
         foreach_root,
         "the first step of an optimizer takes long",
+    ),
+    *_handled(
+        _operators({"Scalar": "_foreach_norm"}),
+        foreach_norm,
+        "the first clip_grad_norm_ takes long",
+    ),
+    *_handled(
+        _operators({"default": "stack"}),
+        stack,
+        "the first clip_grad_norm_ takes long",
     ),
     *_handled(
         _operators(_OUT),

@@ -324,8 +324,10 @@ class ShardedModule(MeshModule):
             return "TORCHGSPMD_DUMP prints what passes do"
         if not is_default():
             return "there are passes of with_pass"
-        if call.numbers or not self._state.is_fresh:
-            return "it takes state or numbers that have changed"
+        if learnt := self._state.learnt:
+            return learnt
+        if call.numbers:
+            return "it takes numbers that have changed"
         names = "in_specs out_specs backend device_type hooks param_dtype"
         options = {name: getattr(self, f"_{name}") for name in names.split()} | self._options
         options["layout"] = repr(self._layout)

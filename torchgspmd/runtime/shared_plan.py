@@ -145,8 +145,8 @@ class _Sender:
 
     def _encode(self, plan: Plan) -> tuple[str, str]:
         """Return the text of a plan; if it has none, an empty one and the reason."""
-        if not self.state.is_fresh:
-            return "", "it depends on the state of the model"
+        if self.state.learnt:
+            return "", self.state.learnt
         try:
             return encode_plan(plan, self.model), ""
         except Unshareable as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
@@ -34,6 +35,8 @@ from .source import (
     step_name,
 )
 
+# A logger remembers for which levels it is enabled: that is no state of a program.
+_NO_STATE = (Tensor, ModuleType, logging.Filterer, logging.LoggerAdapter)
 _MANY = 2000  # limit of tables below one module, object or table
 
 
@@ -118,7 +121,7 @@ def find_tables(
             is_container = isinstance(value, (dict, *LISTS))
             if (
                 is_table(value) if is_container else attributes_of(value) is not None
-            ) and not isinstance(value, (Tensor, ModuleType)):
+            ) and not isinstance(value, _NO_STATE):
                 source = variables.get(id(value), Source(value))
                 yield from _nested_tables(value, seen, source, not is_container, True)
     assigned: dict[Source, dict[Step, None]] = {}

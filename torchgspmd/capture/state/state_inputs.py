@@ -168,11 +168,12 @@ class State:
             self.counted[source] = None
 
     @property
-    def is_fresh(self) -> bool:
-        """Return whether nothing is known that another trace would not know."""
-        return self.is_counting and not (
-            self.is_looking or self.entries or self.counted or self.shapes or self.namespaces
-        )
+    def learnt(self) -> str:
+        """Return what is known that another trace would not know, as text; empty if nothing is."""
+        facts = [f"the program changes {source}" for source in (*self.entries, *self.counted)]
+        facts += ["it depends on values of buffers"] if self.is_looking or self.shapes else []
+        facts += ["it takes numbers of Python"] if not self.is_counting or self.namespaces else []
+        return ", ".join(facts)
 
     def look(self) -> None:
         """Let traces read values of buffers."""
