@@ -16,6 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (  # a file imports only from the lines below its own
     ("__main__",),
     ("__init__",),
+    ("calibrate",),
     ("runtime.parallelize",),
     (
         "runtime.sharded_module",

@@ -5,6 +5,7 @@ tensors, run it on a mesh.
 from . import collectives
 from .annotate import annotate, mark_sharding
 from .api import Plan, plan
+from .calibrate import calibrate
 from .comm.collective import Collective
 from .compare_with_xla import compare_with_xla
 from .doctor import doctor
@@ -31,6 +32,7 @@ __all__ = [
     "ShardSpec",
     "ShardingError",
     "annotate",
+    "calibrate",
     "collectives",
     "compare_with_xla",
     "doctor",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
@@ -46,6 +46,9 @@ class Hardware:
         efficiency: Share of `flops` that products reach.
         beside: Whether devices communicate without help of their compute units.
         source: Where the numbers are from.
+        step: Seconds of a run besides its operations.
+        groups: Measured links, by kind of collective and devices of a group; their latency is that
+            of a whole collective. Others follow from `links`.
 
     Example:
         >>> Hardware.of("h100").memory
@@ -61,6 +64,8 @@ class Hardware:
     efficiency: float = 0.7
     beside: bool = True
     source: str = "ours"
+    step: float = 0.0
+    groups: Mapping[tuple[str, int], Link] = field(default_factory=dict)
 
     @property
     def peak(self) -> float:
@@ -123,6 +128,32 @@ class Hardware:
                 latency = max(latency, link.latency)
             inside = members
         return Link(len(group), bandwidth, latency)
+
+    def transfer_seconds(
+        self, mesh: Mesh, axes: tuple[str, ...], kind: str, relayed: bool, sent: float
+    ) -> float:
+        """Return the seconds of a collective.
+
+        Args:
+            mesh: The mesh.
+            axes: The axes that a group runs over.
+            kind: Of the collective.
+            relayed: As for `link`.
+            sent: Bytes that one device sends.
+
+        Returns:
+            Seconds.
+
+        Example:
+            >>> seconds = Hardware.of("h100").transfer_seconds
+            >>> round(seconds(Mesh(model=8), ("model",), "all_gather", True, 450e6) * 1e3, 3)
+            1.015
+        """
+        if (measured := self.groups.get((kind, mesh.count(axes)))) is not None:
+            return measured.latency + sent / measured.bandwidth
+        link = self.link(mesh, axes, relayed)
+        latency = link.latency * math.ceil(math.log2(max(link.devices, 2)))
+        return latency + sent / link.bandwidth
 
     def product_seconds(self, flops: float, itemsize: int) -> float:
         """Return the seconds that products take.

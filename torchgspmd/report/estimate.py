@@ -8,7 +8,6 @@ begins at its start, when the one before it has ended; a wait holds the device u
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,7 +71,8 @@ class Estimate:
     @cached_property
     def seconds(self) -> float:
         """Return the seconds of a step."""
-        return max((e.begin + e.seconds for e in self.events), default=0.0)
+        end = max((e.begin + e.seconds for e in self.events), default=0.0)
+        return end + self.hardware.step
 
     def busy(self, stream: str) -> float:
         """Return the seconds that a stream is busy.
@@ -182,10 +182,9 @@ class _Streams:
 
     def transfer(self, steps: Sequence[Step]) -> float:
         """Return the seconds of collectives that are sent as one."""
-        axes = steps[0].axes
-        link = self.hardware.link(self.mesh, axes, steps[0].target.relays)
-        latency = link.latency * math.ceil(math.log2(max(link.devices, 2)))
-        return latency + sum(step.sent for step in steps) / link.bandwidth
+        first, sent = steps[0], sum(step.sent for step in steps)
+        kind = first.target
+        return self.hardware.transfer_seconds(self.mesh, first.axes, kind.name, kind.relays, sent)
 
     def send(self, node: fx.Node, steps: tuple[Step, ...], alive: int) -> Event:
         """Return the event of a collective that starts now."""

@@ -150,6 +150,7 @@ class CollectiveOfAnySize:
         self.programs: dict[tuple, fx.GraphModule] = {}  # by shape and arguments
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        """Return the result of the collective. args: those of its kind."""
         key = (tuple(x.shape), repr(args))
         if key not in self.programs:
             if len(self.programs) == _MANY:

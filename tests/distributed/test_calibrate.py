@@ -1,0 +1,30 @@
+"""calibrate on processes: all of them get the same numbers, and estimates use them."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from ranks import distributed
+
+import torchgspmd as gspmd
+from torchgspmd import calibrate as calibrate_function
+from torchgspmd.hardware import Hardware
+
+
+@distributed("data=2")
+def test_all_ranks_get_the_same(mesh):
+    module = sys.modules[calibrate_function.__module__]
+    module.SECONDS, module.SHAPES, module.SIDES = 0.0, ((8, 8), (16, 16), (64, 32)), (4, 64)
+    hardware = gspmd.calibrate(mesh)
+    others = [None] * dist.get_world_size()
+    dist.all_gather_object(others, hardware)
+    assert all(other == hardware for other in others)
+    assert {kind for kind, _ in hardware.groups} >= {"all_reduce", "all_to_all", "permute", "halo"}
+    assert all(n == 2 and link.bandwidth > 0 for (_, n), link in hardware.groups.items())
+    assert min(hardware.launch, hardware.step, *hardware.flops.values()) > 0
+    x, w = torch.ones(4, 8), torch.ones(8, 4)
+    plan = gspmd.plan(torch.matmul, x, w, mesh=mesh, in_specs=("_ data", "data _"))
+    (sent,) = [e for e in plan.estimate(hardware).events if e.stream == "communication"]
+    link = hardware.groups["all_reduce", 2]
+    assert abs(sent.seconds - link.latency - plan.sent_bytes / link.bandwidth) < 1e-9
+    assert isinstance(hardware, Hardware) and "measured" in hardware.source

@@ -1,0 +1,242 @@
+"""calibrate: measure the devices and links at hand, for estimates of their own plans.
+
+Steps of small models, whose weights are whole, give the speed of one device while all
+devices work: their times are fitted by operations of products, bytes of all else, a launch for each
+operation and a constant for a step. Then collectives of two sizes are timed, over axes and all.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .comm.kinds import KINDS, CollectiveKind
+from .comm.process_groups import ProcessGroups, groups_of
+from .device_mesh import mesh_of
+from .errors import ShardingError, user_line
+from .fx_passes.lower.lower_collectives import CollectiveOfAnySize
+from .fx_passes.schedule.arithmetic import flops, traffic
+from .hardware import Hardware, Link, hardware_of
+from .mesh import Mesh
+from .plan import Plan
+from .runtime.parallelize import parallelize
+from .spec_notation import Axes
+
+SHAPES = ((16, 16), (64, 64), (256, 128), (512, 256), (1024, 256))  # (rows, width) of the models
+DTYPES = (torch.float64, torch.bfloat16)  # whose products are compared with those of float32
+SIDES = (32, 512)  # of the square tensors that are sent
+PRIOR = 0.2  # weight of what is measured alone beside a model
+SECONDS = 0.2  # that each measurement takes at least
+
+
+def calibrate(mesh: Mesh | DeviceMesh | None = None) -> Hardware:
+    """Measure the processes at hand; every one of them calls it alike, and gets the same.
+
+    It takes some seconds. The current accelerator is measured if the process group is not gloo's.
+
+    Args:
+        mesh: The devices; collectives are measured over each of its axes, and over all. By default
+            one axis of all processes.
+
+    Returns:
+        A Hardware for plan.estimate, plan.report and suggest.
+
+    Raises:
+        ShardingError: There is no process group with one process per device.
+
+    Example:
+        >>> import torch.distributed as dist  # here one process; under torchrun one a device
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> calibrate().product_seconds(1e9, 4) > 0
+        True
+        >>> dist.destroy_process_group()
+    """
+    if not dist.is_initialized():
+        raise ShardingError(
+            "there is no process group to measure",
+            where=user_line(),
+            fix="torch.distributed.init_process_group() first, under torchrun",
+        )
+    device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    return _Calibration(mesh_of(mesh or Mesh(data=dist.get_world_size())), str(device)).run()
+
+
+class _Model(nn.Module):
+    """A norm, two products and a softmax."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x.log_softmax(-1).square().mean()
+
+
+def _step(model: nn.Module, x: Tensor) -> None:
+    """Run a training step without an optimizer."""
+    model.zero_grad()
+    model(x).sum().backward()
+
+
+def _input(size: int, width: int) -> Tensor:
+    """Return a tensor that is the same on all ranks."""
+    return torch.linspace(-1, 1, size * width).view(size, width)
+
+
+class _Calibration:
+    """What is measured on one mesh."""
+
+    def __init__(self, mesh: Mesh, device: str) -> None:
+        self.mesh, self.device = mesh, device
+        self.groups: ProcessGroups = groups_of(mesh, torch.device(device).type)
+
+    def run(self) -> Hardware:
+        """Return the measured hardware."""
+        launch, step, product, moved = self._device()
+        groups = {key: link for axes in self._axes() for key, link in self._collectives(axes)}
+        reduction = groups.get(("all_reduce", self.mesh.size), Link(1, math.inf, 0.0))
+        steps = math.ceil(math.log2(max(self.mesh.size, 2)))
+        return Hardware(
+            f"{self.mesh.size} processes of {self.device}",
+            {4: 1 / product, **self._other_products(1 / product)},
+            1 / moved,
+            hardware_of(self.device).memory,
+            (Link(math.inf, reduction.bandwidth, reduction.latency / steps),),
+            launch=launch,
+            efficiency=1.0,
+            beside=self.device != "cpu",
+            source="measured by calibrate",
+            step=step,
+            groups=groups,
+        )
+
+    def _device(self) -> tuple[float, ...]:
+        """Return the seconds of a launch, of a step, of an operation and of a byte moved."""
+        rows, seconds = [], []
+        for model, x in [(_Model(width), _input(size, width)) for size, width in SHAPES]:
+            module, x = parallelize(model.to(self.device), self.mesh), x.to(self.device)
+            seconds.append(self._time(lambda module=module, x=x: _step(module, x)))
+            rows.append(_work(module.plan))
+        fit = _fit(rows, seconds, self._alone())
+        return tuple(map(self._most, fit))  # the last bit of a fit may differ between processes
+
+    def _alone(self) -> tuple[float, ...]:
+        """Return the same, each measured by itself."""
+        small, large, square = (torch.zeros(n, device=self.device) for n in (8, 1 << 19, 1 << 16))
+        square = square.view(256, 256)
+        launch = self._time(lambda: [small + 1 for _ in range(100)]) / 100
+        empty = parallelize(nn.Linear(2, 2).to(self.device), self.mesh)
+        step = self._time(lambda x=_input(2, 2).to(self.device): _step(empty, x))
+        product = self._time(lambda: square @ square) / (2 * 256**3)
+        mixed = self._time(lambda: nn.functional.gelu(large + large)) / (5 * large.nbytes)
+        return launch, step, product, mixed
+
+    def _other_products(self, rate: float) -> dict[int, float]:
+        """Return the operations per second of other dtypes, by bytes of an element."""
+        times = {}
+        for dtype in (torch.float32, *DTYPES):
+            x = torch.randn(256, 256, device=self.device).to(dtype)
+            times[dtype] = self._time(lambda x=x: x @ x)
+        return {d.itemsize: rate * times[torch.float32] / times[d] for d in DTYPES}
+
+    def _axes(self) -> list[Axes]:
+        """Return the axes over which collectives are measured: one for each size of a group."""
+        choices = [(name,) for name in self.mesh.names] + [self.mesh.names]
+        by_size = {self.mesh.count(axes): axes for axes in choices}
+        return [axes for size, axes in by_size.items() if size > 1]
+
+    def _collectives(self, axes: Axes) -> list[tuple[tuple[str, int], Link]]:
+        """Return the link of each kind over some axes. Kinds that are sent alike are alike."""
+        text, count = "+".join(axes), self.mesh.count(axes)
+        links = {
+            kind: self._link(KINDS[kind], arguments, count)
+            for kind, arguments in (
+                ("all_reduce", ("sum", text)),
+                ("all_gather", (0, text)),
+                ("reduce_scatter", ("sum", 0, text)),
+                ("all_to_all", (0, 1, text)),
+            )
+        }
+        by_wire = {w.op: link for kind, link in links.items() for w in _wire(KINDS[kind])}
+        for name, kind in KINDS.items():
+            for wire in _wire(kind):
+                links.setdefault(name, by_wire[wire.op])
+        return [((name, count), link) for name, link in links.items()]
+
+    def _link(self, kind: Any, arguments: tuple[Any, ...], count: int) -> Link:
+        """Return the bytes per second and the latency of a kind, from two sizes."""
+        run, points = CollectiveOfAnySize(kind.name, self.groups, torch.float32), []
+        for side in SIDES:
+            side = -(-side // count) * count  # that the group divides
+            x = torch.zeros(side, side, device=self.device)
+            payload = x.nbytes * (count if kind.gathers else 1)
+            seconds = self._time(lambda x=x: run(x, *arguments))
+            points.append((kind.sent(payload, count), seconds))
+        (small, first), (large, second) = points
+        slope = max((second - first) / (large - small), 1e-15)
+        return Link(count, 1 / slope, max(first - small * slope, 0.0))
+
+    def _time(self, run: Callable[[], Any]) -> float:
+        """Return the median of the seconds of a call, on the slowest device."""
+        for _ in range(2):
+            run()
+        times, repeats = [], max(5, int(self._most(SECONDS / max(self._once(run), 1e-6))))
+        for _ in range(min(repeats, 200)):
+            times.append(self._once(run))
+        return self._most(statistics.median(times))
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        """Return the seconds of one call that all devices begin together."""
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        if self.device != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - start
+
+    def _most(self, value: float) -> float:
+        """Return the largest of a number of all devices."""
+        number = torch.tensor(value, dtype=torch.float64, device=self.groups.checked_on)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        return number.item()
+
+
+def _wire(kind: Any) -> Sequence[Any]:
+    return kind.wire if isinstance(kind, CollectiveKind) else ()
+
+
+def _work(plan: Plan) -> tuple[float, ...]:
+    """Return the launches of a program, 1, its operations, and the bytes that the others move."""
+    launches = products = moved = 0
+    for node in plan.program.graph.nodes:
+        count, size = flops(node, plan.mesh), traffic(node)
+        launches += bool(count or size)
+        products += count
+        moved += 0 if count else size
+    return launches, 1.0, products, moved
+
+
+def _fit(
+    rows: Sequence[tuple[float, ...]], seconds: Sequence[float], alone: Sequence[float]
+) -> tuple[float, ...]:
+    """Return coefficients that give the seconds of the rows, and are near those measured alone.
+
+    The sum of squared relative errors is least, of coefficients above a tenth of those.
+    """
+    scale = torch.tensor(alone, dtype=torch.float64)
+    models = torch.tensor(rows, dtype=torch.float64) * scale / torch.tensor(seconds)[:, None]
+    matrix = torch.cat([models, PRIOR * torch.eye(len(alone), dtype=torch.float64)])
+    ones = torch.cat([torch.ones(len(rows)), torch.full((len(alone),), PRIOR)]).double()
+    factors = torch.linalg.lstsq(matrix, ones[:, None]).solution.flatten().clamp(min=0.1)
+    return tuple((factors * scale).tolist())
