@@ -28,7 +28,7 @@ from .comm.simulator import Simulator, join_global, split_global
 from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, did_you_mean, user_line
 from .fx_passes import Layouts
-from .fx_passes.ir import global_shape
+from .fx_passes.ir import global_shape, runs
 from .fx_passes.partition.explain_costs import explain_costs
 from .fx_passes.printer import dtype_name, graph_text
 from .fx_passes.replication_report import ReplicatedOp, replication_report
@@ -225,7 +225,7 @@ class Plan(PlanViews, PlanFiles):
         for c in self.collectives:
             groups.setdefault((c.kind, "+".join(c.axes)), []).append(c)
         lines = [
-            f"{kind:14} over {axes:12} {len(group):4} x, "
+            f"{kind:14} over {axes:12} {sum(c.count for c in group):4} x, "
             f"{size_text(sum(c.sent_bytes for c in group))} sent by a device"
             for (kind, axes), group in sorted(groups.items())
         ] or ["no communication"]
@@ -393,7 +393,7 @@ def _collective(node: fx.Node, mesh: Mesh) -> Collective:
         mesh.count(step.axes),
         dtype_name(val.dtype),
         step.payload,
-        step.sent,
-        1,
+        step.sent * runs(node),
+        runs(node),
         node.meta.get("source"),
     )

@@ -20,6 +20,7 @@ from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 from ..fx_nodes import copy_node, drop_unused
 from .captured import TANGENT, UNKNOWN, Input
+from .loop_form import loop_form
 from .stand_in_sizes import StandInSizes
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
@@ -69,6 +70,7 @@ def normalize(
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
     _reuse_random_values(graph)
     _merge_equal_views(graph)
+    loop_form(graph)
     drop_unused(graph)
     return graph, inputs
 

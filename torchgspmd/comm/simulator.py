@@ -20,6 +20,7 @@ from ..shard_spec import ShardSpec
 from .collective import start
 from .kinds import CollectiveKind, FusedKind, collective_kinds
 from .local_ops import take_part
+from .loop_call import LoopCall
 
 
 class Simulator(fx.Interpreter):
@@ -45,6 +46,8 @@ class Simulator(fx.Interpreter):
             return _PerDevice(zip(*results))
         if isinstance(target, (CollectiveKind, FusedKind)):
             return _PerDevice(target.simulate(self.mesh, *args, **kwargs))
+        if isinstance(target, LoopCall):
+            return self.run_loop(target, args)
         random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
         state = torch.get_rng_state() if random else None
         results = []
@@ -53,6 +56,23 @@ class Simulator(fx.Interpreter):
                 torch.set_rng_state(state)  # all devices draw the same numbers
             mine = operator.itemgetter(device)
             results.append(target(*_map(args, mine), **_map(kwargs, mine)))
+        return _PerDevice(results)
+
+    def run_loop(self, call: LoopCall, args: tuple) -> list:
+        """Run a loop, each iteration on all devices."""
+        body = Simulator(fx.GraphModule(torch.nn.Module(), call.graph), self.mesh)
+        devices = range(self.mesh.size)
+        loops = [call.iterations(*_map(args, operator.itemgetter(i))) for i in devices]
+        inputs = [next(loop) for loop in loops]
+        results: list[Any] = []
+        while not results:
+            values = body.run_devices([list(column) for column in zip(*inputs)])
+            inputs = []
+            for i, loop in enumerate(loops):
+                try:
+                    inputs.append(loop.send([column[i] for column in values]))
+                except StopIteration as done:
+                    results.append(done.value)
         return _PerDevice(results)
 
     def output(self, target: Any, args: tuple, kwargs: dict) -> Any:

@@ -25,7 +25,7 @@ from ..mesh import Mesh
 from ..prefix_specs import spread
 from ..shard_spec import ShardSpec
 from ..spec_notation import UNCONSTRAINED
-from .ir import unknown_sizes
+from .ir import count_runs, unknown_sizes
 from .partition.partition import partition
 from .program import Program, Request
 from .propagate.propagate import propagate
@@ -48,6 +48,7 @@ def propagate_program(program: Program) -> fx.Graph:
     outputs.
     """
     graph, mesh, captured = program.graph, program.mesh, program.captured
+    count_runs(graph)
     placeholders, returned = program.placeholders, graph.output_node().args[0]
     marks = graph.find_nodes(op="call_function", target=_MARK)
     seeds = [

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ..custom_ops.loops import CARRY, NEXT, nests, runs_of
 from ..rules import Call, FactorRule, rule_of
 
 
@@ -24,6 +25,11 @@ class Op:
     operands: tuple[fx.Node, ...]
     results: tuple[fx.Node | None, ...]
     key: int | None  # Equal for the same operation on the same shapes, which then share one rule.
+
+    @property
+    def runs(self) -> int:
+        """How often it runs."""
+        return runs(self.node)
 
 
 def is_operation(node: fx.Node) -> bool:
@@ -72,10 +78,35 @@ def unknown_sizes(node: fx.Node) -> list[tuple[int, int]]:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the tensor arguments of a node in order, with repetitions."""
+    """Return the tensor arguments of a node in order, with repetitions.
+
+    The carry of a loop has two: its first value, and that of the next iteration.
+    """
+    if node.target is CARRY:
+        return (node.args[0], *(u.args[1] for u in node.users if u.target is NEXT))
+    if node.target is NEXT:
+        return node.args[:1]
     inputs: list[fx.Node] = []
     fx.map_arg((node.args, dict(node.kwargs)), lambda n: inputs.append(n))
     return tuple(n for n in inputs if not is_number(n))
+
+
+def has_one_use(value: fx.Node) -> bool:
+    """Return whether one node uses a value; a next carry has two uses, after the loop and in it."""
+    return len(value.users) == 1 and next(iter(value.users)).target is not NEXT
+
+
+def count_runs(graph: fx.Graph) -> None:
+    """Write meta["runs"]: how often the nodes in bodies of loops run."""
+    for node, nest in nests(graph).items():
+        node.meta.pop("runs", None)
+        if nest:
+            node.meta["runs"] = runs_of(nest)
+
+
+def runs(node: fx.Node) -> int:
+    """Return how often a node runs."""
+    return node.meta.get("runs", 1)
 
 
 def results_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
@@ -119,7 +150,13 @@ def signature(node: fx.Node) -> tuple:
         tuple(tensors),
         node.meta.get("dynamic", False),
         node.meta.get("computed"),
+        *((runs(node), *map(runs, operands_of(node))) if _is_looped(node) else ()),
     )
+
+
+def _is_looped(node: fx.Node) -> bool:
+    """Return whether a loop's body has a node, or one of its operands."""
+    return "runs" in node.meta or any("runs" in n.meta for n in node.all_input_nodes)
 
 
 class Rules:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..comm.loop_call import copy_loops, loop_calls
 from ..dump import dump_pass
 from ..errors import ShardingError, did_you_mean, user_line
 from ..plan import Plan
@@ -29,6 +30,8 @@ from ..rules import natively
 from ..without_gc import without_gc
 from ..xla_backend.lower import unpartitioned
 from .boundary import partition_program, propagate_program, start_program
+from .ir import runs
+from .localize.outline_loops import outline_loops
 from .lower.convert_boundary import convert_inputs, convert_outputs
 from .lower.elide_copies import elide_copies
 from .lower.fold_views import fold_views
@@ -85,6 +88,7 @@ class Pass:
     optional: names for `skip_passes`; a pass whose names are all skipped is left out.
     when: whether the pass is for this program.
     again: passes before it, or itself, that run next if it changed the program.
+    in_loops: whether it runs on the bodies of loops, too.
     """
 
     name: str
@@ -94,6 +98,7 @@ class Pass:
     optional: tuple[str, ...] = ()
     when: Callable[[Program], bool] = lambda p: True
     again: tuple[str, ...] = ()
+    in_loops: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ Step = Pass | Alternatives
 
 def _sent_bytes(p: Program) -> float:
     """Return the bytes that a device sends in a partitioned program."""
-    return sum(node.meta["step"].sent for node in inserted(p.graph))
+    return sum(node.meta["step"].sent * runs(node) for node in inserted(p.graph))
 
 
 def _fits_device(p: Program) -> bool:
@@ -190,37 +195,76 @@ PIPELINE: tuple[Step, ...] = (
                 PARTITIONED,
             ),
             Pass("localize", localize, PARTITIONED, LOCAL),
+            Pass("outline_loops", lambda p: outline_loops(p.graph, p.mesh), LOCAL, LOCAL),
             Pass(
                 "collective_matmul",
                 lambda p: collective_matmul(p.graph, p.mesh, p.hardware),
                 LOCAL,
                 LOCAL,
                 optional=("collective_matmul",),
+                in_loops=True,
             ),
-            Pass("bucket", lambda p: bucket(p.graph, p.hardware), LOCAL, LOCAL, ("bucket",)),
-            Pass("start_wait", _of(start_wait), LOCAL, SCHEDULED),
-            Pass("overlap", overlap, SCHEDULED, SCHEDULED, optional=("overlap", "prefetch")),
+            Pass(
+                "bucket",
+                lambda p: bucket(p.graph, p.hardware),
+                LOCAL,
+                LOCAL,
+                ("bucket",),
+                in_loops=True,
+            ),
+            Pass("start_wait", _of(start_wait), LOCAL, SCHEDULED, in_loops=True),
+            Pass(
+                "overlap",
+                overlap,
+                SCHEDULED,
+                SCHEDULED,
+                optional=("overlap", "prefetch"),
+                in_loops=True,
+            ),
         ),
     ),
     # A Plan has the program up to here; its text is the same for all ranks. Now for one of them.
-    Pass("elide_copies", _of(elide_copies), SCHEDULED, SCHEDULED),
+    Pass("elide_copies", _of(elide_copies), SCHEDULED, SCHEDULED, in_loops=True),
     Pass(
-        "lower_collectives", lambda p: lower_collectives(p.graph, p.rank.groups), SCHEDULED, LOWERED
+        "lower_collectives",
+        lambda p: lower_collectives(p.graph, p.rank.groups),
+        SCHEDULED,
+        LOWERED,
+        in_loops=True,
     ),
-    Pass("lower_einsum", lambda p: lower_einsum(p.graph, p.request.device), LOWERED, LOWERED),
-    Pass("fold_views", _of(fold_views), LOWERED, LOWERED),
+    Pass(
+        "lower_einsum",
+        lambda p: lower_einsum(p.graph, p.request.device),
+        LOWERED,
+        LOWERED,
+        in_loops=True,
+    ),
+    Pass("fold_views", _of(fold_views), LOWERED, LOWERED, in_loops=True),
     Pass("convert_inputs", convert_inputs, LOWERED, LOWERED),
     Pass("convert_outputs", convert_outputs, LOWERED, LOWERED),
     Pass("split_joint", split_joint, LOWERED, LOWERED),
     # The forward and the backward, each by itself.
     Pass("insert_rank_check", insert_rank_check, LOWERED, LOWERED, when=_is_torch),
-    Pass("nll_backward", _of(nll_backward), LOWERED, LOWERED, when=_is_torch),
-    Pass("reuse_buffers", _of(reuse_buffers), LOWERED, RUNNABLE, when=_is_torch),
-    Pass("functional_reductions", _of(functional_reductions), LOWERED, RUNNABLE, when=_is_inductor),
+    Pass("nll_backward", _of(nll_backward), LOWERED, LOWERED, when=_is_torch, in_loops=True),
+    Pass("reuse_buffers", _of(reuse_buffers), LOWERED, RUNNABLE, when=_is_torch, in_loops=True),
+    Pass(
+        "functional_reductions",
+        _of(functional_reductions),
+        LOWERED,
+        RUNNABLE,
+        when=_is_inductor,
+        in_loops=True,
+    ),
     Pass("reduce_in_bucket", _of(reduce_in_bucket), RUNNABLE, RUNNABLE, when=_is_torch),
-    Pass("gloo_all_to_all", lambda p: gloo_all_to_all(p.graph, p.rank.groups), RUNNABLE, RUNNABLE),
-    Pass("wire_dtypes", _of(wire_dtypes), RUNNABLE, RUNNABLE),
-    Pass("torch_bindings", _of(torch_bindings), RUNNABLE, RUNNABLE, when=_is_torch),
+    Pass(
+        "gloo_all_to_all",
+        lambda p: gloo_all_to_all(p.graph, p.rank.groups),
+        RUNNABLE,
+        RUNNABLE,
+        in_loops=True,
+    ),
+    Pass("wire_dtypes", _of(wire_dtypes), RUNNABLE, RUNNABLE, in_loops=True),
+    Pass("torch_bindings", _of(torch_bindings), RUNNABLE, RUNNABLE, when=_is_torch, in_loops=True),
 )
 
 _current: ContextVar[tuple[Step, ...]] = ContextVar("pipeline", default=PIPELINE)
@@ -269,7 +313,7 @@ def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
         return
     siblings = [each for each in steps if isinstance(each, Pass)]
     again = [each for name in step.again for each in siblings if each.name == name]
-    for half in _halves(program):
+    for half in (*_halves(program), *(_bodies(program) if step.in_loops else ())):
         if half.stage != step.needs:
             raise AssertionError(
                 f"{step.name} needs stage {step.needs.name}, not {half.stage.name}"
@@ -281,6 +325,8 @@ def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
         )
         half.stage = step.ensures
         if graph is not None:
+            if half.call is not None:
+                half.call.graph = graph
             half.graph, half.changed = graph, half.changed | {step.name}
             if again:
                 half.stage = again[0].needs
@@ -303,6 +349,16 @@ def _halves(program: Program) -> tuple[Program, ...]:
     return (program, program.backward) if program.backward else (program,)
 
 
+def _bodies(program: Program) -> Iterator[Program]:
+    """Yield the bodies of the loops of a program, those in loops first, at its stage."""
+    for half in _halves(program):
+        for _, call in loop_calls(half.graph):
+            body = copy.copy(half)
+            body.graph, body.call, body.backward = call.graph, call, None
+            yield from _bodies(body)
+            yield body
+
+
 # ---------------------------------------------------------------------------- what there is to run
 
 
@@ -320,8 +376,10 @@ def passes() -> tuple[Pass, ...]:
 def lower_plan(plan: Plan, rank: Rank, plain: Sequence[bool]) -> Program:
     """Return the program of one rank. plain: as in Request. The plan's own stays as it is."""
     device = rank.groups.device_type
+    graph = plan.local_graph()
+    copy_loops(graph)
     request = Request(plan.captured, plan.mesh, plain=plain, device=device)
-    program = Program(request, plan.local_graph(), plan.mesh, SCHEDULED, seconds=plan.seconds)
+    program = Program(request, graph, plan.mesh, SCHEDULED, seconds=plan.seconds)
     program.rank, program.boundary = rank, plan.boundary
     return run(program)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..capture import Captured
+from ..comm.loop_call import LoopCall
 from ..comm.process_groups import ProcessGroups
 from ..hardware import Hardware, hardware_of
 from ..mesh import Mesh
@@ -98,6 +99,7 @@ class Program:
     asked for, on it. layouts: what `propagate` returns. sharded: the partitioned graph, from
     `localize` on. rank, boundary: who runs it, and on which layouts, once it is lowered.
     backward: from `split_joint` on the program of the backward; graph is the forward's then.
+    call: the loop whose body the graph is.
     changed: names of the passes that changed it. seconds: by pass. printed: the last dump.
     """
 
@@ -114,6 +116,7 @@ class Program:
     rank: Rank = field(init=False)
     boundary: Boundary = field(init=False)
     backward: Program | None = None
+    call: LoopCall | None = None
     changed: frozenset[str] = frozenset()
     seconds: dict[str, float] = field(default_factory=dict)
     printed: str = ""

@@ -1,7 +1,7 @@
 """torch.cond, scan, map and while_loop, as the operations that they stand for.
 
-A loop becomes its iterations: the program grows with their number. Of a branch both sides are
-computed, and torch.where chooses: the predicate may depend on values. A while_loop needs a
+scan and map stay loops (loop_trace.py). Of a branch both sides are computed, and torch.where
+chooses: the predicate may depend on values. A while_loop becomes its iterations. It needs a
 condition that is known during the trace, such as one of a counter.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
 from ...rules.rewrites import rewrite
+from .loop_trace import run_loop
 
 _LOOPS = torch.ops.higher_order
 
@@ -46,18 +47,25 @@ def _scan(
     additional_inputs: Sequence[Any] = (),
     **_: Any,
 ) -> tuple[Tensor, ...]:
-    carry, rows = tuple(init), []
-    for row in zip(*(x.unbind(0) for x in xs)):
-        result = _as_tuple(combine_fn(*carry, *row, *additional_inputs))
-        carry = result[: len(init)]
-        rows.append(result[len(init) :])
-    return (*carry, *(torch.stack(column) for column in zip(*rows)))
+    def body(*inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        result = _as_tuple(combine_fn(*inputs, *additional_inputs))
+        return result[: len(init)], result[len(init) :]
+
+    carry, rows = run_loop(body, init, xs, len(xs[0]))
+    return (*carry, *rows)
 
 
 @_body("map_impl")
 def _map(function: Callable[..., Any], xs: Sequence[Tensor], others: Sequence[Any]) -> Any:
-    results = [function(*row, *others) for row in zip(*(x.unbind(0) for x in xs))]
-    return pytree.tree_map(lambda *column: torch.stack(column), *results)
+    trees = []
+
+    def body(*row: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        leaves, tree = pytree.tree_flatten(function(*row, *others))
+        trees.append(tree)
+        return (), leaves
+
+    _, rows = run_loop(body, (), xs, len(xs[0]))
+    return pytree.tree_unflatten(rows, trees[-1])
 
 
 @_body("while_loop")

@@ -22,6 +22,7 @@ from torch import fx
 from ...comm.collective import split_axes
 from ...comm.local_ops import mask_padding
 from ...compat.operators import aten
+from ...custom_ops.loops import ENTRIES, EXITS
 from ...fx_nodes import copy_node
 from ...halo import Window
 from ...mesh import Mesh, sub_axis
@@ -177,6 +178,8 @@ class _Localizer:
                     if isinstance(local, list)
                     else copy_node(self.graph, node, self.new.__getitem__)
                 )
+            elif node.target in ENTRIES | EXITS:
+                local = copy_node(self.graph, node, self.new.__getitem__)
             elif "step" in node.meta:
                 local = node.target.localize(
                     StepEmitter(self, node), self.new[node.args[0]], *node.args[1:]

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import fx
 
+from ...custom_ops.loops import CARRY
 from ...mesh import Mesh
 from ...shard_spec import ShardSpec
-from ..ir import Op, Rules, values
+from ..ir import Op, Rules, has_one_use, operands_of, values
 from .cost_constants import CostConstants
 from .neighborhood import Interner, Neighborhood, OperandLayouts, Strategy
 
@@ -51,6 +52,10 @@ class Assignment:
         self.order = {node: i for i, node in enumerate(self.ops)}
         self.producers = {v: op for op in self.ops.values() for v in op.results if v is not None}
         self.output = graph.output_node()
+        # next carry -> the entries of the loop that take it, before it in the graph
+        self.carries: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.find_nodes(op="call_function", target=CARRY):
+            self.carries.setdefault(operands_of(node)[-1], []).append(node)
         self.only_inputs = {
             node: all(value.op == "placeholder" for value in op.operands)
             for node, op in self.ops.items()
@@ -59,6 +64,7 @@ class Assignment:
             n for n in graph.nodes if n.op == "placeholder" and n not in input_specs
         ]
         self.layout_of = self._initial_layouts(input_specs)
+        self.layout_of.update((value, value.meta["spec"]) for value in self.carries)
         self.strategy_of: dict[fx.Node, Strategy] = {}
         self.omitted_marks: set[fx.Node] = set()  # Their users take the unmarked value.
         # value -> {(user, operand index): layout}
@@ -162,7 +168,7 @@ class Assignment:
         changed) also those behind linear operations.
         """
         depth = self.pending_depth if depth is None else depth
-        for user in value.users:
+        for user in (*value.users, *self.carries.get(value, ())):
             op = self.ops.get(user)
             if op is not None:
                 self._touch(user)
@@ -260,7 +266,7 @@ class Assignment:
         if axis in self.layout_of[value].pending or value.meta["val"].numel() == 1:
             return True
         op = self.ops.get(value)
-        if op is None or depth == 0 or len(value.users) > 1:
+        if op is None or depth == 0 or value.users and not has_one_use(value):
             return False
         return any(
             all(self._is_deferrable(op.operands[i], axis, depth - 1) for i in group)

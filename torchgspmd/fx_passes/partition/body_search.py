@@ -215,7 +215,7 @@ class BodySearch(RegionProposals):
             for op in body.ops
             for v in op.results
             if v is not None
-            for user in v.users
+            for user in (*v.users, *at.carries.get(v, ()))
             if user in at.ops
         }
         return tuple(at.in_order(at.ops[node] for node in nodes))

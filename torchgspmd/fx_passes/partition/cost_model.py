@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from ...mesh import Mesh
 from ...rules import FactorRule
 from ...shard_spec import ShardSpec
-from ..ir import Op
+from ..ir import Op, runs
 from ..propagate.factors import Assignment as Factors
 from ..propagate.factors import layouts_behind
 from .assignment import Assignment
@@ -54,7 +54,7 @@ def work(
     for value, spec in itertools.chain(zip(op.operands, operands), zip(op.results, results)):
         if value is not None:
             cost += local_bytes(value.meta["val"], spec, mesh) / constants.memory_per_byte
-    return cost
+    return cost * op.runs
 
 
 OperandWindows = dict[tuple[fx.Node, ShardSpec], tuple[ShardSpec, ...] | None]
@@ -127,10 +127,10 @@ class CostModel:
         if len(layouts) == 1:
             return (
                 self.move_cost(value, layouts[0], need)
-                if self.resharder.at_least(*size, layouts[0], need) < limit
+                if runs(value) * self.resharder.at_least(*size, layouts[0], need) < limit
                 else math.inf
             )
-        bounds = [self.resharder.at_least(*size, layout, need) for layout in layouts]
+        bounds = [runs(value) * self.resharder.at_least(*size, layout, need) for layout in layouts]
         for bound, layout in sorted(zip(bounds, layouts), key=lambda pair: pair[0]):
             if bound < min(least, limit):
                 least = min(least, self.move_cost(value, layout, need))
@@ -149,7 +149,7 @@ class CostModel:
 
     def move_cost(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
         """Return what takes a value from one layout to another."""
-        cost = self.resharder.cost(*self.assignment.sizes[value], have, need)
+        cost = runs(value) * self.resharder.cost(*self.assignment.sizes[value], have, need)
         return min(cost, self.window_cost(value, need)) if need.windows else cost
 
     def operand_windows(self, value: fx.Node, need: ShardSpec) -> tuple[ShardSpec, ...] | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from ...custom_ops.loops import CARRY, NEXT
 from ...fx_nodes import copy_node
 from ...shard_spec import ShardSpec
 from ..ir import is_number
@@ -73,12 +74,19 @@ class _Inserter:
         """Copy an operation or an input, with its operands resharded."""
         op, at = self.assignment.ops.get(node), self.assignment
         needs = at.strategy_of[node].operands if op else ()
+        if node.target is CARRY:
+            needs = needs[:1]  # the next carry does not exist yet
         operands = iter([self.value(v, s, node) for v, s in zip(op.operands, needs)] if op else ())
         copy = copy_node(
             self.graph,
             node,
             lambda n: (None if is_number(n) else next(operands, None)) or self.new[n],
         )
+        if node.target is NEXT:
+            _, again, carry, _ = node.args
+            spec = at.strategy_of[carry].operands[1]
+            copy.update_arg(1, self.value(again, spec, node))
+            copy.update_arg(2, self.new[carry])
         self.new[node] = copy
         copy.meta = dict(node.meta)
         if op is not None:
@@ -162,6 +170,7 @@ def _step_meta(value: fx.Node, user: fx.Node) -> dict[str, Any]:
     )
     return {
         **({"other": value.meta["other"], "dynamic": True} if "other" in value.meta else {}),
+        **({"runs": value.meta["runs"]} if "runs" in value.meta else {}),
         "val": value.meta["val"],
         "source": value.meta.get("source"),
         "backward": backward or value.meta.get("backward", False),

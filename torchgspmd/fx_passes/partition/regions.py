@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..ir import Op
+from ..ir import Op, has_one_use
 from .assignment import Assignment
 from .cost_constants import CostConstants
 
@@ -70,7 +70,7 @@ def sums(at: Assignment) -> list[Region]:
     """Return all sums of at least two summands, each of which is used once."""
     totals = []
     for value, op in at.producers.items():
-        user = at.ops.get(next(iter(value.users))) if len(value.users) == 1 else None
+        user = at.ops.get(next(iter(value.users))) if has_one_use(value) else None
         if passes(op) and (user is None or not passes(user)):
             totals.append(_collect(op, value, at))
     return [total for total in totals if total is not None]
@@ -84,7 +84,7 @@ def _collect(root: Op, value: fx.Node, at: Assignment) -> Region | None:
         passing.append(op)
         for operand in (op.operands[i] for i in summand_indices(op)):
             producer = at.producers.get(operand)
-            if producer is None or len(operand.users) > 1:
+            if producer is None or not has_one_use(operand):
                 return None
             values.add(operand)
             if passes(producer):
@@ -108,9 +108,7 @@ def chains(ops: Mapping[fx.Node, Op]) -> list[Region]:
 def sources(ops: Mapping[fx.Node, Op]) -> list[Region]:
     """Return contractions with the chain behind them, if nothing else uses their result."""
     makers = {
-        _result(op): op
-        for op in ops.values()
-        if op.rule.contraction and len(_result(op).users) == 1
+        _result(op): op for op in ops.values() if op.rule.contraction and has_one_use(_result(op))
     }
     return [
         _chain([makers[links[0].operands[0]], *links])
@@ -135,8 +133,8 @@ def _op_sequences(ops: Mapping[fx.Node, Op]) -> list[list[Op]]:
     for op in ops.values():
         if _is_link(op) and not _is_link(ops.get(op.operands[0])):
             chain = [op]
-            while len(users := _result(chain[-1]).users) == 1 and (
-                (after := ops.get(next(iter(users)))) is not None and _is_link(after)
+            while has_one_use(last := _result(chain[-1])) and (
+                (after := ops.get(next(iter(last.users)))) is not None and _is_link(after)
             ):
                 chain.append(after)
             sequences.append(chain)

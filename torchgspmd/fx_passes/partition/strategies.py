@@ -180,7 +180,7 @@ class Strategies:
                 return None
             pending = tuple(a for a in self.mesh.names if a in reduced or a in through)
             results.append(ShardSpec(axes, (), pending, kind if reduced else "sum"))
-        pending = sum(
+        pending = op.runs * sum(
             local_bytes(v.meta["val"], s, self.mesh)
             for v, s in zip(op.results, results)
             if s.pending and v is not None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
+from ...custom_ops.loops import CARRY, INDEX, NEXT, ROW, STACK, TOTAL
 from ..notation import Call, FactorRule, Split, factors
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined, rewrite
@@ -29,6 +30,29 @@ def suffix_sums(x: Tensor, dim: int) -> Tensor:
 @suffix_sums.register_fake
 def _(x: Tensor, dim: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@rule_for(CARRY, NEXT, TOTAL)
+def _alike(call: Call) -> FactorRule:
+    """Return the rule of a value that enters or leaves a loop. Sums may leave it unreduced."""
+    names = factors("d", call.results[0].dim())
+    linear = [[0]] if len(call.tensors) == 1 else []
+    return call.rule([names] * len(call.tensors), [names], linear=linear)
+
+
+@rule_for(ROW)
+def _row(call: Call) -> FactorRule:
+    names = factors("d", call.results[0].dim())
+    return call.rule([["n", *names]], [names], replicated="n", linear=[[0]])
+
+
+@rule_for(STACK)
+def _stack(call: Call) -> FactorRule:
+    names = factors("d", call.tensors[0].dim())
+    return call.rule([names], [["n", *names]], replicated="n", linear=[[0]])
+
+
+rule_for(INDEX)(lambda call: call.rule([], [[]]))
 
 
 def count_blocks(size: int, shards: int) -> int:

@@ -1,0 +1,290 @@
+"""Normal form of the loops of a captured graph.
+
+before   %p = pow(%y, 2) in loop 1, %q = mul(%g, %p) in the loop that walks its rows backwards
+after    %s = stack(%p, 1x8);  %p_1 = row(%s, 1.1x-8);  %q = mul(%g, %p_1)
+
+What a backward needs of the iterations of the forward is stacked. Rows are taken again, and views
+are repeated. A carry that is only added to becomes a total:
+
+before   %c = carry(%c0, 1x8);  %n = add(%c, %x);  %end = next(%n, %n, %c, 1x8)
+after    %t = total(%x, 1x8);  %end = add(%c0, %t)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..compat.operators import aten
+from ..compat.private_apis import OpOverload
+from ..custom_ops.loops import (
+    CARRY,
+    CONST,
+    ENTRIES,
+    EXITS,
+    INDEX,
+    NEXT,
+    ROW,
+    STACK,
+    TOTAL,
+    Nest,
+    nest_of,
+    nest_text,
+)
+from ..errors import ShardingError
+
+_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
+
+
+def loop_form(graph: fx.Graph) -> None:
+    """Rewrite the loops of a graph in place."""
+    if not any(node.target in ENTRIES for node in graph.nodes):
+        return
+    for node in graph.find_nodes(op="call_function", target=CONST):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    _number(graph)
+    for node in graph.find_nodes(op="call_function", target=NEXT):
+        _add_up(graph, node)
+    _erase_unused(graph)
+    _Residuals(graph).run()
+    _erase_unused(graph)
+
+
+def _number(graph: fx.Graph) -> None:
+    """Number the loops from 1 in the order of the program."""
+    numbers: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.target in ENTRIES | EXITS:
+            *args, text = node.args
+            nest = nest_of(text)
+            for loop in nest:
+                numbers.setdefault(loop.number, len(numbers) + 1)
+            nest = tuple(replace(loop, number=numbers[loop.number]) for loop in nest)
+            node.args = (*args, nest_text(nest))
+
+
+def _add_up(graph: fx.Graph, end: fx.Node) -> None:
+    """Replace a carry that is only added to by a total."""
+    value, _, carry, text = end.args
+    first, summand, user = carry.args[0], value, end
+    path: list[fx.Node] = []
+    while summand is not carry:
+        if summand.target is not aten.add.Tensor or summand.kwargs or set(summand.users) != {user}:
+            return
+        terms = [t for t in summand.args if _reaches(t, carry)]
+        if len(terms) != 1 or any(not _is_like(t, carry) for t in summand.args):
+            return
+        path.append(summand)
+        summand, user = terms[0], summand
+    if set(carry.users) != {end, *path[-1:]}:
+        return
+    with graph.inserting_before(end):
+        if path:
+            last = path[-1]
+            (rest,) = (t for t in last.args if t is not carry)
+            last.replace_all_uses_with(rest)
+            total = graph.call_function(TOTAL, (end.args[0], text))
+            total.meta = dict(end.meta)
+            result = total
+            if first.target not in _ZEROS:
+                result = graph.call_function(aten.add.Tensor, (first, total))
+                result.meta = dict(end.meta)
+        else:
+            result = first
+    end.replace_all_uses_with(result)
+    graph.erase_node(end)
+    carry.replace_all_uses_with(first)
+
+
+def _reaches(value: Any, carry: fx.Node) -> bool:
+    """Return whether a term of a sum is the carry, or a sum with it."""
+    while isinstance(value, fx.Node) and value is not carry:
+        if value.target is not aten.add.Tensor:
+            return False
+        value = next((t for t in value.args if t is carry), value.args[0])
+    return value is carry
+
+
+def _is_like(value: Any, carry: fx.Node) -> bool:
+    """Return whether a term has the shape and dtype of the carry."""
+    if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], Tensor):
+        return False
+    one, other = value.meta["val"], carry.meta["val"]
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _erase_unused(graph: fx.Graph) -> None:
+    """Erase what no output depends on; a carry depends on its next value."""
+    used: set[fx.Node] = set()
+    stack = [graph.output_node()]
+    while stack:
+        node = stack.pop()
+        if node not in used:
+            used.add(node)
+            stack += node.all_input_nodes
+            if node.target is CARRY:
+                stack += [user for user in node.users if user.target is NEXT]
+    for node in reversed(graph.nodes):
+        if node not in used and node.op == "call_function":
+            graph.erase_node(node)
+
+
+def regions(graph: fx.Graph) -> Iterator[tuple[fx.Node, Nest]]:
+    """Yield the nodes of a traced graph, each with the loops whose bodies it was traced in.
+
+    They begin with the first entry of a loop, and end with its last exit.
+    """
+    left: dict[Nest, int] = {}
+    for node in graph.nodes:
+        if node.target in EXITS:
+            nest = nest_of(node.args[-1])
+            left[nest] = left.get(nest, 0) + 1
+    now: Nest = ()
+    for node in graph.nodes:
+        if node.target in ENTRIES:
+            now = max(now, nest_of(node.args[-1]), key=len)
+        yield node, now
+        if node.target in EXITS:
+            nest = nest_of(node.args[-1])
+            left[nest] -= 1
+            if not left[nest] and now == nest:
+                now = nest[:-1]
+
+
+class _Residuals:
+    """Takes values of one loop to another that walks the same rows."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.nests: dict[fx.Node, Nest] = {}
+        self.first_entry: dict[Nest, fx.Node] = {}
+        self.last_exit: dict[Nest, fx.Node] = {}
+        self.brought: dict[tuple[fx.Node, Nest], fx.Node] = {}
+
+    def run(self) -> None:
+        """Stack what other loops use."""
+        for node in self.graph.nodes:
+            if node.target in ENTRIES:
+                self.first_entry.setdefault(nest_of(node.args[-1]), node)
+            elif node.target in EXITS:
+                self.last_exit[nest_of(node.args[-1])] = node
+        for node, region in list(regions(self.graph)):
+            self.nests[node] = nest = self._nest(node, region)
+            operands = nest_of(node.args[-1]) if node.target in EXITS else nest
+            if node.target in ENTRIES:
+                operands = nest[:-1]
+            for value in node.all_input_nodes:
+                inner = self.nests[value]
+                if node.target is NEXT and value is node.args[2]:
+                    continue
+                if inner == operands[: len(inner)]:
+                    continue
+                if _numbers(inner) != _numbers(operands[: len(inner)]):
+                    raise self._escape(value, node)
+                target = operands[: len(inner)]
+                node.replace_input_with(value, self._bring(value, target, node))
+
+    def _nest(self, node: fx.Node, region: Nest) -> Nest:
+        """Return the loops that a node is inside of: as far as it depends on them."""
+        if node.target in ENTRIES:
+            return nest_of(node.args[-1])
+        if node.target in EXITS:
+            return nest_of(node.args[-1])[:-1]
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and region:
+            node.meta["loop"] = nest_text(region)
+            return region
+        depth = 0
+        for value in node.all_input_nodes:
+            inner = self.nests[value]
+            if _numbers(inner) == _numbers(region[: len(inner)]):
+                depth = max(depth, len(inner))
+        return region[:depth]
+
+    def _bring(self, value: fx.Node, nest: Nest, user: fx.Node) -> fx.Node:
+        """Return a value in loops that walk the same rows as those that it is computed in."""
+        inner = self.nests[value]
+        if inner == nest[: len(inner)]:
+            return value
+        if (value, nest) in self.brought:
+            return self.brought[value, nest]
+        if value.target is ROW:
+            outer = self.nests[value.args[0]]
+            xs = self._bring(value.args[0], nest[: len(outer)], self.first_entry[nest])
+            result = self._add(self.first_entry[nest], ROW, (xs, nest_text(nest)), value)
+        elif value.target is INDEX:
+            result = self._add(self.first_entry[nest], INDEX, (nest_text(nest),), value)
+        elif isinstance(value.target, OpOverload) and value.target.is_view:
+            with self.graph.inserting_before(user):
+                result = self.graph.node_copy(
+                    value, lambda n: self._bring(n, nest[: len(self.nests[n])], user)
+                )
+            result.meta["backward"] = user.meta["backward"]
+        else:
+            result = self._save(value, inner, nest)
+        self.nests[result] = self.nests.get(result, nest)
+        self.brought[value, nest] = result
+        return result
+
+    def _save(self, value: fx.Node, inner: Nest, nest: Nest) -> fx.Node:
+        """Return a value of one loop in another: it is stacked, and its row is taken."""
+        shared = next(i for i, (a, b) in enumerate(zip(inner, nest)) if a != b)
+        for depth in range(len(inner), shared, -1):
+            loops = inner[:depth]
+            value = self._add(
+                self.last_exit[loops],
+                STACK,
+                (value, nest_text(loops)),
+                value,
+                lambda t, n=inner[depth - 1].length: t.new_empty([n, *t.shape]),
+            )
+            self.nests[value] = loops[:-1]
+        for depth in range(shared + 1, len(nest) + 1):
+            loops = nest[:depth]
+            value = self._add(
+                self.first_entry[loops],
+                ROW,
+                (value, nest_text(loops)),
+                value,
+                lambda t: t.new_empty(t.shape[1:]),
+            )
+            self.nests[value] = loops
+        return value
+
+    def _add(
+        self,
+        before: fx.Node,
+        target: Any,
+        args: tuple,
+        like: fx.Node,
+        val: Callable[[Tensor], Tensor] = lambda t: t,
+    ) -> fx.Node:
+        """Add a mark of a loop before another, for a value like the one of a node."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, args)
+        old = like.meta["val"]
+        with getattr(old, "fake_mode", torch.no_grad()):
+            new = val(old)
+        node.meta = {
+            "val": new,
+            "source": like.meta["source"],
+            "backward": before.meta["backward"],
+            "captured": node.name,
+        }
+        return node
+
+    def _escape(self, value: fx.Node, user: fx.Node) -> ShardingError:
+        return ShardingError(
+            f"a value of one iteration of a loop ({value.name}) is used outside of it",
+            where=value.meta.get("source") or user.meta.get("source"),
+            why="a loop is captured once, for all iterations",
+            fix="return it from the body: as a carry, or as a row of the result",
+        )
+
+
+def _numbers(nest: Nest) -> tuple[int, ...]:
+    return tuple(loop.number for loop in nest)

@@ -1,0 +1,226 @@
+"""The trace of a loop: its body runs once, between entries and exits (custom_ops/loops.py).
+
+    carry, rows = scan(body, h0, xs)    ->    h, x = entries(h0, xs);  exits(*body(h, x))
+
+Autograd differentiates the one iteration. The gradient of an exit is an entry of the loop that
+runs backwards, that of an entry is an exit of it: next and carry, stack and row, total and const.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...compat.private_apis import _pytree as pytree
+from ...custom_ops.loops import (
+    Loop,
+    Nest,
+    loop_carry,
+    loop_const,
+    loop_next,
+    loop_row,
+    loop_stack,
+    loop_total,
+    nest_text,
+)
+
+_numbers = count()  # normalize numbers the loops of a program anew
+_around: ContextVar[tuple[TracedLoop, ...]] = ContextVar("loops", default=())
+_records: ContextVar[tuple[_Record, ...]] = ContextVar("records", default=())
+
+
+class TracedLoop:
+    """A loop during its trace. backward: the loop that runs backwards, while that is traced."""
+
+    def __init__(self, loop: Loop, around: tuple[TracedLoop, ...]) -> None:
+        self.loop, self.around, self.visits = loop, around, 0
+        self.backward: Loop | None = None
+        self.carries: list[Tensor] = []  # entries of the forward
+        self.gradients: list[Tensor | None] = []  # entries of the backward
+
+    def text(self, loop: Loop) -> str:
+        """Return a loop with those around it, which may run backwards themselves by now."""
+        nest: Nest = tuple(each.backward or each.loop for each in self.around)
+        return nest_text((*nest, loop))
+
+    def start_backward(self) -> str:
+        """Return the text of the loop that runs backwards, which begins here."""
+        self.visits += 1
+        number, length, reverse = self.loop.number, self.loop.length, not self.loop.reverse
+        self.backward = Loop(number, self.visits, length, reverse)
+        return self.text(self.backward)
+
+
+def current_loops() -> str:
+    """Return the text of the loops in whose bodies the trace is, or an empty one."""
+    loops = _around.get()
+    return loops[-1].text(loops[-1].loop) if loops else ""
+
+
+def run_loop(
+    body: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]],
+    carry: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    length: int,
+    reverse: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Trace a loop; return the last carry, and the stacked results.
+
+    body: (*carry, *rows of an iteration) -> next carry, results of the iteration.
+    """
+    consts = _outer_tensors(body, carry, rows) if torch.is_grad_enabled() else []
+    traced = TracedLoop(Loop(next(_numbers), 0, length, reverse), _around.get())
+    entries = _Entries.apply(traced, len(carry), len(rows), *carry, *rows, *consts)
+    at, inner = len(carry), len(carry) + len(rows)
+    _note(entries)
+    with _inside(traced), _Replace(dict(zip(map(id, consts), entries[inner:]))):
+        carried, results = body(*entries[:at], *entries[at:inner])
+    traced.carries = list(entries[:at])
+    exits = _Exits.apply(traced, len(carry), *carried, *results)
+    _note(exits)
+    return list(exits[:at]), list(exits[at:])
+
+
+def _note(results: Sequence[Tensor]) -> None:
+    """Tell the bodies around that they compute these: no mode sees the call of a Function."""
+    for record in _records.get():
+        record.add(results)
+
+
+@contextmanager
+def _inside(traced: TracedLoop) -> Any:
+    token = _around.set((*_around.get(), traced))
+    try:
+        yield
+    finally:
+        _around.reset(token)
+
+
+def _outer_tensors(
+    body: Callable[..., Any], carry: Sequence[Tensor], rows: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the tensors of outside that a body uses and that need a gradient."""
+    own = [*(x.detach() for x in carry), *(x[0].detach() for x in rows)]
+    record = _Record(own)
+    token = _records.set((*_records.get(), record))
+    try:
+        with record:
+            body(*own)
+    finally:
+        _records.reset(token)
+    return list(record.outer.values())
+
+
+class _Record(TorchFunctionMode):
+    """Notes the operands that need a gradient and that nothing has computed since its start."""
+
+    def __init__(self, own: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.outer: dict[int, Tensor] = {}
+        self.inner = {id(x): x for x in own}
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        for x in pytree.tree_leaves((args, kwargs or {})):
+            if isinstance(x, Tensor) and x.requires_grad and id(x) not in self.inner:
+                self.outer.setdefault(id(x), x)
+        result = func(*args, **(kwargs or {}))
+        self.add(pytree.tree_leaves(result))
+        return result
+
+    def add(self, results: Sequence[Any]) -> None:
+        """Note results of the body."""
+        self.inner.update((id(x), x) for x in results if id(x) not in self.outer)
+
+
+class _Replace(TorchFunctionMode):
+    """Puts the entries of tensors of outside into their place."""
+
+    def __init__(self, entries: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.entries = entries
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda t: self.entries.get(id(t), t), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+class _Entries(torch.autograd.Function):
+    """(carries, stacked rows, values of outside) -> their values in an iteration."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, traced: TracedLoop, carries: int, rows: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.traced, ctx.carries, ctx.rows = traced, carries, rows
+        ctx.set_materialize_grads(False)
+        text = traced.text(traced.loop)
+        kinds = [loop_carry] * carries + [loop_row] * rows
+        kinds += [loop_const] * (len(tensors) - len(kinds))
+        results = tuple(kind(x, text) for kind, x in zip(kinds, tensors))
+        ctx.mark_non_differentiable(
+            *(
+                result
+                for i, (x, result) in enumerate(zip(tensors, results))
+                if not (x.is_floating_point() or x.is_complex())
+                or i >= carries
+                and not x.requires_grad
+            )
+        )
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        traced: TracedLoop = ctx.traced
+        text, at, inner = traced.text(traced.backward), ctx.carries, ctx.carries + ctx.rows
+        results: list[Tensor | None] = []
+        for grad, entry, carry in zip(grads, traced.gradients, traced.carries):
+            if entry is not None:
+                grad = torch.zeros_like(carry) if grad is None else grad
+                results.append(loop_next(grad, grad, entry, text))
+            else:
+                results.append(None)
+        for i, grad in enumerate(grads[at:], at):
+            kind = loop_stack if i < inner else loop_total
+            results.append(None if grad is None else kind(grad, text))
+        traced.backward = None
+        return None, None, None, *results
+
+
+class _Exits(torch.autograd.Function):
+    """(next carries, results) of an iteration -> the last carries, the stacked results."""
+
+    @staticmethod
+    def forward(ctx: Any, traced: TracedLoop, carries: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.traced, ctx.carries = traced, carries
+        text = traced.text(traced.loop)
+        return (
+            *(loop_next(x, x, carry, text) for x, carry in zip(tensors, traced.carries)),
+            *(loop_stack(x, text) for x in tensors[carries:]),
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        traced, needed = ctx.traced, ctx.needs_input_grad[2:]
+        text = traced.start_backward()
+        traced.gradients = [
+            loop_carry(grad, text) if carry.requires_grad else None
+            for carry, grad in zip(traced.carries, grads)
+        ]
+        rows = [
+            loop_row(grad, text) if need else None
+            for grad, need in zip(grads[ctx.carries :], needed[ctx.carries :])
+        ]
+        return None, None, *traced.gradients, *rows

@@ -1,0 +1,100 @@
+"""LoopCall: a loop in the program of one device, the target of a node.
+
+%loop = loop_1x8([%h0], [%ws], [%x])        carries, stacked rows, values of outside
+%end  = %loop[0]                            last carries, then stacked results, then totals
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..custom_ops.loops import Loop
+
+
+@dataclass(eq=False)
+class LoopCall:
+    """A loop over the rows of tensors, with the program of its body.
+
+    graph: from the coordinates, as long as a program has them, the number of the row (has_index),
+    the carries, a row of each stacked tensor, and values of outside, to the carries of the next
+    iteration, the carries as they leave the loop, the results to be stacked, those to be added up.
+    """
+
+    loop: Loop
+    graph: fx.Graph
+    carries: int
+    stacks: int
+    has_index: bool = False
+
+    @property
+    def __name__(self) -> str:
+        return f"loop_{self.loop}"
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The rows, in the order of the iterations."""
+        rows = range(self.loop.length)
+        return rows[::-1] if self.loop.reverse else rows
+
+    def copy(self) -> LoopCall:
+        """Return a copy with a graph of its own, down to the loops in it."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph, {}))
+        copy_loops(graph)
+        return replace(self, graph=graph)
+
+    @cached_property
+    def body(self) -> Callable[..., Any]:
+        """The compiled body."""
+        return fx.GraphModule(torch.nn.Module(), self.graph).forward
+
+    def __call__(
+        self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[Any]
+    ) -> tuple[Tensor, ...]:
+        """Run the loop."""
+        iterations = self.iterations(carries, rows, others)
+        inputs = next(iterations)
+        try:
+            while True:
+                inputs = iterations.send(self.body(*inputs))
+        except StopIteration as done:
+            return done.value
+
+    def iterations(
+        self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[Any]
+    ) -> Generator[list[Any], Sequence[Tensor], tuple[Tensor, ...]]:
+        """Yield the inputs of the body, for each iteration; take its results. Return the loop's."""
+        at, inner = self.carries, 2 * self.carries + self.stacks
+        results: list[Tensor] = []
+        for i in self.order:
+            index = [torch.tensor(i)] if self.has_index else []
+            values = yield [*index, *carries, *(x[i] for x in rows), *others]
+            carries, stacked, summed = values[:at], values[2 * at : inner], values[inner:]
+            if not results:
+                results = [x.new_empty([self.loop.length, *x.shape]) for x in stacked]
+                results += [x.clone() for x in summed]
+            else:
+                for total, x in zip(results[self.stacks :], summed):
+                    total.add_(x)
+            for stack, x in zip(results, stacked):
+                stack[i] = x
+        return (*values[at : 2 * at], *results)
+
+
+def loop_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, LoopCall]]:
+    """Yield the loops of a program of one device, without those in them."""
+    for node in graph.nodes:
+        if isinstance(node.target, LoopCall):
+            yield node, node.target
+
+
+def copy_loops(graph: fx.Graph) -> None:
+    """Give a copy of a graph loops of its own."""
+    for node, call in loop_calls(graph):
+        node.target = call.copy()

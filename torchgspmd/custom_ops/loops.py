@@ -1,0 +1,160 @@
+"""Loops in a flat graph: operations that mark where values enter a loop's body and leave it.
+
+    %h   = carry(%h0, 1x8)             f32[4, 16]      h0 in the first iteration, then %again
+    %w   = row(%ws, 1x8)               f32[16, 16]     of f32[8, 16, 16]: one row an iteration
+    %i   = index(1x8)                  i64[]           the number of the row
+    %y   = tanh(einsum(%h, %w))                        the body, once
+    %end = next(%y, %y, %h, 1x8)       f32[4, 16]      of the last iteration
+    %ys  = stack(%y, 1x8)              f32[8, 4, 16]   of all iterations
+    %g   = total(%y, 1x8)              f32[4, 16]      their sum
+
+`next(x, again, carry)`: x leaves the loop, `again` is the next iteration's carry; both are one value
+at global shapes, in two layouts. What depends on an entry and not on an exit is in the body. All
+else is outside, wherever it stands: it is computed once. So every pass sees one iteration, and one
+program. A loop becomes a call of its body when the program of one device exists.
+
+The text of a loop has those around it, outermost first: `1x4/2x-8` is a loop of eight iterations,
+last row first, in a loop of four. `2.1` walks the rows of loop 2 again, as its backward does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop. visit: tells apart loops that walk the same rows. reverse: the last row is first."""
+
+    number: int
+    visit: int
+    length: int
+    reverse: bool
+
+    def __str__(self) -> str:
+        visit = f".{self.visit}" if self.visit else ""
+        return f"{self.number}{visit}x{'-' if self.reverse else ''}{self.length}"
+
+    @classmethod
+    def parse(cls, text: str) -> Loop:
+        """Return the loop of a text."""
+        name, _, length = text.partition("x")
+        number, _, visit = name.partition(".")
+        return cls(int(number), int(visit or 0), abs(int(length)), length.startswith("-"))
+
+
+Nest = tuple[Loop, ...]  # loops in one another, outermost first
+
+
+@cache
+def nest_of(text: str) -> Nest:
+    """Return the loops of a text."""
+    return tuple(map(Loop.parse, text.split("/")))
+
+
+def nest_text(nest: Nest) -> str:
+    """Return loops as text."""
+    return "/".join(map(str, nest))
+
+
+def _length(loop: str) -> int:
+    return nest_of(loop)[-1].length
+
+
+@torch.library.custom_op("torchgspmd::loop_const", mutates_args=())
+def loop_const(x: Tensor, loop: str) -> Tensor:
+    """Return x: a value from outside, whose gradient is a total. It is no part of a graph."""
+    return x.clone()
+
+
+@torch.library.custom_op("torchgspmd::loop_carry", mutates_args=())
+def loop_carry(x: Tensor, loop: str) -> Tensor:
+    """Return the carry of an iteration; x is that of the first."""
+    return x.clone()
+
+
+@torch.library.custom_op("torchgspmd::loop_row", mutates_args=())
+def loop_row(xs: Tensor, loop: str) -> Tensor:
+    """Return the row of an iteration."""
+    return xs[0].clone()
+
+
+@torch.library.custom_op("torchgspmd::loop_index", mutates_args=())
+def loop_index(loop: str) -> Tensor:
+    """Return the number of an iteration's row."""
+    return torch.zeros((), dtype=torch.int64)
+
+
+@torch.library.custom_op("torchgspmd::loop_next", mutates_args=())
+def loop_next(x: Tensor, again: Tensor, carry: Tensor, loop: str) -> Tensor:
+    """Return x of the last iteration. again: the carry of the next one. carry: the entry."""
+    return x.clone()
+
+
+@torch.library.custom_op("torchgspmd::loop_stack", mutates_args=())
+def loop_stack(x: Tensor, loop: str) -> Tensor:
+    """Return x of all iterations, at the places of their rows."""
+    return x.unsqueeze(0).repeat(_length(loop), *[1] * x.dim())
+
+
+@torch.library.custom_op("torchgspmd::loop_total", mutates_args=())
+def loop_total(x: Tensor, loop: str) -> Tensor:
+    """Return the sum of x over all iterations."""
+    return x * _length(loop)
+
+
+def _alike(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+for _op in (loop_const, loop_carry, loop_next, loop_total):
+    _op.register_fake(_alike)
+
+
+@loop_row.register_fake
+def _(xs: Tensor, loop: str) -> Tensor:
+    return xs.new_empty(xs.shape[1:])
+
+
+@loop_index.register_fake
+def _(loop: str) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+@loop_stack.register_fake
+def _(x: Tensor, loop: str) -> Tensor:
+    return x.new_empty([_length(loop), *x.shape])
+
+
+CONST, CARRY, ROW, INDEX, NEXT, STACK, TOTAL = (
+    op._opoverload
+    for op in (loop_const, loop_carry, loop_row, loop_index, loop_next, loop_stack, loop_total)
+)
+ENTRIES = frozenset({CARRY, ROW, INDEX})
+EXITS = frozenset({NEXT, STACK, TOTAL})
+torch.fx.node.has_side_effect(NEXT)  # a carry is used by the next iteration
+
+
+def nests(graph: torch.fx.Graph) -> dict[torch.fx.Node, Nest]:
+    """Return the loops in whose bodies the nodes of a graph are."""
+    result: dict[torch.fx.Node, Nest] = {}
+    for node in graph.nodes:
+        if node.target in ENTRIES:
+            result[node] = nest_of(node.args[-1])
+        elif node.target in EXITS:
+            result[node] = nest_of(node.args[-1])[:-1]
+        else:
+            result[node] = max((result[x] for x in node.all_input_nodes), key=len, default=())
+    return result
+
+
+def runs_of(nest: Nest) -> int:
+    """Return how often the body of the innermost loop runs."""
+    return math.prod(loop.length for loop in nest)

@@ -1,0 +1,143 @@
+"""Loops in the program of one device: from marks in a flat graph to calls of a body.
+
+before   %h = carry(%h0, 1x8); %w = row(%ws, 1x8); %y = mm(%h, %w); %end = next(%y, %y, %h, 1x8)
+after    %loop = loop_1x8([%h0], [%ws], []); %end = %loop[0]
+needs    the program of one device
+ensures  no marks; what no iteration changes stands before the loop
+
+The call stands in the place of the last exit. A body begins with the coordinates, as every program
+of one device does, and has the arithmetic on them itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from ...comm.loop_call import LoopCall
+from ...custom_ops.loops import (
+    ENTRIES,
+    EXITS,
+    INDEX,
+    NEXT,
+    ROW,
+    STACK,
+    TOTAL,
+    Nest,
+    nest_of,
+    nests,
+)
+from ...mesh import Mesh
+
+
+def outline_loops(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:
+    """Return the graph with calls of loops; None if there are none."""
+    if not any(node.target in EXITS for node in graph.nodes):
+        return None
+    outer = _Block(graph, nests(graph), (), mesh)
+    for node in graph.nodes:
+        outer.add(node)
+    return outer.graph
+
+
+class _Block:
+    """The new graph of the whole program, or of a loop's body. new: by node of the old graph."""
+
+    def __init__(self, source: fx.Graph, nests: dict[fx.Node, Nest], nest: Nest, mesh: Mesh):
+        self.source, self.nests, self.nest, self.mesh = source, nests, nest, mesh
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.exits_left: dict[Nest, list[fx.Node]] = {}
+        for node in source.nodes:
+            if node.target in EXITS:
+                self.exits_left.setdefault(nest_of(node.args[-1]), []).append(node)
+
+    def add(self, node: fx.Node) -> None:
+        """Add a node of the old graph if it is in this block; the last exit of a loop adds it."""
+        if self.nests[node] != self.nest or node.target in ENTRIES and self.owns_entry(node):
+            return
+        if node.target in EXITS:
+            nest = nest_of(node.args[-1])
+            if node is self.exits_left[nest][-1]:
+                self.add_loop(nest)
+            return
+        self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
+
+    def owns_entry(self, node: fx.Node) -> bool:
+        """Return whether an entry is one of this body, which has a placeholder for it."""
+        return nest_of(node.args[-1]) == self.nest
+
+    def add_loop(self, nest: Nest) -> None:
+        """Add the call of a loop, and getitems for its exits."""
+        body = _Block(self.source, self.nests, nest, self.mesh)
+        exits = self.exits_left[nest]
+        entries = [
+            n for n in self.source.nodes if n.target in ENTRIES and nest_of(n.args[-1]) == nest
+        ]
+        ends = [n for n in exits if n.target is NEXT]
+        carries = [end.args[2] for end in ends]
+        rows = [n for n in entries if n.target is ROW]
+        index = [n for n in entries if n.target is INDEX]
+        inside = [n for n in self.source.nodes if self.nests[n][: len(nest)] == nest]
+        outside = dict.fromkeys(
+            x
+            for n in (*inside, *exits)
+            if n not in entries
+            for x in n.all_input_nodes
+            if self.nests[x][: len(nest)] != nest
+        )
+        coordinates = [*self.source.find_nodes(op="placeholder")][: len(self.mesh.names)]
+        for node in (*coordinates, *index[:1], *carries, *rows):
+            body.new[node] = body.graph.placeholder(node.name)
+            body.new[node].meta = dict(node.meta)
+        for node in index[1:]:
+            body.new[node] = body.new[index[0]]
+        others = []
+        numbers = set(coordinates)
+        for node in outside:
+            if node in numbers:
+                continue
+            if (
+                node.op == "call_function"
+                and set(node.all_input_nodes) <= numbers
+                and (node.all_input_nodes)
+            ):
+                body.new[node] = body.graph.node_copy(node, body.new.__getitem__)
+                numbers.add(node)
+                continue
+            others.append(node)
+            body.new[node] = body.graph.placeholder(node.name)
+            body.new[node].meta = dict(node.meta)
+        for node in inside:
+            body.add(node)
+        stacks = [n for n in exits if n.target is STACK]
+        totals = [n for n in exits if n.target is TOTAL]
+        body.graph.output(
+            tuple(
+                body.new[n]
+                for n in (
+                    *(end.args[1] for end in ends),
+                    *(n.args[0] for n in (*ends, *stacks, *totals)),
+                )
+            )
+        )
+        call = LoopCall(nest[-1], body.graph, len(ends), len(stacks), bool(index))
+        node = self.graph.call_function(
+            call,
+            (
+                [self.new[n.args[0]] for n in carries],
+                [self.new[n.args[0]] for n in rows],
+                [self.new[n] for n in others],
+            ),
+        )
+        node.meta = _meta(exits[0])
+        for i, end in enumerate((*ends, *stacks, *totals)):
+            self.new[end] = self.graph.call_function(operator.getitem, (node, i))
+            self.new[end].meta = dict(end.meta)
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    """Return the metadata of a call, which has several results."""
+    return {"source": node.meta["source"], "backward": node.meta["backward"], "dtype": None}
