@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from .annotate import mark_sharding, raw_mark
+from .annotate import mark_sharding, recorded_mark as raw_mark
 from .capture import is_capturing
+from .capture.rewrites.loop_trace import run_loop
 from .compat.private_apis import _pytree as pytree
 from .device_mesh import mesh_of
 from .errors import ShardingError, did_you_mean, user_line
@@ -191,25 +192,37 @@ class Pipeline(nn.Module):
     ) -> list[Tensor]:
         """Return the leaves of the last block's results, [microbatches, rows, ...]."""
         m, p, rounds = self.microbatches, self.stages, self.repeats
+        ticks, waiting = m * rounds + p - 1, max(m - p, 0) if rounds > 1 else 0
+        stage = torch.arange(p)
         # Stages without work compute on the first microbatch: values as real ones, and no gradient.
-        states = [[self._along(part[:1].expand(p, *part.shape[1:])) for part in parts]]
-        passed: list[list[Tensor]] = []  # at each tick, what a stage gets from the one before
-        for tick in range(m * rounds + p - 1):
-            passed.append([torch.roll(leaf, 1, 0) for leaf in states[-1]])
-            if tick < m * rounds:
-                entering = (
-                    passed[tick - m + p] if tick >= m else [x[tick : tick + 1] for x in parts]
-                )
-                pairs = zip(entering, passed[-1])
-                moved = [self._along(_first_of(new, old)) for new, old in pairs]
+        entering = [x.index_select(0, torch.arange(ticks).clamp(max=m) % m) for x in parts]
+        state = [self._along(x[:1].expand(p, *x.shape[1:])) for x in parts]
+        # what has left the last stage and waits for its next round, the oldest first
+        queue = [x[:1].expand(waiting, p, *x.shape[1:]) for x in parts] if waiting else []
+
+        def tick(*inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            count = len(parts)
+            state, queue = inputs[:count], list(inputs[count : len(carry)])
+            number, *new = inputs[len(carry) :]
+            passed = [torch.roll(x, 1, 0) for x in state]
+            if rounds > 1:
+                again = [q[0] for q in queue] if queue else passed
+                queue = [torch.cat([q[1:], x[None]]) for q, x in zip(queue, passed)]
+                is_new = number < m
+                new = [torch.where(is_new, x, old) for x, old in zip(new, again)]
             else:
-                moved = [*map(self._along, passed[-1])]
-            round_of = [min(max(tick - stage, 0) // m, rounds - 1) for stage in range(p)]
+                new = [x[None] for x in new]
+            moved = [self._along(_first_of(x, old)) for x, old in zip(new, passed)]
+            round_of = ((number - stage).clamp(min=0) // m).clamp(max=rounds - 1)
             present = {name: _rows(w, round_of) for name, w in weights.items()}
-            real = torch.tensor([self._is_real(stage, r) for stage, r in enumerate(round_of)])
-            results = self._stage_of_all(present, real, moved, tree, shared)
-            states.append([*map(self._along, results)])
-        return [torch.stack(leaves)[:, p - 1] for leaves in zip(*states[-m:])]
+            block = (round_of * p + stage)[:, None] * self.layers + torch.arange(self.layers)
+            results = self._stage_of_all(present, block < self.count, moved, tree, shared)
+            results = [*map(self._along, results)]
+            return [*results, *queue], results
+
+        carry = [*state, *queue]
+        _, states = run_loop(tick, carry, [torch.arange(ticks), *entering], ticks)
+        return [leaves[-m:, p - 1] for leaves in states]
 
     def _stage_of_all(
         self,
@@ -244,11 +257,6 @@ class Pipeline(nn.Module):
     def _run(self, weights: dict[str, Tensor], x: Any, shared: tuple) -> Any:
         return torch.func.functional_call(self.block, weights, (x, *shared))
 
-    def _is_real(self, stage: int, round_: int) -> list[bool]:
-        """Return for each position of a stage whether there is a block."""
-        first = (round_ * self.stages + stage) * self.layers
-        return [first + layer < self.count for layer in range(self.layers)]
-
     def _along(self, leaf: Tensor) -> Tensor:
         """Mark a value [stages, ...]."""
         return mark_sharding(leaf, self.mesh, (self.axis, *[UNCONSTRAINED] * (leaf.dim() - 1)))
@@ -270,11 +278,11 @@ def _first_of(new: Tensor, old: Tensor) -> Tensor:
     return torch.where(is_first, new, old)
 
 
-def _rows(weight: Tensor, round_of: list[int]) -> Tensor:
+def _rows(weight: Tensor, round_of: Tensor) -> Tensor:
     """Return the weights [stages, layers, ...] of the round that each stage is in."""
-    if len(set(round_of)) == 1:
-        return weight[:, round_of[0]]
-    return weight[torch.arange(len(round_of)), torch.tensor(round_of)]
+    if weight.shape[1] == 1:
+        return weight[:, 0]
+    return weight[torch.arange(len(round_of)), round_of]
 
 
 def _common_names(blocks: Sequence[nn.Module]) -> list[str]:

@@ -8,9 +8,9 @@
     %ys  = stack(%y, 1x8)              f32[8, 4, 16]   of all iterations
     %g   = total(%y, 1x8)              f32[4, 16]      their sum
 
-`next(x, again, carry)`: x leaves the loop, `again` is the next iteration's carry; both are one value
-at global shapes, in two layouts. What depends on an entry and not on an exit is in the body. All
-else is outside, wherever it stands: it is computed once. So every pass sees one iteration, and one
+`next(x, again, carry)`: x leaves the loop, `again` is the carry of the next iteration; both are one
+value at global shapes, in two layouts. What depends on an entry and not on an exit is in the body.
+All else is outside, wherever it stands: it is computed once. So every pass sees one iteration, one
 program. A loop becomes a call of its body when the program of one device exists.
 
 The text of a loop has those around it, outermost first: `1x4/2x-8` is a loop of eight iterations,
