@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from .annotate import mark_sharding, recorded_mark as raw_mark
+from .annotate import mark_sharding, raw_mark
 from .capture import is_capturing
 from .capture.rewrites.loop_trace import run_loop
 from .compat.private_apis import _pytree as pytree
@@ -79,7 +79,7 @@ def pipeline(
         >>> model = pipeline(blocks, Mesh(stage=4), microbatches=8)
         >>> x = torch.ones(16, 8)
         >>> [(c.kind, c.count) for c in plan(model, x, mesh=Mesh(stage=4)).collectives][0]
-        ('permute', 1)
+        ('permute', 11)
     """
     mesh = mesh_of(mesh)
     if axis not in mesh.names:
