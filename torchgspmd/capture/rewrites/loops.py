@@ -56,7 +56,9 @@ def _scan(
 
 
 @_body("map_impl")
-def _map(function: Callable[..., Any], xs: Sequence[Tensor], others: Sequence[Any]) -> Any:
+def _map(
+    function: Callable[..., Any], xs: Sequence[Tensor], others: Sequence[Any], **_: Any
+) -> Any:
     trees = []
 
     def body(*row: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -77,16 +77,18 @@ class _Inserter:
         if node.target is CARRY:
             needs = needs[:1]  # the next carry does not exist yet
         operands = iter([self.value(v, s, node) for v, s in zip(op.operands, needs)] if op else ())
+        after = None
+        if node.target is NEXT:
+            _, again, carry, _ = node.args
+            after = self.value(again, at.strategy_of[carry].operands[1], node), self.new[carry]
         copy = copy_node(
             self.graph,
             node,
             lambda n: (None if is_number(n) else next(operands, None)) or self.new[n],
         )
-        if node.target is NEXT:
-            _, again, carry, _ = node.args
-            spec = at.strategy_of[carry].operands[1]
-            copy.update_arg(1, self.value(again, spec, node))
-            copy.update_arg(2, self.new[carry])
+        if after is not None:
+            copy.update_arg(1, after[0])
+            copy.update_arg(2, after[1])
         self.new[node] = copy
         copy.meta = dict(node.meta)
         if op is not None:
