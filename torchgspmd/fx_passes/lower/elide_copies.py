@@ -45,6 +45,8 @@ def _reads_input(node: fx.Node) -> bool:
     """
     source = node.args[0]
     while source.op == "call_function" and source.target is not wait and _is_view(source):
+        if not isinstance(source.args[0], fx.Node):  # a loop, whose results may be inputs
+            return True
         source = source.args[0]
     return source.op != "call_function"
 
