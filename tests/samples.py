@@ -201,6 +201,21 @@ sample(ours.einsum.default, "bsk,nk->bsn", real(2, 5, 7), real(4, 7))
 sample(ours.einsum.default, "abst,tbax->axbs", real(2, 3, 5, 7), real(7, 3, 2, 4))
 sample(ours.einsum.default, "k,k->", real(7), real(7))
 sample(ours.einsum.default, "a,b->ab", real(4), real(5))
+
+
+def ends(*numbers: int) -> Callable[[], Tensor]:
+    return lambda: torch.tensor(numbers, dtype=torch.int32)
+
+
+sample(ours.grouped_mm.default, real(7, 4), real(5, 4, 3), ends(2, 2, 5, 6, 7))
+sample(ours.grouped_mm.default, real(8, 4), real(3, 4, 6), ends(0, 8, 8))
+sample(ours.grouped_mm.default, real(7, 4), real(3, 4, 6), ends(1, 3, 6))
+sample(ours.grouped_outer.default, real(7, 4), real(7, 3), ends(2, 2, 5, 6, 7))
+sample(ours.grouped_outer.default, real(7, 4), real(7, 3), ends(0, 6))
+sample(ours.take_blocks.default, real(7, 4), ends(2, 2, 5, 6, 7), 2)
+sample(ours.put_blocks.default, real(3, 7, 4), ends(2, 2, 5, 6, 7), 3)
+sample(ours.block_mm.default, real(2, 7, 4), real(2, 3, 4, 5), ends(2, 2, 5, 6, 7), 2)
+sample(ours.block_outer.default, real(4, 7, 4), real(4, 7, 3), ends(2, 4, 7), 4)
 sample(ours.attention.default, real(2, 4, 5, 8), real(2, 4, 5, 8), real(2, 4, 5, 8), True, 0.3)
 sample(ours.attention.default, real(3, 2, 5, 8), real(3, 2, 7, 8), real(3, 2, 7, 8), False, 0.3)
 

@@ -55,6 +55,7 @@ from .program_passes import (
     reduce_dtype,
     split_axes,
     split_fused,
+    split_groups,
     split_joint,
     split_products,
 )
@@ -103,14 +104,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Alternatives:
-    """Passes that may run with one of them and without it.
+    """Passes that may run without one of them.
 
-    choice: the name of that pass. order: whether it runs, for one way after the other. enough:
-    whether to try no further way. cost: the cheapest way is taken, else the last one.
+    order: the name of the pass that is left out, or None, for one way after the other. A pass that
+    changed nothing in the first way is not left out. enough: whether to try no further way. cost:
+    the cheapest way is taken, else the last one.
     """
 
-    choice: str
-    order: Callable[[Program], tuple[bool, ...]]
+    order: Callable[[Program], tuple[str | None, ...]]
     enough: Callable[[Program], bool]
     cost: Callable[[Program], float] | None
     passes: tuple[Pass, ...]
@@ -153,18 +154,24 @@ def _of(rewrite: Callable[[fx.Graph], fx.Graph]) -> Callable[[Program], fx.Graph
     return lambda p: rewrite(p.graph)
 
 
-_REGATHER = {"auto": (False, True), "always": (True,), "all": (True,), "never": (False,)}
+_REGATHER = {
+    "auto": ("regather_weights", None),
+    "always": (None,),
+    "all": (None,),
+    "never": ("regather_weights",),
+}
 
 PIPELINE: tuple[Step, ...] = (
-    # Layouts and collectives. A product whose result is cut may be computed piece by piece.
+    # Layouts and collectives. A product whose result is cut may be computed piece by piece, and
+    # groups of rows where their matrices are.
     Alternatives(
-        "split_products",
-        order=lambda p: (True, False),
-        enough=lambda p: "split_products" not in p.changed,
+        order=lambda p: (None, "split_products", "split_groups"),
+        enough=lambda p: not p.changed & {"split_products", "split_groups"},
         cost=_sent_bytes,
         passes=(
             Pass("decompose_ops", lambda p: p.request.expand(p.graph), CAPTURED, EXPANDED),
             Pass("propagate", propagate_program, EXPANDED, ANNOTATED),
+            Pass("split_groups", split_groups, ANNOTATED, ANNOTATED, again=("propagate",)),
             Pass("split_fused", split_fused, ANNOTATED, ANNOTATED, again=("propagate",)),
             Pass("split_products", split_products, ANNOTATED, ANNOTATED, again=("propagate",)),
             Pass("split_axes", split_axes, ANNOTATED, ANNOTATED, again=("propagate", "split_axes")),
@@ -183,7 +190,6 @@ PIPELINE: tuple[Step, ...] = (
     Pass("draw_natively", _of(natively), PARTITIONED, PARTITIONED, when=_is_native),
     # The program of one device. Weights are gathered again if a GPU's memory would not suffice.
     Alternatives(
-        "regather_weights",
         order=lambda p: _REGATHER[p.request.regather],
         enough=_fits_device,
         cost=None,
@@ -295,11 +301,13 @@ def run(
 
 
 def _run_alternatives(step: Alternatives, program: Program) -> Program:
-    """Run the passes with the choice and without it; return the program that is taken."""
+    """Run the passes with all of them and without one; return the program that is taken."""
     ways: list[Program] = []
-    for has_choice in step.order(program):
+    for left_out in step.order(program):
+        if ways and left_out is not None and left_out not in ways[0].changed:
+            continue
         ways.append(copy.copy(program))
-        passes = [each for each in step.passes if has_choice or each.name != step.choice]
+        passes = [each for each in step.passes if each.name != left_out]
         for each in passes:
             _run_pass(each, ways[-1], passes)
         if step.enough(ways[-1]):

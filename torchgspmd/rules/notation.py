@@ -56,13 +56,14 @@ class Split:
     hands: the result that has another format then (max-pool indices). takes: the operand that must
     have that format. merges: the only factor that is split; results for its shards are merged.
     balances: the only factor that is split, though it may be sharded: later shards would have more
-    to do than earlier ones.
+    to do than earlier ones. blocks: the factor whose shards the rewrite computes one by one.
     """
 
     hands: int | None = None
     takes: int | None = None
     merges: str | None = None
     balances: str | None = None
+    blocks: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,10 @@ class FactorRule:
     local: LocalForm = LocalForm()
     split: Split | None = None
     instead: Instead | None = None
-    # Whether the number of multiplications is the product of all factor sizes.
+    # Whether the number of multiplications is the product of all factor sizes but those `chosen`:
+    # of these each row meets one shard only.
     contraction: bool = False
+    chosen: frozenset[str] = frozenset()
     # False: no rule describes the operation, so it runs replicated.
     described: bool = True
     text: str = ""
@@ -250,6 +253,7 @@ def make_rule(
     *,
     reduce: Names | Mapping[str, str] = "",
     replicated: Names = "",
+    chosen: Names = "",
     linear: Sequence[Iterable[int]] = (),
     local: LocalForm = LocalForm(),
     **keywords: Any,
@@ -277,6 +281,7 @@ def make_rule(
         {f: kind for f, kind in kinds.items() if f in present},
         frozenset(f for f in _names(replicated) if f in present),
         tuple(frozenset(g) for g in linear),
+        chosen=frozenset(_names(chosen)),
         local=replace(local, when=frozenset(f for f in _names(local.when) if f in present)),
         **keywords,
     )

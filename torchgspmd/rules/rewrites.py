@@ -24,6 +24,7 @@ from enum import Enum
 from typing import Any
 
 from ..compat.operators import AbsentOperator
+from ..compat.private_apis import OpOverload
 
 LEVELS = ("product", "value", "vmap", "body", "sparse", "decompose", "split", "xla", "simplify")
 
@@ -63,8 +64,10 @@ def rewrite(level: str, *targets: Any) -> Callable:
 
 
 def rewrite_of(level: str, target: Any) -> Callable | None:
-    """Return the first function of a level, or None."""
+    """Return the first function of a level, or None. A target may be registered by its name."""
     entries = REWRITES.get((level, target))
+    if entries is None and isinstance(target, OpOverload):
+        entries = REWRITES.get((level, target.name()))
     return entries[0].apply if entries else None
 
 

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from ...annotate import check_mark, mark_sharding, mark_sharding_op, without_layout
 from ...compat.operators import aten
+from ...compat.private_apis import _grouped_mm
 from ...custom_ops.attention import attention
+from ...custom_ops.grouped import grouped_mm, grouped_outer
 from ...custom_ops.nd import einsum, summed_alone
 from ...mesh import Mesh
 from ...rules.rewrites import DECLINED, rewrite
@@ -213,6 +215,29 @@ def _attention(
         weights = scores.softmax(-1)
     weights = F.dropout(weights, dropout_p).to(value.dtype)
     return einsum(f"{lead}st,{lead}tx->{lead}sx", weights, value)
+
+
+@rewrite("product", _grouped_mm, getattr(F, "grouped_mm", _grouped_mm))
+def _groups(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Run grouped_mm for all types. PyTorch's captures bfloat16 alone, in aligned rows."""
+    if bias is not None or mat_a.dtype != mat_b.dtype:
+        return DECLINED
+    if offs is None:
+        out = _matmul(mat_a, mat_b)
+    elif mat_a.dim() == mat_b.dim() == 2:
+        out = grouped_outer(mat_a.t(), mat_b, offs)
+    elif mat_a.dim() == 2:
+        out = grouped_mm(mat_a, mat_b, offs)
+    else:
+        out = grouped_mm(mat_b.t(), mat_a.mT, offs).t()
+    return out if out is DECLINED or out_dtype is None else out.to(out_dtype)
 
 
 @rewrite("product", F.pad)

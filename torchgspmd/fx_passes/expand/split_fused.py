@@ -19,10 +19,34 @@ from ..ir import Op, Rules
 from ..propagate.propagate import Layouts
 
 
+def block_ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Node, int]:
+    """Return the operations to compute block by block, with the number of blocks."""
+    shards = {op.node: _block_shards(op, layouts) for op in rules.ops(graph)}
+    return {node: count for node, count in shards.items() if count > 1}
+
+
+def _block_shards(op: Op, layouts: Layouts) -> int:
+    """Return into how many shards propagation cuts the factor that is computed block by block."""
+    blocks = _split_of(op).blocks
+    return max(
+        (
+            layouts.mesh.count(axes)
+            for value, dims in _tensors(op)
+            for factors, axes in zip(dims, layouts.spec[value].dims)
+            if blocks in factors
+        ),
+        default=1,
+    )
+
+
 def ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Node, int]:
     """Return the operations to decompose, with the number of shards of the dimension."""
     ops = {op.node: op for op in rules.ops(graph)}
-    split = {node: _shards_of(op, layouts) for node, op in ops.items() if op.rule.split is not None}
+    split = {
+        node: _shards_of(op, layouts)
+        for node, op in ops.items()
+        if op.rule.split is not None and op.rule.split.blocks is None
+    }
     split = {node: shards for node, shards in split.items() if shards > 1}
     while unsplittable := [node for node in split if _is_tied_to_whole_op(ops[node], ops, split)]:
         for node in unsplittable:

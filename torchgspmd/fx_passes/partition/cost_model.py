@@ -36,8 +36,11 @@ def arithmetic(rule: FactorRule, factors: Factors, mesh: Mesh, constants: CostCo
     if not rule.contraction:
         return 0.0
     counts = {f: mesh.count(factors.get(f, ())) for f in rule.sizes}
-    even = 2 * math.prod(rule.sizes.values()) / math.prod(counts.values())
-    padded = 2 * math.prod(-(-n // counts[f]) for f, n in rule.sizes.items())
+    sizes = {f: 1 if f in rule.chosen else n for f, n in rule.sizes.items()}
+    even = 2 * math.prod(sizes.values()) / math.prod(counts.values())
+    padded = 2 * math.prod(
+        1 / counts[f] if f in rule.chosen else -(-n // counts[f]) for f, n in sizes.items()
+    )
     return even / constants.flops_per_byte + (padded - even) / constants.padding_flops_per_byte
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compat.operators import aten
 from ...custom_ops.nd import einsum, split_equation, summed_alone
-from ..local_builder import LocalBuilder
-from ..notation import Call, FactorRule, LocalForm
+from ..notation import Call, FactorRule
 from ..registry import rule, rule_for
 from ..rewrites import rewrite
 
@@ -93,31 +90,4 @@ rule(
     "... p r, ... p m, ... r m, ... p r -> ... p m",
     replicated="m",
     reduce="r",
-)
-
-
-def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
-    """Multiply the device's rows. The ends of the groups count from its first row."""
-    rows, weight, ends, *rest = args
-    shifted = local.call(aten.sub.Tensor, ends, local.start("t"))
-    ends = local.call(aten.clamp.default, shifted, 0, local.size("t"))
-    result = local.call(local.node.target, rows, weight, ends, *rest)
-    if not rest:
-        return result
-    return [local.call(operator.getitem, result, i) for i in range(len(local.results))]
-
-
-# Products of groups of rows [t, k] with one matrix each [e, k, n], from the package transformers.
-# They are registered by name, because it may not be installed.
-_GROUPS = {
-    "replicated": "e",
-    "contraction": True,
-    "local": LocalForm(_emit_groups, when="t"),
-}
-rule("transformers::grouped_mm_fallback", "t k, e k n, e -> t n", reduce="k", **_GROUPS)
-rule(
-    "transformers::grouped_mm_fallback_backward",
-    "t k, e k n, e, t n -> t k, e k n",
-    reduce="n t",
-    **_GROUPS,
 )

@@ -1,0 +1,183 @@
+"""Compute the groups of rows that each device has matrices for, and nothing else, there.
+
+before   %y = grouped_mm(%x, %w, %ends)              w: expert _ _, on expert=4
+         %h = silu(%y)
+         %z = grouped_mm(%h, %v, %ends)              v: expert _ _
+after    %xs = take_blocks(%x, %ends, 4)             [4@expert, t, k]
+         %hs = silu(block_mm(%xs, %ws, %ends, 4))    [4@expert, t, m]
+         %zs = block_mm(%hs, %vs, %ends, 4)          [4@expert, t, n]
+         %z  = put_blocks(%zs, %ends)                [t, n], pending over expert
+needs    a propagated graph, rules
+source   ours
+
+What lies between two products is computed for each block too, if it computes each row from the same
+row of its operands. So between them nothing is reduced.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...compat.private_apis import _pytree as pytree
+from ...rules import DECLINED, FactorRule, trace
+from ...rules.ops.fused.grouped import put_blocks_of, taken_blocks_of
+from ..ir import Op, Rules, is_operation
+
+MAX_DEPTH = 32  # Operations between two products of groups; a layer has fewer.
+
+
+def keep_blocks(graph: fx.Graph, rules: Rules) -> fx.Graph:
+    """Rewrite the graph in place: compute by blocks what lies between blocks. Return it."""
+    lifter = _Lifter(graph, rules)
+    for node in list(graph.nodes):
+        if (taken := taken_blocks_of(node)) and (blocks := lifter.lift(*taken, node)):
+            node.replace_all_uses_with(blocks)
+    graph.eliminate_dead_code()
+    return graph
+
+
+class _Lifter:
+    """Computes values by blocks of rows, each only once."""
+
+    def __init__(self, graph: fx.Graph, rules: Rules) -> None:
+        self.graph, self.rules = graph, rules
+        self.lifted: dict[tuple[fx.Node, fx.Node, int], fx.Node | None] = {}
+
+    def lift(
+        self, value: fx.Node, ends: fx.Node, blocks: int, before: fx.Node, depth: int = 0
+    ) -> fx.Node | None:
+        """Return the blocks of a value; None if it is not computed from blocks of these groups."""
+        key = value, ends, blocks
+        if key not in self.lifted:
+            put = put_blocks_of(value)
+            if put is not None:
+                self.lifted[key] = put[0] if put[1:] == (ends, blocks) else None
+            else:
+                self.lifted[key] = None
+                self._lift_operation(value, ends, blocks, before, depth)
+        return self.lifted[key]
+
+    def _lift_operation(
+        self, value: fx.Node, ends: fx.Node, blocks: int, before: fx.Node, depth: int
+    ) -> None:
+        """Note the blocks of all results of the operation that computes a value."""
+        node: Any = value.args[0] if value.target is operator.getitem else value
+        if depth >= MAX_DEPTH or not is_operation(node):
+            return
+        op = self.rules.op(node)
+        has_rows = _operands_with_rows(op)
+        if has_rows is None:
+            return
+        operands: list[fx.Node | None] = [
+            self.lift(v, ends, blocks, before, depth + 1) if rows else None
+            for v, rows in zip(op.operands, has_rows)
+        ]
+        if not any(operands):
+            return
+        with self.graph.inserting_before(before):
+            for i, (v, rows) in enumerate(zip(op.operands, has_rows)):
+                if rows and operands[i] is None:
+                    operands[i] = self._take(v, ends, blocks)
+            results = self._emit(op, has_rows, operands)
+        for result, lifted in zip(op.results, results or ()):
+            if result is not None:
+                self.lifted[result, ends, blocks] = lifted
+
+    def _take(self, value: fx.Node, ends: fx.Node, blocks: int) -> fx.Node:
+        """Return the blocks of a value that exists as a whole."""
+        key = value, ends, blocks
+        if self.lifted.get(key) is None:
+            self.lifted[key] = take_blocks_node(self.graph, *key)
+        lifted = self.lifted[key]
+        assert lifted is not None
+        return lifted
+
+    def _emit(
+        self, op: Op, has_rows: list[bool], operands: list[fx.Node | None]
+    ) -> list[fx.Node] | None:
+        """Return the results of an operation on blocks, computed by other operations."""
+        inputs = [lifted or v for v, lifted in zip(op.operands, operands)]
+        if _is_elementwise(op) and op.results == (op.node,):
+            copy = self.graph.node_copy(op.node, dict(zip(op.operands, inputs)).__getitem__)
+            val, lead = op.node.meta["val"], next(v for v, r in zip(inputs, has_rows) if r)
+            copy.meta = {
+                **_carried(op.node),
+                "val": val.new_empty([lead.meta["val"].shape[0], *val.shape]),
+            }
+            return [copy]
+        leaves, tree = pytree.tree_flatten((op.node.args, dict(op.node.kwargs)))
+
+        def call(*tensors: Tensor) -> Any:
+            rest = iter(tensors)
+            args, kwargs = pytree.tree_unflatten(
+                [next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], tree
+            )
+            return op.node.target(*args, **kwargs)
+
+        batched = torch.vmap(call, in_dims=tuple(0 if rows else None for rows in has_rows))
+        try:
+            inner = trace(batched, tuple(v.meta["val"] for v in inputs), {})
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            return None  # as for random numbers, and operators without a rule for vmap
+        if inner is DECLINED or any(map(_writes, inner.nodes)):
+            return None
+        values: dict[fx.Node, Any] = dict(zip(inner.find_nodes(op="placeholder"), inputs))
+        for step in inner.nodes:
+            if step.op == "call_function":
+                values[step] = self.graph.node_copy(step, values.__getitem__)
+                values[step].meta = {**_carried(op.node), "val": step.meta["val"]}
+        out = fx.map_arg(inner.output_node().args[0], values.__getitem__)
+        return list(out) if isinstance(out, (tuple, list)) else [out]
+
+
+def take_blocks_node(graph: fx.Graph, value: fx.Node, ends: fx.Node, blocks: int) -> fx.Node:
+    """Return a new node that takes the blocks of a value."""
+    target = torch.ops.torchgspmd.take_blocks.default
+    node = graph.call_function(target, (value, ends, blocks))
+    val = value.meta["val"]
+    node.meta = {**_carried(value), "val": val.new_empty([blocks, *val.shape])}
+    return node
+
+
+def _carried(node: fx.Node) -> dict[str, Any]:
+    """Return the metadata that a node of other shapes takes over."""
+    return {k: v for k, v in node.meta.items() if k in ("source", "backward")}
+
+
+def _is_elementwise(op: Op) -> bool:
+    """Return whether all operands and results have the same dimensions and sizes, or none."""
+    tensors = [*zip(op.rule.operands, op.operands), *zip(op.rule.results, op.results)]
+    whole = {(dims, v.meta["val"].shape) for dims, v in tensors if dims and v is not None}
+    return len(whole) == 1
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return whether a node changes an operand."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _operands_with_rows(op: Op) -> list[bool] | None:
+    """Return of each operand whether its first dimension is the rows of all results.
+
+    None if a row of a result is computed from more than one row of an operand.
+    """
+    rule: FactorRule = op.rule
+    firsts = {dims[0] if dims else () for dims in rule.results}
+    if len(firsts) != 1 or rule.contraction or "mark" in op.node.meta:
+        return None
+    (first,) = firsts
+    bound = rule.replicated | rule.special | rule.windowed | set(rule.reduce)
+    if len(first) != 1 or first[0] in bound:
+        return None
+    places = [
+        [d for d, factors in enumerate(dims) if first[0] in factors] for dims in rule.operands
+    ]
+    fits = all(
+        at == [] or at == [0] and dims[0] == first for at, dims in zip(places, rule.operands)
+    )
+    return [bool(at) for at in places] if fits and any(places) else None

@@ -1,0 +1,110 @@
+"""Rules of the products of groups of rows with one matrix each, as experts compute them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ....compat.operators import aten
+from ....custom_ops.grouped import groups_of_block, put_blocks, take_blocks
+from ....custom_ops.nd import einsum
+from ...local_builder import LocalBuilder
+from ...notation import LocalForm, Split
+from ...registry import rule
+from ...rewrites import rewrite
+
+ours = torch.ops.torchgspmd
+
+
+def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+    """Multiply the device's rows. The ends of the groups count from its first row."""
+    x, other, ends = args
+    shifted = local.call(aten.sub.Tensor, ends, local.start("t"))
+    ends = local.call(aten.clamp.default, shifted, 0, local.size("t"))
+    return local.call(local.node.target, x, other, ends)
+
+
+def _emit_blocks(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+    """Compute the device's blocks."""
+    count = [local.size("d")] if local.node.target is take_blocks._opoverload else []
+    return local.call(local.node.target, *args, local.start("d"), *count)
+
+
+_GROUPS = {
+    "contraction": True,
+    "chosen": "e",
+    "replicated": "e",
+    "linear": [[0], [1]],
+    "split": Split(blocks="e"),
+    "local": LocalForm(_emit_groups, when="t"),
+}
+rule(ours.grouped_mm.default, "t k, e k n, 1 -> t n", reduce="k", **_GROUPS)
+rule(ours.grouped_outer.default, "t k, t n, 1 -> e k n", reduce="t", **_GROUPS)
+
+_BLOCKS = {"replicated": "t p", "local": LocalForm(_emit_blocks, when="d", positional=False)}
+_PRODUCT = {"contraction": True, "chosen": "d p", "linear": [[0], [1]]}
+rule(ours.block_mm.default, "d t k, d p k n, 1 -> d t n", reduce="k", **_PRODUCT, **_BLOCKS)
+rule(ours.block_outer.default, "d t k, d t n, 1 -> d p k n", **_PRODUCT, **_BLOCKS)
+rule(ours.take_blocks.default, "t ..., 1 -> d t ...", linear=[[0]], **_BLOCKS)
+rule(ours.put_blocks.default, "d t ..., 1 -> t ...", reduce="d", linear=[[0]], **_BLOCKS)
+
+
+def taken_blocks_of(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
+    """Return (x, ends, number of blocks) of a call of take_blocks, else None."""
+    return node.args[:3] if node.target is take_blocks._opoverload else None
+
+
+def put_blocks_of(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
+    """Return (blocks, ends, number of blocks) of a call of put_blocks, else None."""
+    return node.args[:3] if node.target is put_blocks._opoverload else None
+
+
+@rewrite("split", ours.grouped_mm.default)
+def _split_groups(x: Tensor, w: Tensor, ends: Tensor, *, shards: int = 1) -> Tensor:
+    """Compute each block of groups by itself, as if each had all rows."""
+    width = groups_of_block(len(w), shards)
+    padded = aten.constant_pad_nd(w, [0, 0, 0, 0, 0, shards * width - len(w)])
+    blocks = padded.reshape(shards, width, *w.shape[1:])
+    ys = ours.block_mm(ours.take_blocks(x, ends, shards), blocks, ends, shards)
+    return ours.put_blocks(ys, ends, shards)
+
+
+@rewrite("split", ours.grouped_outer.default)
+def _split_outer(x: Tensor, y: Tensor, ends: Tensor, *, shards: int = 1) -> Tensor:
+    """Compute the products of each block of groups by itself."""
+    xs, ys = (ours.take_blocks(t, ends, shards) for t in (x, y))
+    return ours.block_outer(xs, ys, ends, shards).flatten(0, 1)[: len(ends)]
+
+
+@rewrite("xla", ours.grouped_mm.default)
+def _masked_groups(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Multiply all rows by all matrices, and take those of each row's group."""
+    products = einsum("tk,ekn->etn", x, w)
+    return torch.where(_in_group(len(x), ends), products, 0).sum(0)
+
+
+@rewrite("xla", ours.grouped_outer.default)
+def _masked_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows of each group, and zeros in place of all others."""
+    return einsum("etk,tn->ekn", torch.where(_in_group(len(x), ends), x, 0), y)
+
+
+def _in_group(rows: int, ends: Tensor) -> Tensor:
+    """Return [e, t, 1]: whether each of the rows is in each group."""
+    start = aten.constant_pad_nd(ends[:-1], [1, 0])
+    row = torch.arange(rows, device=ends.device)
+    return ((row >= start.unsqueeze(1)) & (row < ends.unsqueeze(1))).unsqueeze(2)
+
+
+@rewrite("decompose", "transformers::grouped_mm_fallback")
+def _transformers_groups(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return ours.grouped_mm(x, w, ends)
+
+
+@rewrite("decompose", "transformers::grouped_mm_fallback_backward")
+def _transformers_backward(
+    x: Tensor, w: Tensor, ends: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    return ours.grouped_mm(grad, w.mT, ends), ours.grouped_outer(x, grad, ends)
