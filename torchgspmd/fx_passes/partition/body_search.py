@@ -43,7 +43,7 @@ class BodySearch(RegionProposals):
             for body in self.bodies
             for axis, factor_class in self._axis_options(body)
         ]
-        self.busy = self._busy_axes()
+        self.busy = self.busy_axes()
         changed += [
             self._try_layout(thread, axis, 0, self.constants.min_saving)
             for thread in self.threads
@@ -101,7 +101,7 @@ class BodySearch(RegionProposals):
         options = {axis for axis, factors in self._axis_options(thread) if factors is not None}
         return [axis for axis in at.mesh.names if axis in options | summed & self.busy - inputs]
 
-    def _busy_axes(self) -> set[str]:
+    def busy_axes(self) -> set[str]:
         """Return the axes over which operations exchange more than single numbers.
 
         Reductions of results of the program do not count.
@@ -135,7 +135,7 @@ class BodySearch(RegionProposals):
         costs = self.op_search.costs
         sent = costs.traffic(neighbors)
         cost = costs.work(neighbors) + sent - min_saving * sent
-        self._force(body, axis, body.classes[factor_class] if factor_class is not None else {})
+        self.force(body, axis, body.classes[factor_class] if factor_class is not None else {})
         for op in (*reversed(neighbors), *neighbors):
             self.op_search.choose(op)
         if costs.exact(neighbors) < cost:
@@ -173,7 +173,7 @@ class BodySearch(RegionProposals):
             )
         return self.class_numbers[key]
 
-    def _force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
+    def force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
         """Assign the best strategies in which an axis shards these factors, or no factor."""
         at, inside = self.assignment, {op.node for op in body.ops}
         for op in body.ops:

@@ -18,6 +18,7 @@ from .assignment import Assignment
 from .body_search import BodySearch
 from .chain_search import ChainSearch
 from .cost_model import CostModel
+from .input_search import InputSearch
 from .neighborhood import Strategy
 from .op_search import OpSearch
 from .search_memory import SearchMemory
@@ -45,6 +46,7 @@ class Solver:
         self.op_search = OpSearch(assignment, costs, memory)
         self.sums, self.chains = SumSearch(self.op_search), ChainSearch(self.op_search)
         self.bodies = BodySearch(self.op_search)
+        self.inputs = InputSearch(self.bodies)
 
     @property
     def costs(self) -> CostModel:
@@ -64,7 +66,19 @@ class Solver:
             candidates.append((self.costs.exact(at.ops.values()), at.snapshot()))
         at.restore(min(candidates, key=lambda candidate: candidate[0])[1])
         self._require_outputs()
+        self._lay_out_inputs()
         return self.costs
+
+    def _lay_out_inputs(self) -> None:
+        """Try other layouts for open inputs, with all that follows."""
+        at, constants = self.assignment, self.constants
+        for propose in self.inputs.proposals():
+            before, cost = at.snapshot(), self.costs.exact(at.ops.values())
+            propose()
+            self._run_phase(constants.tie_break, constants.max_region_rounds)
+            if self.costs.exact(at.ops.values()) >= cost:
+                at.restore(before)
+                self._require_outputs()
 
     def omit_unused_marks(self) -> None:
         """Omit each mark whose layout nobody uses, if its users get the unmarked value for less."""
