@@ -121,7 +121,8 @@ class GShardLayer(nn.Module):
         self.mark = self.mark_tokens = lambda t: t
 
     def forward(self, x: Tensor) -> Tensor:  # [group, sequence, width]
-        gates, total, masks, before = (x @ self.router).softmax(-1), 1e-9, [], 0
+        gates, total, masks = (x @ self.router).softmax(-1), 1e-9, []
+        before = both = 0
         for _ in range(2):
             rest = gates * (1 - sum(masks)) if masks else gates
             chosen = F.one_hot(rest.argmax(-1), self.experts).to(x.dtype)  # [g, s, e]
@@ -132,7 +133,7 @@ class GShardLayer(nn.Module):
             gate = (gates * masks[-1]).sum(-1)
             total = total + gate
             mask = gate[..., None, None] * masks[-1][..., None] * slot[:, :, None]
-            both = mask if len(masks) == 1 else both + mask
+            both = both + mask
         combine = self.mark(both / total[..., None, None])  # [g, s, e, c]
         dispatch = self.mark((combine > 0).to(x.dtype))
         sent = self.mark_tokens(torch.einsum("gsec,gsm->egcm", dispatch, x))

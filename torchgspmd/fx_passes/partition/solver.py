@@ -70,13 +70,14 @@ class Solver:
         return self.costs
 
     def _lay_out_inputs(self) -> None:
-        """Try other layouts for open inputs, with all that follows."""
+        """Try other layouts for open inputs, with all that follows, where that sends less."""
         at, constants = self.assignment, self.constants
+        ops = at.ops.values()
         for propose in self.inputs.proposals():
-            before, cost = at.snapshot(), self.costs.exact(at.ops.values())
+            before, cost, sent = at.snapshot(), self.costs.exact(ops), self.costs.traffic(ops)
             propose()
             self._run_phase(constants.tie_break, constants.max_region_rounds)
-            if self.costs.exact(at.ops.values()) >= cost:
+            if self.costs.exact(ops) >= cost or self.costs.traffic(ops) >= sent:
                 at.restore(before)
                 self._require_outputs()
 
