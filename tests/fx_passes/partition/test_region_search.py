@@ -13,6 +13,7 @@ from torch import Tensor
 import torchgspmd as gspmd
 from torchgspmd import Mesh
 from torchgspmd.fx_passes.ir import Rules
+from torchgspmd.fx_passes.partition.body_search import BodySearch
 from torchgspmd.fx_passes.partition.regions import bodies
 
 
@@ -341,3 +342,38 @@ def test_the_weights_of_a_loop_are_moved_once_for_all_its_rounds():
     stages, results = (micro + n - 2) * b / 2 * m * 4, micro * b / 2 * m * 4
     assert plan.sent_bytes == weights + stages + results
     assert_same(plan.simulate(*inputs), pipeline(*inputs))
+
+
+def test_a_layout_that_lost_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    forced = []
+    force = BodySearch.force
+
+    def count(self: BodySearch, *args: object) -> None:
+        forced.append(args)
+        force(self, *args)
+
+    monkeypatch.setattr(BodySearch, "force", count)
+    mesh = Mesh(data=2, model=2)
+
+    def stack(x, *weights):
+        for w in weights:
+            x = x + F.layer_norm(x, x.shape[-1:]).mul(w).softmax(1) @ w
+        return x
+
+    weights = [torch.ones(n, n) for n in (8,) * 4]
+    specs = ("data model _", *["model data"] * len(weights))
+    plans, counts = [], []
+    for share in (0, 0.5):
+        forced.clear()
+        plans.append(
+            gspmd.plan(
+                stack,
+                torch.ones(4, 8, 8),
+                *weights,
+                mesh=mesh,
+                in_specs=specs,
+                costs={"retry_share": share},
+            )
+        )
+        counts.append(len(forced))
+    assert counts[1] < counts[0] and str(plans[0]) == str(plans[1])

@@ -6,7 +6,9 @@ after    it is sharded along the sequence by `model`, if that costs less in all 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import cache
 
 from torch import fx
 
@@ -27,6 +29,10 @@ class BodySearch(RegionProposals):
         self.class_numbers: dict[tuple[Body, int | None], int] = {}
         # body -> the version of the assignment, and the number of the situation then
         self.situations: dict[Body, tuple[int, int]] = {}
+        # body -> the version, and the work and traffic then
+        self.body_costs: dict[Body, tuple[int, float, float]] = {}
+        # layout tried for a body in a phase -> what the body cost, how much more it would have cost
+        self.excess: dict[tuple[Body, str, int | None, float], tuple[float, float]] = {}
         self.bodies, self.threads = bodies(ops), threads(ops, self.constants)
         self.neighbors = {
             body: self._neighboring_ops(body) for body in (*self.bodies, *self.threads)
@@ -121,7 +127,8 @@ class BodySearch(RegionProposals):
         """Move an axis to a class of factors in all of a body; return whether that costs less.
 
         factor_class: index in `body.classes`; None for no factor. min_saving: the share of what is
-        sent that has to be saved.
+        sent that has to be saved. A layout that would have cost more is not tried again until the
+        cost of the body has changed by a share of that, `retry_share`.
         """
         situation = (
             self._situation(body),
@@ -131,18 +138,32 @@ class BodySearch(RegionProposals):
         )
         if situation in self.memory.rejected:
             return False
+        work, sent = self._body_cost(body)
+        cost = work + sent - min_saving * sent
+        layout = body, axis, factor_class, self.op_search.costs.pending_bonus
+        former, excess = self.excess.get(layout, (math.inf, 0.0))
+        if abs(work + sent - former) < self.constants.retry_share * excess:
+            return False
         neighbors, before = self.neighbors[body], self.assignment.snapshot()
-        costs = self.op_search.costs
-        sent = costs.traffic(neighbors)
-        cost = costs.work(neighbors) + sent - min_saving * sent
         self.force(body, axis, body.classes[factor_class] if factor_class is not None else {})
         for op in (*reversed(neighbors), *neighbors):
             self.op_search.choose(op)
-        if costs.exact(neighbors) < cost:
+        other = self.op_search.costs.exact(neighbors)
+        if other < cost:
             return True
+        self.excess[layout] = (work + sent, other - cost)
         self.assignment.restore(before)
         self.memory.rejected.add(situation)
         return False
+
+    def _body_cost(self, body: Body) -> tuple[float, float]:
+        """Return the work of a body and its neighbors, and what they send."""
+        version, work, sent = self.body_costs.get(body, (None, 0.0, 0.0))
+        if version != self.assignment.version:
+            costs, neighbors = self.op_search.costs, self.neighbors[body]
+            work, sent = costs.work(neighbors), costs.traffic(neighbors)
+            self.body_costs[body] = (self.assignment.version, work, sent)
+        return work, sent
 
     def _situation(self, body: Body) -> int:
         """Return a number that is equal for like bodies in like neighborhoods."""
@@ -221,9 +242,10 @@ class BodySearch(RegionProposals):
         return tuple(at.in_order(at.ops[node] for node in nodes))
 
 
-def _removed_axes(before: ShardSpec, after: ShardSpec) -> set[str]:
+@cache
+def _removed_axes(before: ShardSpec, after: ShardSpec) -> frozenset[str]:
     """Return the axes that shard a dimension, or are pending, before and no more after."""
-    of_dims = {
+    of_dims = frozenset(
         axis for have, need in zip(before.dims, after.dims) for axis in have if axis not in need
-    }
-    return of_dims | {axis for axis in before.pending if axis not in after.pending}
+    )
+    return of_dims.union(axis for axis in before.pending if axis not in after.pending)
