@@ -49,7 +49,7 @@ class BodySearch(RegionProposals):
             for body in self.bodies
             for axis, factor_class in self._axis_options(body)
         ]
-        self.busy = self.busy_axes()
+        self.busy = self._busy_axes()
         changed += [
             self._try_layout(thread, axis, 0, self.constants.min_saving)
             for thread in self.threads
@@ -107,7 +107,7 @@ class BodySearch(RegionProposals):
         options = {axis for axis, factors in self._axis_options(thread) if factors is not None}
         return [axis for axis in at.mesh.names if axis in options | summed & self.busy - inputs]
 
-    def busy_axes(self) -> set[str]:
+    def _busy_axes(self) -> set[str]:
         """Return the axes over which operations exchange more than single numbers.
 
         Reductions of results of the program do not count.
@@ -145,7 +145,7 @@ class BodySearch(RegionProposals):
         if abs(work + sent - former) < self.constants.retry_share * excess:
             return False
         neighbors, before = self.neighbors[body], self.assignment.snapshot()
-        self.force(body, axis, body.classes[factor_class] if factor_class is not None else {})
+        self._force(body, axis, body.classes[factor_class] if factor_class is not None else {})
         for op in (*reversed(neighbors), *neighbors):
             self.op_search.choose(op)
         other = self.op_search.costs.exact(neighbors)
@@ -194,7 +194,7 @@ class BodySearch(RegionProposals):
             )
         return self.class_numbers[key]
 
-    def force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
+    def _force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
         """Assign the best strategies in which an axis shards these factors, or no factor."""
         at, inside = self.assignment, {op.node for op in body.ops}
         for op in body.ops:

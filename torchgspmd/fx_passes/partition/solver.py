@@ -18,7 +18,6 @@ from .assignment import Assignment
 from .body_search import BodySearch
 from .chain_search import ChainSearch
 from .cost_model import CostModel
-from .input_search import InputSearch
 from .neighborhood import Strategy
 from .op_search import OpSearch
 from .search_memory import SearchMemory
@@ -46,7 +45,6 @@ class Solver:
         self.op_search = OpSearch(assignment, costs, memory)
         self.sums, self.chains = SumSearch(self.op_search), ChainSearch(self.op_search)
         self.bodies = BodySearch(self.op_search)
-        self.inputs = InputSearch(self.bodies)
 
     @property
     def costs(self) -> CostModel:
@@ -66,20 +64,7 @@ class Solver:
             candidates.append((self.costs.exact(at.ops.values()), at.snapshot()))
         at.restore(min(candidates, key=lambda candidate: candidate[0])[1])
         self._require_outputs()
-        self._lay_out_inputs()
         return self.costs
-
-    def _lay_out_inputs(self) -> None:
-        """Try other layouts for open inputs, with all that follows, where that sends less."""
-        at, constants = self.assignment, self.constants
-        ops = at.ops.values()
-        for propose in self.inputs.proposals():
-            before, cost, sent = at.snapshot(), self.costs.exact(ops), self.costs.traffic(ops)
-            propose()
-            self._run_phase(constants.tie_break, constants.max_region_rounds)
-            if self.costs.exact(ops) >= cost or self.costs.traffic(ops) >= sent:
-                at.restore(before)
-                self._require_outputs()
 
     def omit_unused_marks(self) -> None:
         """Omit each mark whose layout nobody uses, if its users get the unmarked value for less."""
