@@ -145,7 +145,7 @@ class BodySearch(RegionProposals):
         if abs(work + sent - former) < self.constants.retry_share * excess:
             return False
         neighbors, before = self.neighbors[body], self.assignment.snapshot()
-        self._force(body, axis, body.classes[factor_class] if factor_class is not None else {})
+        self.force(body, axis, body.classes[factor_class] if factor_class is not None else {})
         for op in (*reversed(neighbors), *neighbors):
             self.op_search.choose(op)
         other = self.op_search.costs.exact(neighbors)
@@ -194,7 +194,7 @@ class BodySearch(RegionProposals):
             )
         return self.class_numbers[key]
 
-    def _force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
+    def force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
         """Assign the best strategies in which an axis shards these factors, or no factor."""
         at, inside = self.assignment, {op.node for op in body.ops}
         for op in body.ops:
