@@ -18,6 +18,7 @@ from .pipeline import pipeline
 from .report.visualize import visualize
 from .rules.custom import rule
 from .runtime.parallelize import parallelize, shard_batch
+from .runtime.train_step import train_step
 from .shard_spec import ShardSpec
 from .spec_notation import UNCONSTRAINED
 from .suggest import suggest
@@ -44,5 +45,6 @@ __all__ = [
     "rule",
     "shard_batch",
     "suggest",
+    "train_step",
     "visualize",
 ]

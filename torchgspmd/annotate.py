@@ -24,6 +24,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 # Attributes: of a parameter or buffer (mesh, spec, file:line), where names alone are (None, names,
 # file:line); of a module the layout that translates names.
 _MARK, _LAYOUT = "_torchgspmd_mark", "_torchgspmd_layout"
+_FOLLOWED = "_torchgspmd_followed"  # attribute of a buffer: the parameter whose mark it has
 
 
 @torch.library.custom_op("torchgspmd::mark_sharding", mutates_args=())
@@ -58,7 +59,7 @@ mark_sharding_op.register_autograd(_mark_gradient, setup_context=_save_layout)
 
 
 def mark_sharding(
-    tensor: Tensor, mesh: Mesh | DeviceMesh | MeshLayout | str, spec: SpecLike = None
+    tensor: Tensor, mesh: Mesh | DeviceMesh | MeshLayout | str, spec: SpecLike | None = None
 ) -> Tensor:
     """Mark how a tensor is laid out on a mesh (GSPMD, arXiv 2105.04663, section 3.1).
 
@@ -96,7 +97,7 @@ def mark_sharding(
         if (layout := bound_layout()) is None:
             return _mark_names(tensor, mesh)
         mesh, spec = layout, mesh
-    mesh, spec = mesh_of(mesh), mesh.spec(spec) if isinstance(mesh, MeshLayout) else spec
+    mesh, spec = mesh_of(mesh), mesh.spec(spec) if isinstance(mesh, MeshLayout) else spec  # pyright: ignore
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
     return _record(tensor, mesh, check_mark(tensor, mesh, spec))
@@ -150,7 +151,15 @@ def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> ShardSpec:
 
 def raw_mark(tensor: Tensor) -> tuple[Mesh | None, ShardSpec | str, str] | None:
     """Return the mark on a parameter or buffer, (None, names, file:line) if it has names alone."""
-    return getattr(tensor, _MARK, None)
+    mark = getattr(tensor, _MARK, None)
+    if mark is None and (followed := getattr(tensor, _FOLLOWED, None)) is not None:
+        return raw_mark(followed)
+    return mark
+
+
+def follow_mark(state: Tensor, parameter: Tensor) -> None:
+    """Let a state of a parameter have the mark of it, unless it is marked itself."""
+    setattr(state, _FOLLOWED, parameter)
 
 
 def recorded_mark(tensor: Tensor) -> tuple[Mesh, ShardSpec, str] | None:
@@ -234,7 +243,7 @@ def annotate(
         **dict(module.named_buffers(remove_duplicate=False)),
     }
     modules = dict(module.named_modules())
-    for pattern, spec in layouts.items():
+    for pattern, spec in layouts.items():  # pyright: ignore
         matches = _glob(pattern).fullmatch
         names = [name for name in (*tensors, *modules) if matches(name)]
         if not names:
@@ -248,7 +257,7 @@ def annotate(
             if name in tensors:
                 _marked(tensors[name], devices, words)
             else:
-                modules[name].register_forward_hook(_mark_outputs(devices, words))
+                modules[name].register_forward_hook(_mark_outputs(devices, words))  # pyright: ignore
     return module
 
 

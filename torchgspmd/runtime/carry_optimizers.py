@@ -13,15 +13,18 @@ from torch.optim import Optimizer
 from ..compat.private_apis import _patch_step_function, is_missing
 
 
-def carry_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+def carry_optimizers(before: Mapping[str, Tensor], model: nn.Module) -> None:
     """Put the parameters of a wrapped model in place of the former ones, with their states.
 
-    before: the parameters by name, as they were when the model was not wrapped.
+    before: the parameters and buffers by name, as they were when the model was not wrapped.
     """
     if not any(_has_instances(each) for each in _classes(Optimizer)):
         return
-    now = dict(model.named_parameters(remove_duplicate=False))
-    stored: dict[Tensor, nn.Parameter] = {
+    now: dict[str, Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    stored: dict[Tensor, Tensor] = {
         old: now[name] for name, old in before.items() if now[name] is not old
     }
     for optimizer in _optimizers() if stored else ():
@@ -31,7 +34,7 @@ def carry_optimizers(before: Mapping[str, nn.Parameter], model: nn.Module) -> No
         for old in [p for p in optimizer.state if p in stored]:
             state = optimizer.state.pop(old)
             optimizer.state[stored[old]] = {
-                name: _like(value, old, stored[old]) for name, value in state.items()
+                name: _like(value, old, stored) for name, value in state.items()
             }
 
 
@@ -55,10 +58,13 @@ def _has_instances(cls: Any) -> bool:
     return is_missing(_patch_step_function) or getattr(cls.step, "hooked", False)
 
 
-def _like(value: Any, old: Tensor, new: Tensor) -> Any:
-    """Return a state of a parameter where the parameter is now."""
+def _like(value: Any, old: Tensor, stored: Mapping[Tensor, Tensor]) -> Any:
+    """Return a state of a parameter where the parameter is now; a buffer is there already."""
+    if isinstance(value, Tensor) and value in stored:
+        return stored[value]
     if not isinstance(value, Tensor) or value.shape != old.shape:
         return value
+    new = stored[old]
     if isinstance(new, DTensor):
         return distribute_tensor(value, new.device_mesh, new.placements)
     return value.to(new.device)

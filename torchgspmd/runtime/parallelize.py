@@ -23,7 +23,7 @@ from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch
 from ..xla_backend.runtime import is_started
 from .carry_optimizers import carry_optimizers
-from .module_proxy import ModuleProxy
+from .module_proxy import ModuleProxy, named_tensors
 from .module_proxy import shard_updates as mark_updates
 from .sharded_module import ShardedModule
 from .xla_module import XlaModule
@@ -166,7 +166,7 @@ def parallelize(
         )
     check_module(model)
     check_dtypes(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    before = dict(model.named_parameters(remove_duplicate=False))
+    before = dict(named_tensors(model))
     with bound(layout):
         if shard_updates is not None:
             mark_updates(model, mesh, shard_updates)
