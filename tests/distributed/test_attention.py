@@ -11,21 +11,22 @@ from ranks import distributed
 from torch import Tensor, nn
 
 import torchgspmd as gspmd
+from torchgspmd.comm.kinds.ring_attention import ring_attention, ring_attention_backward
 
 
 class Attention(nn.Module):
     """Grouped heads. keys: whether x is marked along them, and a single query attends to them."""
 
-    def __init__(self, mesh: gspmd.Mesh, kind: str) -> None:
+    def __init__(self, mesh: gspmd.Mesh, kind: str, kv_heads: int = 2) -> None:
         super().__init__()
         self.mesh, self.kind = mesh, kind
-        self.q, self.kv, self.out = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.q, self.kv, self.out = (nn.Linear(32, n) for n in (32, 16 * kv_heads, 32))
 
     def forward(self, x: Tensor) -> Tensor:  # [b, s, m]
         x = gspmd.mark_sharding(x.sin(), self.mesh, "_ seq _")
         token = self.kind == "token"
         q = self.q(x.mean(1, True) if token else x).unflatten(-1, (4, 8)).transpose(1, 2)
-        k, v = self.kv(x).unflatten(-1, (4, 8)).transpose(1, 2).chunk(2, 1)  # two heads each
+        k, v = self.kv(x).unflatten(-1, (-1, 8)).transpose(1, 2).chunk(2, 1)
         mask = (torch.arange(x.shape[1]) < x.shape[1] - 2)[None] if self.kind == "padding" else None
         causal = self.kind == "causal"
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
@@ -35,13 +36,27 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("kind", ["causal", "padding", "token"])
 @distributed("seq=4")
 def test_numbers(mesh: gspmd.Mesh, kind: str) -> None:
+    compare(mesh, Attention(mesh, kind), 14)
+
+
+@pytest.mark.parametrize("kind, length", [("causal", 14), ("padding", 14)])
+@distributed("seq=4")
+def test_rings(mesh: gspmd.Mesh, kind: str, length: int) -> None:
+    """One head of keys, so that nothing but queries is sharded."""
+    plan = compare(mesh, Attention(mesh, kind, 1), length, regather="all").plan
+    targets = {n.target for n in plan.program.graph.nodes}
+    assert {ring_attention, ring_attention_backward} <= targets, plan
+
+
+def compare(mesh: gspmd.Mesh, alone: nn.Module, length: int, **options) -> nn.Module:
     torch.manual_seed(0)
-    alone = Attention(mesh, kind).double()
-    sharded = gspmd.parallelize(copy.deepcopy(alone), mesh)
-    x = torch.randn(2, 14, 32, dtype=torch.float64)
+    alone = alone.double()
+    sharded = gspmd.parallelize(copy.deepcopy(alone), mesh, **options)
+    x = torch.randn(2, length, 32, dtype=torch.float64)
     want, got = alone(x), sharded(x)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     want.square().sum().backward()
     got.square().sum().backward()
     for a, b in zip(sharded.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-10, atol=1e-10)
+    return sharded

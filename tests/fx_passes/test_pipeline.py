@@ -100,7 +100,7 @@ def test_each_file_of_a_pass_is_a_row() -> None:
     }
     rows = {each.name for each in pipeline.passes()}
     assert headers - rows <= {"convert_boundary"}  # two rows
-    elsewhere = {"partition", "regather_weights", "merge_axes", "draw_natively"}
+    elsewhere = {"partition", "regather_weights", "ring_keys", "merge_axes", "draw_natively"}
     assert rows - headers == elsewhere | {"convert_inputs", "convert_outputs"}
 
 
@@ -113,11 +113,12 @@ def test_the_picture_in_the_documentation_has_all_passes_in_order() -> None:
 
 
 def test_what_may_be_skipped_is_in_the_tuple() -> None:
-    assert pipeline.skippable() == ["bucket", "collective_matmul", "overlap", "prefetch"]
+    names = ["attention_rings", "bucket", "collective_matmul", "overlap", "prefetch"]
+    assert pipeline.skippable() == names
     plan = planned(skip_passes=["bucket", "overlap"])
     assert "bucket" not in plan.seconds and "overlap" in plan.seconds  # prefetch is done there
     assert "overlap" not in planned(skip_passes=["overlap", "prefetch"]).seconds
-    with pytest.raises(ShardingError, match="there is no pass 'partition'; there are 'bucket', "):
+    with pytest.raises(ShardingError, match="there is no pass 'partition'; there are 'attention_"):
         planned(skip_passes=["partition"])
 
 

@@ -79,7 +79,7 @@ def attention_in_blocks(
     ]
     if not results:
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(
-            q.shape[:-1], -math.inf, dtype=_lse_dtype(q)
+            q.shape[:-1], -math.inf, dtype=lse_dtype(q)
         )
     out, lse = results[0] if len(results) == 1 else _merge(*results)
     before = max(0, -offset) if causal else 0
@@ -118,7 +118,7 @@ def attention_parts(
 @attention_parts.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     shape = [options[-1], *q.shape[:-1]]
-    return q.new_empty([*shape, v.shape[-1]]), q.new_empty(shape, dtype=_lse_dtype(q))
+    return q.new_empty([*shape, v.shape[-1]]), q.new_empty(shape, dtype=lse_dtype(q))
 
 
 def merge_parts(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -130,50 +130,6 @@ def merge_parts(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     merged = (out.to(lse.dtype) * weights.unsqueeze(-1)).sum(0)
     merged = merged / torch.where(total == 0, 1.0, total).unsqueeze(-1)
     return merged.to(dtype), top + total.log()
-
-
-@torch.library.custom_op("torchgspmd::attention_chunks", mutates_args=())
-def attention_chunks(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, step: int
-) -> tuple[Tensor, Tensor]:
-    """Return causal `attention` of chunks of queries, which are the first dimension.
-
-    first: the position of the first query of the first chunk. step: to that of the next chunk.
-    """
-    keys = k.shape[-2]
-    results = [
-        attention_in_blocks(x, k, v, True, scale, None, [first + i * step, 0, keys, keys])
-        for i, x in enumerate(q)
-    ]
-    out, lse = zip(*results)
-    return torch.stack(out), torch.stack(lse)
-
-
-@torch.library.custom_op("torchgspmd::attention_chunks_backward", mutates_args=())
-def attention_chunks_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    first: int,
-    step: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v of `attention_chunks`."""
-    keys = k.shape[-2]
-    q_grads: list[Tensor] = []
-    k_grad, v_grad = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    for i, (g, x, o, statistics) in enumerate(zip(grad, q, out, lse)):
-        region = [first + i * step, 0, keys, keys]
-        q_grad, *others = attention_backward_in_blocks(
-            g, x, k, v, o, statistics, True, scale, None, region
-        )
-        q_grads.append(q_grad)
-        k_grad += others[0]
-        v_grad += others[1]
-    return torch.stack(q_grads), k_grad, v_grad
 
 
 def _extent(q: Tensor, k: Tensor, region: Sequence[int] | None) -> tuple[int, int, int]:
@@ -203,14 +159,13 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
     return out.to(first[0].dtype), lse  # pyright: ignore
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
+def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
 
 
 @attention.register_fake
-@attention_chunks.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+    return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
 
 
 @torch.library.custom_op("torchgspmd::attention_backward", mutates_args=())
@@ -276,7 +231,6 @@ def _sizes(q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 @attention_backward.register_fake
-@attention_chunks_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
 

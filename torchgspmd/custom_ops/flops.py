@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import attention as _attention  # noqa: F401 (registers the operations)
+from . import attention_chunks as _chunks  # noqa: F401 (registers the operations)
 from .nd import split_equation
 
 _OURS = torch.ops.torchgspmd

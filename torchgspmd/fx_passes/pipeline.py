@@ -53,12 +53,14 @@ from .program_passes import (
     merge_axes,
     overlap,
     reduce_dtype,
+    ring_keys,
     split_axes,
     split_fused,
     split_groups,
     split_joint,
     split_products,
 )
+from .schedule.attention_rings import attention_rings
 from .schedule.bucket import bucket
 from .schedule.collective_matmul import collective_matmul
 from .schedule.liveness import peak
@@ -200,7 +202,9 @@ PIPELINE: tuple[Step, ...] = (
                 PARTITIONED,
                 PARTITIONED,
             ),
+            Pass("ring_keys", ring_keys, PARTITIONED, PARTITIONED, optional=("attention_rings",)),
             Pass("localize", localize, PARTITIONED, LOCAL),
+            Pass("attention_rings", _of(attention_rings), LOCAL, LOCAL),
             Pass("outline_loops", lambda p: outline_loops(p.graph, p.mesh), LOCAL, LOCAL),
             Pass(
                 "collective_matmul",

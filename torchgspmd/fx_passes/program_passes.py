@@ -14,6 +14,7 @@ from .expand import split_products as products
 from .expand.split_groups import keep_blocks
 from .localize.localize import localize as localize_graph
 from .lower.split_joint import split_joint as split_graph
+from .partition import ring_keys as rings
 from .program import Program
 from .schedule.overlap import overlap as overlap_graph
 
@@ -30,6 +31,15 @@ def split_fused(program: Program) -> fx.Graph | None:
     """Decompose operations that are sharded along a dimension which they need whole."""
     splitting = fused.ops_to_split(program.graph, program.layouts, program.rules)
     return program.request.expand(program.graph, splitting) if splitting else None
+
+
+def ring_keys(program: Program) -> fx.Graph | None:
+    """Mark attention whose keys travel round a ring."""
+    regather = program.request.regather
+    changed = regather != "never" and rings.ring_keys(
+        program.graph, program.mesh, regather == "all"
+    )
+    return program.graph if changed else None
 
 
 def split_products(program: Program) -> fx.Graph | None:

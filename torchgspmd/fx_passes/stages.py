@@ -80,7 +80,8 @@ _ROWS = (
     Key("unknown", LOCAL, RUNNABLE, tuple | None, "another shape, if a run knows some sizes alone"),
     Key("shape", LOCAL, RUNNABLE, tuple | list | None, "shape on one device, padding included"),
     Key("dtype", LOCAL, RUNNABLE, torch.dtype | None, "of a tensor"),
-    Key("bytes", LOCAL, SCHEDULED, int, "of all results of a start"),
+    Key("bytes", LOCAL, RUNNABLE, int, "of all results of a start; of the workspace of a ring"),
+    Key("ring", PARTITIONED, LOCAL, bool, "its keys are to travel round a ring"),
     Key("product", LOWERED, RUNNABLE, bool, "computes an einsum"),
     Key("again", ANNOTATED, PARTITIONED, bool, "for XLA: repeats a node of the forward"),
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchgspmd import Mesh, plan
+from torchgspmd.custom_ops.attention_chunks import chunks_of
 from torchgspmd.rules.ops.fused import attention as attention_rules
 
 MESHES = {
@@ -236,14 +237,11 @@ def test_causal_work_is_balanced(devices: int, monkeypatch: pytest.MonkeyPatch) 
     )
     compare(result.simulate(*inputs), attend(*inputs))
     chunks = [n for n in result.sharded.nodes if "attention_chunks" in n.name]
-    rows = 48 // devices
-    places = [n.args[-2:] for n in chunks if n.op == "call_function" and len(n.args) >= 6]
-    assert sorted(places) == [(0, rows)] * 2 + [(48 - rows // 2, -rows)] * 2
+    assert [n.args[-2:] for n in chunks if len(n.args) >= 6] == [(devices, 0)] * 2
+    rows = 48 // devices // 2
     for i in range(devices):
-        visible = [
-            sum(first + step * i + r + 1 for r in range(rows // 2)) for first, step in places
-        ]
-        assert sum(visible) == 2 * 48 * 49 / 2 / devices
+        visible = [c * rows + r + 1 for c in chunks_of(i, devices) for r in range(rows)]
+        assert sum(visible) == 48 * 49 / 2 / devices
 
 
 def test_stages_under_vmap_send_nothing() -> None:

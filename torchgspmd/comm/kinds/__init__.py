@@ -34,6 +34,7 @@ from .kind import no_moves
 from .local_steps import shard, term, window
 from .permute import permute
 from .reduce_scatter import reduce_scatter
+from .ring_attention import ring_attention, ring_attention_backward
 from .ring_einsum import einsum_scatter, gather_einsum
 
 # By name, in the order in which a search of steps tries them.
@@ -52,6 +53,8 @@ KINDS: dict[str, Kind] = {
         window,
         gather_einsum,
         einsum_scatter,
+        ring_attention,
+        ring_attention_backward,
     )
 }
 SEARCHED: list[StepKind] = []  # The kinds of steps that a search may take.

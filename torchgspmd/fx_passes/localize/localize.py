@@ -212,7 +212,9 @@ class _Localizer:
     def local_meta(self, node: fx.Node) -> dict[str, Any]:
         """Return the metadata of a local node, taken from the global one."""
         val = node.meta.get("val")
+        ring = {"ring": True} if node.meta.get("ring") else {}
         return {
+            **ring,
             "source": node.meta.get("source"),
             "backward": node.meta.get("backward", False),
             "dtype": val.dtype if isinstance(val, torch.Tensor) else None,

@@ -50,7 +50,7 @@ class Ledger:
     def emit(self, node: fx.Node) -> int:
         """Emit the next node, and return the bytes that are alive while it runs."""
         self.alive += self.needed(node)
-        during = self.alive
+        during = self.alive + (node.meta.get("bytes", 0) if node.target is not start else 0)
         self.peak = max(self.peak, during)
         if node.target is wait and (begun := node.args[0]) not in self.sent:
             self.sent.add(begun)

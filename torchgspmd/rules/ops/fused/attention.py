@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ....compat.operators import aten
+from ....custom_ops import attention_chunks as _chunks  # noqa: F401 (registers operations)
 from ....custom_ops.attention import merge_parts
 from ...local_builder import LocalBuilder
 from ...notation import Call, DimNames, FactorRule, Instead, LocalForm, Split, factors
@@ -109,9 +110,9 @@ def _attention_backward(call: Call) -> FactorRule:
 
 
 def _chunk_names(call: Call, q: int) -> tuple[_Names, DimNames]:
-    """Return the factors of a call by chunks, as if of one chunk, and those of its queries."""
-    names = _Names(call.tensors[q][0], call.tensors[q + 1])
-    return names, ["n", *names.rows]
+    """Return the factors of a call by chunks, as if of one shard, and those of its queries."""
+    names = _Names(call.tensors[q][0, ..., 0, :, :], call.tensors[q + 1])
+    return names, ["n", *names.rows[:-1], "c", "s"]
 
 
 @rule_for(ours.attention_chunks.default)
@@ -121,7 +122,7 @@ def _attention_chunks(call: Call) -> FactorRule:
         [[*rows, "d"], names.k, names.v],
         [[*rows, "e"], rows],
         names.sizes,
-        replicated="s t d e",
+        replicated="c s t d e",
         contraction=True,
         local=LocalForm(_emit_chunks, when="n"),
     )
@@ -135,7 +136,7 @@ def _attention_chunks_backward(call: Call) -> FactorRule:
         [[*rows, "d"], names.k, names.v],
         names.sizes,
         reduce="n g",
-        replicated="s t d e",
+        replicated="c s t d e",
         contraction=True,
         local=LocalForm(_emit_chunks, when="n"),
     )
@@ -143,8 +144,8 @@ def _attention_chunks_backward(call: Call) -> FactorRule:
 
 def _emit_chunks(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     """Compute the device's chunks of the queries."""
-    *inputs, first, step = args
-    return _results(local, local.node.target, *inputs, first + local.start("n") * step, step)
+    *inputs, first = args
+    return _results(local, local.node.target, *inputs, first + local.start("n"))
 
 
 @rule_for(ours.attention_parts.default)
@@ -217,37 +218,27 @@ def _split_keys(
     return merge_parts(out, lse, q.dtype)
 
 
-def _halves(x: Tensor, shards: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the first half of each shard, and the second halves of all in reverse order.
+def _zigzag(x: Tensor, shards: int, dim: int) -> Tensor:
+    """Return the chunks of `attention_chunks`: shards are a new first dimension.
 
-    The shards are a new first dimension. dim: of the queries, from the end.
+    dim: of the queries, from the end; the chunks of a shard are one before it.
     """
     chunks = x.unflatten(dim, (shards, 2, -1)).movedim(dim - 2, 0)
-    return chunks.select(dim - 1, 0), chunks.select(dim - 1, 1).flip(0)
+    return torch.stack([chunks.select(dim - 1, 0), chunks.select(dim - 1, 1).flip(0)], dim - 1)
 
 
-def _joined(early: Tensor, late: Tensor, dim: int) -> Tensor:
-    """Undo `_halves`."""
-    chunks = torch.stack([early, late.flip(0)], dim - 1)
+def _unzigzag(chunks: Tensor, dim: int) -> Tensor:
+    """Undo `_zigzag`."""
+    chunks = torch.stack([chunks.select(dim - 1, 0), chunks.select(dim - 1, 1).flip(0)], dim - 1)
     return chunks.movedim(0, dim - 2).flatten(dim - 2, dim)
-
-
-def _places(queries: int, shards: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the first position and the step of `_halves`."""
-    rows = queries // shards
-    return (0, rows), (queries - rows // 2, -rows)
 
 
 def _balanced_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, shards: int
 ) -> tuple[Tensor, Tensor]:
     """Compute the queries in an order that gives all devices the same work."""
-    pairs = [
-        ours.attention_chunks(x, k, v, scale, *place)
-        for x, place in zip(_halves(q, shards, -2), _places(q.shape[-2], shards))
-    ]
-    (out, lse), (late_out, late_lse) = pairs
-    return _joined(out, late_out, -2), _joined(lse, late_lse, -1)
+    out, lse = ours.attention_chunks(_zigzag(q, shards, -2), k, v, scale, shards, 0)
+    return _unzigzag(out, -2), _unzigzag(lse, -1)
 
 
 @rewrite("split", ours.attention_backward.default)
@@ -263,11 +254,10 @@ def _balanced_backward(
     *,
     shards: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    halves = [_halves(x, shards, d) for x, d in ((grad, -2), (q, -2), (out, -2), (lse, -1))]
-    places = _places(q.shape[-2], shards)
-    (early, *first), (late, *second) = (
-        ours.attention_chunks_backward(g, x, k, v, o, statistics, scale, *place)
-        for (g, x, o, statistics), place in zip(zip(*halves), places)
+    grad, q, out, lse = (
+        _zigzag(x, shards, d) for x, d in ((grad, -2), (q, -2), (out, -2), (lse, -1))
     )
-    k_grad, v_grad = (a + b for a, b in zip(first, second))
-    return _joined(early, late, -2), k_grad, v_grad
+    q_grad, k_grad, v_grad = ours.attention_chunks_backward(
+        grad, q, k, v, out, lse, scale, shards, 0
+    )
+    return _unzigzag(q_grad, -2), k_grad, v_grad

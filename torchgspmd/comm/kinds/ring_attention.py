@@ -1,0 +1,311 @@
+"""Attention whose keys and values travel round a ring, while each device computes with a block.
+
+    forward    In step t device i has block i - t of keys and values, and sends it to device i + 1.
+               Results for blocks are merged by their logsumexp, in float32.
+    backward   Keys and values travel again. From step 1 on device i adds its term to the gradient
+               of block i - t, which came from device i - 1, and sends it on. The last one sends it
+               home, where the term of step 0 is added.
+
+The bytes of gathers and reduce_scatters are sent, and nobody has all keys. Blocks that only later
+queries see stay away from earlier ones. Chunks of queries that balance a causal mask need chunks of
+keys in the same order (custom_ops/attention_chunks.py). Then devices i and n - 1 - i exchange half
+of a block, before and after.
+Source: Ring Attention, arXiv 2310.01889.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...compat.operators import c10d
+from ...custom_ops.attention import attention_backward_in_blocks, attention_in_blocks, lse_dtype
+from ...custom_ops.attention_chunks import Merged
+from ...mesh import Mesh
+from ..collective import split_axes
+from ..collective_builder import CollectiveBuilder
+from .all_gather import all_gather
+from .kind import FusedKind
+from .ring_blocks import Arrival, Blocks, Message, Steps, packed, unpacked
+
+
+def _calls(
+    blocks: Blocks, block: int, mask: Tensor | None
+) -> list[tuple[slice, slice, bool, Tensor | None, list[int] | None]]:
+    """Return the rows of queries and keys, the mask and the region of calls for a block."""
+    if blocks.balanced:
+        return [(*rows, None, None) for rows in blocks.visible(block)]
+    first = block * blocks.width
+    if mask is not None and mask.shape[-1] > 1:
+        mask = mask[..., first : first + blocks.width]
+    region = [blocks.me * blocks.rows, first, blocks.queries, blocks.keys]
+    return [(slice(None), slice(None), blocks.causal, mask, region)]
+
+
+def _forward(
+    blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> Steps:
+    """Compute the result and its logsumexp of one device."""
+    merged = Merged(q, v)
+    block: list[Tensor] | None = yield from blocks.exchange([k, v])
+    size = k.numel() + v.numel()
+    for step in range(blocks.n):
+        arrival = (yield blocks.pass_on(step, block, size)) if step < blocks.n - 1 else None
+        if block is not None:
+            keys, values = block
+            for rows, columns, causal, some, region in _calls(
+                blocks, (blocks.me - step) % blocks.n, mask
+            ):
+                x, *others = q[..., rows, :], keys[..., columns, :], values[..., columns, :]
+                merged.add(rows, *attention_in_blocks(x, *others, causal, scale, some, region))
+        if arrival is not None:
+            came = arrival()
+            block = unpacked(came[blocks.before], (k, v)) if came else None
+    return merged.result()
+
+
+def _backward(
+    blocks: Blocks,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> Steps:
+    """Compute the gradients of q, of k and of v of one device."""
+    q_grad = torch.zeros_like(q, dtype=lse_dtype(q), memory_format=torch.contiguous_format)
+    size, own, home = k.numel() + v.numel(), None, None
+    block: list[Tensor] | None = yield from blocks.exchange([k, v])
+    handed: tuple[int, Arrival] | None = None
+    for step in range(blocks.n):
+        arrival = (yield blocks.pass_on(step, block, size)) if step < blocks.n - 1 else None
+        term = None
+        if block is not None:
+            grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+            keys, values = block
+            for rows, columns, causal, some, region in _calls(
+                blocks, (blocks.me - step) % blocks.n, mask
+            ):
+                g, x, o = (t[..., rows, :] for t in (grad, q, out))
+                x_grad, *others = attention_backward_in_blocks(
+                    g,
+                    x,
+                    keys[..., columns, :],
+                    values[..., columns, :],
+                    o,
+                    lse[..., rows],
+                    causal,
+                    scale,
+                    some,
+                    region,
+                )
+                q_grad[..., rows, :] += x_grad
+                for total, other in zip(grads, others):
+                    total[..., columns, :] += other
+            term = packed(grads)
+        if handed is not None:
+            came = handed[1]()
+            home = came.get((blocks.me + handed[0]) % blocks.n, home)
+            if term is not None and blocks.before in came:
+                term += came[blocks.before]
+        if step == 0:
+            own = term
+        else:
+            handed = step, (yield blocks.hand_over(step, term, size))
+        if arrival is not None:
+            came = arrival()
+            block = unpacked(came[blocks.before], (k, v)) if came else None
+    if handed is not None:
+        came = handed[1]()
+        home = came.get((blocks.me + handed[0]) % blocks.n, home)
+    total = own if home is None else own + home  # pyright: ignore
+    k_grad, v_grad = yield from blocks.exchange(unpacked(total, (k, v)))  # pyright: ignore
+    return q_grad.to(q.dtype), k_grad, v_grad
+
+
+# ----------------------------------------------------------------------------- who drives the steps
+
+
+def _on_rank(steps: Steps, like: Tensor, name: str, ranks: Sequence[int]) -> Any:
+    """Run the steps of one device, whose messages go to a process group. like: has their dtype."""
+    try:
+        message = next(steps)
+        while True:
+            message = steps.send(_sent(*message, like, name, ranks))
+    except StopIteration as done:
+        return done.value
+
+
+def _sent(
+    sends: dict[int, Tensor],
+    receives: dict[int, int],
+    like: Tensor,
+    name: str,
+    ranks: Sequence[int],
+) -> Arrival:
+    """Start to send a message. ranks: of positions in the ring, in the process group."""
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    pieces = [sends[p] for p in order if p in sends]
+    counts = [receives.get(p, 0) for p in order]
+    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else like.new_empty(0)
+    begun = c10d.all_to_all_single(
+        flat, counts, [sends[p].numel() if p in sends else 0 for p in order], name
+    )
+
+    def arrival() -> dict[int, Tensor]:
+        parts = c10d.wait_tensor(begun).split(counts)
+        return {p: part for p, part in zip(order, parts) if p in receives}
+
+    return arrival
+
+
+def _simulated(mesh: Mesh, axes: str, steps: Sequence[Steps]) -> list[Any]:
+    """Run the steps of all devices in lockstep."""
+    results: list[Any] = [None] * mesh.size
+    for group in mesh.groups(split_axes(axes)):
+        arrivals: list[Any] = [None] * len(group)
+        while any(results[rank] is None for rank in group):
+            messages: list[Message] = []
+            for rank, arrival in zip(group, arrivals):
+                try:
+                    messages.append(steps[rank].send(arrival))
+                except StopIteration as done:
+                    results[rank] = done.value
+            arrivals = [
+                partial(dict, {source: messages[source][0][i] for source in receives})
+                for i, (_, receives) in enumerate(messages)
+            ]
+    return results
+
+
+def _joined(balanced: bool, x: Tensor, dim: int = -2) -> Tensor:
+    """Return a shard of chunks [1, ..., chunk, s, d] as [..., chunk s, d]."""
+    return x[0].flatten(dim - 1, dim) if balanced else x
+
+
+def _apart(balanced: bool, x: Tensor, dim: int = -2) -> Tensor:
+    """Undo `_joined`."""
+    return x.unflatten(dim, (2, -1)).unsqueeze(0) if balanced else x
+
+
+def _forward_steps(
+    n: int,
+    me: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    axes: str,
+    causal: bool,
+    scale: float,
+    queries: int,
+    keys: int,
+    balanced: bool,
+) -> Steps:
+    q = _joined(balanced, q)
+    blocks = Blocks(n, me, causal, balanced, queries, keys, q.shape[-2], k.shape[-2])
+    out, lse = yield from _forward(blocks, q, k, v, mask, scale)
+    return _apart(balanced, out), _apart(balanced, lse, -1)
+
+
+def _backward_steps(
+    n: int,
+    me: int,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    axes: str,
+    causal: bool,
+    scale: float,
+    queries: int,
+    keys: int,
+    balanced: bool,
+) -> Steps:
+    grad, q, out = (_joined(balanced, x) for x in (grad, q, out))
+    blocks = Blocks(n, me, causal, balanced, queries, keys, q.shape[-2], k.shape[-2])
+    lse = _joined(balanced, lse, -1)
+    q_grad, *grads = yield from _backward(blocks, grad, q, k, v, out, lse, mask, scale)
+    return (_apart(balanced, q_grad), *grads)
+
+
+def ring_forward(*args: Any) -> Any:
+    """Compute ring_attention on one device."""
+    *inputs, name, ranks, me = args
+    return _on_rank(_forward_steps(len(ranks), me, *inputs), inputs[1], name, ranks)
+
+
+def ring_backward(*args: Any) -> Any:
+    """Compute ring_attention_backward on one device."""
+    *inputs, name, ranks, me = args
+    return _on_rank(_backward_steps(len(ranks), me, *inputs), inputs[2], name, ranks)
+
+
+def _simulate(steps: Callable[..., Steps], mesh: Mesh, *args: Any) -> list[Any]:
+    axes: str = args[-6]
+    names = split_axes(axes)
+    return _simulated(
+        mesh,
+        axes,
+        [
+            steps(
+                mesh.count(names),
+                mesh.index(names, mesh.coordinates(rank)),
+                *(a[rank] if isinstance(a, list) else a for a in args),
+            )
+            for rank in range(mesh.size)
+        ],
+    )
+
+
+def _lower(runs: Callable[..., Any], build: CollectiveBuilder, *args: Any) -> fx.Node:
+    return build.call(runs, *args, *build.ring_position(args[-6]))
+
+
+def _flops(n: int, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any) -> int:
+    return 2 * math.prod(q[:-1]) * n * k[-2] * (q[-1] + v[-1])
+
+
+def _backward_flops(n: int, grad: Any, *shapes: Any) -> int:
+    q, k, v = shapes[:3]
+    return 2 * math.prod(q[:-1]) * n * k[-2] * (3 * q[-1] + 2 * v[-1])
+
+
+_PICTURE = """
+        device 0   q0 k0 v0   ->   attention of q0 to k0 and k1
+        device 1   q1 k1 v1   ->   attention of q1 to k0 and k1
+    """
+ring_attention = FusedKind(
+    name="ring_attention",
+    signature="ring_attention(q, k, v, mask, axes, causal, scale, queries, keys, balanced)",
+    meaning="""Return attention of the device's queries to all keys, and the logsumexp.
+        Keys and values travel over `axes`. balanced: queries are chunks in another order.""",
+    picture=_PICTURE,
+    replaces=all_gather,
+    simulate=partial(_simulate, _forward_steps),
+    flops=_flops,
+    lower=partial(_lower, ring_forward),
+    runs=ring_forward,
+)
+ring_attention_backward = FusedKind(
+    name="ring_attention_backward",
+    signature="ring_attention_backward(grad, q, k, v, out, lse, mask, axes, causal, ...)",
+    meaning="Return the gradients of the device's queries, keys and values.",
+    picture=_PICTURE,
+    replaces=all_gather,
+    simulate=partial(_simulate, _backward_steps),
+    flops=_backward_flops,
+    lower=partial(_lower, ring_backward),
+    runs=ring_backward,
+)

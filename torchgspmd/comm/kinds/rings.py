@@ -1,0 +1,58 @@
+"""Which operations a ring computes, and how: the table RINGS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .kind import CollectiveKind, FusedKind
+from .reduce_scatter import reduce_scatter
+from .ring_attention import ring_attention, ring_attention_backward
+
+
+class Ring(NamedTuple):
+    """How an operation is computed in a ring.
+
+    factor: of the queries, which the axes of the ring shard. queries: their place among the
+    operands; keys and values follow. scatters: what becomes of the gradients of these. exchanges:
+    whether blocks are exchanged. arguments: returns the mask, causal, and the scale.
+    """
+
+    kind: FusedKind
+    factor: str
+    queries: int
+    scatters: CollectiveKind | None
+    exchanges: bool
+    arguments: Callable[[tuple[Any, ...]], tuple[Any, bool, float]]
+
+    def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the tensors of a call, but for the mask."""
+        return args[: self.queries + 3 + (2 if self.scatters else 0)]
+
+
+def _mask(args: tuple[Any, ...], place: int) -> Any:
+    return args[place] if len(args) > place else None
+
+
+_ours = torch.ops.torchgspmd
+RINGS: dict[Any, Ring] = {
+    _ours.attention.default: Ring(
+        ring_attention, "s", 0, None, False, lambda a: (_mask(a, 5), a[3], a[4])
+    ),
+    _ours.attention_backward.default: Ring(
+        ring_attention_backward,
+        "s",
+        1,
+        reduce_scatter,
+        False,
+        lambda a: (_mask(a, 8), a[6], a[7]),
+    ),
+    _ours.attention_chunks.default: Ring(
+        ring_attention, "n", 0, None, True, lambda a: (None, True, a[3])
+    ),
+    _ours.attention_chunks_backward.default: Ring(
+        ring_attention_backward, "n", 1, reduce_scatter, True, lambda a: (None, True, a[6])
+    ),
+}

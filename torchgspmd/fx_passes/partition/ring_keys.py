@@ -1,0 +1,114 @@
+"""Mark the attention whose keys and values are to travel round a ring, and have them travel twice.
+
+before   %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)
+                                           %dq, %dk, %dv = attention_backward(..., %k_g, %v_g)
+after    %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)              ring
+         %k_g_1 = all_gather(%k, 2, seq);  %dq, ... = attention_backward(..., %k_g_1)  ring
+needs    the partitioned program
+ensures  schedule/attention_rings.py can put a ring in the place of gathers and reduce_scatters
+source   Ring Attention, arXiv 2310.01889
+
+A ring sends what the gathers send, and keeps no more than two blocks. Its transfers are hidden if a
+device computes with a block for longer than the next one is on its way. Only then, or if memory is
+asked for, keys are sent again in the backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from ...comm.kinds import Step
+from ...comm.kinds.rings import RINGS, Ring
+from ...mesh import Mesh
+from ...shard_spec import Axes
+from ..ir import results_of
+
+# Operations of a device in the time of a byte sent: few, for links as fast as those of one host.
+FLOPS_PER_BYTE = 1000
+
+
+def ring_keys(graph: fx.Graph, mesh: Mesh, always: bool) -> bool:
+    """Rewrite the graph in place. Returns whether anything changed.
+
+    always: whether memory counts, not time.
+    """
+    changed = False
+    for node in list(graph.nodes):
+        ring = RINGS.get(node.target)
+        if ring is None or "runs" in node.meta or node.meta.get("ring") or not _fits(node, ring):
+            continue
+        gathers = _gathers(node, ring)
+        users = list(dict.fromkeys(user for gather in gathers for user in gather.users))
+        if all(u.target in RINGS and _fits(u, RINGS[u.target]) for u in users) and (
+            always or _is_hidden(node, ring, mesh)
+        ):
+            _mark(graph, users, gathers, mesh)
+            changed = True
+    return changed
+
+
+def _gathers(node: fx.Node, ring: Ring) -> tuple[Any, ...]:
+    """Return the operands that travel in a ring."""
+    return node.args[ring.queries + 1 : ring.queries + 3]
+
+
+def _axes(node: fx.Node, ring: Ring) -> Axes:
+    """Return the axes that shard the queries."""
+    return node.meta["assignment"].get(ring.factor, ())
+
+
+def _fits(node: fx.Node, ring: Ring) -> bool:
+    """Return whether all that a node gathers, and that is summed of it, is along its queries."""
+    axes, gathers = "+".join(_axes(node, ring)), _gathers(node, ring)
+    rows = gathers[0].meta["val"].dim() - 2
+    if any(g.target is not ring.kind.replaces or g.args[1:] != (rows, axes) for g in gathers):
+        return False
+    if gathers[0] is gathers[1]:
+        return False
+    return all(step is not None for step in _scattered(node, ring))
+
+
+def _scattered(node: fx.Node, ring: Ring) -> list[fx.Node | None]:
+    """Return the reduce_scatters of the gradients; None in the place of what is no such step."""
+    if ring.scatters is None:
+        return []
+    axes, steps = "+".join(_axes(node, ring)), []
+    for gradient in results_of(node)[1:]:
+        users = list(gradient.users) if gradient is not None else []
+        rows = gradient.meta["val"].dim() - 2 if gradient is not None else 0
+        step = users[0] if len(users) == 1 else None
+        fits = step is not None and step.target is ring.scatters
+        steps.append(step if fits and step.args[1:] == ("sum", rows, axes) else None)
+    return steps
+
+
+def _is_hidden(node: fx.Node, ring: Ring, mesh: Mesh) -> bool:
+    """Return whether a device computes with a block for longer than the next is on its way."""
+    q, k, v = (x.meta["val"] for x in (node.args[ring.queries], *_gathers(node, ring)))
+    n, causal = mesh.count(_axes(node, ring)), ring.arguments(node.args)[1]
+    flops = 4 * q.numel() / n * k.shape[-2] / n / (2 if causal else 1)
+    return flops >= FLOPS_PER_BYTE * (k.nbytes + v.nbytes) / n
+
+
+def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...], mesh: Mesh) -> None:
+    """Mark the users of gathers, each of which gets gathers of its own."""
+    for i, user in enumerate(users):
+        ring = RINGS[user.target]
+        user.meta["ring"] = True
+        with graph.inserting_before(user):
+            own = [graph.node_copy(g) if i else g for g in gathers]
+        for before, gather in zip(gathers, own):
+            gather.meta = {**before.meta, "backward": user.meta["backward"] if i else False}
+            user.replace_input_with(before, gather)
+        if ring.exchanges:
+            for node in (*own, *_scattered(user, ring)):
+                node.meta["step"] = _with_exchange(node.meta["step"], mesh)
+
+
+def _with_exchange(step: Step, mesh: Mesh) -> Step:
+    """Return a step that also sends the half of a block that two devices exchange."""
+    sent = step.target.sent(step.payload, mesh.count(step.axes))
+    return replace(step, sent=sent + step.payload / mesh.count(step.axes) / 2)

@@ -1,0 +1,85 @@
+"""Put rings in the place of gathered keys and values, and of the sums of their gradients.
+
+before   %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)     meta["ring"]
+after    %y = ring_attention(%q, %k, %v, None, seq, ...)
+before   %k_g = all_gather(%k, 2, seq);    %dq, %dk, %dv = attention_backward(..., %k_g, %v_g)
+         %dk_rs = reduce_scatter(%dk, sum, 2, seq)
+after    %dq, %dk_rs, %dv_rs = ring_attention_backward(..., %k, %v, ..., seq, ...)
+needs    ring_keys, the program of one device, before start_wait
+ensures  no device has all keys; one text for any number of devices
+source   Ring Attention, arXiv 2310.01889
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from ...comm.kinds.rings import RINGS, Ring
+from ...compat.operators import aten
+from .liveness import bytes_of
+
+_TRIMS = (aten.contiguous.default, aten.narrow.default)  # what cuts off padding behind a gather
+
+
+def attention_rings(graph: fx.Graph) -> fx.Graph:
+    """Rewrite the graph in place and return it."""
+    for node in list(graph.nodes):
+        if node.meta.pop("ring", False) and node.target in RINGS:
+            _fuse(graph, node, RINGS[node.target])
+    return graph
+
+
+def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
+    """Replace an operation, its gathers and the reduce_scatters of its gradients."""
+    place = ring.queries + 1
+    chains = [_chain(x, ring) for x in node.args[place : place + 2]]
+    gathers = [chain[-1] for chain in chains]
+    q, (k, v) = node.args[ring.queries], (gather.args[0] for gather in gathers)
+    operands = list(ring.operands(node.args))
+    operands[place : place + 2] = [k, v]
+    mask, causal, scale = ring.arguments(node.args)
+    sizes = [x.meta["shape"][-2] for x in (q, chains[0][0])]
+    if not ring.exchanges:
+        sizes = node.args[-1][2:]
+    axes = gathers[0].args[-1]
+    results = {u.args[1]: u for u in node.users}
+    scattered = [next(iter(results[i].users)) for i in (1, 2)] if ring.scatters else []
+    with graph.inserting_before(node):
+        fused = graph.create_node(
+            "call_function",
+            ring.kind,
+            args=(*operands, mask, axes, causal, scale, *sizes, ring.exchanges),
+            name=f"{node.name}_ring",
+        )
+    steps = [x.meta["step"] for x in (*gathers, *scattered)]
+    moved = bytes_of(k) + bytes_of(v)
+    fused.meta = {
+        **{key: node.meta[key] for key in ("source", "backward", "dtype")},
+        "step": replace(
+            steps[0], payload=sum(s.payload for s in steps), sent=sum(s.sent for s in steps)
+        ),
+        "bytes": (5 if ring.scatters else 2) * moved + 4 * bytes_of(q) // q.meta["dtype"].itemsize,
+    }
+    for i, step in enumerate(scattered, start=1):
+        step.target, step.args = operator.getitem, (fused, i)
+        fused.append(step)
+        graph.erase_node(results.pop(i))
+    for i, result in results.items():
+        result.args = (fused, i)
+    graph.erase_node(node)
+    for chain in chains:
+        for each in chain:
+            graph.erase_node(each)
+
+
+def _chain(x: Any, ring: Ring) -> list[fx.Node]:
+    """Return a gathered value and what it is computed from, up to the gather."""
+    chain = [x]
+    while chain[-1].target is not ring.kind.replaces:
+        assert chain[-1].target in _TRIMS, chain[-1]
+        chain.append(chain[-1].args[0])
+    return chain
