@@ -143,7 +143,8 @@ class Tables:
             return
         now = table.entries()
         for step, value in now.items():
-            if value is not before.get(step, ABSENT) and self._is_mutation(step, value):
+            is_ours = isinstance(value, NUMBERS) or self._is_mutation(step, value)
+            if value is not before.get(step, ABSENT) and is_ours:
                 set_component(container, step, before.get(step, ABSENT))
         # Only missing entries are written: the table may be read-only.
         for step in [step for step in before if step not in now]:
