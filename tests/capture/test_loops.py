@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops.map import map as map_rows
@@ -111,3 +112,15 @@ def test_a_loop_whose_length_depends_on_values():
 
     with pytest.raises(ShardingError, match="depends on values"):
         gspmd.plan(halve, torch.ones(4), mesh=MESH)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reverse", (False, True))
+def test_a_loop_that_draws_random_numbers_draws_others_in_each_iteration(reverse):
+    def dropped(x):
+        return scan(lambda h, row: (h + row, F.dropout(row, 0.5)), x[0], x, reverse=reverse)[1]
+
+    rows = gspmd.plan(dropped, torch.ones(3, 64), mesh=MESH, in_specs="_ data").simulate(
+        torch.ones(3, 64)
+    )
+    assert not torch.equal(rows[0], rows[1]) and set(rows.unique().tolist()) == {0.0, 2.0}

@@ -19,6 +19,7 @@ from .captured import (
     Output,
 )
 from .compute_dtype import check_dtypes
+from .rewrites.loop_trace import unrolling
 from .state.object_trees import opened
 from .state.source import Source
 from .state.state_inputs import State, Varying
@@ -54,4 +55,5 @@ __all__ = [
     "opened",
     "sizes_of",
     "tensor_sources",
+    "unrolling",
 ]

@@ -98,3 +98,9 @@ def copy_loops(graph: fx.Graph) -> None:
     """Give a copy of a graph loops of its own."""
     for node, call in loop_calls(graph):
         node.target = call.copy()
+
+
+def with_bodies(code: str, graph: fx.Graph) -> str:
+    """Return the code of a program of one device, with the bodies of its loops behind it."""
+    bodies = (with_bodies(str(call.graph), call.graph) for _, call in loop_calls(graph))
+    return "\n".join((code, *bodies))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from ..capture import (
     not_compiled,
     opened,
     sizes_of,
+    unrolling,
 )
 from ..compat.private_apis import _pytree as pytree
 from ..errors import RankError
@@ -193,20 +195,25 @@ class MeshModule(ModuleProxy):
         """Run the program of a call."""
         raise NotImplementedError
 
+    def _unrolls(self) -> bool:
+        """Return whether loops become their iterations, as the backend has none."""
+        return False
+
     def _capture(self, call: Call) -> tuple[Captured, list[ShardSpec | None]]:
         """Return the captured program of a call, and the layouts required of its arguments."""
-        captured = capture(
-            self._model,
-            call.args,
-            call.kwargs,
-            self._mesh,
-            grad=torch.is_grad_enabled(),
-            hooks=self._hooks,
-            state=self._state,
-            varying=call.varying,
-            param_dtype=self._param_dtype,
-            dynamic=call.sizes,
-        )
+        with unrolling() if self._unrolls() else nullcontext():
+            captured = capture(
+                self._model,
+                call.args,
+                call.kwargs,
+                self._mesh,
+                grad=torch.is_grad_enabled(),
+                hooks=self._hooks,
+                state=self._state,
+                varying=call.varying,
+                param_dtype=self._param_dtype,
+                dynamic=call.sizes,
+            )
         if self._layout is not None and self._hooks:  # no submodule, which has a part of the marks
             self._layout.check_used()
         specs = spread_inputs(self._in_specs, call.args, call.kwargs, self._mesh)

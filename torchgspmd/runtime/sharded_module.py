@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..api import compile_plan
 from ..capture import ARGUMENT, Captured
+from ..comm.loop_call import with_bodies
 from ..comm.process_groups import groups_of
 from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, check_values, raise_difference
@@ -177,6 +178,9 @@ class ShardedModule(MeshModule):
         }
 
     @watched
+    def _unrolls(self) -> bool:
+        return self._backend == "inductor"
+
     def _run(self, program: JointProgram, call: Call) -> Any:
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
@@ -296,11 +300,12 @@ class ShardedModule(MeshModule):
             guards = [guard.described() for guard in captured.looks]
             return _hash(as_text((text, guards, program, self._check)))
 
+        program = plan.program
         # If one rank has planned for itself, all of them compare what they have planned.
         signature = compare(
             self._groups,
-            signature_of(checksum or plan.program.code),
-            lambda: signature_of(plan.program.code),
+            signature_of(checksum or with_bodies(program.code, program.graph)),
+            lambda: signature_of(with_bodies(program.code, program.graph)),
             raise_on_difference,
         )
         if self._check != "never":

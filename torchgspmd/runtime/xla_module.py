@@ -110,6 +110,9 @@ class XlaModule(MeshModule):
             raise self._device_error(name, value)
         return super()._kind(name, value)
 
+    def _unrolls(self) -> bool:
+        return True
+
     def _build(self, call: Call) -> _Program:
         """Compile the program of a call."""
         mesh, dtype = self._mesh, torch.get_autocast_dtype("xla")

@@ -8,7 +8,7 @@ runs backwards, that of an entry is an exit of it: next and carry, stack and row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...compat.private_apis import TorchDispatchMode
 from ...compat.private_apis import _pytree as pytree
 from ...custom_ops.loops import (
     Loop,
@@ -31,6 +32,9 @@ from ...custom_ops.loops import (
     nest_text,
 )
 
+Body = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
+
+_is_unrolling: ContextVar[bool] = ContextVar("unrolling", default=False)
 _numbers = count()  # normalize numbers the loops of a program anew
 _around: ContextVar[tuple[TracedLoop, ...]] = ContextVar("loops", default=())
 _records: ContextVar[tuple[_Record, ...]] = ContextVar("records", default=())
@@ -64,18 +68,29 @@ def current_loops() -> str:
     return loops[-1].text(loops[-1].loop) if loops else ""
 
 
+@contextmanager
+def unrolling() -> Iterator[None]:
+    """Trace loops as their iterations, for a backend that has none."""
+    token = _is_unrolling.set(True)
+    try:
+        yield
+    finally:
+        _is_unrolling.reset(token)
+
+
 def run_loop(
-    body: Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]],
-    carry: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    length: int,
-    reverse: bool = False,
+    body: Body, carry: Sequence[Tensor], rows: Sequence[Tensor], length: int, reverse: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Trace a loop; return the last carry, and the stacked results.
 
+    It becomes its iterations if these draw random numbers, which are others in each.
+
     body: (*carry, *rows of an iteration) -> next carry, results of the iteration.
     """
-    consts = _outer_tensors(body, carry, rows) if torch.is_grad_enabled() else []
+    record = _outer_tensors(body, carry, rows)
+    if record.draws or _is_unrolling.get():
+        return _unrolled(body, carry, rows, length, reverse)
+    consts = list(record.outer.values()) if torch.is_grad_enabled() else []
     traced = TracedLoop(Loop(next(_numbers), 0, length, reverse), _around.get())
     entries = _Entries.apply(traced, len(carry), len(rows), *carry, *rows, *consts)
     at, inner = len(carry), len(carry) + len(rows)
@@ -86,6 +101,19 @@ def run_loop(
     exits = _Exits.apply(traced, len(carry), *carried, *results)
     _note(exits)
     return list(exits[:at]), list(exits[at:])
+
+
+def _unrolled(
+    body: Body, carry: Sequence[Tensor], rows: Sequence[Tensor], length: int, reverse: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Trace a loop as its iterations."""
+    carried, results = list(carry), []
+    for i in reversed(range(length)) if reverse else range(length):
+        after, made = body(*carried, *(x[i] for x in rows))
+        carried = list(after)
+        results.append(made)
+    columns = zip(*(results[::-1] if reverse else results))
+    return carried, [torch.stack(column) for column in columns]
 
 
 def _note(results: Sequence[Tensor]) -> None:
@@ -103,27 +131,29 @@ def _inside(traced: TracedLoop) -> Any:
         _around.reset(token)
 
 
-def _outer_tensors(
-    body: Callable[..., Any], carry: Sequence[Tensor], rows: Sequence[Tensor]
-) -> list[Tensor]:
-    """Return the tensors of outside that a body uses and that need a gradient."""
+def _outer_tensors(body: Body, carry: Sequence[Tensor], rows: Sequence[Tensor]) -> _Record:
+    """Run a body once; note the tensors of outside that it uses and that need a gradient."""
     own = [*(x.detach() for x in carry), *(x[0].detach() for x in rows)]
     record = _Record(own)
     token = _records.set((*_records.get(), record))
     try:
-        with record:
+        with record, _Draws(record):
             body(*own)
     finally:
         _records.reset(token)
-    return list(record.outer.values())
+    return record
 
 
 class _Record(TorchFunctionMode):
-    """Notes the operands that need a gradient and that nothing has computed since its start."""
+    """Notes the operands that need a gradient and that nothing has computed since its start.
+
+    draws: whether random numbers are drawn.
+    """
 
     def __init__(self, own: Sequence[Tensor]) -> None:
         super().__init__()
         self.outer: dict[int, Tensor] = {}
+        self.draws = False
         self.inner = {id(x): x for x in own}
 
     def __torch_function__(
@@ -139,6 +169,21 @@ class _Record(TorchFunctionMode):
     def add(self, results: Sequence[Any]) -> None:
         """Note results of the body."""
         self.inner.update((id(x), x) for x in results if id(x) not in self.outer)
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether random numbers are drawn."""
+
+    def __init__(self, record: _Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.record.draws = True
+        return func(*args, **(kwargs or {}))
 
 
 class _Replace(TorchFunctionMode):

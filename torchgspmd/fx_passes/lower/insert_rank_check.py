@@ -14,6 +14,7 @@ from __future__ import annotations
 from torch import fx
 
 from ...comm.kinds import KINDS, FusedKind, all_reduce
+from ...comm.loop_call import LoopCall
 from ...comm.rank_check import RankCheck, fits
 from ..program import Program
 from .lower_collectives import CollectiveOfAnySize
@@ -51,5 +52,7 @@ def insert_rank_check(program: Program) -> fx.Graph | None:
 
 
 def _sends(node: fx.Node, sending: set) -> bool:
-    """Return whether ranks communicate at a node."""
+    """Return whether ranks communicate at a node, or in the loop that it is."""
+    if isinstance(node.target, LoopCall):
+        return any(_sends(inner, sending) for inner in node.target.graph.nodes)
     return node.target in sending or isinstance(node.target, CollectiveOfAnySize)
