@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .comm.kinds import KINDS, CollectiveKind
+from .comm.kinds import (
+    KINDS,
+    CollectiveKind,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
 from .comm.process_groups import ProcessGroups, groups_of
 from .device_mesh import mesh_of
 from .errors import ShardingError, user_line
@@ -105,7 +112,7 @@ class _Calibration:
         """Return the measured hardware."""
         launch, step, product, moved = self._device()
         groups = {key: link for axes in self._axes() for key, link in self._collectives(axes)}
-        reduction = groups.get(("all_reduce", self.mesh.size), Link(1, math.inf, 0.0))
+        reduction = groups.get((all_reduce.name, self.mesh.size), Link(1, math.inf, 0.0))
         steps = math.ceil(math.log2(max(self.mesh.size, 2)))
         return Hardware(
             f"{self.mesh.size} processes of {self.device}",
@@ -160,12 +167,12 @@ class _Calibration:
         """Return the link of each kind over some axes. Kinds that are sent alike are alike."""
         text, count = "+".join(axes), self.mesh.count(axes)
         links = {
-            kind: self._link(KINDS[kind], arguments, count)
+            kind.name: self._link(kind, arguments, count)
             for kind, arguments in (
-                ("all_reduce", ("sum", text)),
-                ("all_gather", (0, text)),
-                ("reduce_scatter", ("sum", 0, text)),
-                ("all_to_all", (0, 1, text)),
+                (all_reduce, ("sum", text)),
+                (all_gather, (0, text)),
+                (reduce_scatter, ("sum", 0, text)),
+                (all_to_all, (0, 1, text)),
             )
         }
         by_wire = {w.op: link for kind, link in links.items() for w in _wire(KINDS[kind])}
@@ -174,7 +181,7 @@ class _Calibration:
                 links.setdefault(name, by_wire[wire.op])
         return [((name, count), link) for name, link in links.items()]
 
-    def _link(self, kind: Any, arguments: tuple[Any, ...], count: int) -> Link:
+    def _link(self, kind: CollectiveKind, arguments: tuple[Any, ...], count: int) -> Link:
         """Return the bytes per second and the latency of a kind, from two sizes."""
         run, points = CollectiveOfAnySize(kind.name, self.groups, torch.float32), []
         for side in SIDES:
