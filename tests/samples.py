@@ -254,16 +254,14 @@ sample(ours.attention.default, *_GROUPS, False, 0.3, seen(2, 1, 5, 6))
 sample(ours.attention.default, *_GROUPS, False, 0.3, real(4, 5, 6))
 for _causal in (False, True):
     sample(ours.attention_parts.default, *_GROUPS, _causal, 0.3, None, [0, 0, 5, 5], 3)
-sample(ours.attention_chunks.default, real(3, 2, 4, 2, 8), *(real(2, 2, 12, 8),) * 2, 0.3, 10, -4)
+sample(ours.attention_chunks.default, real(3, 2, 2, 2, 8), *(real(2, 12, 8),) * 2, 0.3, 3, 0)
 
 
 def _attention_chunks_backward() -> tuple[tuple, dict]:
     torch.manual_seed(0)
-    (q, grad), (k, v) = (
-        [torch.randn(s) for _ in range(2)] for s in ((3, 2, 4, 2, 8), (2, 2, 12, 8))
-    )
-    out, lse = ours.attention_chunks.default(q, k, v, 0.3, 0, 4)
-    return (grad, q, k, v, out, lse, 0.3, 0, 4), {}
+    (q, grad), (k, v) = ([torch.randn(s) for _ in range(2)] for s in ((3, 2, 2, 2, 8), (2, 12, 8)))
+    out, lse = ours.attention_chunks.default(q, k, v, 0.3, 3, 0)
+    return (grad, q, k, v, out, lse, 0.3, 3, 0), {}
 
 
 SAMPLES[ours.attention_chunks_backward.default] = [_attention_chunks_backward]
@@ -283,6 +281,13 @@ def _cdist_backward(p: float) -> Callable[[], tuple[tuple, dict]]:
 
 
 SAMPLES[aten._cdist_backward.default] = [_cdist_backward(2.0), _cdist_backward(1.0)]
+
+# -------------------------------------------------------------------------------------------- loops
+
+for _op in (ours.loop_carry.default, ours.loop_stack.default, ours.loop_total.default):
+    sample(_op, real(4, 5), "1x3")
+sample(ours.loop_row.default, real(3, 4, 5), "1x3")
+sample(ours.loop_index.default, "1x3")
 
 # ----------------------------------------------------------------------------------- linear algebra
 
