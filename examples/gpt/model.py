@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops import scan
 
 from torchgspmd import Layout, Mesh, annotate, mark_sharding, pipeline
 
@@ -159,7 +160,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.config = config
+        self.config, self.microbatches = config, 1
         self.embedding = nn.Parameter(
             torch.randn(config.vocabulary, config.width) * 0.02
         )  # [v, m], also the head
@@ -170,6 +171,22 @@ class GPT(nn.Module):
         mark_sharding(self.position, "place width")
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:  # [b, s], [b, s]
+        if targets is not None and self.microbatches > 1:
+            return self.accumulated(tokens, targets)
+        return self.once(tokens, targets)
+
+    def accumulated(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss of microbatches, one after the other; gradients are reduced once, at the end."""
+        rows = [x.unflatten(0, (-1, self.microbatches)).transpose(0, 1) for x in (tokens, targets)]
+
+        def microbatch(total: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+            loss = self.once(*rows)
+            return total + loss, loss.detach()
+
+        total, _ = scan(microbatch, self.embedding.new_zeros(()), rows)
+        return total / self.microbatches
+
+    def once(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
         tokens = mark_sharding(tokens, "batch length")
         x = F.embedding(tokens, self.embedding) + self.position[: tokens.shape[1]]  # [b, s, m]
         x = mark_sharding(x, "batch stream width")

@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--width", type=int, default=128)
     add("--context", type=int, default=128, help="length of a sequence")
+    add("--accumulate", type=int, default=1, help="parts of the batch on a mesh, one by one")
     add("--microbatches", type=int, default=4, help="of a pipeline: a mesh with an axis 'stage'")
     add("--repeats", type=int, default=1, help="how often each passes a stage of the pipeline")
     add("--sample", type=int, default=400, help="characters of text to generate at the end")
@@ -56,6 +57,7 @@ def main() -> None:
     )
     if run.mesh:
         model.divide(run.mesh, args.microbatches, args.repeats)
+        model.microbatches = args.accumulate
         layout = LAYOUTS[args.layout].on(run.mesh)
         model = gspmd.parallelize(  # the one line
             model, layout, backend=args.backend, **run.precision

@@ -93,6 +93,21 @@ def test_simulated_loss_and_gradients(mesh: str, layout: str, text: Characters) 
     ]  # the 6 rows over 4 are, to be flattened
 
 
+@pytest.mark.parametrize("layout", ("dp", "fsdp"))
+def test_accumulated_gradients_are_reduced_once(layout: str, text: Characters) -> None:
+    torch.manual_seed(0)
+    model = GPT(Config(len(text.alphabet), context=12, layers=1, heads=2, width=16))
+    batch = text.batch(0, seed=0, size=6, context=12)
+    loss = model(*batch)
+    loss.backward()
+    mesh = LAYOUTS[layout].on(gspmd.Mesh(data=2))
+    once = gspmd.plan(model, *batch, mesh=mesh, grad=True)
+    model.microbatches = 3
+    plan = gspmd.plan(model, *batch, mesh=mesh, grad=True)
+    check(plan, model, loss, *batch)
+    assert plan.sent_bytes <= once.sent_bytes + 64  # losses
+
+
 @pytest.fixture(scope="module")
 def digits() -> Digits:
     return load_digits("digits", Path("unused"))
