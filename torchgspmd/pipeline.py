@@ -112,7 +112,7 @@ def pipeline(
 
 
 class Pipeline(nn.Module):
-    """Module of pipeline(). A parameter of its `block` is [stages, repeats, layers, ...]."""
+    """Module of pipeline(). A parameter of its `block` is [stages x repeats x layers, ...]."""
 
     def __init__(
         self,
@@ -156,18 +156,19 @@ class Pipeline(nn.Module):
         rows = [t.detach() for t in tensors]
         rows += rows[:1] * (self.stages * self.repeats * self.layers - len(rows))
         shape = self.repeats, self.stages, self.layers, *rows[0].shape
-        return torch.stack(rows).view(shape).transpose(0, 1).contiguous()
+        return torch.stack(rows).view(shape).transpose(0, 1).flatten(0, 2)
 
     def _mark(self, parameter: Tensor, first: Tensor) -> None:
         """Mark stacked parameters as those of the first block are, and along the stages."""
         mesh, spec, _ = raw_mark(first) or (self.mesh, " ".join("_" * first.dim()), None)
-        stacked = f"{self.axis} _ _ {spec}".strip()
+        stacked = f"{self.axis} {spec}".strip()
         mark_sharding(parameter, mesh, stacked) if mesh else mark_sharding(parameter, stacked)
 
-    def place(self, layer: int) -> tuple[int, int, int]:
-        """Return stage, round and position of a block."""
+    def place(self, layer: int) -> int:
+        """Return the row of a block's weights: those of a stage are together, round by round."""
         group, position = divmod(layer, self.layers)
-        return group % self.stages, group // self.stages, position
+        round_, stage = divmod(group, self.stages)
+        return (stage * self.repeats + round_) * self.layers + position
 
     def extra_repr(self) -> str:
         return (
@@ -182,6 +183,8 @@ class Pipeline(nn.Module):
             for layer in range(self.count):
                 x = self._run({n: w[self.place(layer)] for n, w in weights.items()}, x, shared)
             return x
+        rows = self.stages, self.repeats, self.layers
+        weights = {name: w.unflatten(0, rows) for name, w in weights.items()}
         leaves, tree = pytree.tree_flatten(x)
         parts = [self._divided(leaf) for leaf in leaves]  # [microbatches, rows, ...]
         results = self._ticks(weights, parts, tree, shared)
