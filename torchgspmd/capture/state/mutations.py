@@ -143,8 +143,9 @@ class Tables:
             return
         now = table.entries()
         for step, value in now.items():
-            is_ours = isinstance(value, NUMBERS) or self._is_mutation(step, value)
-            if value is not before.get(step, ABSENT) and is_ours:
+            if value is before.get(step, ABSENT):
+                continue
+            if isinstance(value, NUMBERS) or self._is_mutation(step, value):
                 set_component(container, step, before.get(step, ABSENT))
         # Only missing entries are written: the table may be read-only.
         for step in [step for step in before if step not in now]:
