@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,9 @@ def mark_sharding(
         if (layout := bound_layout()) is None:
             return _mark_names(tensor, mesh)
         mesh, spec = layout, mesh
-    mesh, spec = mesh_of(mesh), mesh.spec(spec) if isinstance(mesh, MeshLayout) else spec  # pyright: ignore
+    if isinstance(mesh, MeshLayout):
+        spec = mesh.spec(spec)
+    mesh = mesh_of(mesh)  # pyright: ignore[reportArgumentType]
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
     return _record(tensor, mesh, check_mark(tensor, mesh, spec))
@@ -139,9 +141,9 @@ def without_layout(names: str, where: str | None = None) -> ShardingError:
     )
 
 
-def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike) -> ShardSpec:
+def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike | None) -> ShardSpec:
     """Return the parsed spec of a mark. Raise ShardingError if it does not fit."""
-    parsed = ShardSpec.parse(spec).check(mesh, tensor.shape)
+    parsed = ShardSpec.parse(cast(SpecLike, spec)).check(mesh, tensor.shape)  # refuses None
     if parsed.pending:
         raise ShardingError(
             f"a mark cannot ask for a pending reduction ('{parsed}')", where=user_line()
@@ -243,7 +245,7 @@ def annotate(
         **dict(module.named_buffers(remove_duplicate=False)),
     }
     modules = dict(module.named_modules())
-    for pattern, spec in layouts.items():  # pyright: ignore
+    for pattern, spec in layouts.items():  # pyright: ignore[reportOptionalMemberAccess]
         matches = _glob(pattern).fullmatch
         names = [name for name in (*tensors, *modules) if matches(name)]
         if not names:
@@ -257,7 +259,8 @@ def annotate(
             if name in tensors:
                 _marked(tensors[name], devices, words)
             else:
-                modules[name].register_forward_hook(_mark_outputs(devices, words))  # pyright: ignore
+                hook = _mark_outputs(devices, words)  # pyright: ignore[reportArgumentType]
+                modules[name].register_forward_hook(hook)
     return module
 
 

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -134,7 +134,7 @@ class _Calibration:
         for model, x in [(_Model(width), _input(size, width)) for size, width in SHAPES]:
             module, x = parallelize(model.to(self.device), self.mesh), x.to(self.device)
             seconds.append(self._time(lambda module=module, x=x: _step(module, x)))
-            rows.append(_work(module.plan))
+            rows.append(_work(cast(Plan, module.plan)))
         fit = _fit(rows, seconds, self._alone())
         return tuple(map(self._most, fit))  # the last bit of a fit may differ between processes
 

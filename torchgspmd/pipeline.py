@@ -338,7 +338,7 @@ def _from_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str,
             tensors = [state.pop(key) for key in keys]
             whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
             state[f"{prefix}block.{name}"] = pipe._stacked(whole)
-    for name, _ in pipe.block.named_buffers():
+    for name in dict(pipe.block.named_buffers()):
         values = [state.pop(f"{prefix}{layer}.{name}", None) for layer in range(pipe.count)]
         if values[0] is not None:
             state[f"{prefix}block.{name}"] = values[0]

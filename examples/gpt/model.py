@@ -200,7 +200,8 @@ class GPT(nn.Module):
     def divide(self, mesh: Mesh | None, microbatches: int, repeats: int = 1) -> None:
         """Make the blocks a pipeline, if the mesh has an axis for it."""
         if mesh is not None and "stage" in mesh.names:
-            self.blocks = pipeline(self.blocks, mesh, microbatches=microbatches, repeats=repeats)
+            blocks = self.blocks.children()
+            self.blocks = pipeline(blocks, mesh, microbatches=microbatches, repeats=repeats)
 
     @torch.no_grad()
     def generate(

@@ -156,7 +156,7 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
     lse = torch.logaddexp(first[1], second[1])
     finite = torch.where(lse == -math.inf, 0, lse)
     out = sum(o.to(x.dtype) * (x - finite).exp().unsqueeze(-1) for o, x in (first, second))
-    return out.to(first[0].dtype), lse  # pyright: ignore
+    return out.to(first[0].dtype), lse  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
@@ -223,7 +223,7 @@ def attention_backward_in_blocks(
         totals[0][..., block.row : s, :] += q_grad
         totals[1][..., block.start : block.stop, :] += k_grad
         totals[2][..., block.start : block.stop, :] += v_grad
-    return totals  # pyright: ignore
+    return totals  # pyright: ignore[reportReturnType]
 
 
 def _sizes(q: Tensor, k: Tensor) -> tuple[int, int]:

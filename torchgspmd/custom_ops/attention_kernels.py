@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,8 +63,8 @@ def backward_kernel(
         for g, x, o, lse, k, v, mask in _groups(rows, k, v, mask, causal)
     ]
     q_grad = _joined([piece[0] for piece in pieces], q, k, causal, mask)
-    k_grad, v_grad = (sum(piece[i] for piece in pieces) for i in (1, 2))
-    return q_grad, k_grad.view(k.shape), v_grad.view(v.shape)  # pyright: ignore
+    k_grad, v_grad = (cast(Tensor, sum(piece[i] for piece in pieces)) for i in (1, 2))
+    return q_grad, k_grad.view(k.shape), v_grad.view(v.shape)
 
 
 def _folds(causal: bool, mask: Tensor | None) -> bool:
@@ -258,7 +258,7 @@ def _backward_in_rows(
         )
     ]
     q_grad, k_grad, v_grad = zip(*results)
-    return torch.cat(q_grad, 2), sum(k_grad), sum(v_grad)  # pyright: ignore
+    return torch.cat(q_grad, 2), cast(Tensor, sum(k_grad)), cast(Tensor, sum(v_grad))
 
 
 def _pieces(
@@ -274,7 +274,8 @@ def _pieces(
         if causal:
             query = torch.arange(row, min(s, row + step), device=k.device).unsqueeze(1)
             seen = torch.arange(t, device=k.device) <= query
-            cut = seen if cut is None else torch.where(seen, _added(cut, k), -math.inf)  # pyright: ignore
+            allowed = None if cut is None else cast(Tensor, _added(cut, k))
+            cut = seen if allowed is None else torch.where(seen, allowed, -math.inf)
         result.append((*(x[:, :, some] for x in rows), k, v, cut))
     return result
 

@@ -29,6 +29,8 @@ class TrainStep(nn.Module):
     the name of the state, then that of the parameter: "exp_avg.blocks.0.weight".
     """
 
+    steps: Tensor
+
     def __init__(
         self,
         model: nn.Module,

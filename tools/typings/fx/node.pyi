@@ -6,6 +6,8 @@ from .graph import Graph
 Argument = Any
 Target = Any
 
+def has_side_effect(fn: Callable[..., Any]) -> Callable[..., Any]: ...
+
 class Node:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

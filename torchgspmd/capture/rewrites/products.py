@@ -32,7 +32,7 @@ from .repeated_heads import unrepeated
 
 
 @rewrite("product", mark_sharding)
-def _mark(tensor: Tensor, mesh: Mesh | str, spec: SpecLike = None) -> Tensor:
+def _mark(tensor: Tensor, mesh: Mesh | str, spec: SpecLike | None = None) -> Tensor:
     """Run mark_sharding as an operation of the graph."""
     if isinstance(mesh, str):
         raise without_layout(mesh)

@@ -61,8 +61,8 @@ def _forward(
             for rows, columns, causal, some, region in _calls(
                 blocks, (blocks.me - step) % blocks.n, mask
             ):
-                x, *others = q[..., rows, :], keys[..., columns, :], values[..., columns, :]
-                merged.add(rows, *attention_in_blocks(x, *others, causal, scale, some, region))
+                x, y, z = q[..., rows, :], keys[..., columns, :], values[..., columns, :]
+                merged.add(rows, *attention_in_blocks(x, y, z, causal, scale, some, region))
         if arrival is not None:
             came = arrival()
             block = unpacked(came[blocks.before], (k, v)) if came else None
@@ -82,7 +82,9 @@ def _backward(
 ) -> Steps:
     """Compute the gradients of q, of k and of v of one device."""
     q_grad = torch.zeros_like(q, dtype=lse_dtype(q), memory_format=torch.contiguous_format)
-    size, own, home = k.numel() + v.numel(), None, None
+    size = k.numel() + v.numel()
+    own: Tensor | None = None
+    home: Tensor | None = None
     block: list[Tensor] | None = yield from blocks.exchange([k, v])
     handed: tuple[int, Arrival] | None = None
     for step in range(blocks.n):
@@ -113,7 +115,8 @@ def _backward(
             term = packed(grads)
         if handed is not None:
             came = handed[1]()
-            home = came.get((blocks.me + handed[0]) % blocks.n, home)
+            if (source := (blocks.me + handed[0]) % blocks.n) in came:
+                home = came[source]
             if term is not None and blocks.before in came:
                 term += came[blocks.before]
         if step == 0:
@@ -125,9 +128,11 @@ def _backward(
             block = unpacked(came[blocks.before], (k, v)) if came else None
     if handed is not None:
         came = handed[1]()
-        home = came.get((blocks.me + handed[0]) % blocks.n, home)
-    total = own if home is None else own + home  # pyright: ignore
-    k_grad, v_grad = yield from blocks.exchange(unpacked(total, (k, v)))  # pyright: ignore
+        if (source := (blocks.me + handed[0]) % blocks.n) in came:
+            home = came[source]
+    assert own is not None  # a device has its own block in step 0
+    total = own if home is None else own + home
+    k_grad, v_grad = yield from blocks.exchange(unpacked(total, (k, v)))
     return q_grad.to(q.dtype), k_grad, v_grad
 
 
@@ -193,7 +198,7 @@ def _joined(balanced: bool, x: Tensor, dim: int = -2) -> Tensor:
 
 def _apart(balanced: bool, x: Tensor, dim: int = -2) -> Tensor:
     """Undo `_joined`."""
-    return x.unflatten(dim, (2, -1)).unsqueeze(0) if balanced else x
+    return torch.unflatten(x, dim, (2, -1)).unsqueeze(0) if balanced else x
 
 
 def _forward_steps(

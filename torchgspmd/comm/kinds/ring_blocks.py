@@ -107,5 +107,5 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpacked(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    pieces = flat.split([x.numel() for x in like])
+    pieces = torch.split(flat, [x.numel() for x in like])
     return [piece.view(x.shape) for piece, x in zip(pieces, like)]

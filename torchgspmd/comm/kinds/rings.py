@@ -32,27 +32,37 @@ class Ring(NamedTuple):
         return args[: self.queries + 3 + (2 if self.scatters else 0)]
 
 
-def _mask(args: tuple[Any, ...], place: int) -> Any:
-    return args[place] if len(args) > place else None
+def _after(causal: int) -> Callable[[tuple[Any, ...]], tuple[Any, bool, float]]:
+    """Return `arguments` of a call that has causal, the scale and perhaps a mask at this place."""
+
+    def arguments(args: tuple[Any, ...]) -> tuple[Any, bool, float]:
+        return args[causal + 2] if len(args) > causal + 2 else None, args[causal], args[causal + 1]
+
+    return arguments
+
+
+def _of_chunks(scale: int) -> Callable[[tuple[Any, ...]], tuple[Any, bool, float]]:
+    """Return `arguments` of a call by chunks, which has the scale at this place."""
+
+    def arguments(args: tuple[Any, ...]) -> tuple[Any, bool, float]:
+        return None, True, args[scale]
+
+    return arguments
 
 
 _ours = torch.ops.torchgspmd
 RINGS: dict[Any, Ring] = {
-    _ours.attention.default: Ring(
-        ring_attention, "s", 0, None, False, lambda a: (_mask(a, 5), a[3], a[4])
-    ),
+    _ours.attention.default: Ring(ring_attention, "s", 0, None, False, _after(3)),
     _ours.attention_backward.default: Ring(
         ring_attention_backward,
         "s",
         1,
         reduce_scatter,
         False,
-        lambda a: (_mask(a, 8), a[6], a[7]),
+        _after(6),
     ),
-    _ours.attention_chunks.default: Ring(
-        ring_attention, "n", 0, None, True, lambda a: (None, True, a[3])
-    ),
+    _ours.attention_chunks.default: Ring(ring_attention, "n", 0, None, True, _of_chunks(3)),
     _ours.attention_chunks_backward.default: Ring(
-        ring_attention_backward, "n", 1, reduce_scatter, True, lambda a: (None, True, a[6])
+        ring_attention_backward, "n", 1, reduce_scatter, True, _of_chunks(6)
     ),
 }

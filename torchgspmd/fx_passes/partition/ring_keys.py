@@ -16,11 +16,11 @@ asked for, keys are sent again in the backward.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
-from ...comm.kinds import Step
+from ...comm.kinds import CollectiveKind, Step
 from ...comm.kinds.rings import RINGS, Ring
 from ...mesh import Mesh
 from ...shard_spec import Axes
@@ -80,8 +80,9 @@ def _scattered(node: fx.Node, ring: Ring) -> list[fx.Node | None]:
         users = list(gradient.users) if gradient is not None else []
         rows = gradient.meta["val"].dim() - 2 if gradient is not None else 0
         step = users[0] if len(users) == 1 else None
-        fits = step is not None and step.target is ring.scatters
-        steps.append(step if fits and step.args[1:] == ("sum", rows, axes) else None)
+        expected = ring.scatters, ("sum", rows, axes)
+        fits = step is not None and (step.target, step.args[1:]) == expected
+        steps.append(step if fits else None)
     return steps
 
 
@@ -104,11 +105,11 @@ def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...], mesh:
             gather.meta = {**before.meta, "backward": user.meta["backward"] if i else False}
             user.replace_input_with(before, gather)
         if ring.exchanges:
-            for node in (*own, *_scattered(user, ring)):
+            for node in (*own, *filter(None, _scattered(user, ring))):
                 node.meta["step"] = _with_exchange(node.meta["step"], mesh)
 
 
 def _with_exchange(step: Step, mesh: Mesh) -> Step:
     """Return a step that also sends the half of a block that two devices exchange."""
-    sent = step.target.sent(step.payload, mesh.count(step.axes))
+    sent = cast(CollectiveKind, step.target).sent(step.payload, mesh.count(step.axes))
     return replace(step, sent=sent + step.payload / mesh.count(step.axes) / 2)
