@@ -43,7 +43,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ("dtensor",),
     ("comm",),
     ("manual",),
-    ("rules", "prefix_specs", "runtime", "without_gc"),
+    ("rules", "prefix_specs", "runtime"),
     ("custom_ops", "collectives"),
     ("annotate",),
     ("shard_spec",),

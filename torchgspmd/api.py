@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .annotate import layout_of
 from .capture import Captured, capture, check_dtypes, leaf_names, opened, sizes_of
+from .capture.without_gc import without_gc
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
 from .device_mesh import mesh_of
@@ -30,7 +31,6 @@ from .mesh import Mesh
 from .plan import Plan
 from .prefix_specs import spread_inputs
 from .shard_spec import ShardSpec
-from .without_gc import without_gc
 
 
 def plan(

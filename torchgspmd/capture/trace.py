@@ -22,7 +22,6 @@ from ..compat.private_apis import FakeTensorMode, make_fx
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
-from ..without_gc import without_gc
 from .argument_sizes import ArgumentSizes
 from .assumed_sizes import AssumingShapeEnv, insert_checks
 from .builtin_numbers import replaced
@@ -40,6 +39,7 @@ from .state.value_guards import ValueGuards
 from .trace_context import no_other_random_numbers
 from .traced_program import TracedProgram
 from .unsupported import check_constants, check_dense, check_module, translate_errors
+from .without_gc import without_gc
 
 MOST_RETRACES = 256  # each makes at least one more tensor or number an input
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..capture.without_gc import without_gc
 from ..comm.loop_call import copy_loops, loop_calls
 from ..dump import dump_pass
 from ..errors import ShardingError, did_you_mean, user_line
 from ..plan import Plan
 from ..rules import natively
-from ..without_gc import without_gc
 from ..xla_backend.lower import unpartitioned
 from .boundary import partition_program, propagate_program, start_program
 from .ir import runs

@@ -348,16 +348,14 @@ class ShardedModule(MeshModule):
 
     def _plan_here(self, call: Call, before_talk: Callable[[], None]) -> Plan:
         """Capture and plan in this process. before_talk: as in shared_plan."""
-        on_meta = next(
-            (name for name, t in named_tensors(self._model) if t.device.type == "meta"), None
-        )
-        if on_meta is not None:
-            raise ShardingError(
-                f"'{on_meta}' is on meta: it has no values",
-                where=user_line(),
-                fix=f"model.to_empty(device='{self._groups.device_type}'), "
-                "then initialize it or load its values",
-            )
+        for name, tensor in named_tensors(self._model):
+            if tensor.device.type == "meta":
+                raise ShardingError(
+                    f"'{name}' is on meta: it has no values",
+                    where=user_line(),
+                    fix=f"model.to_empty(device='{self._groups.device_type}'), "
+                    "then initialize it or load its values",
+                )
         captured, specs = self._capture(call)
         tensors = self._tensors(call, captured)
         self._store_marked(captured, tensors, call, before_talk)
@@ -377,11 +375,9 @@ class ShardedModule(MeshModule):
         )
 
 
-def _stored_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec:
+def _stored_spec(t: Tensor, mesh: Mesh) -> ShardSpec:
     """Return the stored layout of a parameter or buffer; a plain tensor is replicated."""
-    return (
-        spec_of(tensor, mesh) if isinstance(tensor, DTensor) else ShardSpec.replicated(tensor.dim())
-    )
+    return spec_of(t, mesh) if isinstance(t, DTensor) else ShardSpec.replicated(t.dim())
 
 
 def _hold_state(module: nn.Module, state: dict[str, Any], *_: Any) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..capture import State
+from ..capture.without_gc import without_gc
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import check_ranks
 from ..plan import Plan
@@ -29,7 +30,6 @@ from ..plan_cache import files
 from ..plan_cache.identity import Identity
 from ..plan_cache.plans import decode_plan, encode_plan
 from ..plan_cache.values import Stale, Unshareable
-from ..without_gc import without_gc
 
 PlanHere = Callable[[Callable[[], None]], Plan]
 _LOG = logging.getLogger("torchgspmd")
