@@ -154,13 +154,13 @@ class _Record(TorchFunctionMode):
         super().__init__()
         self.outer: dict[int, Tensor] = {}
         self.draws = False
-        self.inner = {id(x): x for x in own}
+        self.of_the_body = {id(x): x for x in own}
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         for x in pytree.tree_leaves((args, kwargs or {})):
-            if isinstance(x, Tensor) and x.requires_grad and id(x) not in self.inner:
+            if isinstance(x, Tensor) and x.requires_grad and id(x) not in self.of_the_body:
                 self.outer.setdefault(id(x), x)
         result = func(*args, **(kwargs or {}))
         self.add(pytree.tree_leaves(result))
@@ -168,7 +168,7 @@ class _Record(TorchFunctionMode):
 
     def add(self, results: Sequence[Any]) -> None:
         """Note results of the body."""
-        self.inner.update((id(x), x) for x in results if id(x) not in self.outer)
+        self.of_the_body.update((id(x), x) for x in results if id(x) not in self.outer)
 
 
 class _Draws(TorchDispatchMode):
@@ -229,6 +229,7 @@ class _Entries(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         traced: TracedLoop = ctx.traced
+        assert traced.backward is not None, "the exits come first in a backward"
         text, at, inner = traced.text(traced.backward), ctx.carries, ctx.carries + ctx.rows
         results: list[Tensor | None] = []
         for grad, entry, carry in zip(grads, traced.gradients, traced.carries):

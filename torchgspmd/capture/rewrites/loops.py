@@ -57,7 +57,7 @@ def _scan(
 
 @_body("map_impl")
 def _map(
-    function: Callable[..., Any], xs: Sequence[Tensor], others: Sequence[Any], **_: Any
+    function: Callable[..., Any], xs: Sequence[Tensor], others: Sequence[Any], **options: Any
 ) -> Any:
     trees = []
 
