@@ -79,8 +79,8 @@ def test_sharded_updates(mesh):
     called = {
         n.target
         for p in model._all_programs()
-        for f in (p.forward, p.backward)
-        for n in f.__self__.graph.nodes
+        for graph in (p.forward.__self__.graph, p.backward_graph)
+        for n in graph.nodes
     }
     unsafe = {
         torch.ops._c10d_functional.all_gather_into_tensor.default,

@@ -177,10 +177,10 @@ class ShardedModule(MeshModule):
             (i, d) for i, spec in enumerate(layouts) for d, axes in enumerate(spec.dims) if not axes
         }
 
-    @watched
     def _unrolls(self) -> bool:
         return self._backend == "inductor"
 
+    @watched
     def _run(self, program: JointProgram, call: Call) -> Any:
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
