@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -196,9 +197,10 @@ class Pipeline(nn.Module):
         """Return the leaves of the last block's results, [microbatches, rows, ...]."""
         m, p, rounds = self.microbatches, self.stages, self.repeats
         ticks, waiting = m * rounds + p - 1, max(m - p, 0) if rounds > 1 else 0
-        stage = torch.arange(p)
+        count_up = partial(torch.arange, device=parts[0].device)
+        stage = count_up(p)
         # Stages without work compute on the first microbatch: values as real ones, and no gradient.
-        entering = [x.index_select(0, torch.arange(ticks).clamp(max=m) % m) for x in parts]
+        entering = [x.index_select(0, count_up(ticks).clamp(max=m) % m) for x in parts]
         state = [self._along(x[:1].expand(p, *x.shape[1:])) for x in parts]
         # what has left the last stage and waits for its next round, the oldest first
         queue = [x[:1].expand(waiting, p, *x.shape[1:]) for x in parts] if waiting else []
@@ -218,13 +220,13 @@ class Pipeline(nn.Module):
             moved = [self._along(_first_of(x, old)) for x, old in zip(new, passed)]
             round_of = ((number - stage).clamp(min=0) // m).clamp(max=rounds - 1)
             present = {name: _rows(w, round_of) for name, w in weights.items()}
-            block = (round_of * p + stage)[:, None] * self.layers + torch.arange(self.layers)
+            block = (round_of * p + stage)[:, None] * self.layers + count_up(self.layers)
             results = self._stage_of_all(present, block < self.count, moved, tree, shared)
             results = [*map(self._along, results)]
             return [*results, *queue], results
 
         carry = [*state, *queue]
-        _, states = run_loop(tick, carry, [torch.arange(ticks), *entering], ticks)
+        _, states = run_loop(tick, carry, [count_up(ticks), *entering], ticks)
         return [leaves[-m:, p - 1] for leaves in states]
 
     def _stage_of_all(
@@ -277,7 +279,7 @@ class Pipeline(nn.Module):
 
 def _first_of(new: Tensor, old: Tensor) -> Tensor:
     """Return what the stages get: the first one `new` [1 or stages, ...], others `old`."""
-    is_first = torch.arange(old.shape[0]).view(-1, *[1] * (old.dim() - 1)) == 0
+    is_first = torch.arange(old.shape[0], device=old.device).view(-1, *[1] * (old.dim() - 1)) == 0
     return torch.where(is_first, new, old)
 
 
@@ -285,7 +287,7 @@ def _rows(weight: Tensor, round_of: Tensor) -> Tensor:
     """Return the weights [stages, layers, ...] of the round that each stage is in."""
     if weight.shape[1] == 1:
         return weight[:, 0]
-    return weight[torch.arange(len(round_of)), round_of]
+    return weight[torch.arange(len(round_of), device=round_of.device), round_of]
 
 
 def _common_names(blocks: Sequence[nn.Module]) -> list[str]:

@@ -140,3 +140,12 @@ def test_named_sizes_and_none(mesh):
             whole = [p.full_tensor() for p in model.parameters()]
             torch.testing.assert_close(model(x), F.linear(x, *whole))
     assert (programs(named), programs(numbers)) == (1, 3)
+
+
+@distributed("data=2")
+def test_a_copy_has_had_no_calls(mesh):
+    model = gspmd.parallelize(nn.Linear(4, 4), mesh)
+    for each in (model, copy.deepcopy(model)):
+        for size in (3, 5, 6, 7):
+            each(torch.ones(size, 4))
+        assert programs(each) == 2

@@ -26,7 +26,6 @@ from ..custom_ops.loops import (
     CONST,
     ENTRIES,
     EXITS,
-    INDEX,
     NEXT,
     ROW,
     STACK,
@@ -216,8 +215,6 @@ class _Residuals:
             outer = self.nests[value.args[0]]
             xs = self._bring(value.args[0], nest[: len(outer)], self.first_entry[nest])
             result = self._add(self.first_entry[nest], ROW, (xs, nest_text(nest)), value)
-        elif value.target is INDEX:
-            result = self._add(self.first_entry[nest], INDEX, (nest_text(nest),), value)
         elif isinstance(value.target, OpOverload) and value.target.is_view:
             with self.graph.inserting_before(user):
                 result = self.graph.node_copy(

@@ -21,16 +21,15 @@ from ..custom_ops.loops import Loop
 class LoopCall:
     """A loop over the rows of tensors, with the program of its body.
 
-    graph: from the coordinates, as long as a program has them, the number of the row (has_index),
-    the carries, a row of each stacked tensor, and values of outside, to the carries of the next
-    iteration, the carries as they leave the loop, the results to be stacked, those to be added up.
+    graph: from the coordinates, as long as a program has them, the carries, a row of each stacked
+    tensor, and values of outside, to the carries of the next iteration, the carries as they leave
+    the loop, the results to be stacked, those to be added up.
     """
 
     loop: Loop
     graph: fx.Graph
     carries: int
     stacks: int
-    has_index: bool = False
 
     @property
     def __name__(self) -> str:
@@ -73,8 +72,7 @@ class LoopCall:
         at, inner = self.carries, 2 * self.carries + self.stacks
         results: list[Tensor] = []
         for i in self.order:
-            index = [torch.tensor(i)] if self.has_index else []
-            values = yield [*index, *carries, *(x[i] for x in rows), *others]
+            values = yield [*carries, *(x[i] for x in rows), *others]
             carries, stacked, summed = values[:at], values[2 * at : inner], values[inner:]
             if not results:
                 results = [x.new_empty([self.loop.length, *x.shape]) for x in stacked]

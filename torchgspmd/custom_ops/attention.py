@@ -81,7 +81,7 @@ def attention_in_blocks(
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(
             q.shape[:-1], -math.inf, dtype=lse_dtype(q)
         )
-    out, lse = results[0] if len(results) == 1 else _merge(*results)
+    out, lse = results[0] if len(results) == 1 else merge(*results)
     before = max(0, -offset) if causal else 0
     around = (before, q.shape[-2] - s)
     if any(around):
@@ -151,7 +151,7 @@ def _block(
     return q[..., rows, :], k[..., keys, :], v[..., keys, :], mask
 
 
-def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge the results for two parts of the keys. Weights are float32 or wider."""
     lse = torch.logaddexp(first[1], second[1])
     finite = torch.where(lse == -math.inf, 0, lse)

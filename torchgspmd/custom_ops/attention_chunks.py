@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import attention_backward_in_blocks, attention_in_blocks, lse_dtype
+from .attention import attention_backward_in_blocks, attention_in_blocks, lse_dtype, merge
 
 
 class Merged:
@@ -29,12 +29,8 @@ class Merged:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge the results of some queries for further keys."""
-        before = self.lse[..., rows]
-        both = torch.logaddexp(before, lse)
-        finite = torch.where(both == -math.inf, 0, both)
-        weight, other = ((x - finite).exp().unsqueeze(-1) for x in (before, lse))
-        self.out[..., rows, :] = self.out[..., rows, :] * weight + out.to(self.out.dtype) * other
-        self.lse[..., rows] = both
+        before = self.out[..., rows, :], self.lse[..., rows]
+        self.out[..., rows, :], self.lse[..., rows] = merge(before, (out, lse))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return the result in the dtype of the queries, and the logsumexp."""

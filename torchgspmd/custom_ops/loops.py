@@ -2,7 +2,6 @@
 
     %h   = carry(%h0, 1x8)             f32[4, 16]      h0 in the first iteration, then %again
     %w   = row(%ws, 1x8)               f32[16, 16]     of f32[8, 16, 16]: one row an iteration
-    %i   = index(1x8)                  i64[]           the number of the row
     %y   = tanh(einsum(%h, %w))                        the body, once
     %end = next(%y, %y, %h, 1x8)       f32[4, 16]      of the last iteration
     %ys  = stack(%y, 1x8)              f32[8, 4, 16]   of all iterations
@@ -86,12 +85,6 @@ def loop_row(xs: Tensor, loop: str) -> Tensor:
     return xs[0].clone()
 
 
-@torch.library.custom_op("torchgspmd::loop_index", mutates_args=())
-def loop_index(loop: str) -> Tensor:
-    """Return the number of an iteration's row."""
-    return torch.zeros((), dtype=torch.int64)
-
-
 @torch.library.custom_op("torchgspmd::loop_next", mutates_args=())
 def loop_next(x: Tensor, again: Tensor, carry: Tensor, loop: str) -> Tensor:
     """Return x of the last iteration. again: the carry of the next one. carry: the entry."""
@@ -123,21 +116,15 @@ def _(xs: Tensor, loop: str) -> Tensor:
     return xs.new_empty(xs.shape[1:])
 
 
-@loop_index.register_fake
-def _(loop: str) -> Tensor:
-    return torch.empty((), dtype=torch.int64)
-
-
 @loop_stack.register_fake
 def _(x: Tensor, loop: str) -> Tensor:
     return x.new_empty([_length(loop), *x.shape])
 
 
-CONST, CARRY, ROW, INDEX, NEXT, STACK, TOTAL = (
-    op._opoverload
-    for op in (loop_const, loop_carry, loop_row, loop_index, loop_next, loop_stack, loop_total)
+CONST, CARRY, ROW, NEXT, STACK, TOTAL = (
+    op._opoverload for op in (loop_const, loop_carry, loop_row, loop_next, loop_stack, loop_total)
 )
-ENTRIES = frozenset({CARRY, ROW, INDEX})
+ENTRIES = frozenset({CARRY, ROW})
 EXITS = frozenset({NEXT, STACK, TOTAL})
 torch.fx.node.has_side_effect(NEXT)  # a carry is used by the next iteration
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,12 @@ class MeshModule(ModuleProxy):
         super().__init__(model)
         if hooks:
             install_calls(model, self._called, submodules=self.runs_submodules)
+
+    def __deepcopy__(self, memo: dict) -> MeshModule:
+        """Return a copy on the same devices, which has had no calls."""
+        module = cast(MeshModule, super().__deepcopy__(memo))
+        module.__dict__["_history"] = SizeHistory()
+        return module
 
     def _called(self, module: nn.Module) -> nn.Module:
         """Return what computes a call of the model itself, or of a submodule of it.

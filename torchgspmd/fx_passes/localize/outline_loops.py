@@ -20,7 +20,6 @@ from ...comm.loop_call import LoopCall
 from ...custom_ops.loops import (
     ENTRIES,
     EXITS,
-    INDEX,
     NEXT,
     ROW,
     STACK,
@@ -79,7 +78,6 @@ class _Block:
         ends = [n for n in exits if n.target is NEXT]
         carries = [end.args[2] for end in ends]
         rows = [n for n in entries if n.target is ROW]
-        index = [n for n in entries if n.target is INDEX]
         inside = [n for n in self.source.nodes if self.nests[n][: len(nest)] == nest]
         outside = dict.fromkeys(
             x
@@ -89,11 +87,9 @@ class _Block:
             if self.nests[x][: len(nest)] != nest
         )
         coordinates = [*self.source.find_nodes(op="placeholder")][: len(self.mesh.names)]
-        for node in (*coordinates, *index[:1], *carries, *rows):
+        for node in (*coordinates, *carries, *rows):
             body.new[node] = body.graph.placeholder(node.name)
             body.new[node].meta = dict(node.meta)
-        for node in index[1:]:
-            body.new[node] = body.new[index[0]]
         others = []
         numbers = set(coordinates)
         for node in outside:
@@ -123,7 +119,7 @@ class _Block:
                 )
             )
         )
-        call = LoopCall(nest[-1], body.graph, len(ends), len(stacks), bool(index))
+        call = LoopCall(nest[-1], body.graph, len(ends), len(stacks))
         node = self.graph.call_function(
             call,
             (

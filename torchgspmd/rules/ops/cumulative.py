@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ...custom_ops.loops import CARRY, INDEX, NEXT, ROW, STACK, TOTAL
+from ...custom_ops.loops import CARRY, NEXT, ROW, STACK, TOTAL
 from ..notation import Call, FactorRule, Split, factors
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined, rewrite
@@ -50,9 +50,6 @@ def _row(call: Call) -> FactorRule:
 def _stack(call: Call) -> FactorRule:
     names = factors("d", call.tensors[0].dim())
     return call.rule([names], [["n", *names]], replicated="n", linear=[[0]])
-
-
-rule_for(INDEX)(lambda call: call.rule([], [[]]))
 
 
 def count_blocks(size: int, shards: int) -> int:
