@@ -164,10 +164,11 @@ def train(
     unit: str = "examples",
     count: Callable[[Tensor], int] = len,
     lr: Callable[[int], float] = lambda step: 1.0,
+    watch: Callable[..., None] = lambda: None,
 ) -> list[float]:
     """The loss of every step, which the model returns. batch: the global one of a step. count: how
     many units are in its first tensor. lr: what the learning rate is multiplied by, besides the
-    warm-up.
+    warm-up. watch: sees what else the model returns.
     """
     args, console = run.args, run.console
     progress = Progress(
@@ -194,8 +195,10 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, (step + 1) / args.warmup) * lr(step)
             with run.autocast():
-                loss = model(*arguments)
+                out = model(*arguments)
+            loss, *others = out if isinstance(out, tuple) else (out,)
             loss.backward()
+            watch(*others)
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
             optimizer.step()
             optimizer.zero_grad()

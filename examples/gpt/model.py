@@ -187,10 +187,14 @@ class GPT(nn.Module):
         return total / self.microbatches
 
     def once(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
+        return self.predict(self.blocks(self.embed(tokens)), targets)
+
+    def embed(self, tokens: Tensor) -> Tensor:  # [b, s] -> [b, s, m]
         tokens = mark_sharding(tokens, "batch length")
         x = F.embedding(tokens, self.embedding) + self.position[: tokens.shape[1]]  # [b, s, m]
-        x = mark_sharding(x, "batch stream width")
-        x = self.blocks(x)  # [b, s, m]
+        return mark_sharding(x, "batch stream width")
+
+    def predict(self, x: Tensor, targets: Tensor | None) -> Tensor:  # [b, s, m], [b, s]
         logits = F.linear(self.norm(x), self.embedding)  # [b, s, v]
         logits = mark_sharding(logits, "batch length words")
         if targets is None:
