@@ -367,6 +367,7 @@ sample(aten.scalar_tensor.default, 3.0)
 sample(aten.arange.start_step, 1, 12, 2)
 sample(aten.arange.start_step, 0.5, 3.0, 0.5)
 sample(ours.draw_seed.default)
+sample(ours.draw_seeds.default, [2, 3])
 for _native in (False, True):
     sample(
         ours.uniform.default,

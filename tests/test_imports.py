@@ -30,7 +30,7 @@ LAYERS = (  # a file imports only from the lines below its own
         "plan_command",
         "suggest",
     ),
-    ("api", "runtime.submodule_calls", "runtime.unasked_work", "pipeline"),
+    ("api", "runtime.submodule_calls", "runtime.unasked_work", "blocks"),
     ("fx_passes.pipeline",),  # it imports every pass
     ("dump", "fix_candidates"),
     ("plan",),

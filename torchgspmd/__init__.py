@@ -5,6 +5,7 @@ tensors, run it on a mesh.
 from . import collectives
 from .annotate import annotate, mark_sharding
 from .api import Plan, plan
+from .blocks import pipeline, stack
 from .calibrate import calibrate
 from .comm.collective import Collective
 from .compare_with_xla import compare_with_xla
@@ -14,7 +15,6 @@ from .hardware import Hardware
 from .layout_rules import Layout
 from .manual import manual
 from .mesh import Mesh
-from .pipeline import pipeline
 from .report.visualize import visualize
 from .rules.custom import rule
 from .runtime.parallelize import parallelize, shard_batch
@@ -44,6 +44,7 @@ __all__ = [
     "plan",
     "rule",
     "shard_batch",
+    "stack",
     "suggest",
     "train_step",
     "visualize",

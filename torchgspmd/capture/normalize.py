@@ -117,6 +117,8 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes) -> None:
         "backward": custom.get("backward", False),
         "captured": target.name,
     }
+    if custom.get("recorded"):
+        target.meta["recorded"] = True
     if other is not val:
         target.meta["other"] = other
     pointwise = isinstance(source.target, OpOverload) and torch.Tag.pointwise in source.target.tags
@@ -131,7 +133,8 @@ def _reuse_random_values(graph: fx.Graph) -> None:
     """Replace random operations that checkpointing repeats by the value that forward drew.
 
     Two nodes compute the same if their targets and canonical arguments agree. The n-th random node
-    of the backward with given arguments repeats the n-th of the forward.
+    of the backward with given arguments repeats the n-th of the forward. What a loop draws
+    while its body is recorded is not counted.
     """
     canonical: dict[fx.Node, Any] = {}
     first: dict[Any, fx.Node] = {}
@@ -147,6 +150,8 @@ def _reuse_random_values(graph: fx.Graph) -> None:
                 canonical[first.setdefault(key, node)] if first.get(key, node) is not node else node
             )
             first.setdefault(key, node)
+        elif node.meta.pop("recorded", False):
+            canonical[node] = node
         elif not node.meta["backward"]:
             drawn.setdefault(key, []).append(node)
             canonical[node] = node

@@ -32,6 +32,22 @@ def _() -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
+@torch.library.custom_op(
+    "torchgspmd::draw_seeds", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def draw_seeds(shape: Sequence[int]) -> Tensor:
+    """Return a seed for each iteration of loops."""
+    return torch.randint(2**63 - 1, [*shape])
+
+
+@draw_seeds.register_fake
+def _(shape: Sequence[int]) -> Tensor:
+    return torch.empty([*shape], dtype=torch.int64)
+
+
+DRAW_SEED, DRAW_SEEDS = draw_seed._opoverload, draw_seeds._opoverload
+
+
 @torch.library.custom_op("torchgspmd::uniform", mutates_args=())
 def uniform(
     seed: Tensor,

@@ -9,7 +9,7 @@ from .algebra import simplified
 from .decompositions import RENAMED, decomposition_of, trace
 from .notation import IDENTITY, Call, FactorRule, LocalForm, Shapes, describe, factors, make_rule
 from .ops.pointwise import quotient
-from .ops.random_ops import natively
+from .ops.random_ops import has_own_seed, natively
 from .registry import replicated_rule, rule, rule_for, rule_function
 from .rewrites import DECLINED, Declined, rewrite
 from .unknown_sizes import rule_in_a_run
@@ -39,6 +39,7 @@ __all__ = [
     "decomposition_of",
     "describe",
     "factors",
+    "has_own_seed",
     "make_rule",
     "natively",
     "quotient",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
 from ...compat.private_apis import TorchDispatchMode
@@ -31,6 +32,7 @@ from ...custom_ops.loops import (
     loop_total,
     nest_text,
 )
+from ...rules import has_own_seed
 
 Body = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
 
@@ -83,7 +85,7 @@ def run_loop(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Trace a loop; return the last carry, and the stacked results.
 
-    It becomes its iterations if these draw random numbers, which are others in each.
+    It becomes its iterations if these draw random numbers by PyTorch's own generator.
 
     body: (*carry, *rows of an iteration) -> next carry, results of the iteration.
     """
@@ -147,7 +149,7 @@ def _outer_tensors(body: Body, carry: Sequence[Tensor], rows: Sequence[Tensor]) 
 class _Record(TorchFunctionMode):
     """Notes the operands that need a gradient and that nothing has computed since its start.
 
-    draws: whether random numbers are drawn.
+    draws: whether random numbers are drawn that have no seed of ours.
     """
 
     def __init__(self, own: Sequence[Tensor]) -> None:
@@ -172,7 +174,7 @@ class _Record(TorchFunctionMode):
 
 
 class _Draws(TorchDispatchMode):
-    """Notes whether random numbers are drawn."""
+    """Notes whether random numbers are drawn; marks what draws them, which nothing uses."""
 
     def __init__(self, record: _Record) -> None:
         super().__init__()
@@ -181,9 +183,16 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            self.record.draws = True
-        return func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **(kwargs or {}))
+        self.record.draws |= not has_own_seed(func)
+        meta = fx_traceback.get_current_meta()
+        before = meta.get("custom")
+        meta["custom"] = {**(before or {}), "recorded": True}
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            meta["custom"] = before
 
 
 class _Replace(TorchFunctionMode):

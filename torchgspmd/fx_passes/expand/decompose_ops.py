@@ -15,9 +15,11 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...compat.private_apis import _pytree as pytree
+from ...custom_ops.random import DRAW_SEED
 from ...fx_nodes import copy_node, drop_unused
 from ...rules import DECLINED, RENAMED, decomposition_of, simplified, trace
 from ..ir import is_number, signature
+from .seeds_of_loops import seed_of_iteration
 from .unknown_sizes import with_sizes
 
 # Graphs of decompositions by (signature, splitting); None if there is none.
@@ -90,6 +92,8 @@ class _Expander:
         function = None if keep else self.lookup(node.target, splitting=splitting)
         inner = self.trace(node, function, splitting) if function else None
         if inner is None:
+            if node.target is DRAW_SEED and "loop" in meta:
+                return seed_of_iteration(self.graph, node, meta)
             copy = copy_node(self.graph, node, new.__getitem__)
             copy.target = RENAMED.get(node.target, node.target)
             sizes = {key: node.meta[key] for key in ("other", "dynamic") if key in node.meta}

@@ -19,10 +19,15 @@ from ...custom_ops.random import draw_seed, uniform
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for
-from ..rewrites import rewrite
+from ..rewrites import rewrite, rewrite_of
 
 ours = torch.ops.torchgspmd
-rule_for(ours.draw_seed.default)(lambda call: call.rule([], [[]]))
+
+
+@rule_for(ours.draw_seed.default, ours.draw_seeds.default)
+def _draw_seed(call: Call) -> FactorRule:
+    names = factors("d", call.results[0].dim())
+    return call.rule([], [names], replicated=names)
 
 
 @rule_for(ours.uniform.default)
@@ -39,6 +44,18 @@ def _emit_uniform(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     ]
     shape = list(local.results[0].shape)
     return local.call(ours.uniform.default, seed, stream, shape, starts, *rest)
+
+
+def has_own_seed(op: Any) -> bool:
+    """Return whether an operator that draws becomes `uniform`, also in place (`normal_`)."""
+    name = op.name().split("::")[-1].split(".")[0].removesuffix("_")
+    packets = [getattr(aten, each, None) for each in (name, f"{name}_functional")]
+    return any(
+        rewrite_of("decompose", getattr(packet, overload))
+        for packet in packets
+        if packet is not None
+        for overload in packet.overloads()
+    )
 
 
 def natively(graph: fx.Graph) -> fx.Graph:

@@ -15,26 +15,24 @@ and other axes are sharded inside of the stages as ever. Source: section 3.3 of 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from .annotate import mark_sharding, raw_mark
-from .capture import is_capturing
-from .capture.rewrites.loop_trace import run_loop
-from .compat.private_apis import _pytree as pytree
-from .device_mesh import mesh_of
-from .errors import ShardingError, did_you_mean, user_line
-from .mesh import Mesh
-from .spec_notation import UNCONSTRAINED
+from ..annotate import mark_sharding
+from ..capture import is_capturing
+from ..capture.rewrites.loop_trace import run_loop
+from ..compat.private_apis import _pytree as pytree
+from ..device_mesh import mesh_of
+from ..errors import ShardingError, did_you_mean, user_line
+from ..mesh import Mesh
+from ..spec_notation import UNCONSTRAINED
+from .stacked_blocks import StackedBlocks
 
 SCHEDULES = ("auto", "gpipe", "circular")
 
@@ -112,7 +110,7 @@ def pipeline(
     return Pipeline(list(blocks), mesh, axis, microbatches, repeats, recompute)
 
 
-class Pipeline(nn.Module):
+class Pipeline(StackedBlocks):
     """Module of pipeline(). A parameter of its `block` is [stages x repeats x layers, ...]."""
 
     def __init__(
@@ -124,52 +122,12 @@ class Pipeline(nn.Module):
         repeats: int,
         recompute: bool,
     ) -> None:
-        super().__init__()
+        stages = mesh.count((axis,))
+        layers = -(-len(blocks) // (stages * repeats))  # of a stage, in one round
+        places = [_place(layer, layers, stages, repeats) for layer in range(len(blocks))]
+        super().__init__(blocks, "pipeline", places, stages * repeats * layers, mesh, axis)
         self.mesh, self.axis, self.microbatches = mesh, axis, microbatches
-        self.repeats, self.recompute, self.count = repeats, recompute, len(blocks)
-        self.stages = mesh.count((axis,))
-        self.layers = -(-len(blocks) // (self.stages * repeats))  # of a stage, in one round
-        self.names = _common_names(blocks)
-        stacked = {
-            name: self._stacked([b.get_parameter(name) for b in blocks]) for name in self.names
-        }
-        self.block = copy.deepcopy(blocks[0])
-        for name, tensor in stacked.items():
-            first = blocks[0].get_parameter(name)
-            parameter = nn.Parameter(tensor, first.requires_grad)
-            self._mark(parameter, first)
-            owner, _, last = name.rpartition(".")
-            self.block.get_submodule(owner)._parameters[last] = parameter
-        self.register_state_dict_post_hook(_to_names_of_blocks)
-        self.register_load_state_dict_pre_hook(_from_names_of_blocks)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the module that stands for a block of this number, as state_dict names it."""
-        if name.isdigit() and int(name) < self.count:
-            return self.block
-        return super().__getattr__(name)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the tensors of all blocks as one; the first stands for blocks that are missing."""
-        rows = [t.detach() for t in tensors]
-        rows += rows[:1] * (self.stages * self.repeats * self.layers - len(rows))
-        shape = self.repeats, self.stages, self.layers, *rows[0].shape
-        return torch.stack(rows).view(shape).transpose(0, 1).flatten(0, 2)
-
-    def _mark(self, parameter: Tensor, first: Tensor) -> None:
-        """Mark stacked parameters as those of the first block are, and along the stages."""
-        mesh, spec, _ = raw_mark(first) or (self.mesh, " ".join("_" * first.dim()), None)
-        stacked = f"{self.axis} {spec}".strip()
-        mark_sharding(parameter, mesh, stacked) if mesh else mark_sharding(parameter, stacked)
-
-    def place(self, layer: int) -> int:
-        """Return the row of a block's weights: those of a stage are together, round by round."""
-        group, position = divmod(layer, self.layers)
-        round_, stage = divmod(group, self.stages)
-        return (stage * self.repeats + round_) * self.layers + position
+        self.repeats, self.recompute, self.stages, self.layers = repeats, recompute, stages, layers
 
     def extra_repr(self) -> str:
         return (
@@ -179,13 +137,10 @@ class Pipeline(nn.Module):
 
     def forward(self, x: Any, *shared: Any) -> Any:
         """Return what the last block returns for the batch."""
-        weights = {name: attrgetter(name)(self.block) for name in self.names}
         if self.stages == 1 or not is_capturing():
-            for layer in range(self.count):
-                x = self._run({n: w[self.place(layer)] for n, w in weights.items()}, x, shared)
-            return x
+            return self.one_by_one(x, shared)
         rows = self.stages, self.repeats, self.layers
-        weights = {name: w.unflatten(0, rows) for name, w in weights.items()}
+        weights = {name: w.unflatten(0, rows) for name, w in self.weights().items()}
         leaves, tree = pytree.tree_flatten(x)
         parts = [self._divided(leaf) for leaf in leaves]  # [microbatches, rows, ...]
         results = self._ticks(weights, parts, tree, shared)
@@ -243,7 +198,7 @@ class Pipeline(nn.Module):
         def stage(weights: dict[str, Tensor], real: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
             for layer in range(self.layers):
                 x = pytree.tree_unflatten([*leaves], tree)
-                y = self._run({name: w[layer] for name, w in weights.items()}, x, shared)
+                y = self.run(self.block, {name: w[layer] for name, w in weights.items()}, x, shared)
                 computed = pytree.tree_leaves(y)
                 if not is_full:
                     computed = [
@@ -258,9 +213,6 @@ class Pipeline(nn.Module):
         if self.recompute:
             return [*checkpoint(all_stages, weights, *state, use_reentrant=False)]
         return [*all_stages(weights, *state)]
-
-    def _run(self, weights: dict[str, Tensor], x: Any, shared: tuple) -> Any:
-        return torch.func.functional_call(self.block, weights, (x, *shared))
 
     def _along(self, leaf: Tensor) -> Tensor:
         """Mark a value [stages, ...]."""
@@ -290,57 +242,8 @@ def _rows(weight: Tensor, round_of: Tensor) -> Tensor:
     return weight[torch.arange(len(round_of), device=round_of.device), round_of]
 
 
-def _common_names(blocks: Sequence[nn.Module]) -> list[str]:
-    """Return the names of the parameters. Raise unless the blocks differ in values alone."""
-    if not blocks:
-        raise ShardingError("a pipeline of no blocks", where=user_line())
-    first, *others = [
-        {name: (tuple(t.shape), t.dtype) for name, t in block.named_parameters()}
-        for block in blocks
-    ]
-    for i, other in enumerate(others, 1):
-        differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if differ or type(blocks[i]) is not type(blocks[0]):
-            raise ShardingError(
-                f"blocks 0 and {i} of a pipeline differ: {differ or type(blocks[i]).__name__}",
-                where=user_line(),
-                why="all stages run one program, on weights that are stacked",
-                fix="leave out of the pipeline what is before and after the like blocks",
-            )
-        buffers = zip(blocks[0].buffers(), blocks[i].buffers())
-        if not all(torch.equal(a, b) for a, b in buffers if not a.is_meta):
-            raise ShardingError(
-                f"blocks 0 and {i} of a pipeline have buffers that differ",
-                where=user_line(),
-                fix="pass what differs as arguments, or make it a parameter",
-            )
-    return [*first]
-
-
-def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Put the weights of each block into a state_dict, under its own names."""
-    pipe = cast(Pipeline, module)
-    stacked = {name: state.pop(f"{prefix}block.{name}", None) for name in pipe.names}
-    shared = f"{prefix}block."
-    buffers = {key: state.pop(key) for key in [k for k in state if k.startswith(shared)]}
-    for layer in range(pipe.count):
-        for name, weight in stacked.items():
-            if weight is not None:
-                state[f"{prefix}{layer}.{name}"] = weight[pipe.place(layer)]
-        for key, value in buffers.items():
-            state[f"{prefix}{layer}.{key.removeprefix(shared)}"] = value
-
-
-def _from_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Stack the weights of all blocks in a state_dict that is loaded."""
-    pipe = cast(Pipeline, module)
-    for name in pipe.names:
-        keys = [f"{prefix}{layer}.{name}" for layer in range(pipe.count)]
-        if all(key in state for key in keys):
-            tensors = [state.pop(key) for key in keys]
-            whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
-            state[f"{prefix}block.{name}"] = pipe._stacked(whole)
-    for name in dict(pipe.block.named_buffers()):
-        values = [state.pop(f"{prefix}{layer}.{name}", None) for layer in range(pipe.count)]
-        if values[0] is not None:
-            state[f"{prefix}block.{name}"] = values[0]
+def _place(layer: int, layers: int, stages: int, repeats: int) -> int:
+    """Return the row of a block's weights: those of a stage are together, round by round."""
+    group, position = divmod(layer, layers)
+    round_, stage = divmod(group, stages)
+    return (stage * repeats + round_) * layers + position

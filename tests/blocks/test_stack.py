@@ -1,0 +1,142 @@
+"""stack(): loss and gradients of the loop over the blocks, size of the program, names, errors."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchgspmd as gspmd
+from torchgspmd.comm.loop_call import loop_calls
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64
+MESH = gspmd.Mesh(data=2, model=2)
+TENSOR_PARALLEL = {"up.weight": "model _", "up.bias": "model", "down.weight": "_ model"}
+FULLY_SHARDED = {"up.weight": "data _", "up.bias": "data", "down.weight": "_ data"}
+
+
+class Block(nn.Module):
+    def __init__(self, width=4, hidden=6, dropout=0.0):
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(width), dropout
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x, scale=None):
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        y = F.dropout(y, self.dropout) if self.dropout else y
+        return x + (y if scale is None else y * scale)
+
+
+class Model(nn.Module):
+    def __init__(self, blocks, **options):
+        super().__init__()
+        self.blocks = gspmd.stack(blocks, **options)
+
+    def forward(self, x, scale=None):
+        return self.blocks(x, scale).square().mean()
+
+
+def blocks_of(count, marks=None, **options):
+    torch.manual_seed(0)
+    blocks = [Block(**options).double() for _ in range(count)]
+    for block in blocks:
+        gspmd.annotate(block, MESH, marks or {})
+        with torch.no_grad():
+            for parameter in block.parameters():
+                parameter += 0.3 * torch.randn_like(parameter)  # vectors differ between blocks
+    return blocks
+
+
+@pytest.mark.parametrize(
+    "marks, recompute", ((TENSOR_PARALLEL, False), (FULLY_SHARDED, False), (TENSOR_PARALLEL, True))
+)
+def test_loss_and_gradients(marks, recompute):
+    blocks = blocks_of(5, marks)
+    x, scale = torch.randn(4, 3, 4, dtype=torch.double), torch.rand(4, dtype=torch.double)
+    y = x
+    for block in blocks:
+        y = block(y, scale)
+    loss = y.square().mean()
+    loss.backward()
+    model = Model(blocks, recompute=recompute)
+    torch.testing.assert_close(model(x, scale), loss, **EXACT)  # on one device: a loop
+    plan = gspmd.plan(model, x, scale, mesh=MESH, in_specs=("data _ _", None), grad=True)
+    result, gradients = plan.simulate(x, scale)
+    torch.testing.assert_close(result, loss.detach(), **EXACT)
+    for layer, block in enumerate(blocks):
+        for name, parameter in block.named_parameters():
+            gradient = gradients[f"blocks.block.{name}"][layer]
+            torch.testing.assert_close(gradient, parameter.grad, **EXACT)
+
+
+def test_the_program_has_the_size_of_one_block():
+    """A block of 64 is planned as one of 2 is: the marks of the blocks are those of the rows."""
+
+    def size(graph):
+        return len(graph.nodes) + sum(size(call.graph) for _, call in loop_calls(graph))
+
+    x = torch.empty(64, 32, 16, dtype=torch.double, device="meta")
+    for dropout in (0.0, 0.1):
+        sizes, sent = [], []
+        for count in (2, 64):
+            model = Model(blocks_of(count, TENSOR_PARALLEL, dropout=dropout, width=16))
+            plan = gspmd.plan(model, x, mesh=MESH, in_specs="data _ _", grad=True)
+            sizes.append(size(plan.program.graph))
+            sent.append(plan.sent_bytes)
+        assert sizes[0] == sizes[1] < 160
+        assert sent[1] < 32.1 * sent[0]
+
+
+@pytest.mark.parametrize("recompute", (False, True))
+def test_each_block_drops_others(recompute):
+    """The numbers are those of one device, and gradients are those of the values that are left."""
+    x = torch.randn(4, 3, 4, dtype=torch.double)
+    model = Model(blocks_of(3, dropout=0.5), recompute=recompute)
+
+    def loss(plan, x):
+        torch.manual_seed(7)
+        return plan.simulate(x)
+
+    alone = gspmd.plan(model, x, mesh=gspmd.Mesh(data=1), grad=True)
+    plan = gspmd.plan(model, x, mesh=MESH, in_specs="data _ model", grad=True)
+    expected, expected_gradients = loss(alone, x)
+    result, gradients = loss(plan, x)
+    torch.testing.assert_close(result, expected, **EXACT)
+    torch.testing.assert_close(gradients, expected_gradients, **EXACT)
+    weight, step = model.get_parameter("blocks.block.down.weight"), 1e-6
+    direction = torch.randn_like(weight)
+    ends = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight += sign * step * direction
+            ends.append(loss(plan, x)[0])
+            weight -= sign * step * direction
+    slope = (gradients["blocks.block.down.weight"] * direction).sum()
+    torch.testing.assert_close((ends[0] - ends[1]) / (2 * step), slope, rtol=1e-6, atol=1e-8)
+    identity = gspmd.stack([nn.Dropout(0.5), nn.Dropout(0.5)])
+    kept = gspmd.plan(identity, torch.ones(999), mesh=MESH).simulate(torch.ones(999))
+    assert {*kept.tolist()} == {0.0, 4.0} and 150 < kept.count_nonzero() < 350  # a quarter
+
+
+def test_names_of_the_blocks():
+    blocks = blocks_of(3)
+    names, model = nn.ModuleList(copy.deepcopy(blocks)).state_dict(), gspmd.stack(blocks)
+    state = model.state_dict()
+    assert state.keys() == names.keys()
+    assert all(torch.equal(state[name], value) for name, value in names.items())
+    other = gspmd.stack(Block().double() for _ in range(3))
+    other.load_state_dict(names)
+    for one, two in zip(model.parameters(), other.parameters()):
+        assert torch.equal(one, two)
+
+
+def test_errors():
+    with pytest.raises(gspmd.ShardingError, match="a stack of no blocks"):
+        gspmd.stack([])
+    with pytest.raises(gspmd.ShardingError, match="blocks 0 and 1 of a stack differ"):
+        gspmd.stack([nn.Linear(4, 4), nn.Linear(4, 5)])
+    with pytest.raises(
+        gspmd.ShardingError, match=r"takes float32\[2, 4\] and returns float32\[2, 5\]"
+    ):
+        gspmd.plan(gspmd.stack([nn.Linear(4, 5), nn.Linear(4, 5)]), torch.ones(2, 4), mesh=MESH)
