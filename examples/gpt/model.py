@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops import scan
 
-from torchgspmd import Layout, Mesh, annotate, mark_sharding, pipeline
+from torchgspmd import Layout, Mesh, annotate, mark_sharding, pipeline, stack
 
 # ------------------------------------------------------------------------------------------ layouts
 
@@ -201,11 +201,15 @@ class GPT(nn.Module):
             return logits
         return F.cross_entropy(logits.transpose(1, 2), targets)  # a scalar
 
-    def divide(self, mesh: Mesh | None, microbatches: int, repeats: int = 1) -> None:
-        """Make the blocks a pipeline, if the mesh has an axis for it."""
+    def divide(
+        self, mesh: Mesh | None, microbatches: int, repeats: int = 1, loop: bool = False
+    ) -> None:
+        """Make the blocks a pipeline, if the mesh has an axis for it, or a loop of the program."""
         if mesh is not None and "stage" in mesh.names:
             blocks = self.blocks.children()
             self.blocks = pipeline(blocks, mesh, microbatches=microbatches, repeats=repeats)
+        elif loop:
+            self.blocks = stack(self.blocks.children())
 
     @torch.no_grad()
     def generate(

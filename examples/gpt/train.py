@@ -38,6 +38,7 @@ def arguments() -> argparse.Namespace:
     add("--accumulate", type=int, default=1, help="parts of the batch on a mesh, one by one")
     add("--microbatches", type=int, default=4, help="of a pipeline: a mesh with an axis 'stage'")
     add("--repeats", type=int, default=1, help="how often each passes a stage of the pipeline")
+    add("--stack", action="store_true", help="the blocks are a loop of the program")
     add("--sample", type=int, default=400, help="characters of text to generate at the end")
     return parser.parse_args()
 
@@ -55,8 +56,8 @@ def main() -> None:
         f"characters of {args.text}, "
         f"{len(text.alphabet)} different; {run}"
     )
+    model.divide(run.mesh, args.microbatches, args.repeats, args.stack)
     if run.mesh:
-        model.divide(run.mesh, args.microbatches, args.repeats)
         model.microbatches = args.accumulate
         layout = LAYOUTS[args.layout].on(run.mesh)
         model = gspmd.parallelize(  # the one line

@@ -113,6 +113,20 @@ def test_accumulated_gradients_are_reduced_once(layout: str, text: Characters) -
     assert plan.sent_bytes <= once.sent_bytes + 64  # losses
 
 
+def test_blocks_as_a_loop_have_the_same_bytes(text: Characters) -> None:
+    torch.manual_seed(0)
+    model = GPT(Config(len(text.alphabet), context=12, layers=2, heads=4, width=16))
+    batch, mesh = text.batch(0, seed=0, size=6, context=12), gspmd.Mesh(data=2, model=2)
+    plans = []
+    for loop in (False, True):
+        model.divide(None, 1, loop=loop)
+        plans.append(gspmd.plan(model, *batch, mesh=LAYOUTS["tp"].on(mesh), grad=True))
+    assert plans[1].sent_bytes <= plans[0].sent_bytes
+    loss = model(*batch)
+    loss.backward()
+    check(plans[1], model, loss, *batch)
+
+
 @pytest.fixture(scope="module")
 def digits() -> Digits:
     return load_digits("digits", Path("unused"))
