@@ -23,7 +23,7 @@ from .fix_candidates import report_replicated
 from .fx_passes.boundary import start_program
 from .fx_passes.partition.cost_constants import CostConstants
 from .fx_passes.pipeline import run, skippable
-from .fx_passes.program import Request
+from .fx_passes.program import Request, Shared
 from .fx_passes.replication_report import data_axes
 from .fx_passes.stages import SCHEDULED
 from .layout_rules import MeshLayout, bound
@@ -164,6 +164,7 @@ def compile_plan(
     device: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     shard_updates: str | None = None,
+    shared: Shared | None = None,
 ) -> Plan:
     """Run the passes over a captured program.
 
@@ -172,7 +173,7 @@ def compile_plan(
     parameters and buffers, by name. plain: for each argument whether it is a whole tensor on every
     rank; its gradient is whole then. device: the type of device that the program is for ("meta":
     GPUs); by default that of the input tensors. shard_updates: the axis over which parameters are
-    stored in parts, to be gathered.
+    stored in parts, to be gathered. shared: what plans of like programs share, filled here.
     """
     _check_option("rng", rng, ("global", "native"))
     _check_option("regather", regather, ("auto", "always", "all", "never"))
@@ -193,6 +194,7 @@ def compile_plan(
         device=device or _device_of(captured),
         reduce_dtype=reduce_dtype,
         stored_over=frozenset([shard_updates] if shard_updates else []),
+        shared=shared or Shared(),
     )
     result = _plan(request)
     dump_plan(result)

@@ -26,6 +26,14 @@ from .stages import CAPTURED, LOCAL, Stage
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Rules, and results of searches, which plans of like programs share."""
+
+    rules: Rules = field(default_factory=Rules)
+    memories: Memories = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Request:
     """What is asked of a program; api.plan has the options.
 
@@ -36,6 +44,7 @@ class Request:
     keep_marks: for XLA, which has no cheap way past a mark. device: a type; "meta" stands for GPUs.
     reduce_dtype: in which gradients of parameters are summed over devices; None: as costs least.
     stored_over: axes over which parameters are stored in parts, though no argument is.
+    shared: what plans of like programs share.
     """
 
     captured: Captured
@@ -56,6 +65,7 @@ class Request:
     device: str = "cpu"
     reduce_dtype: torch.dtype | None = None
     stored_over: frozenset[str] = frozenset()
+    shared: Shared = field(default_factory=Shared)
 
 
 @dataclass(frozen=True)
@@ -109,8 +119,6 @@ class Program:
     stage: Stage = CAPTURED
     inputs: list[ShardSpec | None] = field(default_factory=list)
     results: list[ShardSpec | None] = field(default_factory=list)
-    rules: Rules = field(default_factory=Rules)
-    memories: Memories = field(default_factory=dict)
     layouts: Layouts = field(init=False)
     sharded: fx.Graph = field(init=False)
     rank: Rank = field(init=False)
@@ -125,6 +133,14 @@ class Program:
         if self.stage < LOCAL:
             return graph_text(self.graph, self.mesh)
         return program_text(self.graph)
+
+    @property
+    def rules(self) -> Rules:
+        return self.request.shared.rules
+
+    @property
+    def memories(self) -> Memories:
+        return self.request.shared.memories
 
     @property
     def captured(self) -> Captured:

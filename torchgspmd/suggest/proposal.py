@@ -91,6 +91,7 @@ class Proposal:
         mfu: Model FLOPs utilization.
         bound: Seconds that no layout can be below: the products, divided evenly, and nothing else.
         layers: (planned, of the model), if the numbers are extrapolated from fewer layers.
+        regather: "always" if weights are to be gathered again for the backward, as memory asks.
 
     Example:
         >>> model = torch.nn.Linear(64, 64, device="meta")
@@ -110,6 +111,7 @@ class Proposal:
     mfu: float
     bound: float
     layers: tuple[int, int] | None = None
+    regather: str = "auto"
 
     @property
     def code(self) -> str:
@@ -117,10 +119,11 @@ class Proposal:
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
         marks = "".join(f'    "{name}": "{spec}",\n' for name, spec in self.marks.items())
         specs = ", ".join(f'"{spec}"' if spec is not None else "None" for spec in self.in_specs)
+        regather = f', regather="{self.regather}"' if self.regather != "auto" else ""
         return (
             f"mesh = gspmd.Mesh({axes})\n"
             + (f"gspmd.annotate(model, mesh, {{\n{marks}}})\n" if marks else "")
-            + f"model = gspmd.parallelize(model, mesh, in_specs=({specs},))"
+            + f"model = gspmd.parallelize(model, mesh, in_specs=({specs},){regather})"
         )
 
     def __str__(self) -> str:

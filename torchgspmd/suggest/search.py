@@ -1,16 +1,16 @@
 """The search: mesh shapes, then marks group by group, while a step gets shorter.
 
-For every mesh of two axes, DATA for the batch and MODEL for weights, the marks that were best on
-the last mesh are the start. Then each group of like parameters is tried along each of its
-dimensions on MODEL, and all together along DATA, and a change stays if it makes the step shorter,
-or a program that needs too much memory smaller. Propagation and partition decide all else, so that
-few marks say much.
+A mesh has two axes: DATA for the batch, MODEL for weights. On the first with both, each group of
+like parameters is tried along each of its dimensions on MODEL, and all together along DATA. A
+change stays if it makes the step shorter, or a program that needs too much memory smaller. These
+marks are the start on the other meshes, of which the best are searched in turn. Propagation and
+partition decide all else, so that few marks say much. What plans share is computed once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..api import compile_plan
 from ..capture import PARAMETER, Captured, capture
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
+from ..fx_passes.program import Shared
 from ..hardware import Hardware
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
@@ -30,7 +31,7 @@ from .shorten import like_layers, shortened
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MIN_SHARE = 0.005  # of the parameters' bytes, that a group has which is searched by itself
 MIN_GAIN = 0.005  # of a step's time: a mark that brings less is left out
-HOPELESS = 1.5  # times the best step: after two such meshes, larger MODEL axes are not tried
+HOPELESS = 1.5  # times the time or memory of the best: a mesh that starts so is not searched
 BEST = 5
 
 
@@ -76,13 +77,7 @@ def suggest(
     speed = Hardware.of(hardware)
     limit = speed.memory if memory is None else size_of(memory)
     search = _Search(_captures(model, tuple(args), kwargs or {}), speed, limit, deadline)
-    start, hopeless = Marks(), 0
-    for mesh in _meshes(devices):
-        start = search.descend(mesh, start)
-        worse = search.score(mesh, start) > tuple(HOPELESS * x for x in search.best_score())
-        hopeless = hopeless + 1 if worse else 0
-        if time.monotonic() > deadline or hopeless == 2:
-            break
+    search.run(list(_meshes(devices)))
     return search.best()
 
 
@@ -168,33 +163,56 @@ class _Search:
     limit: float
     deadline: float
     tried: dict[tuple[Mesh, Marks], Proposal] = field(default_factory=dict)
+    shared: Shared = field(default_factory=Shared)
 
     def __post_init__(self) -> None:
         self.groups = groups_of(self.captures.programs[-1])
 
-    def descend(self, mesh: Mesh, start: Marks) -> Marks:
-        """Return the best marks on a mesh that single changes of `start` lead to."""
-        zero = mesh.count((DATA,)) > 1
-        starts = [
-            Marks(),
-            *([Marks(zero=True)] if zero else []),
-            replace(start, zero=start.zero and zero),
-        ]
-        best = min(starts, key=lambda marks: self.score(mesh, marks))
-        for _ in range(2):
-            before = best
-            for marks in self._changes(mesh, best):
-                if time.monotonic() > self.deadline:
+    def run(self, meshes: Sequence[Mesh]) -> None:
+        """Search every mesh from few marks; then the best, mark by mark."""
+        found: dict[Mesh, Marks] = {}
+        marks = Marks()
+        for mesh in meshes:
+            if self.is_over():
+                return
+            found[mesh] = self._best_start(mesh, marks)
+            if not marks.model:
+                marks = found[mesh] = self._descend(mesh, found[mesh])
+        for mesh in sorted(meshes, key=lambda mesh: self.score(mesh, found[mesh])):
+            if not self._is_hopeless(self.propose(mesh, found[mesh])):
+                self._descend(mesh, found[mesh])
+
+    def _is_hopeless(self, proposal: Proposal) -> bool:
+        best = self.best()[0]
+        return proposal.seconds > HOPELESS * best.seconds or proposal.memory > HOPELESS * max(
+            self.limit, best.memory
+        )
+
+    def is_over(self) -> bool:
+        """Return whether there is no time left, and something to return."""
+        return bool(self.tried) and time.monotonic() > self.deadline
+
+    def _best_start(self, mesh: Mesh, marks: Marks) -> Marks:
+        """Return the best of no marks and those of another mesh, with and without ZeRO."""
+        zeros = (False, True) if mesh.count((DATA,)) > 1 else (False,)
+        model = marks.model if mesh.count((MODEL,)) > 1 else ()
+        starts = dict.fromkeys(Marks(m, zero) for m in ((), model) for zero in zeros)
+        return min(starts, key=lambda marks: self.score(mesh, marks))
+
+    def _descend(self, mesh: Mesh, best: Marks) -> Marks:
+        """Return the marks that single changes lead to, each of which makes the step shorter."""
+        settled: set[Marks] = set()
+        while best not in settled:
+            settled.add(best)
+            for change in self._changes(mesh):
+                if self.is_over():
                     return best
-                new = marks(best)
                 excess, step = self.score(mesh, best)
-                if self.score(mesh, new) < (excess, step * (1 - MIN_GAIN)):
-                    best = new
-            if best == before:
-                break
+                if self.score(mesh, change(best)) < (excess, step * (1 - MIN_GAIN)):
+                    best = change(best)
         return best
 
-    def _changes(self, mesh: Mesh, start: Marks) -> Iterator[Any]:
+    def _changes(self, mesh: Mesh) -> Iterator[Callable[[Marks], Marks]]:
         """Yield functions that change marks."""
         count = mesh.count((MODEL,))
         smallest = MIN_SHARE * sum(group.bytes for group in self.groups)
@@ -218,6 +236,14 @@ class _Search:
         return self.tried[mesh, marks]
 
     def _plan(self, mesh: Mesh, marks: Marks) -> Proposal:
+        """Plan marks on a mesh; gather weights again for the backward where memory asks for it."""
+        kept = self._judge(mesh, marks, "auto")
+        if not marks.zero or kept.memory <= self.limit:
+            return kept
+        again = self._judge(mesh, marks, "always")
+        return again if again.memory < kept.memory else kept
+
+    def _judge(self, mesh: Mesh, marks: Marks, regather: str) -> Proposal:
         specs = {
             (group.pattern, group.shape): spec
             for group in self.groups
@@ -232,13 +258,13 @@ class _Search:
                 else inp
                 for inp in program.inputs
             ]
-            arguments = inputs + [None for _ in program.state_inputs]
             result = compile_plan(
                 replace(program, inputs=marked),
                 mesh,
-                arguments,
-                regather="auto" if marks.zero else "never",
+                inputs + [None for _ in program.state_inputs],
+                regather=regather,
                 device="meta" if self.hardware.beside else "cpu",
+                shared=self.shared,
             )
             reports.append(result.report(self.hardware))
         join = self.captures.extrapolate
@@ -255,11 +281,8 @@ class _Search:
             flops / (seconds * self.hardware.peak),
             flops / (self.hardware.efficiency * self.hardware.peak),
             (2, self.captures.layers) if self.captures.layers else None,
+            regather,
         )
-
-    def best_score(self) -> tuple[float, float]:
-        """Return the score of the best proposal so far."""
-        return min(self.score(*key) for key in self.tried)
 
     def best(self) -> list[Proposal]:
         """Return the best proposals: one of each mesh, with and without ZeRO."""
