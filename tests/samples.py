@@ -254,17 +254,18 @@ sample(ours.attention.default, *_GROUPS, False, 0.3, seen(2, 1, 5, 6))
 sample(ours.attention.default, *_GROUPS, False, 0.3, real(4, 5, 6))
 for _causal in (False, True):
     sample(ours.attention_parts.default, *_GROUPS, _causal, 0.3, None, [0, 0, 5, 5], 3)
-sample(ours.attention_chunks.default, real(3, 2, 2, 2, 8), *(real(2, 12, 8),) * 2, 0.3, 3, 0)
+_ZIGZAG = 0.3, 3, [0, 0, 12, 12]  # scale, shards, region
+sample(ours.zigzag_attention.default, real(4, 12, 8), *(real(2, 12, 8),) * 2, *_ZIGZAG)
 
 
-def _attention_chunks_backward() -> tuple[tuple, dict]:
+def _zigzag_attention_backward() -> tuple[tuple, dict]:
     torch.manual_seed(0)
-    (q, grad), (k, v) = ([torch.randn(s) for _ in range(2)] for s in ((3, 2, 2, 2, 8), (2, 12, 8)))
-    out, lse = ours.attention_chunks.default(q, k, v, 0.3, 3, 0)
-    return (grad, q, k, v, out, lse, 0.3, 3, 0), {}
+    (q, grad), (k, v) = ([torch.randn(s) for _ in range(2)] for s in ((4, 12, 8), (2, 12, 8)))
+    out, lse = ours.zigzag_attention.default(q, k, v, *_ZIGZAG)
+    return (grad, q, k, v, out, lse, *_ZIGZAG), {}
 
 
-SAMPLES[ours.attention_chunks_backward.default] = [_attention_chunks_backward]
+SAMPLES[ours.zigzag_attention_backward.default] = [_zigzag_attention_backward]
 sample(ours.attention_parts.default, *_GROUPS, False, 0.3, seen(2, 1, 1, 6), [0, 0, 5, 5], 3)
 
 sample(aten._cdist_forward.default, real(2, 4, 3), real(2, 5, 3), 2.0, None)

@@ -113,7 +113,14 @@ def test_the_picture_in_the_documentation_has_all_passes_in_order() -> None:
 
 
 def test_what_may_be_skipped_is_in_the_tuple() -> None:
-    names = ["attention_rings", "bucket", "collective_matmul", "overlap", "prefetch"]
+    names = [
+        "attention_rings",
+        "balance_attention",
+        "bucket",
+        "collective_matmul",
+        "overlap",
+        "prefetch",
+    ]
     assert pipeline.skippable() == names
     plan = planned(skip_passes=["bucket", "overlap"])
     assert "bucket" not in plan.seconds and "overlap" in plan.seconds  # prefetch is done there

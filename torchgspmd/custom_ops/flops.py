@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import attention_chunks as _chunks  # noqa: F401 (registers the operations)
+from . import attention_zigzag as _zigzag  # noqa: F401 (registers the operations)
 from .nd import split_equation
 
 _OURS = torch.ops.torchgspmd
@@ -29,9 +29,9 @@ def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: 
 
 
 register_flop_formula(_OURS.einsum)(einsum_flops)
-register_flop_formula([_OURS.attention, _OURS.attention_parts, _OURS.attention_chunks])(
+register_flop_formula([_OURS.attention, _OURS.attention_parts, _OURS.zigzag_attention])(
     _attention_flops
 )
-register_flop_formula([_OURS.attention_backward, _OURS.attention_chunks_backward])(
+register_flop_formula([_OURS.attention_backward, _OURS.zigzag_attention_backward])(
     _attention_backward_flops
 )

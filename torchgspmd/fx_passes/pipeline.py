@@ -50,6 +50,7 @@ from .partition.regather_weights import regather_weights
 from .pass_types import Alternatives, Pass, Step
 from .program import Program, Rank, Request
 from .program_passes import (
+    balance_attention,
     localize,
     merge_axes,
     overlap,
@@ -131,6 +132,14 @@ PIPELINE: tuple[Step, ...] = (
             Pass("propagate", propagate_program, EXPANDED, ANNOTATED),
             Pass("split_groups", split_groups, ANNOTATED, ANNOTATED, again=("propagate",)),
             Pass("split_fused", split_fused, ANNOTATED, ANNOTATED, again=("propagate",)),
+            Pass(
+                "balance_attention",
+                balance_attention,
+                ANNOTATED,
+                ANNOTATED,
+                optional=("balance_attention",),
+                again=("propagate",),
+            ),
             Pass("split_products", split_products, ANNOTATED, ANNOTATED, again=("propagate",)),
             Pass("split_axes", split_axes, ANNOTATED, ANNOTATED, again=("propagate", "split_axes")),
             Pass(

@@ -7,6 +7,7 @@ import copy
 from torch import fx
 
 from ..capture import GRADIENT, OBSERVED, PARAMETER, TANGENT
+from .expand import balance_attention as balance
 from .expand import reduce_dtype as reductions
 from .expand import split_axes as sub_axes
 from .expand import split_fused as fused
@@ -33,12 +34,19 @@ def split_fused(program: Program) -> fx.Graph | None:
     return program.request.expand(program.graph, splitting) if splitting else None
 
 
+def balance_attention(program: Program) -> fx.Graph | None:
+    """Put tokens into an order that gives all devices the same work under a causal mask."""
+    changed = balance.balance_attention(
+        program.graph, program.layouts, program.rules, program.request.constants
+    )
+    return program.graph if changed else None
+
+
 def ring_keys(program: Program) -> fx.Graph | None:
     """Mark attention whose keys travel round a ring."""
-    regather = program.request.regather
-    changed = regather != "never" and rings.ring_keys(
-        program.graph, program.mesh, regather == "all"
-    )
+    request = program.request
+    flops = 0.0 if request.regather == "all" else request.constants.link_flops_per_byte
+    changed = request.regather != "never" and rings.ring_keys(program.graph, program.mesh, flops)
     return program.graph if changed else None
 
 

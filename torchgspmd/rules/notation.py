@@ -55,14 +55,12 @@ class Split:
 
     hands: the result that has another format then (max-pool indices). takes: the operand that must
     have that format. merges: the only factor that is split; results for its shards are merged.
-    balances: the only factor that is split, though it may be sharded: later shards would have more
-    to do than earlier ones. blocks: the factor whose shards the rewrite computes one by one.
+    blocks: the factor whose shards the rewrite computes one by one.
     """
 
     hands: int | None = None
     takes: int | None = None
     merges: str | None = None
-    balances: str | None = None
     blocks: str | None = None
 
 
@@ -81,6 +79,20 @@ class Instead:
         """Return what is sent if `part` of `count` shards are of the other factor, in the same."""
         rest = count // part
         return self.moved * (part - 1) / (part * count) + (rest - 1) / (rest * part)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Later shards have more to do than earlier ones, unless tokens are in another order.
+
+    factors: of the tokens; shards of the first one differ in work. flops: operations of all shards
+    together. call: returns the operation for tokens in zigzag order, and its arguments, from the
+    arguments of this one and the number of shards.
+    """
+
+    factors: tuple[str, ...]
+    flops: float
+    call: Callable[[tuple[Any, ...], int], tuple[Any, tuple[Any, ...]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +120,7 @@ class FactorRule:
     local: LocalForm = LocalForm()
     split: Split | None = None
     instead: Instead | None = None
+    balance: Balance | None = None
     # Whether the number of multiplications is the product of all factor sizes but those `chosen`:
     # of these each row meets one shard only.
     contraction: bool = False
@@ -126,9 +139,7 @@ class FactorRule:
 
     def splits(self, factor: str) -> bool:
         """Return whether the operation may be split along a factor that it needs whole."""
-        if self.split is None or self.split.balances:
-            return False
-        return self.split.merges in (None, factor)
+        return self.split is not None and self.split.merges in (None, factor)
 
     def fill(self, factor: str) -> float | None:
         """Return what padding along a factor must hold in the operands; None: anything."""

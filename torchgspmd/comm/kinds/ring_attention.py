@@ -7,9 +7,8 @@
                home, where the term of step 0 is added.
 
 The bytes of gathers and reduce_scatters are sent, and nobody has all keys. Blocks that only later
-queries see stay away from earlier ones. Chunks of queries that balance a causal mask need chunks of
-keys in the same order (custom_ops/attention_chunks.py). Then devices i and n - 1 - i exchange half
-of a block, before and after.
+queries see stay away from earlier ones. In zigzag order (custom_ops/attention_zigzag.py) a causal
+mask leaves all devices the same work.
 Source: Ring Attention, arXiv 2310.01889.
 """
 
@@ -25,7 +24,7 @@ from torch import Tensor, fx
 
 from ...compat.operators import c10d
 from ...custom_ops.attention import attention_backward_in_blocks, attention_in_blocks, lse_dtype
-from ...custom_ops.attention_chunks import Merged
+from ...custom_ops.attention_zigzag import Merged
 from ...mesh import Mesh
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder
@@ -52,7 +51,7 @@ def _forward(
 ) -> Steps:
     """Compute the result and its logsumexp of one device."""
     merged = Merged(q, v)
-    block: list[Tensor] | None = yield from blocks.exchange([k, v])
+    block: list[Tensor] | None = [k, v]
     size = k.numel() + v.numel()
     for step in range(blocks.n):
         arrival = (yield blocks.pass_on(step, block, size)) if step < blocks.n - 1 else None
@@ -85,7 +84,7 @@ def _backward(
     size = k.numel() + v.numel()
     own: Tensor | None = None
     home: Tensor | None = None
-    block: list[Tensor] | None = yield from blocks.exchange([k, v])
+    block: list[Tensor] | None = [k, v]
     handed: tuple[int, Arrival] | None = None
     for step in range(blocks.n):
         arrival = (yield blocks.pass_on(step, block, size)) if step < blocks.n - 1 else None
@@ -132,8 +131,7 @@ def _backward(
             home = came[source]
     assert own is not None  # a device has its own block in step 0
     total = own if home is None else own + home
-    k_grad, v_grad = yield from blocks.exchange(unpacked(total, (k, v)))
-    return q_grad.to(q.dtype), k_grad, v_grad
+    return q_grad.to(q.dtype), *unpacked(total, (k, v))
 
 
 # ----------------------------------------------------------------------------- who drives the steps
@@ -191,16 +189,6 @@ def _simulated(mesh: Mesh, axes: str, steps: Sequence[Steps]) -> list[Any]:
     return results
 
 
-def _joined(balanced: bool, x: Tensor, dim: int = -2) -> Tensor:
-    """Return a shard of chunks [1, ..., chunk, s, d] as [..., chunk s, d]."""
-    return x[0].flatten(dim - 1, dim) if balanced else x
-
-
-def _apart(balanced: bool, x: Tensor, dim: int = -2) -> Tensor:
-    """Undo `_joined`."""
-    return torch.unflatten(x, dim, (2, -1)).unsqueeze(0) if balanced else x
-
-
 def _forward_steps(
     n: int,
     me: int,
@@ -215,10 +203,8 @@ def _forward_steps(
     keys: int,
     balanced: bool,
 ) -> Steps:
-    q = _joined(balanced, q)
     blocks = Blocks(n, me, causal, balanced, queries, keys, q.shape[-2], k.shape[-2])
-    out, lse = yield from _forward(blocks, q, k, v, mask, scale)
-    return _apart(balanced, out), _apart(balanced, lse, -1)
+    return (yield from _forward(blocks, q, k, v, mask, scale))
 
 
 def _backward_steps(
@@ -238,11 +224,8 @@ def _backward_steps(
     keys: int,
     balanced: bool,
 ) -> Steps:
-    grad, q, out = (_joined(balanced, x) for x in (grad, q, out))
     blocks = Blocks(n, me, causal, balanced, queries, keys, q.shape[-2], k.shape[-2])
-    lse = _joined(balanced, lse, -1)
-    q_grad, *grads = yield from _backward(blocks, grad, q, k, v, out, lse, mask, scale)
-    return (_apart(balanced, q_grad), *grads)
+    return (yield from _backward(blocks, grad, q, k, v, out, lse, mask, scale))
 
 
 def ring_forward(*args: Any) -> Any:
@@ -295,7 +278,7 @@ ring_attention = FusedKind(
     name="ring_attention",
     signature="ring_attention(q, k, v, mask, axes, causal, scale, queries, keys, balanced)",
     meaning="""Return attention of the device's queries to all keys, and the logsumexp.
-        Keys and values travel over `axes`. balanced: queries are chunks in another order.""",
+        Keys and values travel over `axes`. balanced: tokens are in zigzag order.""",
     picture=_PICTURE,
     replaces=all_gather,
     simulate=partial(_simulate, _forward_steps),

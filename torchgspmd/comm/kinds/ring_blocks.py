@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...custom_ops.attention_chunks import chunks_of
+from ...custom_ops.attention_zigzag import chunks_of
 
 # Position in the ring -> what is sent to it; position -> how many elements are received from it.
 Message = tuple[dict[int, Tensor], dict[int, int]]
@@ -23,7 +23,7 @@ class Blocks:
     """Where the blocks of a ring are, and who needs them.
 
     n, me: devices, and the position of this one. queries, keys: of all devices together.
-    rows, width: queries and keys of one device. balanced: they are chunks in another order.
+    rows, width: queries and keys of one device. balanced: they are in zigzag order.
     """
 
     n: int
@@ -43,16 +43,12 @@ class Blocks:
     def before(self) -> int:
         return (self.me - 1) % self.n
 
-    @property
-    def partner(self) -> int:
-        return self.n - 1 - self.me
-
     def needed(self, block: int, device: int) -> bool:
         """Return whether queries of a device see keys of a block."""
         return self.balanced or not self.causal or self.queries != self.keys or block <= device
 
     def visible(self, block: int) -> list[Rows]:
-        """Return the rows of this device and of a block in the order of chunks to compute."""
+        """Return the rows of this device and of a block to compute, in zigzag order."""
         half = self.rows // 2
         mine, theirs = chunks_of(self.me, self.n), chunks_of(block, self.n)
         places = [slice(0, half), slice(half, self.rows)]
@@ -63,19 +59,6 @@ class Blocks:
         if min(theirs) < min(mine):
             return [(everything, places[theirs.index(min(theirs))], False)]
         return [(high, everything, False)]
-
-    def exchange(self, tensors: Sequence[Tensor]) -> Generator[Message, Arrival, list[Tensor]]:
-        """Exchange the second half of each tensor's rows with the partner."""
-        if not self.balanced or self.n == 1:
-            return list(tensors)
-        if self.partner == self.me:  # It still takes part in the call.
-            yield {}, {}
-            return list(tensors)
-        halves = [x.chunk(2, -2) for x in tensors]
-        late = [half for _, half in halves]
-        arrival = yield {self.partner: packed(late)}, {self.partner: sum(x.numel() for x in late)}
-        theirs = unpacked(arrival()[self.partner], late)
-        return [torch.cat([a, b], -2) for (a, _), b in zip(halves, theirs)]
 
     def pass_on(self, step: int, block: list[Tensor] | None, size: int) -> Message:
         """Return the message that takes blocks of keys and values to their next devices."""

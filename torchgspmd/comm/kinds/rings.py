@@ -16,15 +16,16 @@ class Ring(NamedTuple):
     """How an operation is computed in a ring.
 
     factor: of the queries, which the axes of the ring shard. queries: their place among the
-    operands; keys and values follow. scatters: what becomes of the gradients of these. exchanges:
-    whether blocks are exchanged. arguments: returns the mask, causal, and the scale.
+    operands; keys and values follow. scatters: what becomes of the gradients of these. shards: the
+    place of the number of shards for which tokens are in zigzag order; None if they are not.
+    arguments: returns the mask, causal, and the scale.
     """
 
     kind: FusedKind
     factor: str
     queries: int
     scatters: CollectiveKind | None
-    exchanges: bool
+    shards: int | None
     arguments: Callable[[tuple[Any, ...]], tuple[Any, bool, float]]
 
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -41,8 +42,8 @@ def _after(causal: int) -> Callable[[tuple[Any, ...]], tuple[Any, bool, float]]:
     return arguments
 
 
-def _of_chunks(scale: int) -> Callable[[tuple[Any, ...]], tuple[Any, bool, float]]:
-    """Return `arguments` of a call by chunks, which has the scale at this place."""
+def _zigzag(scale: int) -> Callable[[tuple[Any, ...]], tuple[Any, bool, float]]:
+    """Return `arguments` of a call in zigzag order, which has the scale at this place."""
 
     def arguments(args: tuple[Any, ...]) -> tuple[Any, bool, float]:
         return None, True, args[scale]
@@ -52,17 +53,17 @@ def _of_chunks(scale: int) -> Callable[[tuple[Any, ...]], tuple[Any, bool, float
 
 _ours = torch.ops.torchgspmd
 RINGS: dict[Any, Ring] = {
-    _ours.attention.default: Ring(ring_attention, "s", 0, None, False, _after(3)),
+    _ours.attention.default: Ring(ring_attention, "s", 0, None, None, _after(3)),
     _ours.attention_backward.default: Ring(
         ring_attention_backward,
         "s",
         1,
         reduce_scatter,
-        False,
+        None,
         _after(6),
     ),
-    _ours.attention_chunks.default: Ring(ring_attention, "n", 0, None, True, _of_chunks(3)),
-    _ours.attention_chunks_backward.default: Ring(
-        ring_attention_backward, "n", 1, reduce_scatter, True, _of_chunks(6)
+    _ours.zigzag_attention.default: Ring(ring_attention, "s", 0, None, 4, _zigzag(3)),
+    _ours.zigzag_attention_backward.default: Ring(
+        ring_attention_backward, "s", 1, reduce_scatter, 7, _zigzag(6)
     ),
 }

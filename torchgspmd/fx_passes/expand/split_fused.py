@@ -179,31 +179,13 @@ def _merged_shards(op: Op, layouts: Layouts) -> int:
 
     1 if the results use its axes otherwise.
     """
-    axes = {a for along in _axes_along(op, _split_of(op).merges, layouts) for a in along}
+    axes = {a for along in axes_along(op, _split_of(op).merges, layouts) for a in along}
     if any(axes & {*layouts.spec[v].sharding_axes} for v in op.results if v is not None):
         return 1
     return layouts.mesh.count(tuple(axes))
 
 
-def _balanced_shards(op: Op, layouts: Layouts) -> int:
-    """Return into how many shards propagation cuts a factor whose shards differ in work.
-
-    1 if they cannot be halved, or if another factor is sharded instead.
-    """
-    split, sizes = _split_of(op), op.rule.sizes
-    cuts = {*_axes_along(op, split.balances, layouts)}
-    count = layouts.mesh.count(cuts.pop()) if len(cuts) == 1 else 1
-    if count == 1 or sizes.get(str(split.balances), 1) % (2 * count):
-        return 1
-    instead = op.rule.instead
-    if instead is None:
-        return count
-    others = [layouts.mesh.count(axes) for axes in _axes_along(op, instead.other, layouts)]
-    part = math.gcd(sizes.get(instead.other, 1) // max(others, default=1), count)
-    return count // part if instead.sent(count, part) <= instead.sent(count, 1) else count
-
-
-def _axes_along(op: Op, factor: str | None, layouts: Layouts) -> list[tuple[str, ...]]:
+def axes_along(op: Op, factor: str | None, layouts: Layouts) -> list[tuple[str, ...]]:
     """Return the axes along a factor, of each tensor that has it alone in a dimension."""
     return [
         layouts.spec[value].dims[d]
@@ -218,7 +200,5 @@ def _shards_of(op: Op, layouts: Layouts) -> int:
     split = _split_of(op)
     if split.merges:
         return _merged_shards(op, layouts)
-    if split.balances:
-        return _balanced_shards(op, layouts)
     ways = (_whole_shards, _uneven_shards, _multi_factor_shards, _window_shards)
     return max(shards(op, layouts) for shards in ways)

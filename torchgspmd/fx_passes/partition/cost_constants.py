@@ -35,6 +35,12 @@ class CostConstants:
         "many: devices are fast, and padding of uneven shards is no reason for another layout",
         "examples/unet3d, whose volumes do not divide",
     )
+    link_flops_per_byte: float = _constant(
+        1000.0,
+        "operations per byte sent",
+        "few, for links as fast as those of one host: what a device computes while a byte is sent. "
+        "So long it may wait for keys that travel, or for devices that have more to do",
+    )
     memory_per_byte: float = _constant(
         128.0,
         "bytes read or written per byte sent",

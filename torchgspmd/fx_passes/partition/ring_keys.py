@@ -15,37 +15,37 @@ asked for, keys are sent again in the backward.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from torch import fx
 
-from ...comm.kinds import CollectiveKind, Step
 from ...comm.kinds.rings import RINGS, Ring
 from ...mesh import Mesh
 from ...shard_spec import Axes
 from ..ir import results_of
 
-# Operations of a device in the time of a byte sent: few, for links as fast as those of one host.
-FLOPS_PER_BYTE = 1000
 
-
-def ring_keys(graph: fx.Graph, mesh: Mesh, always: bool) -> bool:
+def ring_keys(graph: fx.Graph, mesh: Mesh, flops_per_byte: float) -> bool:
     """Rewrite the graph in place. Returns whether anything changed.
 
-    always: whether memory counts, not time.
+    flops_per_byte: operations of a device in the time of a byte sent. 0: memory counts, not time.
     """
     changed = False
     for node in list(graph.nodes):
         ring = RINGS.get(node.target)
-        if ring is None or "runs" in node.meta or node.meta.get("ring") or not _fits(node, ring):
+        if (
+            ring is None
+            or "runs" in node.meta
+            or node.meta.get("ring")
+            or not _fits(node, ring, mesh)
+        ):
             continue
         gathers = _gathers(node, ring)
         users = list(dict.fromkeys(user for gather in gathers for user in gather.users))
-        if all(u.target in RINGS and _fits(u, RINGS[u.target]) for u in users) and (
-            always or _is_hidden(node, ring, mesh)
+        if all(u.target in RINGS and _fits(u, RINGS[u.target], mesh) for u in users) and _is_hidden(
+            node, ring, mesh, flops_per_byte
         ):
-            _mark(graph, users, gathers, mesh)
+            _mark(graph, users, gathers)
             changed = True
     return changed
 
@@ -60,9 +60,11 @@ def _axes(node: fx.Node, ring: Ring) -> Axes:
     return node.meta["assignment"].get(ring.factor, ())
 
 
-def _fits(node: fx.Node, ring: Ring) -> bool:
+def _fits(node: fx.Node, ring: Ring, mesh: Mesh) -> bool:
     """Return whether all that a node gathers, and that is summed of it, is along its queries."""
     axes, gathers = "+".join(_axes(node, ring)), _gathers(node, ring)
+    if ring.shards is not None and mesh.count(_axes(node, ring)) != node.args[ring.shards]:
+        return False
     rows = gathers[0].meta["val"].dim() - 2
     if any(g.target is not ring.kind.replaces or g.args[1:] != (rows, axes) for g in gathers):
         return False
@@ -86,30 +88,20 @@ def _scattered(node: fx.Node, ring: Ring) -> list[fx.Node | None]:
     return steps
 
 
-def _is_hidden(node: fx.Node, ring: Ring, mesh: Mesh) -> bool:
+def _is_hidden(node: fx.Node, ring: Ring, mesh: Mesh, flops_per_byte: float) -> bool:
     """Return whether a device computes with a block for longer than the next is on its way."""
     q, k, v = (x.meta["val"] for x in (node.args[ring.queries], *_gathers(node, ring)))
     n, causal = mesh.count(_axes(node, ring)), ring.arguments(node.args)[1]
     flops = 4 * q.numel() / n * k.shape[-2] / n / (2 if causal else 1)
-    return flops >= FLOPS_PER_BYTE * (k.nbytes + v.nbytes) / n
+    return flops >= flops_per_byte * (k.nbytes + v.nbytes) / n
 
 
-def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...], mesh: Mesh) -> None:
+def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...]) -> None:
     """Mark the users of gathers, each of which gets gathers of its own."""
     for i, user in enumerate(users):
-        ring = RINGS[user.target]
         user.meta["ring"] = True
         with graph.inserting_before(user):
             own = [graph.node_copy(g) if i else g for g in gathers]
         for before, gather in zip(gathers, own):
             gather.meta = {**before.meta, "backward": user.meta["backward"] if i else False}
             user.replace_input_with(before, gather)
-        if ring.exchanges:
-            for node in (*own, *filter(None, _scattered(user, ring))):
-                node.meta["step"] = _with_exchange(node.meta["step"], mesh)
-
-
-def _with_exchange(step: Step, mesh: Mesh) -> Step:
-    """Return a step that also sends the half of a block that two devices exchange."""
-    sent = cast(CollectiveKind, step.target).sent(step.payload, mesh.count(step.axes))
-    return replace(step, sent=sent + step.payload / mesh.count(step.axes) / 2)

@@ -42,9 +42,6 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
     operands = list(ring.operands(node.args))
     operands[place : place + 2] = [k, v]
     mask, causal, scale = ring.arguments(node.args)
-    sizes = [x.meta["shape"][-2] for x in (q, chains[0][0])]
-    if not ring.exchanges:
-        sizes = node.args[-1][2:]
     axes = gathers[0].args[-1]
     results = {u.args[1]: u for u in node.users}
     scattered = [next(iter(results[i].users)) for i in (1, 2)] if ring.scatters else []
@@ -52,7 +49,15 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
         fused = graph.create_node(
             "call_function",
             ring.kind,
-            args=(*operands, mask, axes, causal, scale, *sizes, ring.exchanges),
+            args=(
+                *operands,
+                mask,
+                axes,
+                causal,
+                scale,
+                *node.args[-1][2:],
+                ring.shards is not None,
+            ),
             name=f"{node.name}_ring",
         )
     steps = [x.meta["step"] for x in (*gathers, *scattered)]

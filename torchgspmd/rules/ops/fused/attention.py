@@ -3,11 +3,11 @@
     b (h g) s d, b h t d, b h t e -> b (h g) s e, b (h g) s
 
 A device that has some of the queries computes by their positions, with all keys. A causal mask
-would leave later queries more to do. So of 2 n chunks of queries, devices i and n - 1 - i exchange
-one: then all have the same work. A device that has some of the keys computes a
-part for all queries: parts are merged by sums, weighted by their logsumexp, in the place of the
-keys' being gathered. Then the part is a dimension `p` of its own. Gradients are sums over queries,
-or over keys, of terms that need nothing but the merged result.
+leaves later queries more to do, unless tokens are in zigzag order (custom_ops/attention_zigzag.py).
+A device that has some of the keys computes a part for all queries: parts are merged by sums,
+weighted by their logsumexp, in the place of the keys' being gathered. Then the part is a dimension
+`p` of its own. Gradients are sums over queries, or over keys, of terms that need nothing but the
+merged result.
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ import torch
 from torch import Tensor
 
 from ....compat.operators import aten
-from ....custom_ops import attention_chunks as _chunks  # noqa: F401 (registers operations)
+from ....custom_ops import attention_zigzag as _zigzag  # noqa: F401 (registers operations)
 from ....custom_ops.attention import merge_parts
 from ...local_builder import LocalBuilder
-from ...notation import Call, DimNames, FactorRule, Instead, LocalForm, Split, factors
+from ...notation import Balance, Call, DimNames, FactorRule, Instead, LocalForm, Split, factors
 from ...registry import rule_for
 from ...rewrites import rewrite
 
 ours = torch.ops.torchgspmd
 LSE_ITEMSIZE = 4  # bytes of an element of a result that is merged
-# From so many queries on, arithmetic that others wait for outweighs the exchange of queries: an
-# element of them is sent 3 times, and multiplied 7 times for each query before it.
-BALANCED_QUERIES = 2048
 
 
 class _Names:
@@ -63,28 +60,37 @@ def _attention(call: Call) -> FactorRule:
         names.sizes,
         replicated="t d e",
         contraction=True,
-        split=_split_of(call, call.args[3], mask or None),
+        split=_split_of(call),
         instead=_instead(q, k),
+        balance=_balance(call, 3),
         local=LocalForm(_emit_queries, when="s t"),
     )
 
 
-def _split_of(call: Call, causal: bool, mask: Any) -> Split | None:
-    """Return by which factor a forward is split: by keys if merging results sends less than keys.
-
-    Else, queries of a causal mask are balanced.
-    """
+def _split_of(call: Call) -> Split | None:
+    """Return that a forward is split by keys, if merging results sends less than keys."""
     q, k, v = call.tensors[:3]
     merged = q[..., 0].numel() * (v.shape[-1] + 1) * max(LSE_ITEMSIZE, q.itemsize)
-    if 2 * merged < k.nbytes + v.nbytes:
-        return Split(merges="t")
-    return _balanced(q, k, causal, mask)
+    return Split(merges="t") if 2 * merged < k.nbytes + v.nbytes else None
 
 
-def _balanced(q: Tensor, k: Tensor, causal: bool, mask: Any) -> Split | None:
-    """Return by which factor causal attention of a long sequence to itself is split."""
-    balances = causal and mask is None and q.shape[-2] == k.shape[-2] >= BALANCED_QUERIES
-    return Split(balances="s") if balances else None
+def _balance(call: Call, operands: int) -> Balance | None:
+    """Return how causal attention of a sequence to itself is balanced.
+
+    operands: how many there are without a mask. causal and the scale follow.
+    """
+    q, k, v = call.tensors[:3] if operands == 3 else call.tensors[1:4]
+    if q.shape[-2] != k.shape[-2] or len(call.tensors) > operands or not call.args[operands]:
+        return None
+    products = 2 * q[..., 0].numel() * k.shape[-2]
+    widths = q.shape[-1] + v.shape[-1] if operands == 3 else 3 * q.shape[-1] + 2 * v.shape[-1]
+    target = (ours.zigzag_attention if operands == 3 else ours.zigzag_attention_backward).default
+
+    def zigzag(args: tuple[Any, ...], shards: int) -> tuple[Any, tuple[Any, ...]]:
+        rows = q.shape[-2]
+        return target, (*args[:operands], args[operands + 1], shards, [0, 0, rows, rows])
+
+    return Balance(("s", "t"), products * widths / 2, zigzag)
 
 
 def _instead(q: Tensor, k: Tensor) -> Instead:
@@ -103,49 +109,48 @@ def _attention_backward(call: Call) -> FactorRule:
         reduce="s t g",
         replicated="d e",
         contraction=True,
-        split=_balanced(q, k, call.args[6], mask or None),
         instead=_instead(q, k),
+        balance=_balance(call, 6),
         local=LocalForm(_emit_backward, when="s t"),
     )
 
 
-def _chunk_names(call: Call, q: int) -> tuple[_Names, DimNames]:
-    """Return the factors of a call by chunks, as if of one shard, and those of its queries."""
-    names = _Names(call.tensors[q][0, ..., 0, :, :], call.tensors[q + 1])
-    return names, ["n", *names.rows[:-1], "c", "s"]
-
-
-@rule_for(ours.attention_chunks.default)
-def _attention_chunks(call: Call) -> FactorRule:
-    names, rows = _chunk_names(call, 0)
+@rule_for(ours.zigzag_attention.default)
+def _zigzag_attention(call: Call) -> FactorRule:
+    q, k, _ = call.tensors
+    names = _Names(q, k)
     return call.rule(
-        [[*rows, "d"], names.k, names.v],
-        [[*rows, "e"], rows],
+        [names.q, names.k, names.v],
+        [names.out, names.rows],
         names.sizes,
-        replicated="c s t d e",
+        replicated="t d e",
         contraction=True,
-        local=LocalForm(_emit_chunks, when="n"),
+        instead=_instead(q, k),
+        local=LocalForm(_emit_zigzag, when="s t"),
     )
 
 
-@rule_for(ours.attention_chunks_backward.default)
-def _attention_chunks_backward(call: Call) -> FactorRule:
-    names, rows = _chunk_names(call, 1)
+@rule_for(ours.zigzag_attention_backward.default)
+def _zigzag_attention_backward(call: Call) -> FactorRule:
+    _, q, k, *_ = call.tensors
+    names = _Names(q, k)
     return call.rule(
-        [[*rows, "e"], [*rows, "d"], names.k, names.v, [*rows, "e"], rows],
-        [[*rows, "d"], names.k, names.v],
+        [names.out, names.q, names.k, names.v, names.out, names.rows],
+        [names.q, names.k, names.v],
         names.sizes,
-        reduce="n g",
-        replicated="c s t d e",
+        reduce="s t g",
+        replicated="d e",
         contraction=True,
-        local=LocalForm(_emit_chunks, when="n"),
+        instead=_instead(q, k),
+        local=LocalForm(_emit_zigzag, when="s t"),
     )
 
 
-def _emit_chunks(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
-    """Compute the device's chunks of the queries."""
-    *inputs, first = args
-    return _results(local, local.node.target, *inputs, first + local.start("n"))
+def _emit_zigzag(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+    """Compute the device's queries and keys, in zigzag order."""
+    *inputs, region = args
+    region = [local.start("s"), local.start("t"), *region[2:]]
+    return _results(local, local.node.target, *inputs, region)
 
 
 @rule_for(ours.attention_parts.default)
@@ -205,10 +210,8 @@ def _split_keys(
     *,
     shards: int,
 ) -> Any:
-    """Compute parts of the keys, and merge them; or chunks of queries, if they are as many."""
+    """Compute parts of the keys, and merge them."""
     keys = k.shape[-2]
-    if q.shape[-2] == keys:
-        return _balanced_forward(q, k, v, scale, shards)
     missing = -keys % shards
     if missing:
         k, v = (aten.constant_pad_nd(x, [0, 0, 0, missing]) for x in (k, v))
@@ -216,48 +219,3 @@ def _split_keys(
             mask = aten.constant_pad_nd(mask, [0, missing])
     out, lse = ours.attention_parts(q, k, v, causal, scale, mask, [0, 0, q.shape[-2], keys], shards)
     return merge_parts(out, lse, q.dtype)
-
-
-def _zigzag(x: Tensor, shards: int, dim: int) -> Tensor:
-    """Return the chunks of `attention_chunks`: shards are a new first dimension.
-
-    dim: of the queries, from the end; the chunks of a shard are one before it.
-    """
-    chunks = x.unflatten(dim, (shards, 2, -1)).movedim(dim - 2, 0)
-    return torch.stack([chunks.select(dim - 1, 0), chunks.select(dim - 1, 1).flip(0)], dim - 1)
-
-
-def _unzigzag(chunks: Tensor, dim: int) -> Tensor:
-    """Undo `_zigzag`."""
-    chunks = torch.stack([chunks.select(dim - 1, 0), chunks.select(dim - 1, 1).flip(0)], dim - 1)
-    return chunks.movedim(0, dim - 2).flatten(dim - 2, dim)
-
-
-def _balanced_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, shards: int
-) -> tuple[Tensor, Tensor]:
-    """Compute the queries in an order that gives all devices the same work."""
-    out, lse = ours.attention_chunks(_zigzag(q, shards, -2), k, v, scale, shards, 0)
-    return _unzigzag(out, -2), _unzigzag(lse, -1)
-
-
-@rewrite("split", ours.attention_backward.default)
-def _balanced_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    *,
-    shards: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad, q, out, lse = (
-        _zigzag(x, shards, d) for x, d in ((grad, -2), (q, -2), (out, -2), (lse, -1))
-    )
-    q_grad, k_grad, v_grad = ours.attention_chunks_backward(
-        grad, q, k, v, out, lse, scale, shards, 0
-    )
-    return _unzigzag(q_grad, -2), k_grad, v_grad

@@ -1,0 +1,131 @@
+"""Causal attention of tokens in an order that gives all shards the same work.
+
+    shard       0     1     2     3            chunk 7 sees all keys, chunk 0 almost none
+    chunks     0 7   2 5   4 3   6 1
+
+Of 2 n chunks, shard i has number 2 i and, in the place of number 2 i + 1, the one that is as far
+from the end: 2 n - 1 - 2 i. So shards i and n - 1 - i exchange one, and the order is its own
+inverse. Source: the zigzag order of Ring Flash Attention; Striped Attention (arXiv 2311.09431) has
+another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention import attention_backward_in_blocks, attention_in_blocks, lse_dtype, merge
+
+
+class Merged:
+    """The results for the parts of the keys so far, in float32 or wider."""
+
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        shape, self.dtype = q.shape[:-1], q.dtype
+        self.out = q.new_zeros(*shape, v.shape[-1], dtype=lse_dtype(q))
+        self.lse = q.new_full(shape, -math.inf, dtype=lse_dtype(q))
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge the results of some queries for further keys."""
+        before = self.out[..., rows, :], self.lse[..., rows]
+        self.out[..., rows, :], self.lse[..., rows] = merge(before, (out, lse))
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return the result in the dtype of the queries, and the logsumexp."""
+        return self.out.to(self.dtype), self.lse
+
+
+def chunks_of(shard: int, shards: int) -> tuple[int, int]:
+    """Return the numbers of the chunks of a shard."""
+    return 2 * shard, 2 * shards - 1 - 2 * shard
+
+
+def zigzag(x: Tensor, dim: int, shards: int, outer: int = 1) -> Tensor:
+    """Return x with the rows of a dimension in zigzag order, or in their own again.
+
+    outer: so many sequences stand behind one another in the dimension.
+    """
+    sizes = (outer, shards, 2, -1) if outer > 1 else (shards, 2, -1)
+    chunks, at = x.unflatten(dim, sizes), dim + len(sizes) - 3  # the dimension of shards
+    even, odd = (chunks.select(at + 1, i) for i in range(2))
+    return torch.stack([even, odd.flip(at)], at + 1).flatten(dim, at + 2)
+
+
+def runs_of_rows(first: int, rows: int, shards: int, total: int) -> Iterator[tuple[slice, int]]:
+    """Yield the rows of a device that follow one another, with the position of their first token.
+
+    first: the row of all that the device's first one is. Rows behind the last are padding.
+    """
+    chunk, row, end = total // (2 * shards), first, min(first + rows, total)
+    while row < end:
+        place, ahead = divmod(row, chunk)
+        stop = min(end, (place + 1) * chunk)
+        number = 2 * shards - place if place % 2 else place
+        yield slice(row - first, stop - first), number * chunk + ahead
+        row = stop
+
+
+@torch.library.custom_op("torchgspmd::zigzag_attention", mutates_args=())
+def zigzag_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, shards: int, region: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return causal `attention` of queries to all keys, where tokens are in zigzag order.
+
+    region: the rows of the first query and the first key, and the numbers of all queries and keys.
+    """
+    total = region[2]
+    k, v = (zigzag(x, x.dim() - 2, shards) for x in (k, v))
+    out = q.new_zeros([*q.shape[:-1], v.shape[-1]])
+    lse = q.new_full(q.shape[:-1], -math.inf, dtype=lse_dtype(q))
+    for rows, place in runs_of_rows(region[0], q.shape[-2], shards, total):
+        here = [place, 0, total, total]
+        results = attention_in_blocks(q[..., rows, :], k, v, True, scale, None, here)
+        out[..., rows, :], lse[..., rows] = results
+    return out, lse
+
+
+@zigzag_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
+
+
+@torch.library.custom_op("torchgspmd::zigzag_attention_backward", mutates_args=())
+def zigzag_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    shards: int,
+    region: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of `zigzag_attention`: terms, for some of the keys."""
+    total, keys = region[2], k.shape[-2]
+    whole = keys == total
+    if whole:
+        k, v = (zigzag(x, x.dim() - 2, shards) for x in (k, v))
+    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    columns = [(slice(0, keys), 0)] if whole else [*runs_of_rows(region[1], keys, shards, total)]
+    for rows, place in runs_of_rows(region[0], q.shape[-2], shards, total):
+        g, x, o = (t[..., rows, :] for t in (grad, q, out))
+        for some, start in columns:
+            y, z, here = k[..., some, :], v[..., some, :], [place, start, total, total]
+            terms = attention_backward_in_blocks(
+                g, x, y, z, o, lse[..., rows], True, scale, None, here
+            )
+            for total_grad, part, term in zip(grads, (rows, some, some), terms):
+                total_grad[..., part, :] += term
+    if whole:
+        grads[1:] = (zigzag(x, x.dim() - 2, shards) for x in grads[1:])
+    return grads[0], grads[1], grads[2]
+
+
+@zigzag_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))

@@ -1,0 +1,306 @@
+"""Put tokens of causal attention into an order that gives all devices the same work.
+
+before   %x = embedding(%w, %tokens)                 tokens: seq
+         %q, %k, %v = ... %x
+         %y, %lse = attention(%q, %k, %v, True, 0.1)
+after    %z = zigzag(%tokens, 0, 4)                  four shards; written as views, a flip, a stack
+         %x = embedding(%w, %z)
+         %q, %k, %v = ... %x
+         %y, %lse = zigzag_attention(%q, %k, %v, 0.1, 4, ...)
+needs    a propagated graph, rules
+source   ours. The order is that of Ring Flash Attention (custom_ops/attention_zigzag.py).
+
+An operation that has the same rule for all tokens (a norm, a product, a loss) takes them in any
+order. So the values between attention and the inputs of a program may be in zigzag order as well,
+and it is the tokens that devices exchange, not the queries. Which operations have that order is the
+cheapest cut between causal attention and what needs tokens in their own order: inputs, outputs,
+positions. Cut values are exchanged. Attention on the other side costs what devices wait for others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from ...annotate import mark_sharding_op
+from ...custom_ops.attention_zigzag import zigzag
+from ...custom_ops.loops import NEXT
+from ...fx_nodes import add_node, copy_node
+from ...rules import trace
+from ...rules.notation import Balance, Dims
+from ...shard_spec import ShardSpec
+from ..ir import Op, Rules, runs, values
+from ..partition.cost_constants import CostConstants
+from ..partition.cost_model import local_bytes
+from ..propagate.propagate import Layouts
+from .min_cut import Cut
+from .split_fused import axes_along
+
+
+class Order(NamedTuple):
+    """Zigzag order of `rows` tokens for so many shards."""
+
+    shards: int
+    rows: int
+
+
+class Place(NamedTuple):
+    """A dimension of a value that tokens lie along. outer: sequences behind one another in it."""
+
+    value: fx.Node
+    dim: int
+    outer: int
+
+
+class Tokens(NamedTuple):
+    """What has tokens in one order: a factor of an operation, or (factor "") causal attention."""
+
+    node: fx.Node
+    factor: str
+    outer: int
+
+
+NATURAL, ZIGZAG = "natural", "zigzag"  # the sides of a cut
+
+
+def balance_attention(
+    graph: fx.Graph, layouts: Layouts, rules: Rules, constants: CostConstants
+) -> bool:
+    """Rewrite the graph in place; return whether anything changed."""
+    changed = False
+    ops = {op.node: op for op in rules.ops(graph)}
+    orders = {node: order for node, op in ops.items() if (order := _order(op, layouts))}
+    for order in dict.fromkeys(orders.values()):
+        attention = [ops[node] for node, its in orders.items() if its == order]
+        reordering = _Reordering(graph, layouts, ops, order, constants)
+        changed |= reordering.run(attention)
+    return changed
+
+
+def _order(op: Op, layouts: Layouts) -> Order | None:
+    """Return the order that would balance an operation.
+
+    None if its shards have the same work, if they cannot be halved, or if all axes go to another
+    factor.
+    """
+    balance = op.rule.balance
+    cuts = {*axes_along(op, balance.factors[0], layouts)} if balance else set()
+    if balance is None or len(cuts) != 1:
+        return None
+    count, rows = layouts.mesh.count(cuts.pop()), op.rule.sizes[balance.factors[0]]
+    if instead := op.rule.instead:
+        others = [layouts.mesh.count(axes) for axes in axes_along(op, instead.other, layouts)]
+        part = math.gcd(op.rule.sizes.get(instead.other, 1) // max(others, default=1), count)
+        if instead.sent(count, part) <= instead.sent(count, 1):
+            count //= part
+    return Order(count, rows) if count > 1 and rows % (2 * count) == 0 else None
+
+
+class _Reordering:
+    """Finds what is to be in one order, and reorders it."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        layouts: Layouts,
+        ops: dict[fx.Node, Op],
+        order: Order,
+        constants: CostConstants,
+    ) -> None:
+        self.graph, self.layouts, self.ops, self.order = graph, layouts, ops, order
+        self.constants, self.cut = constants, Cut()
+        self.attention: dict[fx.Node, Balance] = {}
+        self.operands: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.exchanged: dict[tuple[fx.Node, Place], fx.Node] = {}
+        self.producers = {v: op for op in ops.values() for v in op.results if v is not None}
+        self.users: dict[fx.Node, list[tuple[Op, int]]] = {v: [] for v in values(graph)}
+        for op in ops.values():
+            for i, value in enumerate(op.operands):
+                self.users[value].append((op, i))
+
+    def run(self, attention: list[Op]) -> bool:
+        """Cut, and rewrite. Returns whether some attention is balanced."""
+        self.attention = {op.node: op.rule.balance for op in attention if op.rule.balance}
+        begin = [Tokens(op.node, "", 1) for op in attention]
+        for op, tokens in zip(attention, begin):
+            self.cut.add(ZIGZAG, tokens, self._saving(op))
+        places = self._add_values(begin)
+        reordered = self.cut.first_side(ZIGZAG, NATURAL)
+        for place in places:
+            self._exchange(place, reordered)
+        chosen = [tokens.node for tokens in begin if tokens in reordered]
+        for node in chosen:
+            node.target, node.args = self.attention[node].call(node.args, self.order.shards)
+        return bool(chosen)
+
+    def _saving(self, op: Op) -> float:
+        """Return what the last device has to compute more than others, in bytes on the wire."""
+        result = next(v for v in op.results if v is not None)
+        n = self.layouts.mesh.count(self.layouts.spec[result].sharding_axes)
+        flops = self.attention[op.node].flops / n * (1 - 1 / self.order.shards)
+        return flops * op.runs / self.constants.link_flops_per_byte
+
+    # --------------------------------------------------------------------------------- what is cut
+
+    def _add_values(self, begin: list[Tokens]) -> list[Place]:
+        """Add all values that tokens come to from `begin`; return them."""
+        seen, places, queue = set(begin), dict[Place, None](), [*begin]
+        while queue:
+            for place in self._places(queue.pop()):
+                if place in places:
+                    continue
+                places[place] = None
+                ends = self._add_value(place)
+                queue += [end for end in ends if end not in seen]
+                seen.update(ends)
+        return [*places]
+
+    def _add_value(self, place: Place) -> list[Tokens]:
+        """Add what it costs to exchange the tokens of a value; return what has them."""
+        producer = self._producer(place)
+        users = [(op.node, self._tokens(op, i, place)) for op, i in self.users[place.value]]
+        users += [(user, NATURAL) for user in place.value.users if user.op == "output"]
+        cost, any_user, all_users = self._cost(place), (place, "any"), (place, "all")
+        self.cut.add(producer, all_users, cost)
+        self.cut.add(any_user, producer, cost)
+        first: dict[fx.Node, Any] = {}
+        for user, tokens in users:
+            self.cut.add(all_users, tokens, math.inf)
+            self.cut.add(tokens, any_user, math.inf)
+            self.cut.tie(first.setdefault(user, tokens), tokens)  # One exchange is for all of it.
+            if user.target is NEXT or place.value not in user.all_input_nodes:
+                self.cut.tie(producer, tokens)  # All iterations of a loop have one order.
+        ends = (producer, *(tokens for _, tokens in users))
+        return [end for end in ends if isinstance(end, Tokens)]
+
+    def _cost(self, place: Place) -> float:
+        """Return what the exchange of a value's tokens costs, in bytes on the wire."""
+        spec, mesh = self.layouts.spec[place.value], self.layouts.mesh
+        size = local_bytes(place.value.meta["val"], spec, mesh)
+        count = mesh.count(spec.dims[place.dim])
+        sent = 0.0 if count == 1 else size / 2 if count == self.order.shards else size
+        return (sent + size / self.constants.memory_per_byte) * runs(place.value)
+
+    def _producer(self, place: Place) -> Any:
+        op = self.producers.get(place.value)
+        if op is None:
+            return NATURAL
+        at = len(op.operands) + op.results.index(place.value)
+        return self._tokens(op, at, place)
+
+    def _tokens(self, op: Op, tensor: int, place: Place) -> Any:
+        """Return what has the tokens of a tensor of an operation; NATURAL if positions count."""
+        factor, outer = self._factor(op, tensor, place)
+        if op.node in self.attention and factor in self.attention[op.node].factors and outer == 1:
+            return Tokens(op.node, "", 1)
+        rule = op.rule
+        bound = rule.replicated | rule.special | rule.windowed | rule.chosen
+        if factor == "" or factor in bound or op.node.meta.get("dynamic") or not rule.described:
+            return NATURAL
+        return Tokens(op.node, factor, outer)
+
+    def _factor(self, op: Op, tensor: int, place: Place) -> tuple[str, int]:
+        """Return the factor with all tokens of a dimension, and the sequences along it, or ""."""
+        dims: Dims = (*op.rule.operands, *op.rule.results)[tensor]
+        inner = place.value.meta["val"].shape[place.dim] // (place.outer * self.order.rows)
+        before = 1
+        for factor in dims[place.dim]:
+            size = op.rule.sizes[factor]
+            after = math.prod(op.rule.sizes[f] for f in dims[place.dim]) // (before * size)
+            if place.outer % before == 0 and inner % after == 0:
+                outer = place.outer // before
+                if outer * self.order.rows * (inner // after) == size:
+                    return factor, outer
+            before *= size
+        return "", 1
+
+    def _places(self, tokens: Tokens) -> Iterator[Place]:
+        """Yield the values of an operation that have its tokens."""
+        op = self.ops[tokens.node]
+        factors = (tokens.factor,)
+        if tokens.factor == "":
+            factors = self.attention[tokens.node].factors
+        tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
+        for value, dims in tensors:
+            for d, names in enumerate(dims):
+                for i, name in enumerate(names):
+                    if value is not None and name in factors:
+                        before = math.prod(op.rule.sizes[f] for f in names[:i])
+                        yield Place(value, d, before * tokens.outer)
+
+    # -------------------------------------------------------------------------- what is exchanged
+
+    def _exchange(self, place: Place, reordered: set[Any]) -> None:
+        """Exchange the tokens of a value for the operations that have another order than it."""
+        here, value = self._producer(place) in reordered, place.value
+        users = [
+            op.node
+            for op, i in self.users[value]
+            if (self._tokens(op, i, place) in reordered) != here
+        ]
+        users += [user for user in value.users if user.op == "output" and here]
+        for user in dict.fromkeys(users):
+            now = self.operands.get((user, value), value)
+            self.operands[user, value] = self._exchanged(now, place, users)
+            user.replace_input_with(now, self.operands[user, value])
+
+    def _exchanged(self, value: fx.Node, place: Place, users: list[fx.Node]) -> fx.Node:
+        """Return a value with the tokens of a place in the other order."""
+        key = value, place
+        if key not in self.exchanged:
+            after, backward = value, all(user.meta.get("backward", False) for user in users)
+            while after.next.op == "placeholder":
+                after = after.next
+            with self.graph.inserting_before(after.next):
+                self.exchanged[key] = self._emit_exchange(value, place, backward)
+        return self.exchanged[key]
+
+    def _emit_exchange(self, value: fx.Node, place: Place, backward: bool) -> fx.Node:
+        """Add the operations of an exchange.
+
+        Keys in zigzag order are marked: all of them would be gathered first, for less bytes, and
+        could not travel round a ring.
+        """
+        meta = {"source": value.meta.get("source"), "backward": backward}
+        spec, producer = self.layouts.spec[place.value], self.producers.get(place.value)
+        if producer is not None and self._keys(producer, place):
+            value = self._marked(value, spec, meta)
+        arguments = value.meta["val"], place.dim, self.order.shards, place.outer
+        inner = trace(zigzag, arguments, {})
+        assert isinstance(inner, fx.Graph)
+        new = dict.fromkeys(inner.find_nodes(op="placeholder"), value)
+        for step in inner.nodes:
+            if step.op == "call_function":
+                new[step] = copy_node(self.graph, step, new.__getitem__)
+                new[step].meta = {**meta, "val": step.meta["val"]}
+        result = new[inner.output_node().args[0]]
+        if any(self._keys(op, place) for op, _ in self.users[place.value]):
+            result = self._marked(result, spec, meta)
+        return result
+
+    def _keys(self, op: Op, place: Place) -> bool:
+        """Return whether a place is that of keys, or of their gradient, of balanced attention."""
+        rows = self.attention[op.node].factors[1:] if op.node in self.attention else ()
+        tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
+        return any(
+            value is place.value and any(f in rows for f in dims[place.dim])
+            for value, dims in tensors
+        )
+
+    def _marked(self, value: fx.Node, spec: ShardSpec, meta: dict[str, Any]) -> fx.Node:
+        mesh = self.layouts.mesh
+        words = str(spec.map_axes(mesh.merge))
+        arguments = value, str(mesh.unsplit()), words
+        mark = add_node(
+            self.graph,
+            "call_function",
+            mark_sharding_op._opoverload,
+            arguments,
+            {},
+            "mark_sharding",
+        )
+        mark.meta = {**meta, "val": value.meta["val"]}
+        return mark
