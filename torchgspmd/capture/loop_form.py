@@ -46,10 +46,10 @@ def loop_form(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=CONST):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
-    _number(graph)
     for node in graph.find_nodes(op="call_function", target=NEXT):
         _add_up(graph, node)
     _erase_unused(graph)
+    _number(graph)
     _Residuals(graph).run()
     _erase_unused(graph)
 

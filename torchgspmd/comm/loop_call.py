@@ -29,11 +29,18 @@ class LoopCall:
     loop: Loop
     graph: fx.Graph
     carries: int
+    rows: int
+    others: int
     stacks: int
 
     @property
     def __name__(self) -> str:
         return f"loop_{self.loop}"
+
+    @property
+    def inputs(self) -> int:
+        """The number of inputs of the body behind the coordinates."""
+        return self.carries + self.rows + self.others
 
     @property
     def order(self) -> Sequence[int]:

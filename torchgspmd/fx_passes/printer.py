@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..comm.loop_call import loop_calls
 from ..compat.private_apis import OpOverload
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
-from .ir import other_shapes, tensors_of
+from .ir import other_shapes, runs, tensors_of
 
 _NAMES = {
     torch.float32: "f32",
@@ -61,7 +62,7 @@ def type_text(
 
 def graph_text(graph: fx.Graph, mesh: Mesh) -> str:
     """Return the global program as text; docs/reading_a_plan.md tells how to read it."""
-    rows = [row for row in map(_row, graph.nodes) if row]
+    rows = [_times(row, runs(node)) for node in graph.nodes if (row := _row(node))]
     return "\n".join([f"mesh {' '.join(f'{n}={s}' for n, s in mesh.axes)}", *_lines(rows)])
 
 
@@ -70,7 +71,21 @@ def program_text(graph: fx.Graph) -> str:
 
     Sizes are those of its shards. A collective has a start, and a wait for each result.
     """
-    return "\n".join(["one device", *_lines([_local_row(node) for node in graph.nodes])])
+    return "\n".join(_program_lines("one device", graph))
+
+
+def _program_lines(title: str, graph: fx.Graph) -> list[str]:
+    """Return the lines of a program of one device, then those of its loops."""
+    lines = [title, *_lines([_local_row(node) for node in graph.nodes])]
+    for _, call in loop_calls(graph):
+        lines += _program_lines(f"body of {call.__name__}, x {call.loop.length}", call.graph)
+    return lines
+
+
+def _times(row: tuple[str, str, str], count: int) -> tuple[str, str, str]:
+    """Return the row of a node that runs so often, in a loop."""
+    name, kind, text = row
+    return (name, kind, f"{text}  x {count}") if count > 1 else row
 
 
 def _lines(rows: list[tuple[str, str, str]]) -> list[str]:

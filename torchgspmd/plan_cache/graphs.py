@@ -6,33 +6,60 @@ from typing import Any
 
 from torch import fx
 
+from ..comm.loop_call import LoopCall
+from ..custom_ops.loops import Loop
 from ..fx_nodes import add_node
 from .values import Decoder, Encoder
 
 # What only `Plan.explain` reads, or the passes that have run.
+_COUNTS = "carries", "rows", "others", "stacks"  # of a LoopCall
 _LEFT_OUT = {"rule", "assignment", "operand_specs", "decisions"}
 
 
 def encode_graph(graph: fx.Graph, encoder: Encoder) -> list[Any]:
     """Return a row for every node: op, name, target, arguments, keyword arguments, metadata."""
-    encoder.nodes = {}
+    outer, encoder.nodes = encoder.nodes, {}
     rows = []
     for i, node in enumerate(graph.nodes):
         meta = {key: encoder.encode(v) for key, v in node.meta.items() if key not in _LEFT_OUT}
         args, kwargs = encoder.encode(node.args), encoder.encode(dict(node.kwargs))
-        rows.append([node.op, node.name, encoder.encode(node.target), args, kwargs, meta])
+        rows.append([node.op, node.name, _encode_target(node, encoder), args, kwargs, meta])
         encoder.nodes[node] = i
+    encoder.nodes = outer
     return rows
+
+
+def _encode_target(node: fx.Node, encoder: Encoder) -> Any:
+    """Return the target of a node, with the body of a loop."""
+    call = node.target
+    if not isinstance(call, LoopCall):
+        return encoder.encode(call)
+    return [
+        "loop",
+        str(call.loop),
+        *map(call.__dict__.get, _COUNTS),
+        encode_graph(call.graph, encoder),
+    ]
 
 
 def decode_graph(rows: list[Any], decoder: Decoder) -> fx.Graph:
     """Return the graph of these rows."""
     graph, decode = fx.Graph(), decoder.decode
-    decoder.nodes = []
+    outer, decoder.nodes = decoder.nodes, []
     for op, name, target, args, kwargs, meta in rows:
-        node = add_node(graph, op, decode(target), decode(args), decode(kwargs), name)
+        node = add_node(
+            graph, op, _decode_target(target, decoder), decode(args), decode(kwargs), name
+        )
         if node.name != name:
             node.name = name
         node.meta.update((key, decode(value)) for key, value in meta.items())
         decoder.nodes.append(node)
+    decoder.nodes = outer
     return graph
+
+
+def _decode_target(target: Any, decoder: Decoder) -> Any:
+    if type(target) is not list or target[0] != "loop":
+        return decoder.decode(target)
+    _, loop, *counts, rows = target
+    return LoopCall(Loop.parse(loop), decode_graph(rows, decoder), **dict(zip(_COUNTS, counts)))

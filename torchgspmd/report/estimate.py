@@ -4,20 +4,22 @@ The program runs on two streams, in its own order. An operation takes the time o
 (roofline: or of its memory traffic, whichever is longer), a collective that of its bytes on the
 slowest link that its group crosses, and a latency for each doubling of the group. A collective
 begins at its start, when the one before it has ended; a wait holds the device until it has arrived.
+The events of a loop are those of one iteration, each as long as those of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
 
 from ..comm.collective import start, wait
 from ..comm.kinds import FusedKind, Step
+from ..comm.loop_call import LoopCall
 from ..fx_passes.schedule.arithmetic import flops, graph_flops, traffic
-from ..fx_passes.schedule.liveness import Ledger
+from ..fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
 from ..hardware import Hardware
 from ..mesh import Mesh
 from .units import time_text
@@ -30,7 +32,8 @@ class Event:
     """An interval of a step: an operation, a collective, or a wait for one.
 
     name: of the node. stream: COMPUTE, COMMUNICATION, or EXPOSED. begin, seconds: of the step.
-    alive: bytes of the device meanwhile. steps: what a collective consists of.
+    alive: bytes of the device meanwhile. steps: what a collective consists of. runs: how often it
+    happens in this time, in a loop.
     """
 
     name: str
@@ -41,6 +44,12 @@ class Event:
     source: str | None
     backward: bool
     steps: tuple[Step, ...] = ()
+    runs: int = 1
+
+    @property
+    def sent(self) -> float:
+        """Return the bytes that are sent."""
+        return self.runs * sum(step.sent for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,8 @@ class _Streams:
                     yield from self.hold(node, node, alive)
             elif node.target is wait:
                 yield from self.hold(node, node.args[0], alive)
+            elif isinstance(node.target, LoopCall):
+                yield from self.loop(node, node.target, alive)
             elif isinstance(node.target, FusedKind):
                 yield self.ring(node, alive)
             elif node.op == "call_function" and (seconds := self.seconds(node)):
@@ -198,6 +209,32 @@ class _Streams:
         if late > 0:
             yield self.event(node, EXPOSED, self.now, late, alive)
             self.now += late
+
+    def loop(self, node: fx.Node, call: LoopCall, alive: int) -> Iterator[Event]:
+        """Yield the events of a loop: of an iteration, and the rows and sums that it writes."""
+        one, count, begin = (
+            _Streams(self.mesh, self.hardware, Ledger(call.graph)),
+            call.loop.length,
+            self.now,
+        )
+        before = alive - self.ledger.iterations[node]
+        outside = inputs_bytes(call.graph)
+        for event in one.run(call.graph):
+            yield replace(
+                event,
+                begin=begin + event.begin * count,
+                seconds=event.seconds * count,
+                alive=before + event.alive - outside,
+                runs=event.runs * count,
+            )
+        self.now += one.now * count
+        self.free = max(self.free, begin + one.free * count)
+        written = call.graph.output_node().args[0][2 * call.carries :]
+        if written:
+            moved = sum(2 * bytes_of(value) for value in written)
+            each = len(written) * self.hardware.launch + moved / self.hardware.memory_bandwidth
+            yield replace(self.event(node, COMPUTE, self.now, each * count, alive), runs=count)
+            self.now += each * count
 
     def ring(self, node: fx.Node, alive: int) -> Event:
         """Return the event of products in a ring: each hides the transfer of a chunk."""

@@ -270,9 +270,9 @@ def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveR
     before = {id(node.meta["step"]): node.args[0].meta.get("spec") for node in nodes}
     sources = {id(node.meta["step"]): _source(node) for node in nodes}
     names = {id(node.meta["step"]): node.name for node in nodes}
-    groups: dict[tuple[str, tuple[str, ...], bool, str, str], list[tuple[float, float, str]]] = (
-        defaultdict(list)
-    )
+    groups: dict[
+        tuple[str, tuple[str, ...], bool, str, str], list[tuple[float, float, str, int]]
+    ] = defaultdict(list)
     for event in estimate.events:
         total = sum(step.sent for step in event.steps) or 1.0
         for step in event.steps:
@@ -281,10 +281,15 @@ def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveR
             reason, source = _reason(before.get(id(step)), step.spec), sources.get(id(step))
             key = (step.collective, step.axes, event.backward, short_source(source), reason)
             share = event.seconds * step.sent / total if event.stream != COMPUTE else 0.0
-            groups[key].append((step.sent, share, names.get(id(step), event.name)))
+            name = names.get(id(step), event.name)
+            groups[key].append((step.sent * event.runs, share, name, event.runs))
     rows = [
         CollectiveRow(
-            *key, len(group), sum(g[0] for g in group), sum(g[1] for g in group), group[0][2]
+            *key,
+            sum(g[3] for g in group),
+            sum(g[0] for g in group),
+            sum(g[1] for g in group),
+            group[0][2],
         )
         for key, group in groups.items()
     ]

@@ -24,7 +24,9 @@ def trace_text(estimate: Estimate) -> str:
     ]
     events = [
         {
-            "name": f"wait for {e.name}" if e.stream == "exposed" else e.name,
+            "name": ("wait for " if e.stream == "exposed" else "")
+            + e.name
+            + (f" x {e.runs}" if e.runs > 1 else ""),
             "cat": e.stream,
             "ph": "X",
             "pid": 0,
@@ -34,7 +36,7 @@ def trace_text(estimate: Estimate) -> str:
             "args": {
                 "source": e.source,
                 "phase": "backward" if e.backward else "forward",
-                "sent_bytes": sum(step.sent for step in e.steps),
+                "sent_bytes": e.sent,
             },
         }
         for e in estimate.events

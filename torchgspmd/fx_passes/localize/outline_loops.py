@@ -119,7 +119,7 @@ class _Block:
                 )
             )
         )
-        call = LoopCall(nest[-1], body.graph, len(ends), len(stacks))
+        call = LoopCall(nest[-1], body.graph, len(ends), len(rows), len(others), len(stacks))
         node = self.graph.call_function(
             call,
             (

@@ -14,8 +14,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ...comm.kinds import FusedKind
+from ...comm.loop_call import loop_calls
 from ...compat.private_apis import OpOverload
 from ...custom_ops import flops as _formulas  # noqa: F401
+from ...custom_ops.loops import nests, runs_of
 from ...mesh import Mesh
 from .liveness import bytes_of
 
@@ -70,5 +72,6 @@ def traffic(node: fx.Node) -> int:
 
 
 def graph_flops(graph: fx.Graph, mesh: Mesh) -> int:
-    """Return the operations of all products of a graph."""
-    return sum(flops(node, mesh) for node in graph.nodes)
+    """Return the operations of all products of a graph, those of loops in all iterations."""
+    within = sum(call.loop.length * graph_flops(call.graph, mesh) for _, call in loop_calls(graph))
+    return within + sum(flops(node, mesh) * runs_of(nest) for node, nest in nests(graph).items())

@@ -1,16 +1,19 @@
 """Bytes that are alive while a program of one device runs.
 
 A value lives from its operation to its last use, inputs and outputs to the end. A collective's
-result lives from its `start` on, its operand until its first wait.
+result lives from its `start` on, its operand until its first wait. While a loop runs, its results
+are alive, and what one iteration needs.
 """
 
 from __future__ import annotations
 
 import math
+from operator import getitem
 
 from torch import fx
 
 from ...comm.collective import start, wait
+from ...comm.loop_call import LoopCall, loop_calls
 
 
 def bytes_of(node: fx.Node) -> int:
@@ -32,6 +35,12 @@ def peak(graph: fx.Graph) -> int:
     return ledger.peak
 
 
+def iteration_bytes(call: LoopCall) -> int:
+    """Return the most bytes that an iteration of a loop allocates, with the carry that it gets."""
+    carries = call.graph.find_nodes(op="placeholder")[-call.inputs :][: call.carries]
+    return peak(call.graph) - inputs_bytes(call.graph) + sum(map(bytes_of, carries))
+
+
 class Ledger:
     """Bytes alive as nodes of a program are emitted, in any legal order."""
 
@@ -39,11 +48,16 @@ class Ledger:
         self.uses = {node: len(node.users) for node in graph.nodes}
         self.alive = self.peak = inputs_bytes(graph)
         self.sent: set[fx.Node] = set()  # Starts that have been waited for.
+        self.iterations = {node: iteration_bytes(call) for node, call in loop_calls(graph)}
 
     @staticmethod
     def needed(node: fx.Node) -> int:
         """Return the bytes that a node allocates."""
         if node.op != "call_function" or node.target is wait:
+            return 0
+        if isinstance(node.target, LoopCall):  # all of its results
+            return sum(map(bytes_of, node.users))
+        if node.target is getitem and isinstance(node.args[0].target, LoopCall):
             return 0
         return node.meta["bytes"] if node.target is start else bytes_of(node)
 
@@ -51,6 +65,9 @@ class Ledger:
         """Emit the next node, and return the bytes that are alive while it runs."""
         self.alive += self.needed(node)
         during = self.alive + (node.meta.get("bytes", 0) if node.target is not start else 0)
+        if node in self.iterations:  # the last carries are values of its last iteration
+            last = (u for u in node.users if u.args[1] < node.target.carries)
+            during += self.iterations[node] - sum(map(bytes_of, last))
         self.peak = max(self.peak, during)
         if node.target is wait and (begun := node.args[0]) not in self.sent:
             self.sent.add(begun)
