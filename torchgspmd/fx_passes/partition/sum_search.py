@@ -80,7 +80,8 @@ class SumSearch(RegionProposals):
     def reduce_early(self) -> bool:
         """Reduce pending sums right away where several users reduce them; return whether it helped.
 
-        No user can ask for that alone: the others would still reduce what they compute.
+        No user can ask for that alone: the others would still reduce what they compute. A sum is
+        reduced where its terms are computed, or where such sums have been added.
         """
         pending = [
             (value, axis)
@@ -88,7 +89,7 @@ class SumSearch(RegionProposals):
             for value in op.results
             if value is not None
             for axis in self.assignment.layout_of[value].pending
-            if not self._passes_on(op, axis)
+            if op.rule.joins or not self._passes_on(op, axis)
         ]
         return any([self._reduce_at_origin(value, axis) for value, axis in pending])
 
