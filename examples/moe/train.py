@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import torchgspmd as gspmd
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save
-from common.report import figure, show_plan
+from common.report import figure, print_plan
 from common.run import RANK, Run, leave, options, train
-from gpt.data import Characters, load_text
+from common.text import load_text
+from gpt.data import Characters
 from model import LAYOUTS, Config, MoE
 
 HERE = Path(__file__).resolve().parent
@@ -51,11 +50,6 @@ def arguments() -> argparse.Namespace:
         type=Path,
         default=HERE / "out" / "loads.png",
         help="where the picture of the experts' loads goes",
-    )
-    add(
-        "--plan",
-        action="store_true",
-        help="only print what a device of --mesh would send and keep; runs nowhere",
     )
     return parser.parse_args()
 
@@ -135,11 +129,8 @@ def plan(args: argparse.Namespace, vocabulary: int = 128) -> None:
     with torch.device("meta"):
         model = MoE(configured(args, vocabulary))
         tokens = torch.empty(args.batch, args.context, dtype=torch.long)
-    start = time.perf_counter()
-    planned = gspmd.plan(model, tokens, tokens, mesh=LAYOUTS[args.layout].on(mesh), grad=True)
-    console = Console(highlight=False)
-    console.print(f"{args.batch} x {args.context} characters; {mesh} {args.layout}")
-    show_plan(planned, time.perf_counter() - start, console)
+    title = f"{args.batch} x {args.context} characters; {args.layout}"
+    print_plan(title, LAYOUTS[args.layout].on(mesh), model, tokens, tokens)
 
 
 def draw(loads: Tensor, first: int, path: Path) -> None:

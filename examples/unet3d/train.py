@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import torchgspmd as gspmd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save
-from common.report import figure, show_plan
+from common.report import figure, print_plan
 from common.run import RANK, Run, leave, options, train
 from data import SHAPE, TISSUES, Head
 from model import LAYOUTS, Config, UNet, overlap
@@ -58,11 +56,6 @@ def arguments() -> argparse.Namespace:
         type=Path,
         default=HERE / "out" / "slice.png",
         help="where the picture of a slice goes",
-    )
-    add(
-        "--plan",
-        action="store_true",
-        help="only print what a device of --mesh would send and keep; runs nowhere",
     )
     parser.set_defaults(batch=1, steps=100, lr=5e-3, warmup=5)
     return parser.parse_args()
@@ -123,11 +116,8 @@ def plan(args: argparse.Namespace, config: Config) -> None:
     with torch.device("meta"):
         model, image = UNet(config), torch.empty(args.batch, 1, *shape)
         labels = torch.empty(args.batch, *shape, dtype=torch.long)
-    start = time.perf_counter()
-    planned = gspmd.plan(model, image, labels, mesh=LAYOUTS[args.layout].on(mesh), grad=True)
-    console = Console(highlight=False)
-    console.print(f"{_shape([args.batch, *shape])} voxels; {mesh} {args.layout}")
-    show_plan(planned, time.perf_counter() - start, console)
+    title = f"{_shape([args.batch, *shape])} voxels; {args.layout}"
+    print_plan(title, LAYOUTS[args.layout].on(mesh), model, image, labels)
 
 
 def _shape(sizes: Iterable[int]) -> str:

@@ -7,8 +7,7 @@ from unittest.mock import patch
 from ranks import distributed, load
 
 
-@distributed()
-def run_main(mesh, script: Path, arguments: list[str]):
+def run_script(script: Path, arguments: list[str]):
     """Run the main function of a script, whose folder has the modules that it imports."""
     before = dict(sys.modules)
     path = [str(script.parent), *sys.path]
@@ -20,3 +19,9 @@ def run_main(mesh, script: Path, arguments: list[str]):
                 file = getattr(module, "__file__", None) or ""
                 if name not in before and file.startswith(str(script.parents[1])):
                     del sys.modules[name]
+
+
+@distributed()
+def run_main(mesh, script: Path, arguments: list[str]):
+    """Run it on the ranks of a mesh."""
+    run_script(script, arguments)

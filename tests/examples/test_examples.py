@@ -26,7 +26,8 @@ import torchgspmd as gspmd
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from gpt.data import Characters, load_text  # noqa: E402
+from common.text import load_text  # noqa: E402
+from gpt.data import Characters  # noqa: E402
 from gpt.model import GPT, LAYOUTS, Config  # noqa: E402
 from moe.model import LAYOUTS as MOE_LAYOUTS  # noqa: E402
 from moe.model import Config as MoEConfig  # noqa: E402

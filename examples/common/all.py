@@ -1,0 +1,101 @@
+"""Runs all examples that train, some steps on one process and in several layouts on four, and
+compares their losses.
+
+python all.py                                       float32, 20 steps
+python all.py --only bert --dtype float64 --steps 4 --tolerance 1e-8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+EXAMPLES = Path(__file__).resolve().parent.parent
+
+
+class Example(NamedTuple):
+    """options: for a small model. runs: a layout and a mesh of four processes each."""
+
+    options: str
+    runs: tuple[str, ...]
+
+
+ALL = {
+    "gpt": Example(
+        "--text pydoc --layers 2 --width 32 --context 32 --batch 12 --sample 0",
+        ("tp data=2,model=2", "fsdp data=4", "cp seq=4"),
+    ),
+    "moe": Example(
+        "--text pydoc --layers 2 --width 32 --context 32 --batch 12",
+        ("ep expert=4", "dp_ep data=2,expert=2", "ep_tp expert=2,model=2"),
+    ),
+    "vit": Example(
+        "--data digits --layers 2 --width 32 --patch 2 --batch 30",
+        ("dp data=4", "dp_tp data=2,model=2", "spatial data=2,model=2"),
+    ),
+    "unet3d": Example(
+        "--volume synthetic --mm 13 --width 4 --levels 2 --batch 2",
+        ("spatial data=2,space=2", "spatial2d space=2,rows=2", "spatial space=4"),
+    ),
+    "bert": Example(
+        "--text pydoc --vocabulary 199 --layers 2 --width 32 --context 24 --batch 12 --blanks 0",
+        ("dp data=4", "tp data=2,model=2", "zero data=2,model=2", "dp_zero data=4"),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", nargs="*", choices=list(ALL), default=list(ALL))
+    add("--steps", type=int, default=20)
+    add("--dtype", choices=("float32", "float64"), default="float32")
+    add("--tolerance", type=float, default=1e-4, help="largest relative difference of a loss")
+    args = parser.parse_args()
+    console, failed = Console(highlight=False), False
+    for name in args.only:
+        with tempfile.TemporaryDirectory() as folder:
+            one = losses(name, Path(folder), args)
+            console.print(f"{name}: one process, loss {one[0]:.4f} to {one[-1]:.4f}")
+            for run in ALL[name].runs:
+                four = losses(name, Path(folder), args, *run.split())
+                worst = max(abs(b - a) / abs(a) for a, b in zip(one, four, strict=True))
+                equal = worst <= args.tolerance  # NaN is not
+                failed |= not equal
+                console.print(f"    {run:26} {worst:.1e} {'equal' if equal else 'DIFFERENT'}")
+    raise SystemExit(failed)
+
+
+def losses(
+    name: str, folder: Path, args: argparse.Namespace, layout: str = "", mesh: str = ""
+) -> list[float]:
+    """The losses of a run: on one process, or on as many as the mesh has."""
+    count = 1
+    for axis in mesh.split(",") if mesh else ():
+        count *= int(axis.split("=")[1])
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {count}".split()
+    script, path = EXAMPLES / name / "train.py", folder / "losses.json"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, *(launcher if mesh else ()), str(script)]
+    command += [*ALL[name].options.split(), "--steps", str(args.steps), "--dtype", args.dtype]
+    command += ["--warmup", "1", "--losses", str(path), "--plot", str(folder / "loss.png")]
+    command += ["--layout", layout, "--mesh", mesh] if mesh else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if not path.exists():
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    return json.loads(path.read_text())["losses"]
+
+
+if __name__ == "__main__":
+    main()
