@@ -37,8 +37,11 @@ def _calls(
     blocks: Blocks, block: int, mask: Tensor | None
 ) -> list[tuple[slice, slice, bool, Tensor | None, list[int] | None]]:
     """Return the rows of queries and keys, the mask and the region of calls for a block."""
-    if blocks.balanced:
-        return [(*rows, None, None) for rows in blocks.visible(block)]
+    if blocks.shards:
+        return [
+            (rows, columns, region is not None, None, region)
+            for rows, columns, region in blocks.visible(block)
+        ]
     first = block * blocks.width
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., first : first + blocks.width]
@@ -201,9 +204,9 @@ def _forward_steps(
     scale: float,
     queries: int,
     keys: int,
-    balanced: bool,
+    shards: int | None,
 ) -> Steps:
-    blocks = Blocks(n, me, causal, balanced, queries, keys, q.shape[-2], k.shape[-2])
+    blocks = Blocks(n, me, causal, shards, queries, keys, q.shape[-2], k.shape[-2])
     return (yield from _forward(blocks, q, k, v, mask, scale))
 
 
@@ -222,9 +225,9 @@ def _backward_steps(
     scale: float,
     queries: int,
     keys: int,
-    balanced: bool,
+    shards: int | None,
 ) -> Steps:
-    blocks = Blocks(n, me, causal, balanced, queries, keys, q.shape[-2], k.shape[-2])
+    blocks = Blocks(n, me, causal, shards, queries, keys, q.shape[-2], k.shape[-2])
     return (yield from _backward(blocks, grad, q, k, v, out, lse, mask, scale))
 
 
@@ -276,9 +279,9 @@ _PICTURE = """
     """
 ring_attention = FusedKind(
     name="ring_attention",
-    signature="ring_attention(q, k, v, mask, axes, causal, scale, queries, keys, balanced)",
+    signature="ring_attention(q, k, v, mask, axes, causal, scale, queries, keys, shards)",
     meaning="""Return attention of the device's queries to all keys, and the logsumexp.
-        Keys and values travel over `axes`. balanced: tokens are in zigzag order.""",
+        Keys and values travel over `axes`. shards: for which tokens are in zigzag order.""",
     picture=_PICTURE,
     replaces=all_gather,
     simulate=partial(_simulate, _forward_steps),

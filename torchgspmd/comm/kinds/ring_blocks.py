@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...custom_ops.attention_zigzag import chunks_of
+from ...custom_ops.attention_zigzag import runs_of_rows
 
 # Position in the ring -> what is sent to it; position -> how many elements are received from it.
 Message = tuple[dict[int, Tensor], dict[int, int]]
 Arrival = Callable[[], dict[int, Tensor]]
 Steps = Generator[Message, Arrival, Any]
-Rows = tuple[slice, slice, bool]  # of queries, of keys, whether causal
+Rows = tuple[slice, slice, list[int] | None]  # of queries, of keys; their region, if it is cut
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Blocks:
     """Where the blocks of a ring are, and who needs them.
 
     n, me: devices, and the position of this one. queries, keys: of all devices together.
-    rows, width: queries and keys of one device. balanced: they are in zigzag order.
+    rows, width: queries and keys of one device. shards: for which they are in zigzag order.
     """
 
     n: int
     me: int
     causal: bool
-    balanced: bool
+    shards: int | None
     queries: int
     keys: int
     rows: int
@@ -45,20 +45,35 @@ class Blocks:
 
     def needed(self, block: int, device: int) -> bool:
         """Return whether queries of a device see keys of a block."""
-        return self.balanced or not self.causal or self.queries != self.keys or block <= device
+        return bool(self.shards) or not self.causal or self.queries != self.keys or block <= device
 
     def visible(self, block: int) -> list[Rows]:
-        """Return the rows of this device and of a block to compute, in zigzag order."""
-        half = self.rows // 2
-        mine, theirs = chunks_of(self.me, self.n), chunks_of(block, self.n)
-        places = [slice(0, half), slice(half, self.rows)]
-        everything = slice(0, self.rows)
-        low, high = (places[mine.index(f(mine))] for f in (min, max))
-        if block == self.me:
-            return [(low, low, True), (high, low, False), (high, high, True)]
-        if min(theirs) < min(mine):
-            return [(everything, places[theirs.index(min(theirs))], False)]
-        return [(high, everything, False)]
+        """Return the rows of this device and of a block to compute, in zigzag order.
+
+        Together as many as can be: rows that follow one another and see the same keys.
+        """
+        mine, theirs = self._runs(self.me, self.rows), self._runs(block, self.width)
+        cut: list[Rows] = []
+        whole: dict[tuple[int, int], list[slice]] = {}
+        for rows, first in mine:
+            last = first + rows.stop - rows.start - 1
+            seen: list[slice] = []
+            for columns, start in theirs:
+                if start + columns.stop - columns.start - 1 <= first:
+                    seen.append(columns)
+                elif start <= last:
+                    cut.append((rows, columns, [first, start, self.queries, self.keys]))
+            for columns in _joined(seen):
+                whole.setdefault((columns.start, columns.stop), []).append(rows)
+        return cut + [
+            (some, slice(*columns), None)
+            for columns, rows in whole.items()
+            for some in _joined(rows)
+        ]
+
+    def _runs(self, device: int, rows: int) -> list[tuple[slice, int]]:
+        """Return the rows of a device that follow one another, with their first position."""
+        return [*runs_of_rows(device * rows, rows, self.shards or 1, self.queries)]
 
     def pass_on(self, step: int, block: list[Tensor] | None, size: int) -> Message:
         """Return the message that takes blocks of keys and values to their next devices."""
@@ -83,6 +98,16 @@ class Blocks:
         ):
             receives[last] = size
         return ({} if term is None else {self.after if on else block: term}), receives
+
+
+def _joined(slices: Sequence[slice]) -> list[slice]:
+    """Return slices in their order, those that follow one another as one."""
+    result: list[slice] = []
+    for each in slices:
+        if result and result[-1].stop == each.start:
+            each = slice(result.pop().start, each.stop)
+        result.append(each)
+    return result
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:

@@ -73,30 +73,31 @@ def balance_attention(
     changed = False
     ops = {op.node: op for op in rules.ops(graph)}
     orders = {node: order for node, op in ops.items() if (order := _order(op, layouts))}
-    for order in dict.fromkeys(orders.values()):
-        attention = [ops[node] for node, its in orders.items() if its == order]
+    for order in dict.fromkeys(order for order, _ in orders.values()):
+        attention = {node: rest for node, (its, rest) in orders.items() if its == order}
         reordering = _Reordering(graph, layouts, ops, order, constants)
         changed |= reordering.run(attention)
     return changed
 
 
-def _order(op: Op, layouts: Layouts) -> Order | None:
-    """Return the order that would balance an operation.
+def _order(op: Op, layouts: Layouts) -> tuple[Order, int] | None:
+    """Return the order that would balance an operation, and how many shards differ in work.
 
-    None if its shards have the same work, if they cannot be halved, or if all axes go to another
-    factor.
+    These are fewer if another factor gets a part of the axes. None if all have the same work, or
+    if they cannot be halved.
     """
     balance = op.rule.balance
     cuts = {*axes_along(op, balance.factors[0], layouts)} if balance else set()
     if balance is None or len(cuts) != 1:
         return None
     count, rows = layouts.mesh.count(cuts.pop()), op.rule.sizes[balance.factors[0]]
+    rest = count
     if instead := op.rule.instead:
         others = [layouts.mesh.count(axes) for axes in axes_along(op, instead.other, layouts)]
         part = math.gcd(op.rule.sizes.get(instead.other, 1) // max(others, default=1), count)
         if instead.sent(count, part) <= instead.sent(count, 1):
-            count //= part
-    return Order(count, rows) if count > 1 and rows % (2 * count) == 0 else None
+            rest = count // part
+    return (Order(count, rows), rest) if rest > 1 and rows % (2 * count) == 0 else None
 
 
 class _Reordering:
@@ -121,12 +122,16 @@ class _Reordering:
             for i, value in enumerate(op.operands):
                 self.users[value].append((op, i))
 
-    def run(self, attention: list[Op]) -> bool:
-        """Cut, and rewrite. Returns whether some attention is balanced."""
-        self.attention = {op.node: op.rule.balance for op in attention if op.rule.balance}
-        begin = [Tokens(op.node, "", 1) for op in attention]
-        for op, tokens in zip(attention, begin):
-            self.cut.add(ZIGZAG, tokens, self._saving(op))
+    def run(self, attention: dict[fx.Node, int]) -> bool:
+        """Cut, and rewrite. Returns whether some attention is balanced.
+
+        attention: operations to balance, each with how many shards differ in work.
+        """
+        rules = {node: self.ops[node].rule for node in attention}
+        self.attention = {node: rule.balance for node, rule in rules.items() if rule.balance}
+        begin = [Tokens(node, "", 1) for node in self.attention]
+        for tokens in begin:
+            self.cut.add(ZIGZAG, tokens, self._saving(tokens.node, attention[tokens.node]))
         places = self._add_values(begin)
         reordered = self.cut.first_side(ZIGZAG, NATURAL)
         for place in places:
@@ -136,12 +141,12 @@ class _Reordering:
             node.target, node.args = self.attention[node].call(node.args, self.order.shards)
         return bool(chosen)
 
-    def _saving(self, op: Op) -> float:
+    def _saving(self, node: fx.Node, shards: int) -> float:
         """Return what the last device has to compute more than others, in bytes on the wire."""
-        result = next(v for v in op.results if v is not None)
+        result = next(v for v in self.ops[node].results if v is not None)
         n = self.layouts.mesh.count(self.layouts.spec[result].sharding_axes)
-        flops = self.attention[op.node].flops / n * (1 - 1 / self.order.shards)
-        return flops * op.runs / self.constants.link_flops_per_byte
+        flops = self.attention[node].flops / n * (1 - 1 / shards)
+        return flops * runs(node) / self.constants.link_flops_per_byte
 
     # --------------------------------------------------------------------------------- what is cut
 

@@ -33,16 +33,11 @@ def ring_keys(graph: fx.Graph, mesh: Mesh, flops_per_byte: float) -> bool:
     changed = False
     for node in list(graph.nodes):
         ring = RINGS.get(node.target)
-        if (
-            ring is None
-            or "runs" in node.meta
-            or node.meta.get("ring")
-            or not _fits(node, ring, mesh)
-        ):
+        if ring is None or "runs" in node.meta or node.meta.get("ring") or not _fits(node, ring):
             continue
         gathers = _gathers(node, ring)
         users = list(dict.fromkeys(user for gather in gathers for user in gather.users))
-        if all(u.target in RINGS and _fits(u, RINGS[u.target], mesh) for u in users) and _is_hidden(
+        if all(u.target in RINGS and _fits(u, RINGS[u.target]) for u in users) and _is_hidden(
             node, ring, mesh, flops_per_byte
         ):
             _mark(graph, users, gathers)
@@ -60,11 +55,9 @@ def _axes(node: fx.Node, ring: Ring) -> Axes:
     return node.meta["assignment"].get(ring.factor, ())
 
 
-def _fits(node: fx.Node, ring: Ring, mesh: Mesh) -> bool:
+def _fits(node: fx.Node, ring: Ring) -> bool:
     """Return whether all that a node gathers, and that is summed of it, is along its queries."""
     axes, gathers = "+".join(_axes(node, ring)), _gathers(node, ring)
-    if ring.shards is not None and mesh.count(_axes(node, ring)) != node.args[ring.shards]:
-        return False
     rows = gathers[0].meta["val"].dim() - 2
     if any(g.target is not ring.kind.replaces or g.args[1:] != (rows, axes) for g in gathers):
         return False

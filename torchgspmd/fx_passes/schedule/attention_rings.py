@@ -56,7 +56,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
                 causal,
                 scale,
                 *node.args[-1][2:],
-                ring.shards is not None,
+                None if ring.shards is None else node.args[ring.shards],
             ),
             name=f"{node.name}_ring",
         )

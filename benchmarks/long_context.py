@@ -1,0 +1,237 @@
+"""What attention of long sequences sends and computes, for shapes of real models. Nothing is run.
+
+    python benchmarks/long_context.py [--only llama] [--layers 2] [--markdown] [--show]
+
+Each row is the forward of a few layers, from tokens (or patches) to a loss, whose sequence lies
+along one axis. Three numbers of a device stand beside it:
+
+    sent     bytes, over the least of two formulas: ring or gather (n-1)/n * 2 S Hk d b; all_to_all
+             (n-1)/n^2 * S (2 Hq + 2 Hk) d b, if n divides Hk
+    work     scores that the last device to finish computes, over an even split of those that the
+             program needs. Of a mask that is passed as a tensor these are all scores.
+    peak     memory, over that of one device
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torchgspmd as gspmd
+from torchgspmd.custom_ops.attention_zigzag import runs_of_rows
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One row. window: tokens that a query sees; 0: all before it. causal: else all, both ways."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head: int  # d
+    width: int  # m
+    tokens: int
+    devices: int
+    causal: bool = True
+    window: int = 0
+
+    @property
+    def least(self) -> float:
+        """Bytes that the cheapest formula sends for one layer, in bfloat16."""
+        n, row = self.devices, self.tokens * self.head * 2
+        ways = [(n - 1) / n * 2 * self.kv_heads * row]
+        if self.kv_heads % n == 0:
+            ways.append((n - 1) / n**2 * (2 * self.heads + 2 * self.kv_heads) * row)
+        return min(ways)
+
+
+K, M = 1 << 10, 1 << 20
+LLAMA8, LLAMA70 = ("Llama 3 8B", 32, 8, 128, 4096), ("Llama 3 70B", 64, 8, 128, 8192)
+GEMMA = "Gemma 3 4B", 8, 4, 256, 2560
+SHAPES = (
+    Shape(*LLAMA8, 32 * K, 8),
+    Shape(*LLAMA8, 128 * K, 16),
+    Shape(*LLAMA8, 256 * K, 32),
+    Shape(*LLAMA8, M, 64),
+    Shape(*LLAMA70, 32 * K, 8),
+    Shape(*LLAMA70, 128 * K, 16),
+    Shape(*LLAMA70, M, 64),
+    Shape("Mistral 7B", 32, 8, 128, 4096, 32 * K, 8, window=4 * K),
+    Shape("Mistral 7B", 32, 8, 128, 4096, 64 * K, 16, window=4 * K),
+    Shape(*GEMMA, 128 * K, 8),
+    Shape(*GEMMA, 32 * K, 8, window=K),
+    Shape("Gemma 2B", 8, 1, 256, 2048, 128 * K, 8),
+    Shape("Gemma 2B", 8, 1, 256, 2048, 512 * K, 32),
+    Shape("ViT-L", 16, 16, 64, 1024, 32 * K, 8, causal=False),
+    Shape("ViT-22B", 48, 48, 128, 6144, 256 * K, 32, causal=False),
+    Shape("Whisper large", 20, 20, 64, 1280, 48_000, 16, causal=False),
+)
+
+
+# ------------------------------------------------------------------------------------- the program
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """x [n, s, d], angles [s, d/2]."""
+    a, b = x.chunk(2, -1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def layers_of(shape: Shape, mesh: gspmd.Mesh) -> Any:
+    """Return the program: tokens [s] or patches [s, m], and weights, to a loss."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor) -> Tensor:
+        if not shape.window:
+            grouped = shape.heads > shape.kv_heads
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=shape.causal, enable_gqa=grouped
+            )
+        apart = places.unsqueeze(1) - places
+        seen = (apart >= 0) & (apart < shape.window)
+        return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+
+    def run(x: Tensor, targets: Tensor, table: Tensor, layers: list[list[Tensor]]) -> Tensor:
+        x = gspmd.mark_sharding(x, mesh, ("seq", *[None] * (x.dim() - 1)))
+        x = F.embedding(x, table) if x.dim() == 1 else x @ table
+        places = torch.arange(shape.tokens, device=x.device)
+        rates = 1e4 ** (-torch.arange(shape.head // 2, device=x.device) / (shape.head // 2))
+        angles = places.unsqueeze(1) * rates
+        for q, k, v, out, up, down in layers:
+            y = F.layer_norm(x, x.shape[-1:])
+            queries, keys, values = (torch.einsum("sm,mnd->nsd", y, w) for w in (q, k, v))
+            queries, keys = rotated(queries, angles), rotated(keys, angles)
+            y = attend(queries, keys, values, places)
+            x = x + torch.einsum("nsd,ndm->sm", y, out)
+            x = x + F.gelu(F.layer_norm(x, x.shape[-1:]) @ up) @ down
+        return F.cross_entropy((x @ table.T).float(), targets)
+
+    return run
+
+
+def inputs_of(shape: Shape, layers: int) -> tuple[Any, ...]:
+    """Return the arguments of the program, on the device at hand."""
+    m, heads = shape.width, (shape.heads, shape.kv_heads, shape.kv_heads)
+    table = torch.empty(m if not shape.causal else 32000, m, dtype=torch.bfloat16)
+    sizes = [*((m, n, shape.head) for n in heads), (shape.heads, shape.head, m), (m, 4 * m)]
+    weights = [
+        [torch.empty(size, dtype=torch.bfloat16) for size in (*sizes, (4 * m, m))]
+        for _ in range(layers)
+    ]
+    tokens = torch.zeros(shape.tokens, dtype=torch.long)
+    patches = torch.empty(shape.tokens, m, dtype=torch.bfloat16)
+    return tokens if shape.causal else patches, tokens, table, weights
+
+
+# ---------------------------------------------------------------------------------- what is counted
+
+
+def pairs(node: Any, mesh: gspmd.Mesh) -> Iterator[float]:
+    """Yield the scores that devices compute for one head, one number for each shard of queries."""
+    q, k = (x.meta["val"] for x in node.args[:2])
+    tokens, n = q.shape[-2], mesh.count(node.meta["assignment"].get("s", ()))
+    rows = math.ceil(tokens / n)
+    for i in range(n):
+        first, count = i * rows, min(rows, tokens - i * rows)
+        if "zigzag" in str(node.target):
+            runs = [
+                (r.stop - r.start, at) for r, at in runs_of_rows(first, rows, node.args[4], tokens)
+            ]
+            yield sum(count * (at + (count + 1) / 2) for count, at in runs)
+        elif node.args[3]:
+            yield count * (first + (count + 1) / 2)
+        else:
+            yield count * k.shape[-2]
+
+
+def work(plan: gspmd.Plan, mesh: gspmd.Mesh) -> float:
+    """Return the scores of the device that has most, over an even split of all."""
+    most = even = 0.0
+    for node in plan.sharded.nodes:
+        if "attention.default" not in str(node.target):
+            continue
+        q = node.args[0].meta["val"]
+        each, heads = [*pairs(node, mesh)], q.shape[:-2].numel()
+        factors = [f for f in node.meta["assignment"] if f != "s"]
+        share = math.prod(
+            math.ceil(node.meta["rule"].sizes[f] / mesh.count(node.meta["assignment"][f]))
+            / node.meta["rule"].sizes[f]
+            for f in factors
+        )
+        most += max(each) * heads * share
+        even += sum(each) * heads / mesh.size
+    return most / even
+
+
+def mesh_of(shape: Shape) -> gspmd.Mesh:
+    return gspmd.Mesh(seq=shape.devices)
+
+
+def planned(shape: Shape, layers: int) -> gspmd.Plan:
+    mesh = mesh_of(shape)
+    with torch.device("meta"):
+        return gspmd.plan(layers_of(shape, mesh), *inputs_of(shape, layers), mesh=mesh)
+
+
+def row(shape: Shape, layers: int, show: bool) -> list[str]:
+    begin = time.process_time()
+    plan = planned(shape, layers)
+    if show:
+        print(plan)
+    alone = planned(replace(shape, devices=1), layers).memory.peak
+    tokens = f"{shape.tokens // K}k" if shape.tokens < M else f"{shape.tokens // M}M"
+    kinds = dict.fromkeys(c.kind for c in plan.collectives if c.sent_bytes > shape.least / 100)
+    return [
+        shape.name,
+        f"{shape.heads}/{shape.kv_heads} x {shape.head}",
+        "all" if not shape.causal else f"window {shape.window}" if shape.window else "causal",
+        tokens,
+        str(shape.devices),
+        f"{plan.sent_bytes / (1 << 20):,.1f} MiB",
+        f"{plan.sent_bytes / layers / shape.least:.3f}",
+        f"{work(plan, mesh_of(shape)):.3f}",
+        f"{plan.memory.peak / (1 << 30):.2f} GiB",
+        f"{plan.memory.peak / alone:.3f}",
+        " ".join(kinds),
+        f"{time.process_time() - begin:.1f}",
+    ]
+
+
+HEAD = [
+    "model",
+    "heads",
+    "mask",
+    "tokens",
+    "devices",
+    "sent",
+    "over the least",
+    "work over even",
+    "peak",
+    "over one device's",
+    "by",
+    "seconds",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="a part of the model's name")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--show", action="store_true", help="print the plans")
+    args = parser.parse_args()
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
+    for shape in SHAPES:
+        if args.only.lower() in shape.name.lower():
+            print(f"| {' | '.join(row(shape, args.layers, args.show))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
