@@ -103,3 +103,40 @@ def block(mesh: Mesh, layout: str) -> nn.Module:
     else:
         gspmd.annotate(module, mesh, MEGATRON)
     return module
+
+
+class GShardLayer(nn.Module):
+    """Experts as in GShard: the best two, with room for so many tokens of a group each. Returns a
+    loss.
+
+    mark, mark_tokens: functions of the masks and of the tokens at their experts.
+    """
+
+    def __init__(self, experts: int, width: int, hidden: int, capacity: int):
+        super().__init__()
+        self.experts, self.capacity = experts, capacity
+        self.router = nn.Parameter(torch.randn(width, experts) / width**0.5)
+        self.up = nn.Parameter(torch.randn(experts, width, hidden) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, hidden, width) / hidden**0.5)
+        self.mark = self.mark_tokens = lambda t: t
+
+    def forward(self, x: Tensor) -> Tensor:  # [group, sequence, width]
+        gates, total, masks = (x @ self.router).softmax(-1), 1e-9, []
+        before = both = 0
+        for _ in range(2):
+            rest = gates * (1 - sum(masks)) if masks else gates
+            chosen = F.one_hot(rest.argmax(-1), self.experts).to(x.dtype)  # [g, s, e]
+            place = chosen.cumsum(1) - chosen + before
+            before = before + chosen.sum(1, keepdim=True)
+            masks.append(chosen * (place < self.capacity))
+            slot = F.one_hot((place * masks[-1]).sum(-1).long(), self.capacity).to(x.dtype)
+            gate = (gates * masks[-1]).sum(-1)
+            total = total + gate
+            mask = gate[..., None, None] * masks[-1][..., None] * slot[:, :, None]
+            both = both + mask
+        combine = self.mark(both / total[..., None, None])  # [g, s, e, c]
+        dispatch = self.mark((combine > 0).to(x.dtype))
+        sent = self.mark_tokens(torch.einsum("gsec,gsm->egcm", dispatch, x))
+        h = F.relu(torch.einsum("egcm,emh->egch", sent, self.up))
+        out = self.mark_tokens(torch.einsum("egch,ehm->egcm", h, self.down))
+        return torch.einsum("gsec,egcm->gsm", combine, out).square().sum()

@@ -49,7 +49,7 @@ class BodySearch(RegionProposals):
             for body in self.bodies
             for axis, factor_class in self._axis_options(body)
         ]
-        self.busy = self._busy_axes()
+        self.busy = self.busy_axes()
         changed += [
             self._try_layout(thread, axis, 0, self.constants.min_saving)
             for thread in self.threads
@@ -107,7 +107,7 @@ class BodySearch(RegionProposals):
         options = {axis for axis, factors in self._axis_options(thread) if factors is not None}
         return [axis for axis in at.mesh.names if axis in options | summed & self.busy - inputs]
 
-    def _busy_axes(self) -> set[str]:
+    def busy_axes(self) -> set[str]:
         """Return the axes over which operations exchange more than single numbers.
 
         Reductions of results of the program do not count.

@@ -86,6 +86,11 @@ class CostConstants:
         "share of a body's operations",
         "a whole body is tried for a factor only if so many of its operations have it",
     )
+    min_course_share: float = _constant(
+        1 / 2,
+        "share of the operations",
+        "a dimension of an open input that runs through fewer is no batch of the program",
+    )
     pending_depth: int = _constant(
         4,
         "operations",

@@ -202,6 +202,23 @@ class CostModel:
         uses = self.assignment.required.get(value, {}).values()
         return self._distribution_cost(value, self.assignment.layout_of[value], uses)
 
+    def gathers(self, axis: str) -> float:
+        """Return the cost of all moves after which an axis no longer shards a value."""
+        at = self.assignment
+        return sum(
+            self.move_cost(value, at.layout_of[value], spec)
+            for value in at.required
+            if axis in at.layout_of[value].sharding_axes
+            for spec in at.required_layouts(value, False)
+            if axis not in spec.sharding_axes
+        )
+
+    def extra_copy(self, value: fx.Node, spec: ShardSpec) -> float:
+        """Return what takes a value to one more layout, from the nearest that it is moved to."""
+        uses = self.assignment.required_layouts(value, False)
+        copies = (self.assignment.layout_of[value], *uses)
+        return 0.0 if spec in copies else self._nearest_cost(value, copies, spec, math.inf)
+
     def region(self, region: Region) -> float:
         """Return the work of a region and the moves of its operands and of its result."""
         cost, at = 0.0, self.assignment

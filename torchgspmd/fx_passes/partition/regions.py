@@ -4,11 +4,12 @@
 
 sum      summands (here of einsum and embedding_backward) that are only added: one reduction does
 chain    operations on one tensor each, like reshape and transpose, one after the other
-source   a contraction with the chain that its result goes through
+source   a contraction, or positions counted, with the chain that its result goes through
 body     everything between contractions and marks, like the residual stream of a transformer with
          its norms, forward and backward
 thread   everything that one dimension runs through, also contractions, like the heads from their
          projections to the output projection
+course   everything that a dimension of an open input runs through, like a batch through a model
 """
 
 from __future__ import annotations
@@ -106,9 +107,14 @@ def chains(ops: Mapping[fx.Node, Op]) -> list[Region]:
 
 
 def sources(ops: Mapping[fx.Node, Op]) -> list[Region]:
-    """Return contractions with the chain behind them, if nothing else uses their result."""
+    """Return contractions, and what has no operands, with the chain behind them.
+
+    Nothing else uses their result.
+    """
     makers = {
-        _result(op): op for op in ops.values() if op.rule.contraction and has_one_use(_result(op))
+        _result(op): op
+        for op in ops.values()
+        if (op.rule.contraction or not op.operands) and has_one_use(_result(op))
     }
     return [
         _chain([makers[links[0].operands[0]], *links])
@@ -217,6 +223,32 @@ def threads(ops: Mapping[fx.Node, Op], constants: CostConstants) -> list[Body]:
                     Body(tuple(op for node, op in free.items() if node in factors), (factors,)),
                 )
     return list(threads_by_factors.values())
+
+
+def courses(
+    ops: Mapping[fx.Node, Op], inputs: Sequence[fx.Node]
+) -> list[tuple[Body, list[tuple[fx.Node, int]]]]:
+    """Return what dimensions of inputs run through, and of each these dimensions."""
+    free = {node: op for node, op in _flexible_ops(ops).items() if not op.rule.halo}
+    _, factors = _connect(free)
+    places: dict[Hashable, dict[tuple[fx.Node, int], None]] = {}
+    for value in inputs:
+        for user in value.users:
+            for operand, dims in (
+                zip(free[user].operands, free[user].rule.operands) if (user in free) else ()
+            ):
+                for d, names in enumerate(dims if operand is value else ()):
+                    if names:
+                        root = factors.find((user, names[0]))
+                        places.setdefault(root, {})[value, d] = None
+    groups = {factors.find(group[0]): dict(group) for group in factors.groups()}
+    return [
+        (
+            Body(tuple(op for node, op in free.items() if node in groups[root]), (groups[root],)),
+            list(dims),
+        )
+        for root, dims in places.items()
+    ]
 
 
 def _flexible_ops(ops: Mapping[fx.Node, Op]) -> dict[fx.Node, Op]:

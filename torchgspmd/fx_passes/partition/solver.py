@@ -18,6 +18,7 @@ from .assignment import Assignment
 from .body_search import BodySearch
 from .chain_search import ChainSearch
 from .cost_model import CostModel
+from .input_search import InputSearch
 from .neighborhood import Strategy
 from .op_search import OpSearch
 from .search_memory import SearchMemory
@@ -45,6 +46,7 @@ class Solver:
         self.op_search = OpSearch(assignment, costs, memory)
         self.sums, self.chains = SumSearch(self.op_search), ChainSearch(self.op_search)
         self.bodies = BodySearch(self.op_search)
+        self.inputs = InputSearch(self.bodies)
 
     @property
     def costs(self) -> CostModel:
@@ -64,7 +66,40 @@ class Solver:
             candidates.append((self.costs.exact(at.ops.values()), at.snapshot()))
         at.restore(min(candidates, key=lambda candidate: candidate[0])[1])
         self._require_outputs()
+        self._lay_out_inputs()
         return self.costs
+
+    def _lay_out_inputs(self) -> None:
+        """Try other layouts for open inputs, with all that follows, where that sends less.
+
+        At most a small share of what is saved may be spent on new gathers along the axis, and on
+        open outputs that leave in another layout: to bring them back, the caller pays.
+        """
+        at, constants = self.assignment, self.constants
+        ops = at.ops.values()
+        for axis, propose in self.inputs.proposals():
+            before, cost, sent = at.snapshot(), self.costs.exact(ops), self.costs.traffic(ops)
+            gathers, outputs = self.costs.gathers(axis), self._open_outputs()
+            propose()
+            self._run_phase(constants.tie_break, constants.max_region_rounds)
+            saved = sent - self.costs.traffic(ops)
+            more = (
+                self.costs.gathers(axis)
+                - gathers
+                + sum(self.costs.extra_copy(value, spec) for value, spec in outputs)
+            )
+            if self.costs.exact(ops) >= cost or saved <= 0 or more > constants.min_saving * saved:
+                at.restore(before)
+                self._require_outputs()
+
+    def _open_outputs(self) -> list[tuple[fx.Node, ShardSpec]]:
+        """Return the outputs whose layout is the search's choice, with these layouts."""
+        at = self.assignment
+        return [
+            (value, at.required[value][at.output, i])
+            for i, value in enumerate(at.output.args[0])
+            if isinstance(value, fx.Node) and i not in self.outputs
+        ]
 
     def omit_unused_marks(self) -> None:
         """Omit each mark whose layout nobody uses, if its users get the unmarked value for less."""

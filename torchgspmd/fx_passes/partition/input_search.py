@@ -1,0 +1,127 @@
+"""Other layouts for open inputs, with all that one of their dimensions runs through.
+
+before   %x : f32[64, 32, 16] is whole on all devices, as only the weights of experts are marked
+after    %x : f32[64@expert, 32, 16], and so is all that follows, if that sends less
+source   ours
+
+No operation gains by dividing tokens alone, nor does a region between two contractions: what is
+behind would gather them. So a dimension of an open input is laid out along an axis from its first
+use to its last, but for operations on weights that lie along this axis: there the tokens are
+exchanged. Where they, or the weights, had to be gathered instead, the layout is another one than
+the marks describe (Megatron's, with its sequence or its weights divided), and nobody asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+
+from torch import fx
+
+from ...shard_spec import ShardSpec
+from ..ir import Op
+from .body_search import BodySearch
+from .regions import Body, courses
+
+
+class InputSearch:
+    """Proposes layouts for dimensions of open inputs."""
+
+    def __init__(self, bodies: BodySearch) -> None:
+        self.bodies, self.assignment = bodies, bodies.assignment
+        self.constants = bodies.constants
+
+    def proposals(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield axes, and functions that propose each for dimensions of open inputs.
+
+        The axes are those that operations exchange values over, the dimensions those that run
+        through most of the operations.
+        """
+        at, costs = self.assignment, self.bodies.op_search.costs
+        axes = [a for a in at.mesh.names if a in self.bodies.busy_axes()] if at.open_inputs else []
+        share = self.constants.min_course_share * len(at.ops)
+        limit = self.constants.min_saving * costs.traffic(at.ops.values()) if axes else 0.0
+        for course, places in courses(at.ops, at.open_inputs) if axes else ():
+            for axis in axes if len(course.ops) >= share else ():
+                factors, gathered = self._factors(course, axis)
+                specs = self._specs_with(axis, places)
+                if specs and gathered <= limit:
+                    yield axis, partial(self._propose, course, axis, specs, factors)
+
+    def _factors(self, course: Body, axis: str) -> tuple[dict[fx.Node, str], float]:
+        """Return the factors for the axis in all operations, and the cost of gathers for them.
+
+        A weight that lies along the axis keeps it if the other operands can be exchanged for that,
+        as tokens for their experts. If they cannot, either they or the weight are gathered.
+        """
+        factors, gathered = dict(course.classes[0]), 0.0
+        inside = {value for op in course.ops for value in op.results}
+        for op in course.ops:
+            for value, weight_factor in self._weight_factors(op, axis, inside):
+                if weight_factor == (factor := factors[op.node]):
+                    continue
+                kept = self._gathers_of_others(op, axis, factor, weight_factor)
+                given_up = self._gather(value, axis)
+                gathered += min(kept, given_up)
+                if kept <= given_up:
+                    factors[op.node] = weight_factor
+        return factors, gathered
+
+    def _weight_factors(
+        self, op: Op, axis: str, inside: Collection[fx.Node | None]
+    ) -> Iterator[tuple[fx.Node, str]]:
+        """Yield operands of a contraction that are not inside, with their factor of an axis."""
+        for value, dims in zip(op.operands, op.rule.operands) if op.rule.contraction else ():
+            for axes, names in zip(self.assignment.layout_of[value].dims, dims):
+                if axis in axes and names and value not in inside:
+                    yield value, names[0]
+
+    def _gathers_of_others(self, op: Op, axis: str, factor: str, weight_factor: str) -> float:
+        """Return what gathers the operands of an operation that have one factor and not another."""
+        cost = 0.0
+        for value, dims in zip(op.operands, op.rule.operands):
+            names = [names[0] if names else None for names in dims]
+            if factor in names and weight_factor not in names:
+                cost += self._gather(value, axis, names.index(factor))
+        return cost
+
+    def _gather(self, value: fx.Node, axis: str, dim: int | None = None) -> float:
+        """Return what gathers a value along an axis, from a dimension if it does not lie there.
+
+        An open input may as well be stored whole.
+        """
+        at, costs = self.assignment, self.bodies.op_search.costs
+        whole = (
+            at.layout_of[value]
+            .with_pending(())
+            .map_axes(lambda axes: tuple(a for a in axes if a != axis))
+        )
+        if dim is not None:
+            return costs.move_cost(value, whole.with_dim(dim, (*whole.dims[dim], axis)), whole)
+        return (
+            0.0 if value in at.open_inputs else costs.move_cost(value, at.layout_of[value], whole)
+        )
+
+    def _specs_with(
+        self, axis: str, places: Sequence[tuple[fx.Node, int]]
+    ) -> dict[fx.Node, ShardSpec]:
+        """Return the layouts of those inputs that can have the axis in these dimensions."""
+        at, specs = self.assignment, {}
+        for value, d in places:
+            spec = at.layout_of[value]
+            axes = (*spec.dims[d], axis)
+            if axis not in spec.sharding_axes and at.mesh.count(axes) <= at.sizes[value][0][d]:
+                specs[value] = spec.with_dim(d, axes)
+        return specs
+
+    def _propose(
+        self,
+        course: Body,
+        axis: str,
+        specs: Mapping[fx.Node, ShardSpec],
+        factors: Mapping[fx.Node, str],
+    ) -> None:
+        """Lay out inputs, and all that the dimension runs through, along the axis."""
+        for value, spec in specs.items():
+            self.assignment.set_layout(value, spec)
+        self.bodies.force(course, axis, factors)
