@@ -224,15 +224,17 @@ sample(ours.attention.default, real(3, 2, 5, 8), real(3, 2, 7, 8), real(3, 2, 7,
 sample(ours.attention.default, real(3, 2, 5, 8), real(3, 2, 7, 8), real(3, 2, 7, 6), True, 0.3)
 
 
-def _attention_backward(width: int, heads: int = 4) -> tuple[tuple, dict]:
+def _attention_backward(width: int, heads: int = 4, dropout: bool = False) -> tuple[tuple, dict]:
     """width: of the values. heads: of the keys."""
     torch.manual_seed(0)
     (q, grad), (k, v) = ([torch.randn(3, n, 5, size) for size in (8, width)] for n in (4, heads))
-    out, lse = ours.attention.default(q, k, v, True, 0.3)
-    return (grad, q, k, v, out, lse, True, 0.3), {}
+    options = (None, None, torch.tensor(7), 0.4) if dropout else ()
+    out, lse = ours.attention.default(q, k, v, True, 0.3, *options)
+    return (grad, q, k, v, out, lse, True, 0.3, *options), {}
 
 
 SAMPLES[ours.attention_backward.default] = [
+    partial(_attention_backward, 8, heads=2, dropout=True),
     *(partial(_attention_backward, width) for width in (8, 6)),
     partial(_attention_backward, 8, heads=2),
 ]
@@ -268,6 +270,31 @@ def _zigzag_attention_backward() -> tuple[tuple, dict]:
 
 SAMPLES[ours.zigzag_attention_backward.default] = [_zigzag_attention_backward]
 sample(ours.attention_parts.default, *_GROUPS, False, 0.3, seen(2, 1, 1, 6), [0, 0, 5, 5], 3)
+_DROPOUT = lambda: torch.tensor(1 << 40 | 5), 0.4  # noqa: E731
+sample(ours.attention.default, *_GROUPS, True, 0.3, None, None, *_DROPOUT)
+sample(ours.attention.default, *_GROUPS, False, 0.3, seen(2, 1, 5, 6), None, *_DROPOUT)
+sample(ours.attention_parts.default, *_GROUPS, True, 0.3, None, [0, 0, 5, 5], 3, *_DROPOUT)
+
+_FLEX = (
+    "aten.ge.Tensor(q, k)",
+    "aten.add.Tensor(score, aten.mul.Tensor(aten.index.Tensor(u0, [h]), aten.sub.Tensor(k, q)))",
+    "grad",
+    0.3,
+)
+
+
+def _flex_attention(backward: bool) -> tuple[tuple, dict]:
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2, 4))
+    slopes = torch.rand(4)
+    if not backward:
+        return (q, k, v, [slopes], *_FLEX), {}
+    out, lse = ours.flex_attention.default(q, k, v, [slopes], *_FLEX)
+    return (grad, q, k, v, out, lse, [slopes], *_FLEX), {}
+
+
+SAMPLES[ours.flex_attention.default] = [partial(_flex_attention, False)]
+SAMPLES[ours.flex_attention_backward.default] = [partial(_flex_attention, True)]
 
 sample(aten._cdist_forward.default, real(2, 4, 3), real(2, 5, 3), 2.0, None)
 sample(aten._cdist_forward.default, real(4, 3), real(5, 3), 1.0, None)

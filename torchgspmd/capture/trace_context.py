@@ -31,8 +31,8 @@ from ..compat.private_apis import (
     _top_saved_tensors_default_hooks,
     get_interpreter_stack,
     is_missing,
-    math_attention,
 )
+from .rewrites.flex import flexible_attention, with_returns
 
 
 class _Checkpoint:
@@ -86,7 +86,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Callable], Call
 
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _COMPILED = "masks of transformers ask whether the code is being compiled"
-_FLEX = "flex_attention is compiled; it is traced as a softmax of scores"
+_FLEX = "flex_attention is compiled; it is traced as one operation, or as a softmax of scores"
 _TRUTH = "a truth would not equal the number that it is compared with"
 _BATCHES = "the batch count would become a number; SyncBatchNorm is the same on whole batches"
 _WEIGHTS = "recurrent layers would take the weights of a list that was made before"
@@ -100,7 +100,13 @@ PATCHES = (
         _always(_Checkpoint),
         "a checkpoint with use_reentrant=True runs a backward of its own",
     ),
-    Patch(flex_attention, "flex_attention_hop", _always(math_attention), _FLEX),
+    Patch(flex_attention, "flex_attention_hop", _always(flexible_attention), _FLEX),
+    Patch(
+        flex_attention,
+        "_apply_kernel_options",
+        with_returns,
+        "its statistics are differentiable; an operation does not know whether they are returned",
+    ),
     Patch(flex_attention, "_validate_device", _always(lambda *_: None), _FLEX),
     Patch(
         transformer,

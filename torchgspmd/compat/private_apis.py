@@ -142,7 +142,7 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(
         NOTHING,
         "torch.nn.attention.flex_attention",
-        "_validate_device flex_attention_hop",
+        "_validate_device _apply_kernel_options flex_attention_hop",
         "flex_attention on CPUs",
     ),
     *_rows(

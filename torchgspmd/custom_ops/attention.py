@@ -1,6 +1,6 @@
 """Attention of a part of the queries to a part of the keys, with the logsumexp that merges parts.
 
-    out, lse = attention(q, k, v, causal, scale, mask, region)
+    out, lse = attention(q, k, v, causal, scale, mask, region, seed, dropout)
 
     q [..., h g, s, d]   k [..., h, t, d]   v [..., h, t, e]   mask [..., h g, s, t], or 1 for each
     out [..., h g, s, e]   lse [..., h g, s]
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from .attention_kernels import backward_kernel, kernel
+from .attention_merge import lse_dtype, merge
+from .attention_tiles import Dropout, Tiles
 
 
 class Block(NamedTuple):
@@ -51,14 +53,19 @@ def attention(
     scale: float,
     mask: Tensor | None = None,
     region: Sequence[int] | None = None,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return softmax(q k^T * scale + mask) v, and the logsumexp of the scores.
 
     mask: True for what is seen, or added to the scores. region: the positions of the first query
     and the first key, and the numbers of queries and keys in all. Those behind the last are
-    padding. A query that sees no key has a result of 0 and a logsumexp of -inf.
+    padding. With dropout also that of the first and the number in all of each dimension before the
+    queries, where heads are two: heads of keys, and groups (`attention_tiles.Place`). seed: the
+    weights that dropout leaves out follow from it and from positions. A query that sees no key has
+    a result of 0 and a logsumexp of -inf.
     """
-    out, lse = attention_in_blocks(q, k, v, causal, scale, mask, region)
+    out, lse = attention_in_blocks(q, k, v, causal, scale, mask, region, seed, dropout)
     return out.contiguous(), lse.contiguous()
 
 
@@ -70,9 +77,14 @@ def attention_in_blocks(
     scale: float,
     mask: Tensor | None = None,
     region: Sequence[int] | None = None,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention` by kernels, past PyTorch's registry of operators."""
     s, t, offset = _extent(q, k, region)
+    if seed is not None:
+        change = Dropout(seed, dropout)
+        return Tiles(q, k, v, causal, scale, mask, region, change).forward()
     results = [
         kernel(*_block(block, s, q, k, v, mask=mask), block.causal, scale)
         for block in visible_blocks(s, t, offset, causal)
@@ -100,6 +112,8 @@ def attention_parts(
     mask: Tensor | None,
     region: Sequence[int],
     count: int,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return `attention` for each of `count` parts of the keys, in a new first dimension."""
     rows = k.shape[-2] // count
@@ -108,28 +122,16 @@ def attention_parts(
         part = slice(start, start + rows)
         some = mask if mask is None or mask.shape[-1] == 1 else mask[..., part]
         here = [region[0], region[1] + start, *region[2:]]
-        results.append(
-            attention_in_blocks(q, k[..., part, :], v[..., part, :], causal, scale, some, here)
-        )
+        pair = k[..., part, :], v[..., part, :]
+        results.append(attention_in_blocks(q, *pair, causal, scale, some, here, seed, dropout))
     out, lse = zip(*results)
     return torch.stack(out), torch.stack(lse)
 
 
 @attention_parts.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    shape = [options[-1], *q.shape[:-1]]
+    shape = [options[4], *q.shape[:-1]]
     return q.new_empty([*shape, v.shape[-1]]), q.new_empty(shape, dtype=lse_dtype(q))
-
-
-def merge_parts(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merge the results for all parts of the keys, which are the first dimension."""
-    top = lse.amax(0)
-    top = torch.where(top == -math.inf, 0.0, top)
-    weights = (lse - top).exp()
-    total = weights.sum(0)
-    merged = (out.to(lse.dtype) * weights.unsqueeze(-1)).sum(0)
-    merged = merged / torch.where(total == 0, 1.0, total).unsqueeze(-1)
-    return merged.to(dtype), top + total.log()
 
 
 def _extent(q: Tensor, k: Tensor, region: Sequence[int] | None) -> tuple[int, int, int]:
@@ -137,7 +139,7 @@ def _extent(q: Tensor, k: Tensor, region: Sequence[int] | None) -> tuple[int, in
     s, t = q.shape[-2], k.shape[-2]
     if region is None:
         return s, t, 0
-    first_query, first_key, queries, keys = region
+    first_query, first_key, queries, keys = region[:4]
     return min(s, queries - first_query), min(t, keys - first_key), first_query - first_key
 
 
@@ -149,18 +151,6 @@ def _block(
         mask = mask[..., rows if mask.shape[-2] > 1 else slice(None), :]
         mask = mask[..., keys if mask.shape[-1] > 1 else slice(None)]
     return q[..., rows, :], k[..., keys, :], v[..., keys, :], mask
-
-
-def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge the results for two parts of the keys. Weights are float32 or wider."""
-    lse = torch.logaddexp(first[1], second[1])
-    finite = torch.where(lse == -math.inf, 0, lse)
-    out = sum(o.to(x.dtype) * (x - finite).exp().unsqueeze(-1) for o, x in (first, second))
-    return out.to(first[0].dtype), lse  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
 
 
 @attention.register_fake
@@ -180,9 +170,13 @@ def attention_backward(
     scale: float,
     mask: Tensor | None = None,
     region: Sequence[int] | None = None,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. out, lse: for all keys, not for a part of them."""
-    grads = attention_backward_in_blocks(grad, q, k, v, out, lse, causal, scale, mask, region)
+    grads = attention_backward_in_blocks(
+        grad, q, k, v, out, lse, causal, scale, mask, region, seed, dropout
+    )
     q_grad, k_grad, v_grad = (g.contiguous() for g in grads)
     return q_grad, k_grad, v_grad
 
@@ -198,9 +192,15 @@ def attention_backward_in_blocks(
     scale: float,
     mask: Tensor | None = None,
     region: Sequence[int] | None = None,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `attention_backward` by kernels, past PyTorch's registry of operators."""
     s, t, offset = _extent(q, k, region)
+    if seed is not None:
+        change = Dropout(seed, dropout)
+        tiles = Tiles(q, k, v, causal, scale, mask, region, change)
+        return tiles.backward(grad, out, lse)
     blocks = visible_blocks(s, t, offset, causal)
     # A query that sees nothing has the weights exp(scores - inf) = 0.
     if mask is not None:
@@ -236,15 +236,18 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, .
 
 
 def _attention_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.causal, ctx.scale, mask, *_ = (*inputs[3:], None)
-    ctx.save_for_backward(*inputs[:3], *output, mask)
+    ctx.causal, ctx.scale, mask, _, seed, ctx.dropout = (*inputs[3:], *(None,) * 4)[:6]
+    ctx.save_for_backward(*inputs[:3], *output, mask, seed)
     ctx.mark_non_differentiable(output[1])
 
 
 def _attention_backward(ctx: Any, grad: Tensor, _: Any) -> tuple:
-    *tensors, mask = ctx.saved_tensors
-    options = (ctx.causal, ctx.scale) if mask is None else (ctx.causal, ctx.scale, mask)
-    return (*attention_backward(grad, *tensors, *options), None, None, None, None)
+    *tensors, mask, seed = ctx.saved_tensors
+    options = () if mask is None else (mask,)
+    if seed is not None:
+        options = (mask, None, seed, ctx.dropout)
+    grads = attention_backward(grad, *tensors, ctx.causal, ctx.scale, *options)
+    return (*grads, *(None,) * 6)
 
 
 attention.register_autograd(_attention_backward, setup_context=_attention_context)
@@ -261,6 +264,8 @@ def _attention_of_batch(
     scale: float,
     mask: Tensor | None = None,
     region: Sequence[int] | None = None,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     """Compute all calls of torch.vmap at once, as one more leading dimension."""
     q, k, v = (
@@ -271,4 +276,4 @@ def _attention_of_batch(
     if mask is not None and mask_dim is not None:
         mask = mask.movedim(mask_dim, 0)
         mask = mask[(slice(None), *(None,) * (q.dim() - mask.dim()))]
-    return attention(q, k, v, causal, scale, mask, region), (0, 0)
+    return attention(q, k, v, causal, scale, mask, region, seed, dropout), (0, 0)

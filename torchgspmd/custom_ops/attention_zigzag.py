@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import attention_backward_in_blocks, attention_in_blocks, lse_dtype, merge
+from .attention import attention_backward_in_blocks, attention_in_blocks
+from .attention_merge import lse_dtype, merge
 
 
 class Merged:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from . import attention_zigzag as _zigzag  # noqa: F401 (registers the operations)
+from . import flex_attention as _flex  # noqa: F401
 from .nd import split_equation
 
 _OURS = torch.ops.torchgspmd
@@ -32,6 +33,8 @@ register_flop_formula(_OURS.einsum)(einsum_flops)
 register_flop_formula([_OURS.attention, _OURS.attention_parts, _OURS.zigzag_attention])(
     _attention_flops
 )
+register_flop_formula(_OURS.flex_attention)(_attention_flops)
+register_flop_formula(_OURS.flex_attention_backward)(_attention_backward_flops)
 register_flop_formula([_OURS.attention_backward, _OURS.zigzag_attention_backward])(
     _attention_backward_flops
 )

@@ -86,6 +86,19 @@ def _(seed: Tensor, stream: int, shape: Sequence[int], *options: Any) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def dropout_mask(
+    seed: Tensor,
+    p: float,
+    shape: Sequence[int],
+    first: Sequence[int],
+    whole: Sequence[int],
+    device: torch.device,
+) -> Tensor:
+    """Return for a part of a tensor, as `uniform` has it, whether dropout leaves an element in."""
+    hashes = _hash(_keys(int(seed.item()), 0), shape, first, whole, device)
+    return _to_unit(hashes, _BITS[torch.float32], torch.float32) < 1 - p
+
+
 def _to_unit(hashes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     return (
         hashes.bitwise_right_shift_(32 - bits)

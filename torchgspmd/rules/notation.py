@@ -44,9 +44,9 @@ class LocalForm:
     arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     # Operand -> the value that its padding must hold along any factor, such as a valid index.
     fill: Mapping[int, float] = field(default_factory=dict[int, float])
-    # Whether `emit` computes by positions along `when`. It then masks padding there itself, and
-    # propagation shards such a factor last.
-    positional: bool = True
+    # Whether `emit` computes by positions along `when`, or along which of these. It then masks
+    # padding there itself, and propagation shards such a factor last.
+    positional: bool | Names = True
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,10 @@ class FactorRule:
     @cached_property
     def special(self) -> frozenset[str]:
         """The factors along which the local form computes by positions."""
-        return frozenset(self.local.when) if self.local.positional else frozenset()
+        positional = self.local.positional
+        if isinstance(positional, bool):
+            return frozenset(self.local.when if positional else ())
+        return frozenset(self.local.when) & frozenset(_names(positional))
 
     def splits(self, factor: str) -> bool:
         """Return whether the operation may be split along a factor that it needs whole."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import Case, check
 from torch import Tensor
 
 from torchgspmd import Mesh, plan
@@ -65,6 +66,13 @@ def test_numbers(mask: str, length: int, mesh: Mesh, heads: tuple[int, int]) -> 
         result.simulate(*inputs, _poison=True), step(mask == "causal")(*inputs), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_is_that_of_one_device(causal: bool) -> None:
+    case = Case("causal" if causal else "window", "seq", 2, even=False, dropout=0.3)
+    result = check(case, costs=ALWAYS)
+    assert names(result) == ["ring_attention", "ring_attention_backward"]
 
 
 def test_a_ring_sends_what_gathers_send() -> None:

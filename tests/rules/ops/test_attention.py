@@ -7,39 +7,26 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import KINDS, MESHES, Case, check, mask_of
 from torch import Tensor
 
 from torchgspmd import Mesh, plan
+from torchgspmd.custom_ops import attention_tiles
 from torchgspmd.custom_ops.attention_zigzag import chunks_of
 
-MESHES = {
-    "seq": (Mesh(seq=4), "_ _ seq _"),
-    "few_heads": (Mesh(seq=8), "_ _ seq _"),
-    "model_seq": (Mesh(model=2, seq=4), "_ model seq _"),
-    "three": (Mesh(data=2, seq=2, model=2), "data model seq _"),
-}
-KINDS = ("causal", "none", "padding", "window", "bias", "document")
 HEADS = ((4, 4), (8, 2), (4, 1))  # of queries, of keys
-LENGTHS = (16, 19)
 # Every pair of values of two columns occurs, and every kind on every mesh.
 CASES = [
-    (kind, mesh, HEADS[(i + j) % 3], LENGTHS[(i + j // 2) % 2])
+    Case(
+        kind,
+        mesh,
+        heads=(i + j) % 3,
+        even=(i + j // 2) % 2 == 0,
+        dropout=0.1 * ((i // 2 + j) % 2),
+        dtype=(torch.float64, torch.float32, torch.float64, torch.bfloat16)[(i + 2 * j) % 4],
+    )
     for (i, kind), (j, mesh) in itertools.product(enumerate(KINDS), enumerate(MESHES))
 ]
-
-
-def mask_of(kind: str, batch: int, heads: int, s: int, t: int) -> Tensor | None:
-    """Each is as a model has it: of keys, of queries and keys, or of heads too."""
-    query, key = torch.arange(s).unsqueeze(1), torch.arange(t)
-    if kind == "padding":  # the second sequence is empty
-        return (key < torch.tensor([t - 2, 0]).repeat(batch // 2).view(-1, 1, 1, 1))[:batch]
-    if kind == "window":
-        return (key <= query) & (key > query - 4)
-    if kind == "bias":
-        return torch.randn(1, heads, s, t, dtype=torch.float64)
-    if kind == "document":
-        return ((query // 5 == key // 5) & (key <= query)).expand(batch, 1, s, t)
-    return None
 
 
 def tensors(heads: int, kv_heads: int, s: int, t: int, batch: int = 2) -> list[Tensor]:
@@ -66,19 +53,17 @@ def compare(found, want) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind, mesh, heads, length", CASES)
-def test_queries_and_keys_are_sharded(
-    kind: str, mesh: str, heads: tuple[int, int], length: int
-) -> None:
-    devices, spec = MESHES[mesh]
-    if "model" in spec and heads[1] == 1:
-        heads = (3, 3)  # heads that do not divide
-    inputs = [*tensors(*heads, length, length), mask_of(kind, 2, heads[0], length, length)]
-    attend = step(kind)
-    result = plan(
-        attend, *inputs, mesh=devices, in_specs=(spec,) * 4 + (None,), out_specs=(spec,) * 4
-    )
-    compare(result.simulate(*inputs), attend(*inputs))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_queries_and_keys_are_sharded(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("kind", ["causal", "padding"])
+def test_dropout_by_tiles_of_the_scores(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of two queries and five keys have the weights, and the dropout, of all at once."""
+    monkeypatch.setattr(attention_tiles, "TILE_KEYS", 5)
+    monkeypatch.setattr(attention_tiles, "TILE", 2 * 12 * 2 * 5)
+    check(Case(kind, "seq", 1, even=False, dropout=0.3))
 
 
 @pytest.mark.parametrize("kind", KINDS)

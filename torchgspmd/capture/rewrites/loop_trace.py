@@ -70,6 +70,11 @@ def current_loops() -> str:
     return loops[-1].text(loops[-1].loop) if loops else ""
 
 
+def is_unrolling() -> bool:
+    """Return whether the trace is for a backend that compiles graphs: it has no loops."""
+    return _is_unrolling.get()
+
+
 @contextmanager
 def unrolling() -> Iterator[None]:
     """Trace loops as their iterations, for a backend that has none."""
@@ -90,7 +95,7 @@ def run_loop(
     body: (*carry, *rows of an iteration) -> next carry, results of the iteration.
     """
     record = _outer_tensors(body, carry, rows)
-    if record.draws or _is_unrolling.get():
+    if record.draws or is_unrolling():
         return _unrolled(body, carry, rows, length, reverse)
     consts = list(record.outer.values()) if torch.is_grad_enabled() else []
     traced = TracedLoop(Loop(next(_numbers), 0, length, reverse), _around.get())

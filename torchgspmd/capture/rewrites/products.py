@@ -24,10 +24,12 @@ from ...compat.private_apis import _grouped_mm
 from ...custom_ops.attention import attention
 from ...custom_ops.grouped import grouped_mm, grouped_outer
 from ...custom_ops.nd import einsum, summed_alone
+from ...custom_ops.random import draw_seed
 from ...mesh import Mesh
 from ...rules.rewrites import DECLINED, rewrite
 from ...shard_spec import SpecLike
 from ..trace_context import is_transforming
+from .loop_trace import is_unrolling
 from .repeated_heads import unrepeated
 
 
@@ -177,13 +179,15 @@ def _attention(
 ) -> Any:
     """Run F.scaled_dot_product_attention as one node, or as einsums and a softmax.
 
-    It is one node without dropout and without a gradient of the mask.
+    It is one node without a gradient of the mask. Backends that take graphs alone take no dropout
+    of our own, nor does torch.func.
     """
     if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
         return DECLINED
     if query.shape[-1] != key.shape[-1]:  # an error of PyTorch's own
         return DECLINED
-    fused = not dropout_p and query.is_floating_point() and query.shape[:-3] == key.shape[:-3]
+    fused = query.is_floating_point() and query.shape[:-3] == key.shape[:-3]
+    fused &= not (dropout_p and (is_transforming() or is_unrolling()))
     if attn_mask is not None:
         fused &= not (attn_mask.requires_grad or is_causal or attn_mask.dim() > query.dim())
     if is_transforming() and not fused:
@@ -193,8 +197,11 @@ def _attention(
     query, key, value = _autocast(query, key, value)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if fused:
-        masks = [] if attn_mask is None else [attn_mask[(None,) * (2 - attn_mask.dim())]]
-        return attention(query, key, value, is_causal, scale, *masks)[0]
+        mask = None if attn_mask is None else attn_mask[(None,) * (2 - attn_mask.dim())]
+        options = () if mask is None else (mask,)
+        if dropout_p:
+            options = (mask, None, draw_seed(), dropout_p)
+        return attention(query, key, value, is_causal, scale, *options)[0]
     if query.shape[-3] != key.shape[-3]:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     lead = "abcdefgh"[: query.dim() - 2]

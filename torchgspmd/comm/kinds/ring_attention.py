@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from ...compat.operators import c10d
-from ...custom_ops.attention import attention_backward_in_blocks, attention_in_blocks, lse_dtype
+from ...custom_ops.attention import attention_backward_in_blocks, attention_in_blocks
+from ...custom_ops.attention_merge import lse_dtype
 from ...custom_ops.attention_zigzag import Merged
 from ...mesh import Mesh
 from ..collective import split_axes
@@ -32,25 +33,27 @@ from .all_gather import all_gather
 from .kind import FusedKind
 from .ring_blocks import Arrival, Blocks, Message, Steps, packed, unpacked
 
+Options = tuple[Tensor | None, tuple[int, ...], tuple[Any, ...]]
+"""The mask, the place of the dimensions before the queries, and the seed and p of dropout."""
 
-def _calls(
-    blocks: Blocks, block: int, mask: Tensor | None
-) -> list[tuple[slice, slice, bool, Tensor | None, list[int] | None]]:
-    """Return the rows of queries and keys, the mask and the region of calls for a block."""
+
+def _calls(blocks: Blocks, block: int, options: Options) -> list[tuple[slice, slice, bool, Any]]:
+    """Return the rows of queries and keys, and the last arguments, of calls for a block."""
     if blocks.shards:
         return [
-            (rows, columns, region is not None, None, region)
+            (rows, columns, region is not None, (None, region))
             for rows, columns, region in blocks.visible(block)
         ]
     first = block * blocks.width
+    mask, place, dropout = options
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., first : first + blocks.width]
-    region = [blocks.me * blocks.rows, first, blocks.queries, blocks.keys]
-    return [(slice(None), slice(None), blocks.causal, mask, region)]
+    region = [blocks.me * blocks.rows, first, blocks.queries, blocks.keys, *place]
+    return [(slice(None), slice(None), blocks.causal, (mask, region, *dropout))]
 
 
 def _forward(
-    blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+    blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, options: Options, scale: float
 ) -> Steps:
     """Compute the result and its logsumexp of one device."""
     merged = Merged(q, v)
@@ -60,11 +63,11 @@ def _forward(
         arrival = (yield blocks.pass_on(step, block, size)) if step < blocks.n - 1 else None
         if block is not None:
             keys, values = block
-            for rows, columns, causal, some, region in _calls(
-                blocks, (blocks.me - step) % blocks.n, mask
+            for rows, columns, causal, rest in _calls(
+                blocks, (blocks.me - step) % blocks.n, options
             ):
                 x, y, z = q[..., rows, :], keys[..., columns, :], values[..., columns, :]
-                merged.add(rows, *attention_in_blocks(x, y, z, causal, scale, some, region))
+                merged.add(rows, *attention_in_blocks(x, y, z, causal, scale, *rest))
         if arrival is not None:
             came = arrival()
             block = unpacked(came[blocks.before], (k, v)) if came else None
@@ -79,7 +82,7 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    mask: Tensor | None,
+    options: Options,
     scale: float,
 ) -> Steps:
     """Compute the gradients of q, of k and of v of one device."""
@@ -95,8 +98,8 @@ def _backward(
         if block is not None:
             grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
             keys, values = block
-            for rows, columns, causal, some, region in _calls(
-                blocks, (blocks.me - step) % blocks.n, mask
+            for rows, columns, causal, rest in _calls(
+                blocks, (blocks.me - step) % blocks.n, options
             ):
                 g, x, o = (t[..., rows, :] for t in (grad, q, out))
                 x_grad, *others = attention_backward_in_blocks(
@@ -108,8 +111,7 @@ def _backward(
                     lse[..., rows],
                     causal,
                     scale,
-                    some,
-                    region,
+                    *rest,
                 )
                 q_grad[..., rows, :] += x_grad
                 for total, other in zip(grads, others):
@@ -198,7 +200,7 @@ def _forward_steps(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    options: Options,
     axes: str,
     causal: bool,
     scale: float,
@@ -207,7 +209,7 @@ def _forward_steps(
     shards: int | None,
 ) -> Steps:
     blocks = Blocks(n, me, causal, shards, queries, keys, q.shape[-2], k.shape[-2])
-    return (yield from _forward(blocks, q, k, v, mask, scale))
+    return (yield from _forward(blocks, q, k, v, options, scale))
 
 
 def _backward_steps(
@@ -219,7 +221,7 @@ def _backward_steps(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    mask: Tensor | None,
+    options: Options,
     axes: str,
     causal: bool,
     scale: float,
@@ -228,7 +230,7 @@ def _backward_steps(
     shards: int | None,
 ) -> Steps:
     blocks = Blocks(n, me, causal, shards, queries, keys, q.shape[-2], k.shape[-2])
-    return (yield from _backward(blocks, grad, q, k, v, out, lse, mask, scale))
+    return (yield from _backward(blocks, grad, q, k, v, out, lse, options, scale))
 
 
 def ring_forward(*args: Any) -> Any:
@@ -253,11 +255,18 @@ def _simulate(steps: Callable[..., Steps], mesh: Mesh, *args: Any) -> list[Any]:
             steps(
                 mesh.count(names),
                 mesh.index(names, mesh.coordinates(rank)),
-                *(a[rank] if isinstance(a, list) else a for a in args),
+                *(_of_device(a, rank) for a in args),
             )
             for rank in range(mesh.size)
         ],
     )
+
+
+def _of_device(argument: Any, rank: int) -> Any:
+    """Return what a device has of an argument, which may be a tuple of such."""
+    if isinstance(argument, tuple):
+        return tuple(_of_device(a, rank) for a in cast("tuple[Any, ...]", argument))
+    return cast("list[Any]", argument)[rank] if isinstance(argument, list) else argument
 
 
 def _lower(runs: Callable[..., Any], build: CollectiveBuilder, *args: Any) -> fx.Node:
@@ -279,7 +288,7 @@ _PICTURE = """
     """
 ring_attention = FusedKind(
     name="ring_attention",
-    signature="ring_attention(q, k, v, mask, axes, causal, scale, queries, keys, shards)",
+    signature="ring_attention(q, k, v, options, axes, causal, scale, queries, keys, shards)",
     meaning="""Return attention of the device's queries to all keys, and the logsumexp.
         Keys and values travel over `axes`. shards: for which tokens are in zigzag order.""",
     picture=_PICTURE,
@@ -291,7 +300,7 @@ ring_attention = FusedKind(
 )
 ring_attention_backward = FusedKind(
     name="ring_attention_backward",
-    signature="ring_attention_backward(grad, q, k, v, out, lse, mask, axes, causal, ...)",
+    signature="ring_attention_backward(grad, q, k, v, out, lse, options, axes, causal, ...)",
     meaning="Return the gradients of the device's queries, keys and values.",
     picture=_PICTURE,
     replaces=all_gather,

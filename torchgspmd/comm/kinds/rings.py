@@ -18,7 +18,7 @@ class Ring(NamedTuple):
     factor: of the queries, which the axes of the ring shard. queries: their place among the
     operands; keys and values follow. scatters: what becomes of the gradients of these. shards: the
     place of the number of shards for which tokens are in zigzag order; None if they are not.
-    arguments: returns the mask, causal, and the scale.
+    arguments: returns causal, the scale, and the options of a ring.
     """
 
     kind: FusedKind
@@ -26,27 +26,29 @@ class Ring(NamedTuple):
     queries: int
     scatters: CollectiveKind | None
     shards: int | None
-    arguments: Callable[[tuple[Any, ...]], tuple[Any, bool, float]]
+    arguments: Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]
 
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the tensors of a call, but for the mask."""
+        """Return the tensors of a call, but for those of the options."""
         return args[: self.queries + 3 + (2 if self.scatters else 0)]
 
 
-def _after(causal: int) -> Callable[[tuple[Any, ...]], tuple[Any, bool, float]]:
-    """Return `arguments` of a call that has causal, the scale and perhaps a mask at this place."""
+def _after(at: int) -> Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]:
+    """Return `arguments` of a call that has causal, the scale and perhaps options at this place."""
 
-    def arguments(args: tuple[Any, ...]) -> tuple[Any, bool, float]:
-        return args[causal + 2] if len(args) > causal + 2 else None, args[causal], args[causal + 1]
+    def arguments(args: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
+        causal, scale, *rest = args[at:]
+        mask, region = (rest[i] if len(rest) > i else None for i in range(2))
+        return causal, scale, (mask, tuple(region[4:] if region else ()), tuple(rest[2:]))
 
     return arguments
 
 
-def _zigzag(scale: int) -> Callable[[tuple[Any, ...]], tuple[Any, bool, float]]:
+def _zigzag(scale: int) -> Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]:
     """Return `arguments` of a call in zigzag order, which has the scale at this place."""
 
-    def arguments(args: tuple[Any, ...]) -> tuple[Any, bool, float]:
-        return None, True, args[scale]
+    def arguments(args: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
+        return True, args[scale], (None, (), ())
 
     return arguments
 

@@ -84,7 +84,7 @@ def _scattered(node: fx.Node, ring: Ring) -> list[fx.Node | None]:
 def _is_hidden(node: fx.Node, ring: Ring, mesh: Mesh, flops_per_byte: float) -> bool:
     """Return whether a device computes with a block for longer than the next is on its way."""
     q, k, v = (x.meta["val"] for x in (node.args[ring.queries], *_gathers(node, ring)))
-    n, causal = mesh.count(_axes(node, ring)), ring.arguments(node.args)[1]
+    n, causal = mesh.count(_axes(node, ring)), ring.arguments(node.args)[0]
     flops = 4 * q.numel() / n * k.shape[-2] / n / (2 if causal else 1)
     return flops >= flops_per_byte * (k.nbytes + v.nbytes) / n
 

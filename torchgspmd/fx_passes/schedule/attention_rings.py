@@ -1,7 +1,7 @@
 """Put rings in the place of gathered keys and values, and of the sums of their gradients.
 
 before   %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)     meta["ring"]
-after    %y = ring_attention(%q, %k, %v, None, seq, ...)
+after    %y = ring_attention(%q, %k, %v, (None, (), ()), seq, ...)
 before   %k_g = all_gather(%k, 2, seq);    %dq, %dk, %dv = attention_backward(..., %k_g, %v_g)
          %dk_rs = reduce_scatter(%dk, sum, 2, seq)
 after    %dq, %dk_rs, %dv_rs = ring_attention_backward(..., %k, %v, ..., seq, ...)
@@ -41,7 +41,8 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
     q, (k, v) = node.args[ring.queries], (gather.args[0] for gather in gathers)
     operands = list(ring.operands(node.args))
     operands[place : place + 2] = [k, v]
-    mask, causal, scale = ring.arguments(node.args)
+    causal, scale, options = ring.arguments(node.args)
+    region = next(a for a in node.args if isinstance(a, list))
     axes = gathers[0].args[-1]
     results = {u.args[1]: u for u in node.users}
     scattered = [next(iter(results[i].users)) for i in (1, 2)] if ring.scatters else []
@@ -51,11 +52,11 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
             ring.kind,
             args=(
                 *operands,
-                mask,
+                options,
                 axes,
                 causal,
                 scale,
-                *node.args[-1][2:],
+                *region[2:4],
                 None if ring.shards is None else node.args[ring.shards],
             ),
             name=f"{node.name}_ring",

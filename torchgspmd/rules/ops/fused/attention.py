@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....compat.operators import aten
 from ....custom_ops import attention_zigzag as _zigzag  # noqa: F401 (registers operations)
-from ....custom_ops.attention import merge_parts
+from ....custom_ops.attention_merge import merge_parts
 from ...local_builder import LocalBuilder
 from ...notation import Balance, Call, DimNames, FactorRule, Instead, LocalForm, Split, factors
 from ...registry import rule_for
@@ -31,13 +31,14 @@ ours = torch.ops.torchgspmd
 LSE_ITEMSIZE = 4  # bytes of an element of a result that is merged
 
 
-class _Names:
+class Names:
     """The factors of the tensors of one call. keys: of the dimension of the keys."""
 
-    def __init__(self, q: Tensor, k: Tensor, keys: Sequence[str] = ("t",)) -> None:
-        lead = ["b"] if q.dim() == 4 else factors("b", q.dim() - 3)
-        heads, groups = k.shape[-3], q.shape[-3] // k.shape[-3]
+    def __init__(self, q: Sequence[int], k: Sequence[int], keys: Sequence[str] = ("t",)) -> None:
+        lead = ["b"] if len(q) == 4 else factors("b", len(q) - 3)
+        heads, groups = k[-3], q[-3] // k[-3]
         self.sizes = {"h": heads, "g": groups}
+        self.before = [*lead, "h", "g"]  # the queries
         self.rows: list[Any] = [*lead, ("h", "g") if groups > 1 else "h", "s"]
         self.q: DimNames = [*self.rows, "d"]
         self.k: DimNames = [*lead, "h", keys if len(keys) > 1 else keys[0], "d"]
@@ -49,21 +50,51 @@ class _Names:
         names = [*self.rows, self.k[-2]][-mask.dim() :] if mask.dim() else []
         return [name if size > 1 else "" for name, size in zip(names, mask.shape)]
 
+    def others(self, options: _Options) -> list[DimNames]:
+        """Return the factors of the operands behind the queries, keys and values."""
+        masks = [] if options.mask is None else [self.mask(options.mask)]
+        return masks if options.seed is None else [*masks, []]
+
+    def local(self, emit: Any, along: str, options: _Options) -> LocalForm:
+        """Return the local form of a call by positions: with dropout, by those of heads, too."""
+        if options.seed is None:
+            return LocalForm(emit, when=along)
+        return LocalForm(emit, when=[*along.split(), *self.before], positional=along)
+
+
+class _Options(NamedTuple):
+    """The last arguments of a call. between: those that are neither of the mask nor of dropout."""
+
+    mask: Any = None
+    between: tuple[Any, ...] = ()
+    seed: Any = None
+    dropout: float = 0.0
+
+    @classmethod
+    def of(cls, args: Sequence[Any], at: int, between: int = 1) -> _Options:
+        """Return the options of a call whose mask is argument number `at`."""
+        mask, *rest = (*args[at:], *(None,) * (between + 3))[: between + 3]
+        return cls(mask, tuple(rest[:between]), rest[between], rest[between + 1] or 0.0)
+
+    @property
+    def modifiers(self) -> tuple[Any, ...]:
+        return () if self.seed is None else (self.seed, self.dropout)
+
 
 @rule_for(ours.attention.default)
 def _attention(call: Call) -> FactorRule:
-    q, k, _, *mask = call.tensors
-    names = _Names(q, k)
+    q, k, *_ = call.tensors
+    names, options = Names(q.shape, k.shape), _Options.of(call.args, 5)
     return call.rule(
-        [names.q, names.k, names.v, *map(names.mask, mask)],
+        [names.q, names.k, names.v, *names.others(options)],
         [names.out, names.rows],
         names.sizes,
         replicated="t d e",
         contraction=True,
         split=_split_of(call),
-        instead=_instead(q, k),
+        instead=instead(q, k),
         balance=_balance(call, 3),
-        local=LocalForm(_emit_queries, when="s t"),
+        local=names.local(_emit_queries, "s t", options),
     )
 
 
@@ -93,39 +124,39 @@ def _balance(call: Call, operands: int) -> Balance | None:
     return Balance(("s", "t"), products * widths / 2, zigzag)
 
 
-def _instead(q: Tensor, k: Tensor) -> Instead:
+def instead(q: Tensor, k: Tensor) -> Instead:
     """Return that heads may be sharded in place of queries: queries and results move, too."""
     return Instead("s", "h", 1 + q[..., 0, 0].numel() * q.shape[-2] / k[..., 0].numel())
 
 
 @rule_for(ours.attention_backward.default)
 def _attention_backward(call: Call) -> FactorRule:
-    _, q, k, _, _, _, *mask = call.tensors
-    names = _Names(q, k)
+    _, q, k, *_ = call.tensors
+    names, options = Names(q.shape, k.shape), _Options.of(call.args, 8)
     return call.rule(
-        [names.out, names.q, names.k, names.v, names.out, names.rows, *map(names.mask, mask)],
+        [names.out, names.q, names.k, names.v, names.out, names.rows, *names.others(options)],
         [names.q, names.k, names.v],
         names.sizes,
         reduce="s t g",
         replicated="d e",
         contraction=True,
-        instead=_instead(q, k),
+        instead=instead(q, k),
         balance=_balance(call, 6),
-        local=LocalForm(_emit_backward, when="s t"),
+        local=names.local(_emit_backward, "s t", options),
     )
 
 
 @rule_for(ours.zigzag_attention.default)
 def _zigzag_attention(call: Call) -> FactorRule:
     q, k, _ = call.tensors
-    names = _Names(q, k)
+    names = Names(q.shape, k.shape)
     return call.rule(
         [names.q, names.k, names.v],
         [names.out, names.rows],
         names.sizes,
         replicated="t d e",
         contraction=True,
-        instead=_instead(q, k),
+        instead=instead(q, k),
         local=LocalForm(_emit_zigzag, when="s t"),
     )
 
@@ -133,7 +164,7 @@ def _zigzag_attention(call: Call) -> FactorRule:
 @rule_for(ours.zigzag_attention_backward.default)
 def _zigzag_attention_backward(call: Call) -> FactorRule:
     _, q, k, *_ = call.tensors
-    names = _Names(q, k)
+    names = Names(q.shape, k.shape)
     return call.rule(
         [names.out, names.q, names.k, names.v, names.out, names.rows],
         [names.q, names.k, names.v],
@@ -141,7 +172,7 @@ def _zigzag_attention_backward(call: Call) -> FactorRule:
         reduce="s t g",
         replicated="d e",
         contraction=True,
-        instead=_instead(q, k),
+        instead=instead(q, k),
         local=LocalForm(_emit_zigzag, when="s t"),
     )
 
@@ -150,53 +181,71 @@ def _emit_zigzag(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     """Compute the device's queries and keys, in zigzag order."""
     *inputs, region = args
     region = [local.start("s"), local.start("t"), *region[2:]]
-    return _results(local, local.node.target, *inputs, region)
+    return results_of(local, local.node.target, *inputs, region)
 
 
 @rule_for(ours.attention_parts.default)
 def _attention_parts(call: Call) -> FactorRule:
-    q, k, _, *mask = call.tensors
-    names, count = _Names(q, k, ("p", "t")), call.args[-1]
+    q, k, *_ = call.tensors
+    options = _Options.of(call.args, 5, between=2)
+    names, count = Names(q.shape, k.shape, ("p", "t")), options.between[1]
     return call.rule(
-        [names.q, names.k, names.v, *map(names.mask, mask)],
+        [names.q, names.k, names.v, *names.others(options)],
         [["p", *names.out], ["p", *names.rows]],
         {**names.sizes, "p": count, "t": k.shape[-2] // count},
         replicated="t d e",
         contraction=True,
-        local=LocalForm(_emit_parts, when="p s"),
+        local=names.local(_emit_parts, "p s", options),
     )
 
 
 def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     """Compute the device's queries, with all keys."""
-    mask = args[5] if len(args) > 5 else None
+    options = _Options.of(args, 5)
     region = [local.start("s"), 0, local.global_shape(0)[-2], local.global_shape(1)[-2]]
-    return _results(local, local.node.target, *args[:5], mask, region)
+    region += place_of(local, 0) if options.modifiers else []
+    args = (*args[:5], options.mask, region, *options.modifiers)
+    return results_of(local, local.node.target, *args)
 
 
-def _results(local: LocalBuilder, op: Any, *args: Any) -> list[Any]:
+def place_of(local: LocalBuilder, q: int) -> list[Any]:
+    """Return what a region says of the dimensions before the queries.
+
+    q: the place of the queries among the operands.
+    """
+    sizes = (local.global_shape(q), local.global_shape(q + 1))
+    whole = [*sizes[1][:-2], sizes[0][-3] // sizes[1][-3]]
+    return [*map(local.start, Names(*sizes).before), *whole]
+
+
+def results_of(local: LocalBuilder, op: Any, *args: Any) -> list[Any]:
     result = local.call(op, *args)
     return [local.call(operator.getitem, result, i) for i in range(len(local.results))]
 
 
 def _emit_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     """Compute the device's queries and keys; gradients are terms of sums."""
-    mask = args[8] if len(args) > 8 else None
+    options = _Options.of(args, 8)
     region = [
         local.start("s"),
         local.start("t"),
         local.global_shape(1)[-2],
         local.global_shape(2)[-2],
+        *(place_of(local, 1) if options.modifiers else []),
     ]
-    return _results(local, local.node.target, *args[:8], mask, region)
+    args = (*args[:8], options.mask, region, *options.modifiers)
+    return results_of(local, local.node.target, *args)
 
 
 def _emit_parts(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     """Compute the device's parts of the keys."""
-    *inputs, region, _ = args
+    options = _Options.of(args, 5, between=2)
+    query, key, *sizes = options.between[0]
     rows = local.rule.sizes.get("t", 1)
-    region = [region[0] + local.start("s"), region[1] + local.start("p") * rows, *region[2:]]
-    return _results(local, local.node.target, *inputs, region, local.size("p"))
+    region = [query + local.start("s"), key + local.start("p") * rows, *sizes]
+    region += place_of(local, 0) if options.modifiers else []
+    args = (*args[:5], options.mask, region, local.size("p"), *options.modifiers)
+    return results_of(local, local.node.target, *args)
 
 
 @rewrite("split", ours.attention.default)
@@ -207,7 +256,8 @@ def _split_keys(
     causal: bool,
     scale: float,
     mask: Tensor | None = None,
-    *,
+    region: Sequence[int] | None = None,
+    *modifiers: Any,
     shards: int,
 ) -> Any:
     """Compute parts of the keys, and merge them."""
@@ -217,5 +267,6 @@ def _split_keys(
         k, v = (aten.constant_pad_nd(x, [0, 0, 0, missing]) for x in (k, v))
         if mask is not None and mask.shape[-1] > 1:
             mask = aten.constant_pad_nd(mask, [0, missing])
-    out, lse = ours.attention_parts(q, k, v, causal, scale, mask, [0, 0, q.shape[-2], keys], shards)
+    region = [0, 0, q.shape[-2], keys]
+    out, lse = ours.attention_parts(q, k, v, causal, scale, mask, region, shards, *modifiers)
     return merge_parts(out, lse, q.dtype)

@@ -1,0 +1,244 @@
+"""flex_attention of torch as one operation of ours, with its functions as expressions.
+
+    flex_attention(q, k, v, score_mod, block_mask)
+    ->  flex_attention(q, k, v, buffers, "aten.ge.Tensor(q, k)", "aten.add.Tensor(score, ...)", ...)
+
+mask_mod and score_mod are traced for one element, whose positions are tensors of no dimension. What
+they read besides is a buffer. Operations that are no function of the element alone, and buffers
+that need a gradient, leave it to PyTorch's own computation, a softmax of all scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from ...compat.operators import aten
+from ...compat.private_apis import (
+    OpOverload,
+    _disable_current_modes,
+    get_interpreter_stack,
+    math_attention,
+)
+from ...compat.private_apis import _pytree as pytree
+from ...custom_ops.flex_attention import flex_attention
+from .loop_trace import is_unrolling
+
+_POSITIONS = ("b", "h", "q", "k")
+# Operations besides elementwise ones that have no dimension in, and none out.
+_OF_NO_DIMENSION = {
+    aten.scalar_tensor.default,
+    aten.full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.new_full.default,
+    aten.ones.default,
+    aten.zeros.default,
+    aten.ones_like.default,
+    aten.zeros_like.default,
+    aten.full_like.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.lift_fresh_copy.default,
+}
+
+
+class _NotElementwise(Exception):
+    """A function that is no expression of one element."""
+
+
+class _Buffers(TorchFunctionMode):
+    """Notes the tensors that a function reads and has not computed; or puts others there.
+
+    Indices without dimensions are not asked for their value.
+    """
+
+    def __init__(self, own: Sequence[Tensor], replaced: dict[int, Tensor] | None = None) -> None:
+        super().__init__()
+        self.own = {id(x): x for x in own}
+        self.outer: dict[int, Tensor] = {}
+        self.replaced = replaced
+
+    def _operand(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or id(x) in self.own:
+            return x
+        if self.replaced is not None:
+            return self.replaced.get(id(x), x)
+        self.outer.setdefault(id(x), x)
+        return x
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map(self._operand, (args, kwargs or {}))
+        if func is Tensor.__bool__:
+            raise _NotElementwise("a branch on values")
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(i, Tensor) for i in index):
+                func, args = aten.index.Tensor, (args[0], list(index))
+        result = func(*args, **kwargs)
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, Tensor):
+                self.own[id(x)] = x
+        return result
+
+
+def _operands(dtype: torch.dtype, names: Sequence[str]) -> list[Tensor]:
+    """Return stand-ins: positions, and scores of a dtype."""
+    positions = (torch.zeros((), dtype=torch.int64) for _ in iter(int, 1))
+    return [next(positions) if n in _POSITIONS else torch.ones((), dtype=dtype) for n in names]
+
+
+def _buffers_of(function: Callable, dtype: torch.dtype, names: Sequence[str]) -> dict[int, Tensor]:
+    own = _operands(dtype, names)
+    mode = _Buffers(own)
+    with mode:
+        function(*own)
+    return mode.outer
+
+
+class _Expression:
+    """The expression of a graph of operations that have no dimension."""
+
+    def __init__(self, graph: fx.GraphModule, names: Sequence[str]) -> None:
+        self.module, self.texts, self.count = graph, dict[fx.Node, str](), 0
+        inputs = graph.graph.find_nodes(op="placeholder")
+        self.texts.update(zip(inputs, names))
+        (output,) = graph.graph.find_nodes(op="output")
+        self.text = self._of(output.args[0])
+
+    def _of(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.texts[value] if value in self.texts else self._of_node(value)
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(self._of, value))}]"
+        return repr(value)
+
+    def _of_node(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            constant = getattr(self.module, str(node.target))
+            text = f"aten.scalar_tensor.default({constant.item()!r}, dtype={constant.dtype})"
+        else:
+            self._check(node)
+            args = [self._of(a) for a in node.args]
+            kept = {k: v for k, v in node.kwargs.items() if k not in _PLACEMENT}
+            args += [f"{k}={self._of(v)}" for k, v in kept.items()]
+            text = f"{node.target}({', '.join(args)})"
+        if len(node.users) > 1:
+            name, self.count = f"t{self.count}", self.count + 1
+            self.texts[node] = name
+            return f"({name} := {text})"
+        return text
+
+    def _check(self, node: fx.Node) -> None:
+        op, value = node.target, node.meta.get("val")
+        is_index = op is aten.index.Tensor and len(node.args[1]) == node.args[0].meta["val"].dim()
+        elementwise = isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags
+        if not (is_index or elementwise or op in _OF_NO_DIMENSION):
+            raise _NotElementwise(str(op))
+        if not isinstance(value, Tensor) or value.dim():
+            raise _NotElementwise(str(op))
+
+
+_PLACEMENT = ("device", "pin_memory", "layout", "memory_format")
+
+
+def _expression(
+    function: Callable, dtype: torch.dtype, names: Sequence[str], buffers: dict[int, Tensor]
+) -> str:
+    """Return a function of one element as an expression."""
+
+    def run(*args: Tensor) -> Tensor:
+        own, rest = args[: len(names)], args[len(names) :]
+        with _Buffers(args, dict(zip(buffers, rest))):
+            return function(*own)
+
+    with _disable_current_modes():
+        stand_ins = [torch.zeros(tuple(x.shape), dtype=x.dtype) for x in buffers.values()]
+        graph = make_fx(run)(*_operands(dtype, names), *stand_ins)
+    graph.graph.eliminate_dead_code()
+    return _Expression(graph, [*names, *(f"u{i}" for i in range(len(buffers)))]).text
+
+
+def _gradient_of(score_mod: Callable) -> Callable:
+    """Return the function of a score's gradient."""
+
+    def gradient(grad: Tensor, score: Tensor, *positions: Tensor) -> Tensor:
+        with torch.enable_grad():
+            score = score.detach().requires_grad_()
+            changed = score_mod(score, *positions)
+        if not changed.requires_grad:
+            return torch.zeros_like(grad)
+        return torch.autograd.grad(changed, score, grad)[0]
+
+    return gradient
+
+
+def _functions(
+    q: Tensor, score_mod: Callable, mask_mod: Callable
+) -> tuple[list[Tensor], list[str]]:
+    """Return the buffers, and the expressions of the mask, the score and its gradient."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    score, grad = ("score", *_POSITIONS), ("grad", "score", *_POSITIONS)
+    with torch.no_grad():
+        buffers = _buffers_of(mask_mod, dtype, _POSITIONS)
+        buffers |= _buffers_of(score_mod, dtype, score)
+        if any(x.requires_grad for x in buffers.values()):
+            raise _NotElementwise("a buffer needs a gradient")
+        texts = [
+            _expression(function, dtype, names, buffers)
+            for function, names in (
+                (mask_mod, _POSITIONS),
+                (score_mod, score),
+                (_gradient_of(score_mod), grad),
+            )
+        ]
+    if texts[0] == "aten.new_ones.default(b, [], dtype=torch.bool)":
+        texts[0] = ""
+    if texts[1] == "score":
+        texts[1:] = "", ""
+    return list(buffers.values()), texts
+
+
+def flexible_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable,
+    block_mask: tuple,
+    scale: float,
+    kernel_options: dict[str, Any],
+    *buffers: Any,
+) -> Any:
+    """Run the higher-order operation of flex_attention as one of ours."""
+    arguments = (query, key, value, score_mod, block_mask, scale, kernel_options, *buffers)
+    fits = query.shape[:1] == key.shape[:1] and not any(buffers)
+    if not fits or kernel_options.get(RETURNS) or is_unrolling() or get_interpreter_stack():
+        return math_attention(*arguments)
+    try:
+        tensors, texts = _functions(query, score_mod, block_mask[-1])
+    except (_NotElementwise, RuntimeError):  # PyTorch reports what is a mistake.
+        return math_attention(*arguments)
+    out, lse = flex_attention(query, key, value, tensors, *texts, scale)
+    return out, lse, lse
+
+
+RETURNS = "returns_statistics"  # an option: whether the caller has the logsumexp or the maximum
+
+
+def with_returns(options_of: Callable) -> Callable:
+    """Return `_apply_kernel_options` of torch, which also says whether statistics are returned."""
+
+    def options(*args: Any) -> dict[str, Any]:
+        returns = bool(args[3]) or any(x is not None for x in args[5:])
+        return {**options_of(*args), RETURNS: returns}
+
+    return options

@@ -1,0 +1,229 @@
+"""Attention by tiles of its scores, for what PyTorch's kernels have no place for.
+
+    tile        queries [row, row + TILE_ROWS), keys [column, column + ...): its scores, as products
+    dropout     weights are left out by their global positions, so the mesh changes nothing
+
+A tile's scores live as long as the tile. Results for tiles of the keys merge by their logsumexp,
+which dropout does not change. So no device has the scores or the dropout of all keys at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from .attention_merge import lse_dtype, merge
+from .nd import einsum
+from .random import dropout_mask
+
+TILE = 1 << 22  # elements of the scores that are computed at a time
+TILE_KEYS = 1 << 10  # keys of a tile, at most
+
+
+class Change(Protocol):
+    """What is changed of a tile. shape: of its scores [*lead, heads of keys, groups, s, t]."""
+
+    def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> Tensor | bool:
+        """Return which scores of a tile are seen: those of a mask, all, or none."""
+        ...
+
+    def scores(self, scores: Tensor, place: Place) -> Tensor:
+        """Return the scores that take the place of these."""
+        ...
+
+    def score_gradient(self, grad: Tensor, scores: Tensor, place: Place) -> Tensor:
+        """Return the gradient of the scores, from that of those in their place."""
+        ...
+
+    def factors(self, weights: Tensor, place: Place) -> Tensor | None:
+        """Return what the weights are multiplied by."""
+        ...
+
+
+class Dropout(NamedTuple):
+    """A Change: what is left out of the weights. seed: a number; p: the probability."""
+
+    seed: Tensor
+    p: float
+
+    def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> bool:
+        return True
+
+    def scores(self, scores: Tensor, place: Place) -> Tensor:
+        return scores
+
+    def score_gradient(self, grad: Tensor, scores: Tensor, place: Place) -> Tensor:
+        return grad
+
+    def factors(self, weights: Tensor, place: Place) -> Tensor:
+        shape = list(weights.shape)
+        kept = dropout_mask(self.seed, self.p, shape, *place, weights.device)
+        return kept.to(weights.dtype) * (1 / (1 - self.p) if self.p < 1 else 0.0)
+
+
+class Place(NamedTuple):
+    """Where a shard of queries and keys begins, and the sizes of all shards together.
+
+    first, whole: [*lead, heads of keys, groups, queries, keys], as the scores have them.
+    """
+
+    first: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, region: Sequence[int] | None) -> Place:
+        """Return the place that a region says; without one, the shard is everything."""
+        lead = (*k.shape[:-2], q.shape[-3] // k.shape[-3])
+        if region is None:
+            return cls((0,) * (len(lead) + 2), (*lead, q.shape[-2], k.shape[-2]))
+        query, key, queries, keys, *rest = region
+        first, whole = rest[: len(lead)] or (0,) * len(lead), rest[len(lead) :] or lead
+        return cls((*first, query, key), (*whole, queries, keys))
+
+
+class _Tile(NamedTuple):
+    """Some queries and some keys of a shard, and the place of its scores among those of all."""
+
+    rows: slice
+    columns: slice
+    place: Place
+
+
+class _Scores(NamedTuple):
+    """The scores of a tile [*lead, heads of keys, groups, s, t], before and after a change.
+
+    seen: which of them are not -inf, if the change says so.
+    """
+
+    raw: Tensor
+    changed: Tensor
+    seen: Tensor | bool
+
+
+class Tiles:
+    """The tiles of one call: `attention` of a shard of queries and keys, with a change."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None,
+        region: Sequence[int] | None,
+        change: Change,
+    ) -> None:
+        self.q, self.k, self.v, self.mask = q, k, v, mask
+        self.causal, self.scale, self.change = causal, scale, change
+        self.place, self.dtype = Place.of(q, k, region), lse_dtype(q)
+        self.heads = "abcdefh"[-(k.dim() - 2) :]
+        self.lead = self.heads + "g"
+
+    def _tiles(self) -> Iterator[_Tile]:
+        """Return the tiles that have scores, those of one range of queries after the other."""
+        (*before, query, key), whole = self.place
+        s, t = (
+            min(x.shape[-2], size - first)
+            for x, first, size in zip((self.q, self.k), (query, key), whole[-2:])
+        )
+        wide = max(1, min(t, TILE_KEYS))
+        tall = max(1, TILE // max(1, self.q[..., 0, 0].numel() * wide))
+        for row in range(0, max(s, 0), tall):
+            rows = slice(row, min(row + tall, s))
+            visible = min(t, query + rows.stop - key) if self.causal else t
+            for column in range(0, max(visible, 0), wide):
+                columns = slice(column, min(column + wide, visible))
+                first = (*before, query + row, key + column)
+                yield _Tile(rows, columns, Place(first, whole))
+
+    def _grouped(self, x: Tensor, dims: int = 3) -> Tensor:
+        """Take heads of queries apart into heads of keys and groups. dims: from the heads on."""
+        return x.unflatten(-dims, (self.k.shape[-3], -1))
+
+    def _scores(self, tile: _Tile) -> _Scores | None:
+        """Return the scores of a tile; None if no query sees a key."""
+        q, k = self._grouped(self.q[..., tile.rows, :]), self.k[..., tile.columns, :]
+        seen = self.change.seen((*q.shape[:-1], k.shape[-2]), tile.place, q.device)
+        if seen is False or isinstance(seen, Tensor) and not seen.any():
+            return None
+        raw = einsum(f"{self.lead}sd,{self.heads}td->{self.lead}st", q, k).to(self.dtype)
+        raw = raw * self.scale
+        changed = self.change.scores(raw, tile.place)
+        changed = torch.where(seen, changed, -math.inf) if isinstance(seen, Tensor) else changed
+        if self.causal:
+            s, t = (
+                torch.arange(first, first + size, device=q.device)
+                for first, size in zip(tile.place.first[-2:], raw.shape[-2:])
+            )
+            changed = torch.where(t <= s.unsqueeze(1), changed, -math.inf)
+        if (mask := self._mask(tile)) is None:
+            return _Scores(raw, changed, seen)
+        boolean = mask.dtype == torch.bool
+        changed = torch.where(mask, changed, -math.inf) if boolean else changed + mask
+        return _Scores(raw, changed, seen)
+
+    def _mask(self, tile: _Tile) -> Tensor | None:
+        """Return the mask of a tile, with groups of heads as a dimension of their own."""
+        if (mask := self.mask) is None:
+            return None
+        mask = mask[..., tile.rows if mask.shape[-2] > 1 else slice(None), :]
+        mask = mask[..., tile.columns if mask.shape[-1] > 1 else slice(None)]
+        if mask.dim() == 2:
+            return mask
+        return self._grouped(mask) if mask.shape[-3] > 1 else mask.unsqueeze(-3)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return the result and its logsumexp."""
+        q, v, lead, heads = self.q, self.v, self.lead, self.heads
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=self.dtype)
+        lse = q.new_full(q.shape[:-1], -math.inf, dtype=self.dtype)
+        for tile in self._tiles():
+            if (scores := self._scores(tile)) is None:
+                continue
+            total = scores.changed.logsumexp(-1)
+            finite = torch.where(total == -math.inf, 0, total)
+            weights = (scores.changed - finite.unsqueeze(-1)).exp()
+            factors = self.change.factors(weights, tile.place)
+            weights = weights if factors is None else weights * factors
+            values = v[..., tile.columns, :]
+            part = einsum(f"{lead}st,{heads}te->{lead}se", weights.to(v.dtype), values)
+            before = out[..., tile.rows, :], lse[..., tile.rows]
+            merged = merge(before, (part.flatten(-4, -3), total.flatten(-3, -2)))
+            out[..., tile.rows, :], lse[..., tile.rows] = merged
+        return out.to(q.dtype), lse
+
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v. out, lse: for all keys, not for those of a shard."""
+        lead, heads, k, v = self.lead, self.heads, self.k, self.v
+        q_grad, k_grad, v_grad = (
+            torch.zeros_like(x, dtype=self.dtype, memory_format=torch.contiguous_format)
+            for x in (self.q, k, v)
+        )
+        mean = (grad.to(self.dtype) * out.to(self.dtype)).sum(-1, True)  # [.., h g, s, 1]
+        lse = torch.where(lse == -math.inf, math.inf, lse).unsqueeze(-1)
+        for tile in self._tiles():
+            if (scores := self._scores(tile)) is None:
+                continue
+            rows, columns = (..., tile.rows, slice(None)), (..., tile.columns, slice(None))
+            g, q, m, total = (self._grouped(x[rows]) for x in (grad, self.q, mean, lse))
+            weights = (scores.changed - total).exp()
+            factors = self.change.factors(weights, tile.place)
+            dropped = (weights if factors is None else weights * factors).to(g.dtype)
+            v_grad[columns] += einsum(f"{lead}st,{lead}se->{heads}te", dropped, g)
+            g_weights = einsum(f"{lead}se,{heads}te->{lead}st", g, v[columns]).to(self.dtype)
+            g_weights = g_weights if factors is None else g_weights * factors
+            g_scores = weights * (g_weights - m)
+            g_scores = self.change.score_gradient(g_scores, scores.raw, tile.place) * self.scale
+            if isinstance(scores.seen, Tensor):
+                g_scores = torch.where(scores.seen, g_scores, 0)
+            g_scores = g_scores.to(q.dtype)
+            part = einsum(f"{lead}st,{heads}td->{lead}sd", g_scores, k[columns])
+            q_grad[rows] += part.flatten(-4, -3)
+            k_grad[columns] += einsum(f"{lead}st,{lead}sd->{heads}td", g_scores, q)
+        grads = (x.to(self.q.dtype) for x in (q_grad, k_grad, v_grad))
+        return cast("tuple[Tensor, Tensor, Tensor]", tuple(grads))

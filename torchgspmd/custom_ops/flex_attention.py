@@ -1,0 +1,157 @@
+"""Attention with a user's functions of positions: those of torch's flex_attention.
+
+    out, lse = flex_attention(q, k, v, buffers, "aten.ge.Tensor(q, k)", "", "", scale, region)
+
+    mask        of b, h, q, k: what is seen; tiles in which nothing is seen are not computed
+    score       of score, b, h, q, k: the score that takes its place
+    gradient    of grad, score, b, h, q, k: that of the score
+
+The functions are expressions of elementwise operations, written by capture/rewrites/flex.py. An
+empty one changes nothing. b, h, q and k are positions in all shards together; u0, u1, ... are the
+buffers. Names that an expression assigns are t0, t1, ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compat.operators import aten
+from .attention_merge import lse_dtype
+from .attention_tiles import Place, Tiles
+
+_NAMES = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
+
+
+@cache
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<flex_attention>", "eval")
+
+
+class Flex(NamedTuple):
+    """A Change of attention by expressions. buffers: tensors that they read, whole."""
+
+    buffers: Sequence[Tensor]
+    mask: str
+    score: str
+    gradient: str
+
+    def _value(
+        self,
+        text: str,
+        place: Place,
+        shape: Sequence[int],
+        device: torch.device,
+        **values: Tensor,
+    ) -> Tensor:
+        """Return the value of an expression at the positions of a tile."""
+        of = [
+            torch.arange(first, first + size, device=device)
+            for first, size in zip(place.first, shape)
+        ]
+        batch, heads, groups, queries, keys = of
+        heads = heads.view(-1, 1) * place.whole[2] + groups
+        last = place.whole[0] - 1, place.whole[1] * place.whole[2] - 1
+        names = {f"u{i}": x if x.dim() else x.view(1) for i, x in enumerate(self.buffers)}
+        names |= {
+            "b": batch.clamp_max(last[0]).view(-1, 1, 1, 1, 1),  # Behind the last is padding.
+            "h": heads.clamp_max(last[1]).view(*heads.shape, 1, 1),
+            "q": queries.view(-1, 1),
+            "k": keys,
+            **values,
+        }
+        return eval(_compiled(text), {**_NAMES, **names})
+
+    def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> Tensor | bool:
+        if not self.mask:
+            return True
+        seen = self._value(self.mask, place, shape, device)
+        return True if seen.all() else seen
+
+    def scores(self, scores: Tensor, place: Place) -> Tensor:
+        if not self.score:
+            return scores
+        changed = self._value(self.score, place, scores.shape, scores.device, score=scores)
+        return changed.to(scores.dtype).expand_as(scores)
+
+    def score_gradient(self, grad: Tensor, scores: Tensor, place: Place) -> Tensor:
+        if not self.gradient:
+            return grad
+        values = {"score": scores, "grad": grad}
+        result = self._value(self.gradient, place, scores.shape, scores.device, **values)
+        return result.to(grad.dtype).expand_as(grad)
+
+    def factors(self, weights: Tensor, place: Place) -> None:
+        return None
+
+
+@torch.library.custom_op("torchgspmd::flex_attention", mutates_args=())
+def flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buffers: Sequence[Tensor],
+    mask: str,
+    score: str,
+    gradient: str,
+    scale: float,
+    region: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return softmax of the changed scores, times v, and the logsumexp of these scores.
+
+    q [b, h g, s, d]   k [b, h, t, d]   v [b, h, t, e]. region: as of `attention` with dropout.
+    """
+    change = Flex(buffers, mask, score, gradient)
+    out, lse = Tiles(q, k, v, False, scale, None, region, change).forward()
+    return out.contiguous(), lse
+
+
+@flex_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
+
+
+@torch.library.custom_op("torchgspmd::flex_attention_backward", mutates_args=())
+def flex_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    buffers: Sequence[Tensor],
+    mask: str,
+    score: str,
+    gradient: str,
+    scale: float,
+    region: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v. out, lse: for all keys, not for a part of them."""
+    change = Flex(buffers, mask, score, gradient)
+    return Tiles(q, k, v, False, scale, None, region, change).backward(grad, out, lse)
+
+
+@flex_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+
+
+def _context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, buffers, *ctx.options = inputs[:8]  # A program before it is sharded has no regions.
+    ctx.save_for_backward(q, k, v, *output, *buffers)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple:
+    q, k, v, out, lse, *buffers = ctx.saved_tensors
+    grads = flex_attention_backward(grad, q, k, v, out, lse, buffers, *ctx.options)
+    return (*grads, [None] * len(buffers), *(None,) * len(ctx.options))
+
+
+flex_attention.register_autograd(_backward, setup_context=_context)
