@@ -37,11 +37,17 @@ class _Interned(type):
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        instance: Any = super().__call__(*args, **kwargs)
-        return _INTERNED.setdefault(instance.fields(), instance)
+        instance: Any = None if kwargs else _INTERNED.get(args)
+        if instance is None:
+            instance = super().__call__(*args, **kwargs)
+            instance = _INTERNED.setdefault(instance.fields(), instance)
+            if not kwargs:
+                _INTERNED[args] = instance
+        return instance
 
 
-_INTERNED: dict[SpecFields, Any] = {}
+# By all fields, and by the arguments of former calls, which may leave out the last ones.
+_INTERNED: dict[tuple[Any, ...], Any] = {}
 
 
 @dataclass(frozen=True, eq=False)

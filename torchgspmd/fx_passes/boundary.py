@@ -106,6 +106,7 @@ def partition_program(program: Program) -> fx.Graph:
         _leaving(mesh) if on_processes else None,
         cotangents,
         program.request.constants,
+        program.solutions,
     )
 
 

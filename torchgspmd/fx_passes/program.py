@@ -19,7 +19,7 @@ from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules
 from .partition.cost_constants import CostConstants
-from .partition.partition import Memories
+from .partition.partition import Memories, Solutions
 from .printer import graph_text, program_text
 from .propagate.propagate import Layouts
 from .stages import CAPTURED, LOCAL, Stage
@@ -110,6 +110,7 @@ class Program:
     `localize` on. rank, boundary: who runs it, and on which layouts, once it is lowered.
     backward: from `split_joint` on the program of the backward; graph is the forward's then.
     call: the loop whose body the graph is.
+    solutions: of partitioning it, where several ways are tried; the later ones start from the first.
     changed: names of the passes that changed it. seconds: by pass. printed: the last dump.
     """
 
@@ -119,6 +120,7 @@ class Program:
     stage: Stage = CAPTURED
     inputs: list[ShardSpec | None] = field(default_factory=list)
     results: list[ShardSpec | None] = field(default_factory=list)
+    solutions: Solutions = field(default_factory=dict)
     layouts: Layouts = field(init=False)
     sharded: fx.Graph = field(init=False)
     rank: Rank = field(init=False)

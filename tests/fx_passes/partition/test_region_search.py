@@ -4,6 +4,8 @@ the known best programs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch import Tensor
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
+from torchgspmd.fx_passes import boundary
 from torchgspmd.fx_passes.ir import Rules
 from torchgspmd.fx_passes.partition.body_search import BodySearch
 from torchgspmd.fx_passes.partition.regions import bodies
@@ -377,3 +380,43 @@ def test_a_layout_that_lost_is_not_tried_again_at_once(monkeypatch: pytest.Monke
         )
         counts.append(len(forced))
     assert counts[1] < counts[0] and str(plans[0]) == str(plans[1])
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each partitioning the number of layouts that were tried for bodies."""
+    counts: list[int] = []
+    force, partition = BodySearch.force, boundary.partition
+
+    def count(self: BodySearch, *args: object) -> None:
+        counts[-1] += 1
+        force(self, *args)
+
+    def begin(*args: object) -> object:
+        counts.append(0)
+        return partition(*args)
+
+    monkeypatch.setattr(BodySearch, "force", count)
+    monkeypatch.setattr(boundary, "partition", begin)
+    return counts
+
+
+def test_the_second_way_starts_from_the_first(forced: list[int]) -> None:
+    """Products by parts and whole: like layers are laid out once."""
+
+    def layers(x, *weights):
+        for up, down in zip(weights[::2], weights[1::2]):
+            a, b = (F.layer_norm(x, x.shape[-1:]) @ up).chunk(2, -1)
+            x = x + (a * b.softmax(1)) @ down
+        return x
+
+    inputs = [r(4, 8, 8), *[r(8, 16), r(8, 8)] * 4]
+    plan = gspmd.plan(
+        layers,
+        *inputs,
+        mesh=Mesh(data=2, model=2),
+        in_specs=("data _ _", *["_ model", "model _"] * 4),
+    )
+    assert len(forced) == 2 and forced[1] < forced[0] / 2
+    assert plan.sent_bytes == 1536  # as where each way starts from nothing
+    assert_same(plan.simulate(*inputs), layers(*inputs))

@@ -31,6 +31,7 @@ SNAPSHOT_FIELDS = (
     "window_costs",
     "worklist",
     "version",
+    "stamps",
 )
 
 
@@ -71,6 +72,8 @@ class Assignment:
         self.required: dict[fx.Node, dict[tuple[fx.Node, int], ShardSpec]] = {}
         self.versions = itertools.count()
         self.version = next(self.versions)  # changes with everything that a decision depends on
+        # operation -> the version in which its strategy or its neighborhood changed last
+        self.stamps = dict.fromkeys(self.ops, self.version)
         # value -> {user: its OperandLayouts, None: the layouts required}, until these change
         self.view_cache: dict[fx.Node, dict] = {}
         self.neighborhood_cache: dict[fx.Node, Neighborhood] = {}
@@ -118,6 +121,7 @@ class Assignment:
         if self.strategy_of.get(op.node) is not strategy:
             self.strategy_of[op.node] = strategy
             self.new_version()
+            self.stamps[op.node] = self.version
             self.worklist.add(op.node)  # The strategy may be forced and not the cheapest.
         for value, spec in zip(op.results, strategy.results):
             if value is not None:
@@ -156,9 +160,14 @@ class Assignment:
         """Record that something changed that decisions depend on."""
         self.version = next(self.versions)
 
+    def stamp(self, nodes: Iterable[fx.Node]) -> int:
+        """Return the last version in which any of these operations changed, or their neighbors."""
+        return max(map(self.stamps.__getitem__, nodes))
+
     def _touch(self, node: fx.Node) -> None:
         """Put an operation on the worklist; its neighborhood changed."""
         self.worklist.add(node)
+        self.stamps[node] = self.version
         self.neighborhood_cache.pop(node, None)
 
     def _touch_users(self, value: fx.Node, pending: bool, depth: int | None = None) -> None:

@@ -6,7 +6,6 @@ after    it is sharded along the sequence by `model`, if that costs less in all 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cache
 
@@ -27,15 +26,21 @@ class BodySearch(RegionProposals):
         ops, self.constants = self.assignment.ops, self.memory.constants
         self.busy: set[str] = set()  # axes with traffic between operations
         self.class_numbers: dict[tuple[Body, int | None], int] = {}
-        # body -> the version of the assignment, and the number of the situation then
-        self.situations: dict[Body, tuple[int, int]] = {}
-        # body -> the version, and the work and traffic then
+        # body -> its stamp, and the options then
+        self.option_lists: dict[Body, tuple[int, list[tuple[str, int | None]]]] = {}
+        # body -> the stamp of its neighbors and the bonus, and the number of the situation then
+        self.situations: dict[Body, tuple[tuple[int, float], int]] = {}
+        # body -> the stamp of its neighbors, and the work and traffic then
         self.body_costs: dict[Body, tuple[int, float, float]] = {}
-        # layout tried for a body in a phase -> what the body cost, how much more it would have cost
-        self.excess: dict[tuple[Body, str, int | None, float], tuple[float, float]] = {}
+        # layout tried for like bodies in a phase -> what one cost, how much more it would have cost
+        self.excess: dict[tuple[int, str, int, float], list[tuple[float, float]]] = {}
+        self.likeness: dict[Body, int] = {}  # a number that is equal for like bodies
         self.bodies, self.threads = bodies(ops), threads(ops, self.constants)
         self.neighbors = {
             body: self._neighboring_ops(body) for body in (*self.bodies, *self.threads)
+        }
+        self.neighbor_nodes = {
+            body: tuple(op.node for op in near) for body, near in self.neighbors.items()
         }
 
     def lay_out(self) -> bool:
@@ -62,6 +67,13 @@ class BodySearch(RegionProposals):
 
         Without the present ones, and without factors that few of the operations have.
         """
+        stamp = self.assignment.stamp(body.nodes)
+        if self.option_lists.get(body, (None,))[0] != stamp:
+            self.option_lists[body] = stamp, self._new_axis_options(body)
+        return self.option_lists[body][1]
+
+    def _new_axis_options(self, body: Body) -> list[tuple[str, int | None]]:
+        """Return the options of `_axis_options`, not cached."""
         options: dict[tuple[str, int | None], None] = {}
         place: dict[tuple[fx.Node, str | None], int] = {
             (node, factor): i
@@ -127,22 +139,19 @@ class BodySearch(RegionProposals):
         """Move an axis to a class of factors in all of a body; return whether that costs less.
 
         factor_class: index in `body.classes`; None for no factor. min_saving: the share of what is
-        sent that has to be saved. A layout that would have cost more is not tried again until the
-        cost of the body has changed by a share of that, `retry_share`.
+        sent that has to be saved. A layout that would have cost more is not tried again, nor for
+        like bodies, until the cost of the body differs by a share of that, `retry_share`.
         """
-        situation = (
-            self._situation(body),
-            axis,
-            min_saving,
-            self._class_number(body, factor_class),
-        )
+        class_number = self._class_number(body, factor_class)
+        situation = self._situation(body), axis, min_saving, class_number
         if situation in self.memory.rejected:
             return False
         work, sent = self._body_cost(body)
         cost = work + sent - min_saving * sent
-        layout = body, axis, factor_class, self.op_search.costs.pending_bonus
-        former, excess = self.excess.get(layout, (math.inf, 0.0))
-        if abs(work + sent - former) < self.constants.retry_share * excess:
+        layout = self._likeness(body), axis, class_number, self.op_search.costs.pending_bonus
+        tries = self.excess.setdefault(layout, [])
+        share = self.constants.retry_share
+        if any(abs(work + sent - former) < share * excess for former, excess in tries):
             return False
         neighbors, before = self.neighbors[body], self.assignment.snapshot()
         self.force(body, axis, body.classes[factor_class] if factor_class is not None else {})
@@ -151,24 +160,29 @@ class BodySearch(RegionProposals):
         other = self.op_search.costs.exact(neighbors)
         if other < cost:
             return True
-        self.excess[layout] = (work + sent, other - cost)
+        tries.append((work + sent, other - cost))
         self.assignment.restore(before)
         self.memory.rejected.add(situation)
         return False
 
     def _body_cost(self, body: Body) -> tuple[float, float]:
         """Return the work of a body and its neighbors, and what they send."""
-        version, work, sent = self.body_costs.get(body, (None, 0.0, 0.0))
-        if version != self.assignment.version:
+        stamp = self.assignment.stamp(self.neighbor_nodes[body])
+        before, work, sent = self.body_costs.get(body, (None, 0.0, 0.0))
+        if before != stamp:
             costs, neighbors = self.op_search.costs, self.neighbors[body]
             work, sent = costs.work(neighbors), costs.traffic(neighbors)
-            self.body_costs[body] = (self.assignment.version, work, sent)
+            self.body_costs[body] = (stamp, work, sent)
         return work, sent
 
     def _situation(self, body: Body) -> int:
         """Return a number that is equal for like bodies in like neighborhoods."""
-        version, situation = self.situations.get(body, (None, 0))
-        if version != self.assignment.version:
+        state = (
+            self.assignment.stamp(self.neighbor_nodes[body]),
+            self.op_search.costs.pending_bonus,
+        )
+        before, situation = self.situations.get(body, (None, 0))
+        if before != state:
             content = (
                 self.op_search.costs.pending_bonus,
                 *(
@@ -177,8 +191,15 @@ class BodySearch(RegionProposals):
                 ),
             )
             situation = self.memory.numbers.setdefault(content, len(self.memory.numbers))
-            self.situations[body] = (self.assignment.version, situation)
+            self.situations[body] = (state, situation)
         return situation
+
+    def _likeness(self, body: Body) -> int:
+        """Return a number that is equal for bodies of like operations among like neighbors."""
+        if body not in self.likeness:
+            keys = ("keys", *(op.key for op in self.neighbors[body]))
+            self.likeness[body] = self.memory.numbers.setdefault(keys, len(self.memory.numbers))
+        return self.likeness[body]
 
     def _class_number(self, body: Body, factor_class: int | None) -> int:
         """Return a number that is equal for classes with the same names in like bodies."""

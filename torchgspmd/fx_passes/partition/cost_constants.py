@@ -77,8 +77,8 @@ class CostConstants:
     retry_share: float = _constant(
         0.5,
         "share of what a layout would have cost more",
-        "a body's layout that lost is not tried again until the cost of the body has changed by so "
-        "much: what others cost changes with it",
+        "a body's layout that lost is not tried again, nor for like bodies, until the cost of the "
+        "body differs by so much: what others cost changes with it",
         "the U-Net of Stable Diffusion 1.5: a quarter of its trials, of which none would have won",
     )
     min_share: float = _constant(

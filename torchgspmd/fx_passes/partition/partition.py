@@ -26,7 +26,7 @@ from .assignment import Assignment
 from .cost_constants import CostConstants
 from .explain_costs import Decisions
 from .insert_collectives import insert_collectives
-from .search_memory import Memories, SearchMemory, situation
+from .search_memory import Memories, SearchMemory, Solution, Solutions, situation
 from .solver import Cotangents, Solver, Storable
 
 
@@ -41,6 +41,7 @@ def partition(
     storable: Storable | None = None,
     cotangents: Cotangents | None = None,
     constants: CostConstants = CostConstants(),
+    solutions: Solutions | None = None,
 ) -> fx.Graph:
     """Return the partitioned graph.
 
@@ -51,12 +52,15 @@ def partition(
     storable: maps the layout that an open output would have to the one it is to have.
     cotangents: input -> (the output whose layout it comes in, the open layout requested for it).
     constants: of the cost model.
+    solutions: of graphs that mostly have the same nodes, the first to start from.
     """
     shared = situation(graph, mesh, constants)
     memory = ({} if memories is None else memories).setdefault(shared, SearchMemory(*shared))
     assignment = Assignment(graph, mesh, input_specs, rules or Rules(), memory.interner, constants)
     solver = Solver(assignment, memory, outputs, storable, cotangents or {})
-    costs = solver.solve()
+    costs = solver.solve(({} if solutions is None else solutions).get(shared))
+    if solutions is not None:
+        solutions.setdefault(shared, Solution.of(assignment))
     if not keep_marks:
         solver.omit_unused_marks()
     partitioned = insert_collectives(assignment, costs)

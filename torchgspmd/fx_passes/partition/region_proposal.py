@@ -24,6 +24,8 @@ class RegionProposals:
     def __init__(self, op_search: OpSearch) -> None:
         self.op_search, self.assignment = op_search, op_search.assignment
         self.memory, self.strategies = op_search.memory, op_search.strategies
+        # proposal for a region in a phase -> the stamp of the region when it did not cost less
+        self.declined: dict[tuple[Region, Hashable, float], int] = {}
 
     def try_proposal(self, region: Region, kind: Hashable, propose: Callable[[], bool]) -> bool:
         """Assign the strategies that `propose` chooses for a region if they cost less.
@@ -31,6 +33,9 @@ class RegionProposals:
         Return whether they do. kind: tells apart the proposals for one region.
         """
         at, costs = self.assignment, self.op_search.costs
+        proposal_key = region, kind, costs.pending_bonus
+        if self.declined.get(proposal_key) == at.stamp(region.nodes):
+            return False
         before = [at.strategy_of[op.node] for op in region.ops]
         situation = (
             kind,
@@ -44,9 +49,11 @@ class RegionProposals:
                 [at.strategy_of[op.node] for op in region.ops] if cheaper else None
             )
             at.assign_all(region.ops, before)
-        if (proposal := self.memory.proposals[situation]) is not None:
-            at.assign_all(region.ops, proposal)
-        return proposal is not None
+        if (proposal := self.memory.proposals[situation]) is None:
+            self.declined[proposal_key] = at.stamp(region.nodes)
+            return False
+        at.assign_all(region.ops, proposal)
+        return True
 
     def assign_cheapest(
         self, op: Op, candidates: list[Strategy], neighborhood: Neighborhood

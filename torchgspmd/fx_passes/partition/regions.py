@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -24,7 +25,7 @@ from .assignment import Assignment
 from .cost_constants import CostConstants
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Region:
     """Operations with the values between them.
 
@@ -37,6 +38,11 @@ class Region:
     values: frozenset[fx.Node]
     value: fx.Node
 
+    @cached_property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes of the operations."""
+        return tuple(op.node for op in self.ops)
+
 
 @dataclass(frozen=True, eq=False)
 class Body:
@@ -47,6 +53,11 @@ class Body:
 
     ops: tuple[Op, ...]
     classes: tuple[Mapping[fx.Node, str], ...]
+
+    @cached_property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes of the operations."""
+        return tuple(op.node for op in self.ops)
 
 
 def adds(op: Op) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from torch import fx
 
 from ...mesh import Mesh
+from ...shard_spec import ShardSpec
 from ..ir import values
 from ..propagate.factors import Crowded, crowded
+from .assignment import Assignment
 from .cost_constants import CostConstants
 from .neighborhood import Interner, Strategy
 from .reshard import Resharder
-from .strategies import Strategies
+from .strategies import Strategies, marked
 
 
 class SearchMemory:
@@ -29,6 +34,38 @@ class SearchMemory:
 
 Situation = tuple[Mesh, Crowded, CostConstants]
 Memories = dict[Situation, SearchMemory]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a search ended with, by names of nodes: strategies with keys of operations, inputs."""
+
+    strategies: Mapping[str, tuple[int | None, Strategy]]
+    inputs: Mapping[str, ShardSpec]
+
+    @classmethod
+    def of(cls, assignment: Assignment) -> Solution:
+        """Return that of a search."""
+        return cls(
+            {
+                node.name: (assignment.ops[node].key, strategy)
+                for node, strategy in assignment.strategy_of.items()
+            },
+            {node.name: assignment.layout_of[node] for node in assignment.open_inputs},
+        )
+
+    def assign(self, assignment: Assignment) -> None:
+        """Assign it to another graph, where that has the same operations; not to marks."""
+        for node in assignment.open_inputs:
+            if node.name in self.inputs:
+                assignment.set_layout(node, self.inputs[node.name])
+        for op in assignment.ops.values():
+            key, strategy = self.strategies.get(op.node.name, (None, None))
+            if strategy is not None and key == op.key and marked(op) is None:
+                assignment.assign(op, strategy)
+
+
+Solutions = dict[Situation, Solution]
 
 
 def situation(graph: fx.Graph, mesh: Mesh, constants: CostConstants) -> Situation:

@@ -21,7 +21,7 @@ from .cost_model import CostModel
 from .input_search import InputSearch
 from .neighborhood import Strategy
 from .op_search import OpSearch
-from .search_memory import SearchMemory
+from .search_memory import SearchMemory, Solution
 from .strategies import marked
 from .sum_search import SumSearch
 
@@ -53,12 +53,21 @@ class Solver:
         """The cost model of the present phase."""
         return self.op_search.costs
 
-    def solve(self) -> CostModel:
-        """Assign a strategy to every operation; return the cost model of the last phase."""
+    def solve(self, former: Solution | None = None) -> CostModel:
+        """Assign a strategy to every operation; return the cost model of the last phase.
+
+        former: of a graph with mostly the same operations; only the last phase starts from it.
+        """
         at, constants = self.assignment, self.constants
+        if former is not None:
+            former.assign(at)
         for op in at.ops.values():
-            self.op_search.choose(op, first=True)
+            if op.node not in at.strategy_of:
+                self.op_search.choose(op, first=True)
         self._require_outputs()
+        if former is not None:
+            self._run_phase(constants.tie_break, constants.max_region_rounds)
+            return self.costs
         candidates = []
         for rounds in (0, constants.max_region_rounds):
             self._run_phase(constants.pending_bonus, rounds)
@@ -133,7 +142,9 @@ class Solver:
         order = list(self.assignment.ops.values())
         for sweep in range(self.constants.max_sweeps):
             changed = [
-                self.op_search.choose(op) for op in (order if sweep % 2 else reversed(order))
+                self.op_search.choose(op)
+                for op in (order if sweep % 2 else reversed(order))
+                if op.node in self.assignment.worklist
             ]
             changed += [*self.sums.improve(), *self.chains.improve()]
             changed += [self._choose_input(node) for node in self.assignment.open_inputs]
