@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ def main() -> None:
         f"{len(text.alphabet)} different; {run}"
     )
     model.divide(run.mesh, args.microbatches, args.repeats, args.stack)
+    if run.mesh and "stage" in run.mesh.names and RANK == 0:
+        draw_schedule(run, model, args.plot.parent / "schedule.svg")
     if run.mesh:
         model.microbatches = args.accumulate
         layout = LAYOUTS[args.layout].on(run.mesh)
@@ -88,6 +91,15 @@ def main() -> None:
         run.console.print(sample(config, weights, text, args.sample, args.seed), markup=False)
         run.console.rule()
     run.write(losses, first, "nats per character")
+
+
+def draw_schedule(run: Run, model: GPT, path: Path) -> None:
+    """What each stage of the pipeline does, from left to right."""
+    blocks: Any = model.blocks  # a pipeline
+    schedule = blocks.schedule()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(schedule.svg())
+    run.console.print(f"schedule: {path}, {schedule.share:.1%} of the time is idle")
 
 
 def sample(

@@ -9,11 +9,17 @@ from ranks import distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import torchgspmd as gspmd
+from torchgspmd.blocks.schedule import list_schedule
 
 MICROBATCHES = 4
-STAGES = {"1f1b": ((0,), (1,)), "zbv": ((0, 3), (1, 2))}  # of each process along the axis
+STAGES = {
+    "1f1b": ((0,), (1,)),
+    "zbv": ((0, 3), (1, 2)),
+    "listed": ((0,), (1,)),
+}  # of each process along the axis
 
 
 class Block(nn.Module):
@@ -34,7 +40,7 @@ def squared(result, target):
 )
 @distributed("stage=2,model=2")
 @pytest.mark.parametrize("schedule", STAGES)
-def test_gradients_are_those_of_one_process(mesh, schedule):
+def test_gradients_are_those_of_one_process(mesh, schedule, tmp_path):
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "model"))
     mine = STAGES[schedule][devices.get_local_rank("stage")]
     count = 2 * len(mine)
@@ -50,6 +56,11 @@ def test_gradients_are_those_of_one_process(mesh, schedule):
     ]
     if schedule == "1f1b":
         pipeline = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=squared)
+    elif schedule == "listed":
+        table = list_schedule(2, MICROBATCHES, split=True, memory=2).table
+        (tmp_path / "schedule.csv").write_text("\n".join(map(",".join, table)))
+        pipeline = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=squared)
+        pipeline._load_csv(str(tmp_path / "schedule.csv"))
     else:
         pipeline = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=squared)
 
@@ -64,7 +75,7 @@ def test_gradients_are_those_of_one_process(mesh, schedule):
         torch.testing.assert_close(torch.stack(losses).mean(), loss)
     for i, module in modules.items():
         programs = [program for each in module._programs.values() for program in each]
-        if schedule == "zbv":
+        if schedule != "1f1b":
             assert any(program.pieces for program in programs) == (i > 0)
         for found, expected in zip(module.parameters(), alone[i].parameters()):
             gradient = found.grad.full_tensor()

@@ -32,6 +32,7 @@ from ..device_mesh import mesh_of
 from ..errors import ShardingError, did_you_mean, user_line
 from ..mesh import Mesh
 from ..spec_notation import UNCONSTRAINED
+from .schedule import Schedule, Times, in_ticks
 from .stacked_blocks import StackedBlocks
 
 SCHEDULES = ("auto", "gpipe", "circular")
@@ -128,6 +129,10 @@ class Pipeline(StackedBlocks):
         super().__init__(blocks, "pipeline", places, stages * repeats * layers, mesh, axis)
         self.mesh, self.axis, self.microbatches = mesh, axis, microbatches
         self.repeats, self.recompute, self.stages, self.layers = repeats, recompute, stages, layers
+
+    def schedule(self, times: Times | None = None) -> Schedule:
+        """Return what each device does when; times: of the pieces of a stage."""
+        return in_ticks(self.stages, self.microbatches, self.repeats, times)
 
     def extra_repr(self) -> str:
         return (
