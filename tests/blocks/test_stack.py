@@ -88,6 +88,23 @@ def test_the_program_has_the_size_of_one_block():
         assert sent[1] < 32.1 * sent[0]
 
 
+def test_recompute_keeps_what_passes_from_block_to_block():
+    x, count = torch.empty(64, 32, 16, dtype=torch.double, device="meta"), 8
+    saved = []
+    for recompute in (False, True):
+        model = Model(blocks_of(count, TENSOR_PARALLEL, width=16), recompute=recompute)
+        plan = gspmd.plan(model, x, mesh=MESH, in_specs="data _ _", grad=True)
+        saved.append(plan.report().memory.saved)
+    passed = 64 // 2 * 32 * 16 * 8  # bytes of what a block returns
+    assert (
+        (count + 1) * passed
+        <= saved[1]
+        < (count + 4) * passed
+        < 2 * (count + 2) * passed
+        < saved[0]
+    )
+
+
 @pytest.mark.parametrize("recompute", (False, True))
 def test_each_block_drops_others(recompute):
     """The numbers are those of one device, and gradients are those of the values that are left."""

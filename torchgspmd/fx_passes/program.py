@@ -110,7 +110,7 @@ class Program:
     `localize` on. rank, boundary: who runs it, and on which layouts, once it is lowered.
     backward: from `split_joint` on the program of the backward; graph is the forward's then.
     call: the loop whose body the graph is.
-    solutions: of partitioning it, where several ways are tried; the later ones start from the first.
+    solutions: of partitioning it, where several ways are tried; later ones start from the first.
     changed: names of the passes that changed it. seconds: by pass. printed: the last dump.
     """
 
