@@ -44,6 +44,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ("comm",),
     ("manual",),
     ("rules", "prefix_specs", "runtime"),
+    ("moe",),
     ("custom_ops", "collectives"),
     ("annotate",),
     ("shard_spec",),

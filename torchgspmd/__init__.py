@@ -2,7 +2,7 @@
 tensors, run it on a mesh.
 """
 
-from . import collectives
+from . import collectives, moe
 from .annotate import annotate, mark_sharding
 from .api import Plan, plan
 from .blocks import pipeline, stack
@@ -39,6 +39,7 @@ __all__ = [
     "doctor",
     "manual",
     "mark_sharding",
+    "moe",
     "parallelize",
     "pipeline",
     "plan",

@@ -1,15 +1,16 @@
 """A GPT whose every second block has experts in the place of its feed-forward layer.
 
 Letters in the comments: b batch, s sequence, m model width, e experts, k choices of a token, c
-places that an expert has for one sequence (its capacity), h hidden width of an expert. The rest is
-the GPT of examples/gpt, and so are the names of dimensions.
+places that an expert has for one sequence (its capacity), h hidden width of an expert, r rows, of
+which each is a choice of a token. The rest is the GPT of examples/gpt, and so are the names of
+dimensions.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchgspmd import Layout, Mesh, annotate, mark_sharding
+from torchgspmd import Layout, Mesh, annotate, mark_sharding, moe
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from gpt.model import DP, GPT, Block
@@ -49,8 +50,12 @@ LAYOUTS = {"ep": EP, "dp_ep": DP_EP, "ep_tp": EP_TP}
 class Config(GPTConfig):
     experts: int = 8
     choices: int = 2  # how many experts a token is sent to
+    router: str = "capacity"  # or dropless
     capacity: float = 1.25  # places of an expert, relative to what it needs if all have as many
-    expert_hidden: int = field(default=0)  # of one expert; 0: 2 x width
+    room: float = 0  # of dropless: for rows from a device to another, over the even share; 0: all
+    shards: int = 1  # with room: how many devices have different experts,
+    groups: int = 1  # and how many have the same
+    expert_hidden: int = 0  # of one expert; 0: 2 x width
     balance: float = 0.01  # weight of the loss that keeps the loads of experts equal
     z: float = 0.001  # weight of the loss that keeps the logits of the router small
 
@@ -87,24 +92,43 @@ class Router(nn.Module):
         return weights, chosen, loads, config.balance * balance + config.z * z
 
 
-class CapacityExperts(nn.Module):
-    """Experts with a fixed number of places for each sequence (GShard, arXiv 2006.16668).
-
-    All is a product with tensors of zeros and ones. A choice that comes after as many others as an
-    expert has places is dropped: the token passes this expert by, on the residual stream.
-    """
+class Experts(nn.Module):
+    """x [b, s, m] -> y [b, s, m], and what became of the choices."""
 
     def __init__(self, config: Config):
         super().__init__()
-        width, hidden = config.width, config.expert_hidden or 2 * config.width
+        width, hidden, std = config.width, config.expert_hidden or 2 * config.width, 0.02
         self.config, self.router = config, Router(config)
-        std = 0.02
         self.up = nn.Parameter(torch.randn(config.experts, width, hidden) * std)  # [e, m, h]
         self.down = nn.Parameter(
             torch.randn(config.experts, hidden, width) * std / math.sqrt(2 * config.layers)
         )  # [e, h, m]
         mark_sharding(self.up, "expert embed hidden")
         mark_sharding(self.down, "expert hidden embed")
+
+
+class DroplessExperts(Experts):
+    """Experts that compute all rows that come to them, sorted by expert.
+
+    With room for so many rows from a device to another, rows are sent; without, all tokens are.
+    """
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:  # [b, s, m]
+        weights, chosen, loads, loss = self.router(x)
+        config = self.config
+        sent = {"shards": config.shards, "groups": config.groups, "capacity": config.room}
+        routed = moe.dispatch(x, chosen, config.experts, **sent if config.room else {})
+        y = F.gelu(moe.grouped_mm(routed.rows, self.up, routed.ends))  # [r, h]
+        y = moe.grouped_mm(y, self.down, routed.ends)  # [r, m]
+        return moe.combine(y, routed, weights.to(x.dtype)), Routing(loss, loads, routed.dropped)
+
+
+class CapacityExperts(Experts):
+    """Experts with a fixed number of places for each sequence (GShard, arXiv 2006.16668).
+
+    All is a product with tensors of zeros and ones. A choice that comes after as many others as an
+    expert has places is dropped: the token passes this expert by, on the residual stream.
+    """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:  # [b, s, m]
         weights, chosen, loads, loss = self.router(x)
@@ -128,10 +152,13 @@ class CapacityExperts(nn.Module):
         return ((before[..., None] == place) & (taken[..., None] > 0)).transpose(1, 2)
 
 
+ROUTERS = {"capacity": CapacityExperts, "dropless": DroplessExperts}
+
+
 class ExpertBlock(Block):
     def __init__(self, config: Config):
         super().__init__(config)
-        self.feed_forward = CapacityExperts(config)
+        self.feed_forward = ROUTERS[config.router](config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:  # x [b, s, m]
         x = mark_sharding(x + self.attention(self.norm1(x)), "batch stream width")
@@ -174,9 +201,10 @@ def example(
     heads: int = 16,
     width: int = 1024,
     experts: int = 64,
+    router: str = "capacity",
     vocabulary: int = 32000,
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The model and a batch for `python -m torchgspmd plan`, in bfloat16."""
-    config = Config(vocabulary, context, layers, heads, width, experts=experts)
+    config = Config(vocabulary, context, layers, heads, width, experts=experts, router=router)
     tokens = torch.zeros(batch, context, dtype=torch.long)
     return annotate(MoE(config).bfloat16(), LAYOUTS[layout].on(mesh)), (tokens, tokens)

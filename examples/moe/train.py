@@ -23,7 +23,7 @@ from common.report import figure, print_plan
 from common.run import RANK, Run, leave, options, train
 from common.text import load_text
 from gpt.data import Characters
-from model import LAYOUTS, Config, MoE
+from model import LAYOUTS, ROUTERS, Config, MoE
 
 HERE = Path(__file__).resolve().parent
 
@@ -41,8 +41,12 @@ def arguments() -> argparse.Namespace:
     add("--width", type=int, default=128)
     add("--context", type=int, default=128, help="length of a sequence")
     add("--experts", type=int, default=8)
+    add("--router", choices=list(ROUTERS), default="capacity", help="dropless: no expert is full")
     add("--choices", type=int, default=2, help="how many experts a character is sent to")
     add("--capacity", type=float, default=1.25, help="places of an expert, over its even share")
+    add(
+        "--room", type=float, default=0, help="of dropless: send rows, with so much room; 0: tokens"
+    )
     add("--balance", type=float, default=0.01, help="weight of the loss that keeps loads equal")
     add("--z", type=float, default=0.001, help="weight of the loss of the router's logits")
     add(
@@ -62,7 +66,7 @@ def main() -> None:
     text = run.load(lambda: Characters(load_text(args.text, args.cache)))
 
     torch.manual_seed(args.seed)
-    model = MoE(configured(args, len(text.alphabet))).to(run.device, run.dtype)
+    model = MoE(configured(args, len(text.alphabet), run.mesh)).to(run.device, run.dtype)
     run.console.print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text.tokens):,} "
         f"characters of {args.text}, {len(text.alphabet)} different; {run}"
@@ -109,7 +113,8 @@ def main() -> None:
         run.console.print(f"loads of experts: {args.picture}")
 
 
-def configured(args: argparse.Namespace, vocabulary: int) -> Config:
+def configured(args: argparse.Namespace, vocabulary: int, mesh: gspmd.Mesh | None) -> Config:
+    shards, groups = (dict(mesh.axes).get(n, 1) if mesh else 1 for n in ("expert", "data"))
     return Config(
         vocabulary,
         args.context,
@@ -117,8 +122,12 @@ def configured(args: argparse.Namespace, vocabulary: int) -> Config:
         args.heads,
         args.width,
         experts=args.experts,
+        router=args.router,
         choices=args.choices,
         capacity=args.capacity,
+        room=args.room,
+        shards=shards,
+        groups=groups,
         balance=args.balance,
         z=args.z,
     )
@@ -127,7 +136,7 @@ def configured(args: argparse.Namespace, vocabulary: int) -> Config:
 def plan(args: argparse.Namespace, vocabulary: int = 128) -> None:
     mesh = args.mesh or gspmd.Mesh(expert=1)
     with torch.device("meta"):
-        model = MoE(configured(args, vocabulary))
+        model = MoE(configured(args, vocabulary, mesh))
         tokens = torch.empty(args.batch, args.context, dtype=torch.long)
     title = f"{args.batch} x {args.context} characters; {args.layout}"
     print_plan(title, LAYOUTS[args.layout].on(mesh), model, tokens, tokens)

@@ -150,22 +150,33 @@ def test_simulated_vision_transformer(mesh: str, layout: str, digits: Digits) ->
     check(gspmd.plan(model, images, labels, mesh=marks, grad=True), model, loss, images, labels)
 
 
-MOE_MESHES = {"ep": "expert=4", "dp_ep": "data=2,expert=2", "ep_tp": "expert=2,model=2"}
-
-
-@pytest.mark.parametrize("layout", MOE_LAYOUTS)
-def test_simulated_experts(layout: str, text: Characters) -> None:
+@pytest.mark.parametrize(
+    "layout, mesh, options",
+    [
+        ("ep", "expert=4", {}),
+        ("dp_ep", "data=2,expert=2", {}),
+        ("ep_tp", "expert=2,model=2", {"router": "dropless"}),
+        (
+            "dp_ep",
+            "data=2,expert=2",
+            {"router": "dropless", "room": 1.9, "shards": 2, "groups": 2},
+        ),
+    ],
+)
+def test_simulated_experts(layout: str, mesh: str, options: dict, text: Characters) -> None:
     """6 sequences do not divide over expert=4. Loads and drops are those of all tokens."""
     torch.manual_seed(0)
-    model = MoE(MoEConfig(len(text.alphabet), context=16, layers=2, heads=4, width=16)).double()
+    config = MoEConfig(len(text.alphabet), context=16, layers=2, heads=4, width=16, **options)
+    model = MoE(config).double()
     batch = text.batch(0, seed=0, size=6, context=16)
     loss, loads, dropped = model(*batch)
     loss.backward()
-    marks = MOE_LAYOUTS[layout].on(gspmd.Mesh.parse(MOE_MESHES[layout]))
+    marks = MOE_LAYOUTS[layout].on(gspmd.Mesh.parse(mesh))
     plan = gspmd.plan(model, *batch, mesh=marks, grad=True)
     check(plan, model, loss, *batch)
     (_, simulated, lost), _ = plan.simulate(*batch)
-    assert dropped > 0 and (loads.equal(simulated), dropped.equal(lost)) == (True, True)
+    assert (dropped > 0) == ("router" not in options)
+    assert (loads.equal(simulated), dropped.equal(lost)) == (True, True)
 
 
 def test_layouts_say_what_is_marked() -> None:
@@ -267,6 +278,15 @@ def test_training_on_processes(
     assert len(losses) == len(single[example]) == 20
     assert max(abs(a - b) / b for a, b in zip(losses, single[example])) <= 1e-4
     assert single[example][-1] < single[example][0] - 0.1
+
+
+@pytest.mark.distributed
+@pytest.mark.xdist_group("ranks")
+def test_training_without_dropped_tokens(runs: Path) -> None:
+    options = ("--router", "dropless", "--steps", "10")
+    one = train(runs, "moe", "dropless", *options)
+    four = train(runs, "moe", "dropless-4", *options, mesh="expert=4")
+    assert len(one) == 10 and max(abs(a - b) / b for a, b in zip(four, one)) <= 1e-5
 
 
 @pytest.mark.distributed

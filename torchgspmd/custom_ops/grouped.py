@@ -184,6 +184,23 @@ def _(xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tens
     return xs.new_empty(*xs.shape[:2], ws.shape[3])
 
 
+def _save_blocks(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.blocks = inputs[3:]
+
+
+def _blocks_backward(ctx: Any, grad: Tensor) -> tuple:
+    xs, ws, ends = ctx.saved_tensors
+    return (
+        block_mm(grad, ws.mT, ends, *ctx.blocks) if ctx.needs_input_grad[0] else None,
+        block_outer(xs, grad, ends, *ctx.blocks) if ctx.needs_input_grad[1] else None,
+        *[None] * (1 + len(ctx.blocks)),
+    )
+
+
+block_mm.register_autograd(_blocks_backward, setup_context=_save_blocks)
+
+
 @block_outer.register_fake
 def _(xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
     width = groups_of_block(ends.shape[0], blocks)

@@ -47,6 +47,8 @@ _BLOCKS = {"replicated": "t p", "local": LocalForm(_emit_blocks, when="d", posit
 _PRODUCT = {"contraction": True, "chosen": "d p", "linear": [[0], [1]]}
 rule(ours.block_mm.default, "d t k, d p k n, 1 -> d t n", reduce="k", **_PRODUCT, **_BLOCKS)
 rule(ours.block_outer.default, "d t k, d t n, 1 -> d p k n", **_PRODUCT, **_BLOCKS)
+# All devices check all counts: if there is no room on one, all of them raise.
+rule(ours.within.default, "g d p -> g d p", replicated="g d p")
 rule(ours.take_blocks.default, "t ..., 1 -> d t ...", linear=[[0]], **_BLOCKS)
 rule(ours.put_blocks.default, "d t ..., 1 -> t ...", reduce="d", linear=[[0]], **_BLOCKS)
 

@@ -1,0 +1,50 @@
+"""Experts on real processes: tokens of all routings come to their experts and back."""
+
+import pytest
+import torch
+from expert_layer import Experts, batch
+from ranks import distributed
+
+import torchgspmd as gspmd
+from torchgspmd import ShardingError
+
+
+def close(a, b):
+    a = a.full_tensor() if hasattr(a, "full_tensor") else a
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@distributed("expert=2", "expert=4")
+def test_experts_compute_what_one_device_does(mesh):
+    devices = mesh.size
+    for cut in ({}, {"shards": devices}):
+        torch.manual_seed(0)
+        model = Experts(8, 16, 8, **cut)
+        alone = Experts(8, 16, 8)
+        alone.load_state_dict(model.state_dict())
+        gspmd.annotate(model, mesh, {"*": "expert _ _"})
+        model = gspmd.parallelize(model, mesh, in_specs=("expert _", "expert _", "expert _"))
+        for kind in ("uniform", "skewed", "to one", "empty experts"):
+            x, chosen, weights = batch(kind, 32, 16, 8)
+            y, _ = model(x, chosen, weights)
+            y.square().sum().backward()
+            theirs = batch(kind, 32, 16, 8)
+            expected = alone.whole(*theirs)
+            expected.square().sum().backward()
+            close(y, expected)
+            close(x.grad, theirs[0].grad)
+            close(weights.grad, theirs[2].grad)
+            for p, q in zip(model.parameters(), alone.parameters()):
+                close(p.grad, q.grad)
+                p.grad = q.grad = None
+
+
+@distributed("expert=2")
+def test_all_ranks_raise_if_there_is_no_room(mesh):
+    model = Experts(4, 8, 8, shards=2, capacity=1.0)
+    gspmd.annotate(model, mesh, {"*": "expert _ _"})
+    model = gspmd.parallelize(model, mesh, in_specs=("expert _", "expert _", "expert _"))
+    x, chosen, weights = batch("uniform", 16, 8, 4)
+    model(x, chosen, weights)
+    with pytest.raises(ShardingError, match="which has room for 8"):
+        model(x, torch.where(torch.arange(16).unsqueeze(1) < 8, 0, chosen), weights)

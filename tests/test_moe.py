@@ -1,0 +1,144 @@
+"""Rows by experts: numbers of one device, no weight gathered, few bytes, no silent drops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_layer import CHOICES, Experts, batch
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh, ShardingError, moe
+
+ROUTINGS = ("uniform", "skewed", "to one", "empty experts")
+WIDTH = 256
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def planned(model: Experts, mesh: Mesh, *arguments: torch.Tensor) -> gspmd.Plan:
+    """The plan with experts along `expert` and tokens along all axes."""
+    gspmd.annotate(model, mesh, {"*": "expert _ _"})
+    rows = f"{'+'.join(mesh.names)} _"
+    specs = {"in_specs": (rows, rows, rows), "out_specs": (rows, "")}
+    return gspmd.plan(model, *arguments, mesh=mesh, grad=True, **specs)
+
+
+def check(model: Experts, plan: gspmd.Plan, *arguments: torch.Tensor) -> None:
+    """Compare with every expert on every token."""
+    (y, dropped), gradients = plan.simulate(*arguments, _poison=True)
+    expected = model.whole(*arguments)
+    close(y, expected)
+    assert dropped == 0
+    wanted = torch.autograd.grad(expected.sum(), [*model.parameters()])
+    for (name, _), gradient in zip(model.named_parameters(), wanted):
+        close(gradients[name], gradient)
+    smallest = model.up.numel() * 8 / 2
+    assert all(c.payload_bytes < smallest for c in plan.collectives if c.kind == "all_gather")
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("cut", [{}, {"shards": 4}, {"shards": 2, "groups": 2}, {"groups": 3}])
+def test_one_device(kind, cut):
+    """Five experts: the last shard has fewer, or none. Leading dimensions stay."""
+    torch.manual_seed(0)
+    model, arguments = Experts(5, 6, 4, **cut), batch(kind, 24, 6, 5)
+    y, dropped = model(*(t.unflatten(0, (4, 6)) for t in arguments))
+    close(y.flatten(0, 1), model.whole(*arguments))
+    assert dropped == 0
+    wanted = [arguments[0], arguments[2], *model.parameters()]
+    found = torch.autograd.grad(y.square().sum(), wanted)
+    for a, b in zip(found, torch.autograd.grad(model.whole(*arguments).square().sum(), wanted)):
+        close(a, b)
+
+
+def test_rows_are_sorted_and_torch_takes_them():
+    x, chosen, _ = batch("skewed", 24, 8, 4)
+    routed = moe.dispatch(x.detach(), chosen, 4)
+    experts, order = chosen.flatten().sort(stable=True)
+    close(routed.rows, x[order // CHOICES])
+    assert routed.ends.tolist() == [(experts <= e).sum().item() for e in range(4)]
+    w = torch.randn(4, 8, 16)
+    torch.testing.assert_close(
+        moe.grouped_mm(routed.rows.float(), w, routed.ends),
+        torch._grouped_mm(routed.rows.float(), w, offs=routed.ends),
+    )
+
+
+@pytest.mark.parametrize("devices", (2, 4))
+def test_tokens_come_to_all_experts(devices):
+    """Forward and backward: tokens are gathered and sums scattered, once each."""
+    torch.manual_seed(0)
+    tokens = 16 * devices
+    model = Experts(8, WIDTH, 64)
+    plan = planned(model, Mesh(expert=devices), *batch("uniform", tokens, WIDTH, 8))
+    for kind in ROUTINGS:
+        check(model, plan, *batch(kind, tokens, WIDTH, 8))
+    assert plan.sent_bytes <= 1.02 * 4 * (devices - 1) * 16 * WIDTH * 8
+
+
+@pytest.mark.parametrize("capacity, kinds", [(1.0, ROUTINGS[:1]), (4.0, ROUTINGS[1:])])
+def test_rows_go_to_their_experts(capacity, kinds):
+    """An even share of room is enough for the uniform routing; the others have all there may be."""
+    torch.manual_seed(0)
+    model = Experts(8, WIDTH, 64, shards=4, capacity=capacity)
+    plan = planned(model, Mesh(expert=4), *batch("uniform", 64, WIDTH, 8))
+    for kind in kinds:
+        check(model, plan, *batch(kind, 64, WIDTH, 8))
+    rows = 16 * CHOICES * 3 / 4 * capacity
+    assert plan.sent_bytes <= 1.02 * 4 * rows * WIDTH * 8
+    if capacity == 1:
+        large = [c for c in plan.collectives if c.sent_bytes > WIDTH * 8]
+        assert [c.kind for c in large] == ["all_to_all"] * 4
+
+
+def test_groups_of_devices_have_all_experts():
+    torch.manual_seed(0)
+    model = Experts(6, 32, 64, shards=2, groups=2, capacity=1.9)
+    arguments = batch("skewed", 48, 32, 6)
+    check(model, planned(model, Mesh(data=2, expert=2), *arguments), *arguments)
+
+
+def test_more_devices_than_experts():
+    torch.manual_seed(0)
+    model, arguments = Experts(3, 16, 128, shards=4), batch("skewed", 32, 16, 3)
+    check(model, planned(model, Mesh(expert=4), *arguments), *arguments)
+
+
+def test_rows_without_room_are_counted():
+    """On every mesh the same are dropped: of 8 choices of each of 4 parts, 4 have room."""
+    torch.manual_seed(0)
+    model = Experts(4, 8, 8, shards=4, capacity=2.0, overflow="count")
+    arguments = batch("to one", 16, 8, 4)
+    y, dropped = model(*arguments)
+    (simulated, count), _ = planned(model, Mesh(expert=4), *arguments).simulate(*arguments)
+    close(simulated, y)
+    assert dropped == count == 16
+    close(y.view(4, 4, 8)[:, :2], model.whole(*arguments).view(4, 4, 8)[:, :2])
+    assert not y.view(4, 4, 8)[:, 2:].any()
+
+
+def test_rows_without_room_are_an_error():
+    model = Experts(4, 8, 8, shards=4, capacity=2.0)
+    arguments = batch("to one", 16, 8, 4)
+    message = "8 rows go from one shard of the tokens to one of the experts, which has room for 4"
+    with pytest.raises(ShardingError, match=message):
+        model(*arguments)
+    with pytest.raises(ShardingError, match=message):
+        planned(model, Mesh(expert=4), *arguments).simulate(*arguments)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x, c: moe.dispatch(x, c[1:], 4), "differ in more than the last dimension"),
+        (lambda x, c: moe.dispatch(x, c, 4, overflow="eror"), "no overflow 'eror'"),
+        (lambda x, c: moe.dispatch(x, c, 4, shards=3), "cannot be cut into 1 groups of 3"),
+        (lambda x, c: moe.grouped_mm(x, x[:, None], torch.ones(5)), "does not have a matrix"),
+        (lambda x, c: moe.combine(x, moe.dispatch(x, c, 4), c), "do not fit"),
+    ],
+)
+def test_wrong_arguments(call, message):
+    with pytest.raises(ShardingError, match=message):
+        call(torch.ones(16, 8), torch.zeros(16, CHOICES, dtype=torch.long))
