@@ -1,6 +1,7 @@
 """What attention of long sequences sends and computes, for shapes of real models. Nothing is run.
 
-    python benchmarks/long_context.py [--only llama] [--layers 2] [--markdown] [--show]
+    python benchmarks/long_context.py [--only llama] [--layers 2] [--show]
+    python benchmarks/long_context.py --xla 8        rows of 8 devices, in the environment of XLA
 
 Each row is the forward of a few layers, from tokens (or patches) to a loss, whose sequence lies
 along one axis. Three numbers of a device stand beside it:
@@ -10,12 +11,16 @@ along one axis. Three numbers of a device stand beside it:
     work     scores that the last device to finish computes, over an even split of those that the
              program needs. Of a mask that is passed as a tensor these are all scores.
     peak     memory, over that of one device
+
+--xla has XLA partition the same programs for virtual devices, with 1/32 of the tokens and 1/16 of
+all widths, and compares both with the formulas at these sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -72,7 +77,7 @@ SHAPES = (
     Shape("Gemma 2B", 8, 1, 256, 2048, 512 * K, 32),
     Shape("ViT-L", 16, 16, 64, 1024, 32 * K, 8, causal=False),
     Shape("ViT-22B", 48, 48, 128, 6144, 256 * K, 32, causal=False),
-    Shape("Whisper large", 20, 20, 64, 1280, 48_000, 16, causal=False),
+    Shape("Whisper large", 20, 20, 64, 1280, 48 * K, 16, causal=False),
 )
 
 
@@ -205,6 +210,21 @@ def row(shape: Shape, layers: int, show: bool) -> list[str]:
     ]
 
 
+def beside_xla(shape: Shape, layers: int) -> list[str]:
+    """Return what both send of a smaller program, over the least."""
+    small = replace(
+        shape,
+        head=shape.head // 16,
+        width=shape.width // 16,
+        tokens=shape.tokens // 32,
+        window=shape.window // 32,
+    )
+    mesh = mesh_of(small)
+    plan = gspmd.plan(layers_of(small, mesh), *inputs_of(small, layers), mesh=mesh)
+    sent = gspmd.compare_with_xla(plan).bytes
+    return [shape.name, str(shape.devices), *(f"{x / layers / small.least:.3f}" for x in sent)]
+
+
 HEAD = [
     "model",
     "heads",
@@ -226,11 +246,19 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the model's name")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--show", action="store_true", help="print the plans")
+    parser.add_argument("--xla", type=int, metavar="DEVICES", help="compare with XLA's bytes")
     args = parser.parse_args()
+    if args.xla:
+        os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(args.xla)}
+    rows = [s for s in SHAPES if args.only.lower() in s.name.lower()]
+    for shape in rows if args.xla else ():
+        if shape.devices == args.xla:
+            print(f"| {' | '.join(beside_xla(shape, args.layers))} |", flush=True)
+    if args.xla:
+        return
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
-    for shape in SHAPES:
-        if args.only.lower() in shape.name.lower():
-            print(f"| {' | '.join(row(shape, args.layers, args.show))} |", flush=True)
+    for shape in rows:
+        print(f"| {' | '.join(row(shape, args.layers, args.show))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -228,21 +229,36 @@ def test_causal_work_is_balanced(devices: int) -> None:
         assert sum(visible) == 48 * 49 / 2 / devices
 
 
-def test_stages_under_vmap_send_nothing() -> None:
-    spec, kv = "stage _ _ _ _", 2
-    q, k, v, grad = (torch.stack([x] * 4) for x in tensors(4, kv, 6, 6))
+def stage(x: Tensor, qkv: Tensor, out: Tensor, mask: Tensor | None) -> Tensor:
+    """x [b, s, m]: one block of a Transformer, but for its feed-forward layer."""
+    q, k, v = torch.einsum("bsm,mcnd->cbnsd", F.layer_norm(x, x.shape[-1:]), qkv)
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+    return x + torch.einsum("bnsd,ndm->bsm", y, out)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = torch.vmap(
-            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        )(*leaves)
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_stages_under_vmap_send_nothing(masked: bool) -> None:
+    torch.manual_seed(0)
+    sizes = ((4, 2, 6, 8), (4, 8, 3, 2, 4), (4, 2, 4, 8), (4, 2, 6, 8))
+    inputs = [torch.randn(size, dtype=torch.float64) for size in sizes]
+    specs = ["stage" + " _" * (x.dim() - 1) for x in inputs]
+    mask = (torch.arange(6) < 5).repeat(6, 1) if masked else None
+
+    def attend(*args: Any) -> tuple:
+        *leaves, grad = (x.detach().requires_grad_() for x in args[:4])
+        out = torch.vmap(lambda *x: stage(*x, args[4]))(*leaves)
         return out, *torch.autograd.grad(out, leaves, grad)
 
-    inputs = (q, k, v, grad)
-    result = plan(attend, *inputs, mesh=Mesh(stage=4), in_specs=(spec,) * 4, out_specs=(spec,) * 4)
+    result = plan(
+        attend,
+        *inputs,
+        mask,
+        mesh=Mesh(stage=4),
+        in_specs=(*specs, None),
+        out_specs=(specs[0], *specs[:3]),
+    )
     assert not result.collectives
-    compare(result.simulate(*inputs), attend(*inputs))
+    compare(result.simulate(*inputs, mask), attend(*inputs, mask))
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "padding", "bias"])
