@@ -39,7 +39,17 @@ def check(model: Experts, plan: gspmd.Plan, *arguments: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
-@pytest.mark.parametrize("cut", [{}, {"shards": 4}, {"shards": 2, "groups": 2}, {"groups": 3}])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {},
+        {"shards": 4},
+        {"shards": 3, "groups": 2},
+        {"groups": 3},
+        {"shards": 4, "capacity": 4.0},
+        {"shards": 2, "groups": 2, "capacity": 2.0},
+    ],
+)
 def test_one_device(kind, cut):
     """Five experts: the last shard has fewer, or none. Leading dimensions stay."""
     torch.manual_seed(0)
@@ -93,11 +103,17 @@ def test_rows_go_to_their_experts(capacity, kinds):
         assert [c.kind for c in large] == ["all_to_all"] * 4
 
 
-def test_groups_of_devices_have_all_experts():
+@pytest.mark.parametrize("capacity", (None, 1.9))
+def test_groups_of_devices_have_all_experts(capacity):
+    """Tokens leave their group for nothing; gradients of weights are summed over the groups."""
     torch.manual_seed(0)
-    model = Experts(6, 32, 64, shards=2, groups=2, capacity=1.9)
-    arguments = batch("skewed", 48, 32, 6)
-    check(model, planned(model, Mesh(data=2, expert=2), *arguments), *arguments)
+    model = Experts(6, WIDTH, 64, shards=2, groups=2, capacity=capacity)
+    arguments = batch("skewed", 48, WIDTH, 6)
+    plan = planned(model, Mesh(data=2, expert=2), *arguments)
+    check(model, plan, *arguments)
+    if capacity is None:
+        weights = sum(p.numel() // 2 * 8 for p in model.parameters())
+        assert plan.sent_bytes <= 1.02 * (4 * 12 * WIDTH * 8 + weights)
 
 
 def test_more_devices_than_experts():
@@ -134,7 +150,7 @@ def test_rows_without_room_are_an_error():
     [
         (lambda x, c: moe.dispatch(x, c[1:], 4), "differ in more than the last dimension"),
         (lambda x, c: moe.dispatch(x, c, 4, overflow="eror"), "no overflow 'eror'"),
-        (lambda x, c: moe.dispatch(x, c, 4, shards=3), "cannot be cut into 1 groups of 3"),
+        (lambda x, c: moe.dispatch(x, c, 4, shards=3, capacity=1.0), "cannot be cut into 3 parts"),
         (lambda x, c: moe.grouped_mm(x, x[:, None], torch.ones(5)), "does not have a matrix"),
         (lambda x, c: moe.combine(x, moe.dispatch(x, c, 4), c), "do not fit"),
     ],

@@ -8,11 +8,11 @@ Plain PyTorch, of one meaning on one device and on a mesh. With experts sharded 
 tokens each of width M, k choices a token and b bytes a number, a device sends in the forward, and
 again in the backward:
 
-    shards=1            2 (n-1) T M b           all tokens come to all experts, sums are scattered
-    shards=n, capacity  2 (n-1)/n k T M b c     rows go to their experts and back, by all_to_all
+    capacity=None           2 (n-1) T M b           tokens come to all experts, sums are scattered
+    shards=n, capacity=c    2 (n-1)/n k T M b c     rows go to their experts and back: all_to_all
 
-The first needs no bound of the rows that a device may have; the second sends less where n > c k,
-and c, the capacity, is room relative to an even share. Source: dispatchers of Megatron-LM and
+The first needs no bound of the rows that come to a device; the second sends less where n > c k, and
+c, the capacity, is room relative to an even share. Source: dispatchers of Megatron-LM and
 torchtitan, which users call with process groups; groups and capacities of GShard (arXiv
 2006.16668).
 """
@@ -39,15 +39,17 @@ class Dispatched(NamedTuple):
     rows: [t k, m]; with shards [groups shards, s, m], where a block begins with its experts' rows.
     ends: int32 [groups experts]: the row behind those of each expert, if there were no gaps.
     dropped: Choices that had no room, as a number without dimensions.
-    slots: [t, k]: where the row of each choice is; -1 for one that was dropped.
-    order: [groups shards, s]: the received row that each row of a block was; None with one shard.
+    slots: [t, k]: where the row of each choice is, -1 for one that was dropped; None for blocks of
+        gathered tokens.
+    order: [groups shards, s]: the received row that each row of a block was; of blocks of gathered
+        tokens the choice of each row, -1 if it has none.
     shards: Into how many parts experts are cut.
     """
 
     rows: Tensor
     ends: Tensor
     dropped: Tensor
-    slots: Tensor
+    slots: Tensor | None
     order: Tensor | None
     shards: int
 
@@ -65,16 +67,17 @@ def dispatch(
 
     Tokens of one expert stay in their order. Neither the result nor what is dropped depends on the
     mesh; the latter depends on shards and groups. At best `shards` is the number of devices along
-    the axis of the experts, and `groups` that along other axes of the tokens.
+    the axis of the experts, and `groups` that along other axes of the tokens, which come first.
 
     Args:
         x: Tokens [..., m].
         expert_index: The experts of each token, [..., k].
         experts: How many there are.
-        shards: Into how many parts the experts are cut, and the tokens of a group, in their order.
-        groups: Into how many groups tokens are cut, each with rows of its own; needs shards.
-        capacity: Room for the rows from one part of the tokens to one part of the experts, relative
-            to an even share. None: room for all that there may be.
+        shards: Into how many parts the experts are cut, in their order, and with a capacity the
+            tokens of a group.
+        groups: Into how many groups the tokens are cut, each with rows of its own.
+        capacity: Send rows, with room for those from one part of the tokens to one part of the
+            experts relative to an even share. None: all tokens of a group come to all its experts.
         overflow: What happens to rows for which there is no room: "error" raises, "count" drops
             them, and `dropped` says how many.
 
@@ -91,11 +94,13 @@ def dispatch(
         >>> routed.rows.flatten().tolist(), routed.ends.tolist()
         ([0.0, 2.0, 0.0, 1.0, 1.0, 2.0], [2, 4, 6, 6])
     """
-    _check(x, expert_index, experts, shards, groups, overflow)
+    _check(x, expert_index, experts, groups * (1 if capacity is None else shards), overflow)
     chosen = expert_index.flatten(0, -2)
     tokens = x.flatten(0, -2)
     if shards == groups == 1:
         return _sorted(tokens, chosen, experts)
+    if capacity is None:
+        return _gathered(tokens, chosen, experts, (groups, shards))
     return _sent(tokens, chosen, experts, (groups, shards), capacity, overflow)
 
 
@@ -161,25 +166,29 @@ def combine(rows: Tensor, routed: Dispatched, weights: Tensor) -> Tensor:
         >>> moe.combine(routed.rows, routed, torch.full((3, 2), 0.5)).equal(x)
         True
     """
-    if rows.shape[:-1] != routed.rows.shape[:-1] or weights.numel() != routed.slots.numel():
+    if rows.shape[:-1] != routed.rows.shape[:-1] or weights.numel() != _choices(routed):
         raise ShardingError(
             f"rows of shape {list(rows.shape)} and weights of shape {list(weights.shape)} do not "
-            f"fit {list(routed.rows.shape)} rows of {list(routed.slots.shape)} choices",
+            f"fit {list(routed.rows.shape)} rows of {_choices(routed)} choices",
             where=user_line(),
             fix="a row for each row of `dispatch`, and weights of the shape of expert_index",
         )
-    weighted = weights.reshape(routed.slots.shape)
-    if routed.order is None:
-        y = rows[routed.slots]
-    else:
-        y = _received(rows, routed)
-        weighted = weighted.masked_fill(routed.slots < 0, 0)
-    return torch.einsum("tkh,tk->th", y, weighted).unflatten(0, weights.shape[:-1])
+    shape, weights = weights.shape[:-1], weights.flatten(0, -2)
+    if routed.slots is None:
+        return _scattered(rows, routed, weights).unflatten(0, shape)
+    y = rows[routed.slots] if rows.dim() == 2 else _received(rows, routed, routed.slots)
+    y = torch.einsum("tkh,tk->th", y, weights.masked_fill(routed.slots < 0, 0))
+    return y.unflatten(0, shape)
 
 
-def _check(
-    x: Tensor, expert_index: Tensor, experts: int, shards: int, groups: int, overflow: str
-) -> None:
+def _choices(routed: Dispatched) -> int:
+    """Return how many choices were dispatched."""
+    if routed.slots is not None:
+        return routed.slots.numel()
+    return routed.rows.shape[0] // routed.shards * routed.rows.shape[1]
+
+
+def _check(x: Tensor, expert_index: Tensor, experts: int, parts: int, overflow: str) -> None:
     """Raise ShardingError for arguments of dispatch that do not fit."""
     if x.shape[:-1] != expert_index.shape[:-1] or x.dim() < 2:
         raise ShardingError(
@@ -195,11 +204,11 @@ def _check(
             fix=did_you_mean(overflow, OVERFLOW),
         )
     tokens = math.prod(x.shape[:-1])
-    if min(experts, shards, groups) < 1 or tokens % (groups * shards):
+    if experts < 1 or parts < 1 or tokens % parts:
         raise ShardingError(
-            f"{tokens} tokens for {experts} experts cannot be cut into {groups} groups of {shards} "
-            "shards",
+            f"{tokens} tokens for {experts} experts cannot be cut into {parts} parts",
             where=user_line(),
+            why="each group, and with a capacity each shard of it, has as many tokens",
             fix="groups and shards that divide the tokens",
         )
 
@@ -226,21 +235,52 @@ def _inverse(order: Tensor, dim: int) -> Tensor:
 # experts, s = g c.
 
 
+def _gathered(tokens: Tensor, chosen: Tensor, experts: int, cut: tuple[int, int]) -> Dispatched:
+    """Dispatch in each group: a block begins with the rows of its experts; others are behind."""
+    (groups, shards), choices = cut, chosen.shape[1]
+    flat = chosen.reshape(groups, -1)  # [n, r]
+    width = grouped.groups_of_block(experts, shards)
+    counts = _counted(flat, shards * width)
+    total = counts.unflatten(1, (shards, width)).sum(2)  # [n, d]
+    start = total.cumsum(1) - total
+
+    order, length = flat.argsort(dim=1, stable=True), flat.shape[1]
+    spots = torch.arange(length, device=flat.device)
+    source = (start.unsqueeze(2) + spots).remainder(length).flatten(1)  # [n, d r]
+    choice = order.gather(1, source)
+    rows = _take(tokens.unflatten(0, (groups, -1)), choice // choices)
+    choice = choice.masked_fill((spots >= total.unsqueeze(2)).flatten(1), -1)
+    rows, choice = (x.unflatten(1, (shards, -1)).flatten(0, 1) for x in (rows, choice))
+    ends = counts[:, :experts].flatten().cumsum(0, dtype=torch.int32)
+    return Dispatched(rows, ends, flat.new_zeros(()), None, choice, shards)
+
+
+def _scattered(rows: Tensor, routed: Dispatched, weights: Tensor) -> Tensor:
+    """Return [t, h]: weighted rows, added up for each token."""
+    assert routed.order is not None
+    groups, choices = len(rows) // routed.shards, weights.shape[1]
+    rows, choice = (x.unflatten(0, (groups, -1)).flatten(1, 2) for x in (rows, routed.order))
+    none, choice = (choice < 0).unsqueeze(2), choice.clamp(0)  # [n, d r]
+    weighted = rows.masked_fill(none, 0) * weights.view(groups, -1).gather(1, choice).unsqueeze(2)
+    tokens = (choice // choices).unsqueeze(2).expand_as(rows)
+    out = weighted.new_zeros(groups, len(weights) // groups, rows.shape[2])
+    return out.scatter_add(1, tokens, weighted).flatten(0, 1)
+
+
 def _sent(
     tokens: Tensor,
     chosen: Tensor,
     experts: int,
     cut: tuple[int, int],
-    capacity: float | None,
+    capacity: float,
     overflow: str,
 ) -> Dispatched:
     """Dispatch between parts: choices sorted by expert in each, sent, and sorted again."""
     shards, parts, choices = cut[1], math.prod(cut), chosen.shape[1]
     flat = chosen.reshape(parts, -1)  # [n g, r]
     width = grouped.groups_of_block(experts, shards)
-    share = 1.0 * shards if capacity is None else capacity
-    room = min(flat.shape[1], math.ceil(share * flat.shape[1] / shards))
-    counts = flat.new_zeros(parts, shards * width).scatter_add(1, flat, torch.ones_like(flat))
+    room = min(flat.shape[1], math.ceil(capacity * flat.shape[1] / shards))
+    counts = _counted(flat, shards * width)
     sent = counts.unflatten(1, (shards, width)).cumsum(2)  # [n g, d, p] up to each expert
     if overflow == "error":
         sent = within(sent, room, user_line())
@@ -269,11 +309,16 @@ def _sent(
     return Dispatched(_take(received, again), ends, dropped, slots, again, shards)
 
 
-def _received(rows: Tensor, routed: Dispatched) -> Tensor:
+def _received(rows: Tensor, routed: Dispatched, slots: Tensor) -> Tensor:
     """Return [t, k, h]: the row of each choice, sent back."""
     assert routed.order is not None
     back = _exchange(_take(rows, _inverse(routed.order, 1)), routed.shards)  # [n g, d c, h]
-    return _take(back, routed.slots.view(len(rows), -1).clamp(0)).view(*routed.slots.shape, -1)
+    return _take(back, slots.view(len(rows), -1).clamp(0)).view(*slots.shape, -1)
+
+
+def _counted(flat: Tensor, experts: int) -> Tensor:
+    """Return [n, experts]: how often each is in a row."""
+    return flat.new_zeros(len(flat), experts).scatter_add(1, flat, torch.ones_like(flat))
 
 
 def _exchange(rows: Tensor, shards: int) -> Tensor:

@@ -53,7 +53,7 @@ class Config(GPTConfig):
     router: str = "capacity"  # or dropless
     capacity: float = 1.25  # places of an expert, relative to what it needs if all have as many
     room: float = 0  # of dropless: for rows from a device to another, over the even share; 0: all
-    shards: int = 1  # with room: how many devices have different experts,
+    shards: int = 1  # how many devices have different experts,
     groups: int = 1  # and how many have the same
     expert_hidden: int = 0  # of one expert; 0: 2 x width
     balance: float = 0.01  # weight of the loss that keeps the loads of experts equal
@@ -110,14 +110,14 @@ class Experts(nn.Module):
 class DroplessExperts(Experts):
     """Experts that compute all rows that come to them, sorted by expert.
 
-    With room for so many rows from a device to another, rows are sent; without, all tokens are.
+    With room for so many rows from a device to another, rows are sent, else all tokens of a group.
     """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:  # [b, s, m]
         weights, chosen, loads, loss = self.router(x)
         config = self.config
-        sent = {"shards": config.shards, "groups": config.groups, "capacity": config.room}
-        routed = moe.dispatch(x, chosen, config.experts, **sent if config.room else {})
+        cut = {"shards": config.shards, "groups": config.groups, "capacity": config.room or None}
+        routed = moe.dispatch(x, chosen, config.experts, **cut)
         y = F.gelu(moe.grouped_mm(routed.rows, self.up, routed.ends))  # [r, h]
         y = moe.grouped_mm(y, self.down, routed.ends)  # [r, m]
         return moe.combine(y, routed, weights.to(x.dtype)), Routing(loss, loads, routed.dropped)

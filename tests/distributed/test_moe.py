@@ -17,7 +17,7 @@ def close(a, b):
 @distributed("expert=2", "expert=4")
 def test_experts_compute_what_one_device_does(mesh):
     devices = mesh.size
-    for cut in ({}, {"shards": devices}):
+    for cut in ({}, {"shards": devices, "capacity": devices}):
         torch.manual_seed(0)
         model = Experts(8, 16, 8, **cut)
         alone = Experts(8, 16, 8)
