@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_layer import CHOICES, Experts, batch
+from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError, moe
@@ -158,3 +159,62 @@ def test_rows_without_room_are_an_error():
 def test_wrong_arguments(call, message):
     with pytest.raises(ShardingError, match=message):
         call(torch.ones(16, 8), torch.zeros(16, CHOICES, dtype=torch.long))
+
+
+# ---------------------------------------------------------------- gradients that are counted once
+
+
+class Biased(nn.Module):
+    """A layer with a router, and biases everywhere; x [b, s, m]."""
+
+    def __init__(self, **cut):
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = {"router": (16, 4), "router_bias": (4,), "up": (4, 16, 32), "up_bias": (4, 32)}
+        for name, shape in {**shapes, "down": (4, 32, 16), "down_bias": (4, 16)}.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, dtype=torch.float64) / 3))
+        self.cut = cut
+
+    def route(self, x):
+        return (x @ self.router + self.router_bias).softmax(-1).topk(2, -1)
+
+    def forward(self, x):
+        weights, chosen = self.route(x)
+        routed = moe.dispatch(x, chosen, 4, **self.cut)
+        h = moe.grouped_mm(routed.rows, self.up, routed.ends, self.up_bias).tanh()
+        y = moe.grouped_mm(h, self.down, routed.ends, self.down_bias)
+        return moe.combine(y, routed, weights).square().sum()
+
+    def whole(self, x):
+        weights, chosen = self.route(x)
+        h = (torch.einsum("bsm,emh->ebsh", x, self.up) + self.up_bias[:, None, None]).tanh()
+        y = torch.einsum("ebsh,ehm->ebsm", h, self.down) + self.down_bias[:, None, None]
+        share = ((chosen == torch.arange(4)[:, None, None, None]) * weights).sum(-1)
+        return torch.einsum("ebsm,ebs->bsm", y, share).square().sum()
+
+
+def counted_once(x_spec: str, names: tuple[str, ...], **cut) -> None:
+    """Compare gradients on expert=2,model=2, where hidden units are sharded along `model`."""
+    model, x = Biased(**cut), torch.randn(4, 8, 16, dtype=torch.float64)
+    mesh = Mesh(expert=2, model=2)
+    specs = {"up": "expert _ model", "up_bias": "expert model", "down": "expert model _"}
+    gspmd.annotate(model, mesh, {**specs, "down_bias": "expert _"})
+    plan = gspmd.plan(model, x, mesh=mesh, in_specs=x_spec, grad=True)
+    loss, gradients = plan.simulate(x, _poison=True)
+    expected = model.whole(x)
+    close(loss, expected)
+    expected.backward()
+    for name in names:
+        close(gradients[name], model.get_parameter(name).grad)
+
+
+def test_bias_of_a_router_under_tensor_parallelism():
+    counted_once("expert _ _", ("router", "router_bias"))
+
+
+def test_biases_of_experts_under_tensor_parallelism():
+    counted_once("expert _ _", ("up_bias", "down_bias"), shards=2, capacity=2.0)
+
+
+def test_experts_of_a_sequence_that_is_sharded_too():
+    counted_once("expert model _", ("router", "router_bias", "up", "up_bias", "down", "down_bias"))

@@ -104,8 +104,8 @@ def dispatch(
     return _sent(tokens, chosen, experts, (groups, shards), capacity, overflow)
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return each row times the matrix of its expert.
+def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return each row times the matrix of its expert, plus the bias of its expert.
 
     As torch._grouped_mm, and for every type and width, and for the blocks of `dispatch(shards=)`.
 
@@ -113,6 +113,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         rows: [r, m], or blocks [groups shards, s, m].
         weight: A matrix for each expert, [experts, m, h].
         ends: int32 [groups experts], as from `dispatch`.
+        bias: [experts, h].
 
     Returns:
         [r, h] or [groups shards, s, h]. Rows of no expert are 0.
@@ -134,6 +135,9 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
             where=user_line(),
             fix="weight [experts, m, h] and ends [experts]",
         )
+    if bias is not None:
+        column, matrix = _biased(rows, bias)
+        return grouped_mm(rows, weight, ends) + grouped_mm(column, matrix, ends)
     if rows.dim() == 2:
         return grouped.grouped_mm(rows, weight, ends)
     shards = len(rows) // groups
@@ -144,6 +148,16 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ends = torch.cat([ends, ends[:, -1:].expand(-1, missing)], 1).flatten()
     blocks = weight.unflatten(0, (shards, width)).expand(groups, -1, -1, -1, -1).flatten(0, 1)
     return grouped.block_mm(rows, blocks, ends, len(rows))
+
+
+def _biased(rows: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (a one for each row, the bias as a matrix of each expert), with zeros for the kernel's
+    sake.
+    """
+    lanes = grouped.KERNEL_BYTES // rows.element_size()
+    ones = (torch.arange(lanes, device=rows.device) == 0).to(rows.dtype)
+    column = ones.expand(*rows.shape[:-1], lanes).contiguous()
+    return column, pad(bias.unsqueeze(1), [0, 0, 0, lanes - 1])
 
 
 def combine(rows: Tensor, routed: Dispatched, weights: Tensor) -> Tensor:
