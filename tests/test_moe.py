@@ -77,6 +77,17 @@ def test_rows_are_sorted_and_torch_takes_them():
     )
 
 
+def test_autocast_multiplies_halves():
+    x, chosen, _ = batch("skewed", 24, 8, 4)
+    rows, w, bias = x.detach().float(), torch.randn(4, 8, 5), torch.randn(4, 5)
+    routed = moe.dispatch(rows, chosen, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = moe.grouped_mm(routed.rows, w, routed.ends, bias)
+    assert y.dtype == torch.bfloat16
+    expected = moe.grouped_mm(routed.rows, w, routed.ends, bias)
+    torch.testing.assert_close(y.float(), expected, rtol=0.1, atol=0.1)
+
+
 @pytest.mark.parametrize("devices", (2, 4))
 def test_tokens_come_to_all_experts(devices):
     """Forward and backward: tokens are gathered and sums scattered, once each."""

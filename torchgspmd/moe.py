@@ -107,7 +107,8 @@ def dispatch(
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return each row times the matrix of its expert, plus the bias of its expert.
 
-    As torch._grouped_mm, and for every type and width, and for the blocks of `dispatch(shards=)`.
+    As torch._grouped_mm, and for every type and width, under autocast, and for the blocks of
+    `dispatch(shards=)`.
 
     Args:
         rows: [r, m], or blocks [groups shards, s, m].
@@ -135,6 +136,11 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None =
             where=user_line(),
             fix="weight [experts, m, h] and ends [experts]",
         )
+    device = rows.device.type
+    if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+        bias = bias if bias is None else bias.to(dtype)
     if bias is not None:
         column, matrix = _biased(rows, bias)
         return grouped_mm(rows, weight, ends) + grouped_mm(column, matrix, ends)
