@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_layer import CHOICES, Experts, batch
+from samples import SAMPLES
 from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError, moe
+from torchgspmd.rules.rewrites import rewrite_of
 
 ROUTINGS = ("uniform", "skewed", "to one", "empty experts")
 WIDTH = 256
@@ -229,3 +231,19 @@ def test_biases_of_experts_under_tensor_parallelism():
 
 def test_experts_of_a_sequence_that_is_sharded_too():
     counted_once("expert model _", ("router", "router_bias", "up", "up_bias", "down", "down_bias"))
+
+
+# ------------------------------------------------------------------------------------- XLA
+
+
+@pytest.mark.parametrize("name", ("grouped_mm", "grouped_outer", "block_mm", "block_outer"))
+def test_products_for_xla(name):
+    op = getattr(torch.ops.torchgspmd, name).default
+    for sample in SAMPLES[op]:
+        args, kwargs = sample()
+        torch.testing.assert_close(rewrite_of("xla", op)(*args, **kwargs), op(*args, **kwargs))
+
+
+def test_xla_cannot_raise():
+    with pytest.raises(ShardingError, match="cannot raise an error"):
+        rewrite_of("xla", torch.ops.torchgspmd.within.default)(torch.ones(2, 2, 2), 1, None)

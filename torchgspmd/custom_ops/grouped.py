@@ -117,7 +117,7 @@ def groups_of_block(groups: int, blocks: int) -> int:
     return -(-groups // blocks)
 
 
-def _block_ends(ends: Tensor, blocks: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+def block_ends(ends: Tensor, blocks: int, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Return of `count` blocks from `first` on: (first row [count], ends [count, p] from there)."""
     width = groups_of_block(ends.shape[0], blocks)
     padding = width * max(blocks, first + count) - len(ends)  # a device may have empty blocks
@@ -135,7 +135,7 @@ def take_blocks(
 
     The groups are cut into `blocks`; those from `first` on are taken.
     """
-    start, _ = _block_ends(ends, blocks, first, blocks if count is None else count)
+    start, _ = block_ends(ends, blocks, first, blocks if count is None else count)
     rows = torch.arange(len(x), device=x.device)
     return x[(rows + start.unsqueeze(1)) % max(len(x), 1)]
 
@@ -146,9 +146,9 @@ def put_blocks(ys: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
 
     Rows that no block has are 0.
     """
-    start, block_ends = _block_ends(ends, blocks, first, len(ys))
+    start, last = block_ends(ends, blocks, first, len(ys))
     out = ys.new_zeros(ys.shape[1:])
-    for y, begin, size in zip(ys, start, block_ends[:, -1]):
+    for y, begin, size in zip(ys, start, last[:, -1]):
         rows = torch.arange(len(out), device=out.device) - begin
         inside = ((rows >= 0) & (rows < size)).reshape([-1] + [1] * (out.dim() - 1))
         out = torch.where(inside, y[rows.clamp(0)], out)
@@ -158,15 +158,15 @@ def put_blocks(ys: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
 @torch.library.custom_op("torchgspmd::block_mm", mutates_args=())
 def block_mm(xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
     """Return [d, t, n]: grouped_mm of each block of xs [d, t, k] and ws [d, p, k, n]."""
-    block_ends = _block_ends(ends, blocks, first, len(xs))[1]
-    return torch.stack([grouped_mm(*block) for block in zip(xs, ws, block_ends)])
+    last = block_ends(ends, blocks, first, len(xs))[1]
+    return torch.stack([grouped_mm(*block) for block in zip(xs, ws, last)])
 
 
 @torch.library.custom_op("torchgspmd::block_outer", mutates_args=())
 def block_outer(xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
     """Return [d, p, k, n]: grouped_outer of each block of xs [d, t, k] and ys [d, t, n]."""
-    block_ends = _block_ends(ends, blocks, first, len(xs))[1]
-    return torch.stack([grouped_outer(*block) for block in zip(xs, ys, block_ends)])
+    last = block_ends(ends, blocks, first, len(xs))[1]
+    return torch.stack([grouped_outer(*block) for block in zip(xs, ys, last)])
 
 
 @take_blocks.register_fake

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, fx
 
 from ....compat.operators import aten
-from ....custom_ops.grouped import groups_of_block, put_blocks, take_blocks
+from ....custom_ops.grouped import block_ends, groups_of_block, put_blocks, take_blocks
 from ....custom_ops.nd import einsum
+from ....errors import ShardingError
 from ...local_builder import LocalBuilder
 from ...notation import LocalForm, Split
 from ...registry import rule
@@ -98,6 +99,39 @@ def _in_group(rows: int, ends: Tensor) -> Tensor:
     start = aten.constant_pad_nd(ends[:-1], [1, 0])
     row = torch.arange(rows, device=ends.device)
     return ((row >= start.unsqueeze(1)) & (row < ends.unsqueeze(1))).unsqueeze(2)
+
+
+@rewrite("xla", ours.block_mm.default)
+def _masked_blocks(xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
+    """Multiply the rows of each block by all its matrices, and take those of each row's group."""
+    products = einsum("dtk,dpkn->dptn", xs, ws)
+    return torch.where(_in_block(xs, ends, blocks, first), products, 0).sum(1)
+
+
+@rewrite("xla", ours.block_outer.default)
+def _masked_block_outer(
+    xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, first: int = 0
+) -> Tensor:
+    """Multiply the rows of each group of a block, and zeros in place of all others."""
+    rows = torch.where(_in_block(xs, ends, blocks, first), xs.unsqueeze(1), 0)
+    return einsum("dptk,dtn->dpkn", rows, ys)
+
+
+def _in_block(xs: Tensor, ends: Tensor, blocks: int, first: int) -> Tensor:
+    """Return [d, p, t, 1]: whether each of the rows of a block is in each of its groups."""
+    last = block_ends(ends, blocks, first, len(xs))[1].unsqueeze(2)  # [d, p, 1]
+    start = aten.constant_pad_nd(last[:, :-1], [0, 0, 1, 0])
+    row = torch.arange(xs.shape[1], device=xs.device)
+    return ((row >= start) & (row < last)).unsqueeze(3)
+
+
+@rewrite("xla", ours.within.default)
+def _within(counts: Tensor, room: int, where: str | None) -> Tensor:
+    raise ShardingError(
+        "dispatch has a capacity, and a program of XLA cannot raise an error",
+        where=where,
+        fix='overflow="count", and a look at what was dropped',
+    )
 
 
 @rewrite("decompose", "transformers::grouped_mm_fallback")
