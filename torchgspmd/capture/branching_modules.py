@@ -42,6 +42,13 @@ def modules_in(trace: TracebackType | None) -> Iterator[nn.Module]:
         trace = trace.tb_next
 
 
+def name_of_innermost(trace: TracebackType | None) -> str | None:
+    """Return the name that the outermost module of a traceback has for the innermost, or None."""
+    modules = list(modules_in(trace))
+    names = modules[0].named_modules() if modules else ()
+    return next((name for name, module in names if name and module is modules[-1]), None)
+
+
 def _names(module: nn.Module, prefix: str, kind: type) -> Iterator[str]:
     """Yield the names of the largest submodules in which no module is of the kind."""
     for name, child in module.named_children():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import traceback
 
 from ..errors import innermost_frame_of, user_line_of
-from .branching_modules import modules_in
+from .branching_modules import modules_in, name_of_innermost
 
 _KINDS = RuntimeError, ValueError, IndexError, TypeError
 
@@ -29,15 +29,10 @@ def name_line(error: Exception) -> None:
     if (where := user_line_of(error)) is not None:
         frame = traceback.extract_tb(innermost_frame_of(error), limit=1)[0]
         lines.append(f"  where {where}: {frame.line}")
-    modules = [*modules_in(error.__traceback__)]
-    name = (
-        next((n for n, m in modules[0].named_modules() if m is modules[-1]), "") if modules else ""
-    )
-    if name:
-        leaf = not any(modules[-1].children())
-        lines.append(
-            f"  in    {name}, {modules[-1] if leaf else 'a ' + type(modules[-1]).__name__}"
-        )
+    if name := name_of_innermost(error.__traceback__):
+        *_, module = modules_in(error.__traceback__)
+        leaf = not any(module.children())
+        lines.append(f"  in    {name}, {module if leaf else 'a ' + type(module).__name__}")
     error.args = ("\n".join(lines),)
 
 

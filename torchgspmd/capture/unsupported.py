@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import re
 from contextlib import suppress
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -25,7 +27,7 @@ from ..errors import (
     user_line,
     user_line_of,
 )
-from .branching_modules import wrapped_alone
+from .branching_modules import name_of_innermost, wrapped_alone
 from .builtin_numbers import NUMBER_TYPE, namespace_of
 from .failing_line import name_line
 
@@ -94,7 +96,7 @@ def needs_values(
 
     call: the function of Python that asked, if one did. alone: submodules that do not ask.
     """
-    others = f"; or wrap its submodules, each alone: {alone}" if alone else ""
+    others = _others(alone)
     if call in _IN_PLACE_OF:
         return ShardingError(
             f"the program depends on values: {call}() needs a number that is known only when it "
@@ -112,6 +114,41 @@ def needs_values(
         fix="use torch.where or a mask instead of a branch, or compute it outside and pass "
         "it as an argument" + slices + others,
     )
+
+
+def _others(alone: str | None) -> str:
+    """Return the end of a fix that names the submodules which do not ask for values."""
+    return f"; or wrap its submodules, each alone: {alone}" if alone else ""
+
+
+def _loop_error(error: BaseException) -> ShardingError | None:
+    """Return the error of a loop over rows that values chose; None if the line is no loop."""
+    trace = innermost_frame_of(error)
+    if trace is None or (name := _looped_over(trace)) is None:
+        return None
+    if not isinstance(trace.tb_frame.f_locals.get(name), Tensor):
+        return None
+    module = name_of_innermost(error.__traceback__)
+    return ShardingError(
+        f"the program depends on values: a loop over '{name}', whose rows are known only when it "
+        "runs",
+        where=user_line_of(error) if module is None else f"{user_line_of(error)}, in '{module}'",
+        why="one program is made for all values, before any device computes",
+        fix="loop over all that could be chosen (what was not computes 0 rows), or sort the rows "
+        "by what they chose and multiply all at once by torch.nn.functional.grouped_mm; models of "
+        'transformers do so after set_experts_implementation("grouped_mm")'
+        + _others(wrapped_alone(error.__traceback__)),
+    )
+
+
+def _looped_over(trace: TracebackType) -> str | None:
+    """Return the name that stands behind `for ... in` in the line of a traceback; else None."""
+    line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
+    with suppress(SyntaxError):
+        loop = ast.parse(f"{line} pass").body[0]
+        if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Name):
+            return loop.iter.id
+    return None
 
 
 def _python_call(error: BaseException) -> str | None:
@@ -167,6 +204,8 @@ class translate_errors:
                 GuardOnDataDependentSymNode,
             ),
         ):
+            if (loop := _loop_error(error)) is not None:
+                raise _without_numbers(loop, error) from error
             what = str(
                 getattr(
                     error, "func", "an `if`, a loop or a slice" if _OLD else "an `if` or a loop"

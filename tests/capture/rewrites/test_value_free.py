@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import MESHES, assert_same, message
+from torch import nn
 
 import torchgspmd as gspmd
 
@@ -160,6 +161,43 @@ def test_a_branch_on_values_is_one_sentence():
     )
     assert "linalg_lstsq" in message(
         lambda: gspmd.plan(lambda x: torch.linalg.lstsq(x, x).solution, X, mesh=BIG)
+    )
+
+
+class Chosen(nn.Module):
+    """Experts in a loop over those that tokens chose."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x, chosen):
+        out = torch.zeros_like(x)
+        hit = (F.one_hot(chosen, 4).sum(0) > 0).nonzero()
+        for expert in hit:
+            rows = torch.where(chosen == expert[0])[0]
+            out = out.index_add(0, rows, x[rows] @ self.experts[expert[0]])
+        return out
+
+
+def test_a_loop_over_chosen_rows_is_named_with_its_module():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.mlp = nn.Linear(8, 8), Chosen()
+
+        def forward(self, x, chosen):
+            return self.head(self.mlp(x, chosen))
+
+    x, chosen = torch.randn(6, 8), torch.randint(4, (6,))
+    assert message(lambda: gspmd.plan(Model(), x, chosen, mesh=BIG)) == (
+        "the program depends on values: a loop over 'hit', whose rows are known only when it runs\n"
+        "  where test_value_free.py:N, in 'mlp'\n"
+        "  why   one program is made for all values, before any device computes\n"
+        "  fix   loop over all that could be chosen (what was not computes 0 rows), or sort the "
+        "rows by what they chose and multiply all at once by torch.nn.functional.grouped_mm; "
+        'models of transformers do so after set_experts_implementation("grouped_mm"); or wrap its '
+        "submodules, each alone: 'head'"
     )
 
 
