@@ -1,7 +1,8 @@
 """A BERT written for one device. Its marks name dimensions; a layout says how these lie on a mesh.
 
 Letters in the comments: b batch, s sequence, p words to be told, m model width, n heads, d width of
-a head, h hidden width, v vocabulary. As in RoBERTa, nothing asks which sentence follows which.
+a head, h hidden width, v vocabulary. As in RoBERTa, nothing asks which sentence follows which; as
+in T5, a place is a distance from another one, and norms stand before what they are for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ DP = Layout(
         "heads": None,
         "hidden": None,  # of the feed-forward layer
         "words": None,  # of the vocabulary
-        "place": None,  # of the table of positions
         "embed": None,  # m of matrices
         "width": None,  # m of vectors
     }
@@ -35,7 +35,7 @@ DP = Layout(
 TP = DP | Layout({"heads": "model", "hidden": "model", "words": "model"})
 
 # Weight-update sharding: what is not divided yet is stored, and updated, in parts along the batch.
-ZERO = Layout({"embed": "data", "width": "data", "place": "data"})
+ZERO = Layout({"embed": "data", "width": "data"})
 
 LAYOUTS = {"dp": DP, "tp": TP, "zero": TP | ZERO, "dp_zero": DP | ZERO}
 
@@ -46,10 +46,10 @@ LAYOUTS = {"dp": DP, "tp": TP, "zero": TP | ZERO, "dp_zero": DP | ZERO}
 @dataclass(frozen=True)
 class Config:
     vocabulary: int
-    context: int = 64  # longest sequence
-    layers: int = 4
+    context: int = 32  # longest sequence
+    layers: int = 2
     heads: int = 4
-    width: int = 128
+    width: int = 96
     hidden: int = 0  # of the feed-forward layer; 0: 4 x width
 
 
@@ -58,8 +58,6 @@ class Linear(nn.Linear):
 
     def __init__(self, inner: int, outer: int, rows: str, columns: str):
         super().__init__(inner, outer)
-        nn.init.normal_(self.weight, std=0.02)
-        nn.init.zeros_(self.bias)
         mark_sharding(self.weight, f"{rows} {columns}")
         mark_sharding(self.bias, "width" if rows == "embed" else rows)
 
@@ -72,17 +70,21 @@ class Norm(nn.LayerNorm):
 
 
 class Attention(nn.Module):
-    """Self-attention in both directions."""
+    """Self-attention in both directions, by what words are and by how far away."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.heads, m = config.heads, config.width
+        self.distance = nn.Parameter(torch.zeros(self.heads, 2 * config.context - 1))
+        mark_sharding(self.distance, "heads _")
         self.query, self.key, self.value = (Linear(m, m, "heads", "embed") for _ in range(3))
         self.out = Linear(m, m, "embed", "heads")
 
     def forward(self, x: Tensor) -> Tensor:  # x [b, s, m]
         q, k, v = (self.by_head(linear(x)) for linear in (self.query, self.key, self.value))
-        y = F.scaled_dot_product_attention(q, k, v)  # [b, n, s, d]
+        place, last = torch.arange(x.shape[1], device=x.device), self.distance.shape[1] // 2
+        bias = self.distance[:, place[:, None] - place + last]  # [n, s, s]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])  # [b, n, s, d]
         return self.out(y.transpose(1, 2).flatten(2))  # [b, s, m]
 
     def by_head(self, x: Tensor) -> Tensor:  # [b, s, m] -> [b, n, s, d]
@@ -100,9 +102,9 @@ class Block(nn.Module):
         self.norm2 = Norm(config)
 
     def forward(self, x: Tensor) -> Tensor:  # x [b, s, m]
-        x = self.norm1(mark_sharding(x + self.attention(x), "batch _ _"))
-        y = mark_sharding(F.gelu(self.up(x)), "batch _ hidden")  # [b, s, h]
-        return self.norm2(mark_sharding(x + self.down(y), "batch _ _"))
+        x = mark_sharding(x + self.attention(self.norm1(x)), "batch _ _")
+        y = mark_sharding(F.gelu(self.up(self.norm2(x))), "batch _ hidden")  # [b, s, h]
+        return mark_sharding(x + self.down(y), "batch _ _")
 
 
 class Bert(nn.Module):
@@ -113,19 +115,17 @@ class Bert(nn.Module):
         self.config = config
         v, m = config.vocabulary, config.width
         self.embedding = nn.Parameter(torch.randn(v, m) * 0.02)  # [v, m], also the head
-        self.position = nn.Parameter(torch.randn(config.context, m) * 0.02)  # [s, m]
         self.norm = Norm(config)
         self.blocks = nn.Sequential(*(Block(config) for _ in range(config.layers)))
         self.transform, self.transform_norm = Linear(m, m, "embed", "_"), Norm(config)
         self.bias = nn.Parameter(torch.zeros(v))  # [v]
         mark_sharding(self.embedding, "words embed")
-        mark_sharding(self.position, "place _")
         mark_sharding(self.bias, "words")
 
     def forward(self, tokens: Tensor, places: Tensor, targets: Tensor | None = None) -> Tensor:
         tokens, places = (mark_sharding(t, "batch _") for t in (tokens, places))
-        x = F.embedding(tokens, self.embedding) + self.position[: tokens.shape[1]]  # [b, s, m]
-        x = self.blocks(self.norm(mark_sharding(x, "batch _ _")))  # [b, s, m]
+        x = F.embedding(tokens, self.embedding)  # [b, s, m]
+        x = self.norm(self.blocks(mark_sharding(x, "batch _ _")))  # [b, s, m]
         x = x.gather(1, places[:, :, None].expand(-1, -1, x.shape[2]))  # [b, p, m]
         x = self.transform_norm(F.gelu(self.transform(mark_sharding(x, "batch _ _"))))
         logits = mark_sharding(F.linear(x, self.embedding, self.bias), "batch _ words")

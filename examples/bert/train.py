@@ -33,13 +33,13 @@ def arguments() -> argparse.Namespace:
         default="shakespeare",
         help="shakespeare (downloaded once), pydoc (no download) or a file",
     )
-    add("--vocabulary", type=int, default=2000, help="the words that are told apart")
-    add("--layers", type=int, default=3)
+    add("--vocabulary", type=int, default=1000, help="the words that are told apart")
+    add("--layers", type=int, default=2)
     add("--heads", type=int, default=4)
-    add("--width", type=int, default=128)
-    add("--context", type=int, default=64, help="length of a sequence")
+    add("--width", type=int, default=96)
+    add("--context", type=int, default=32, help="length of a sequence")
     add("--blanks", type=int, default=12, help="hidden words to show at the end")
-    parser.set_defaults(batch=32, steps=1000, warmup=50)
+    parser.set_defaults(batch=32, steps=5000, lr=2e-3, warmup=50)
     return parser.parse_args()
 
 

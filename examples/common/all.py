@@ -49,6 +49,18 @@ ALL = {
         "--text pydoc --vocabulary 199 --layers 2 --width 32 --context 24 --batch 12 --blanks 0",
         ("dp data=4", "tp data=2,model=2", "zero data=2,model=2", "dp_zero data=4"),
     ),
+    "conformer": Example(
+        "--speech tones --layers 1 --width 24 --window 6 --batch 6",
+        ("dp data=4", "tp data=2,model=2", "time time=4", "time_tp time=2,model=2"),
+    ),
+    "weather": Example(
+        "--data waves --width 8 --batch 4",
+        ("dp data=4", "rows rows=4", "grid rows=2,columns=2", "rows data=2,rows=2"),
+    ),
+    "multimodal": Example(
+        "--data digits --channels 4 --layers 1 --width 16 --batch 12",
+        ("dp data=4", "tp data=2,model=2", "space model=4", "space_tp data=2,model=2"),
+    ),
 }
 
 
