@@ -10,7 +10,7 @@ source   Ring Attention, arXiv 2310.01889
 
 A ring sends what the gathers send, and keeps no more than two blocks. Its transfers are hidden if a
 device computes with a block for longer than the next one is on its way. Only then, or if memory is
-asked for, keys are sent again in the backward.
+asked for, keys are sent again in the backward. A loop stacks the shards that its backward gathers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 from torch import fx
 
 from ...comm.kinds.rings import RINGS, Ring
+from ...custom_ops.loops import ROW, STACK
 from ...mesh import Mesh
-from ...shard_spec import Axes
+from ...shard_spec import Axes, ShardSpec
 from ..ir import results_of
 
 
@@ -33,13 +34,19 @@ def ring_keys(graph: fx.Graph, mesh: Mesh, flops_per_byte: float) -> bool:
     changed = False
     for node in list(graph.nodes):
         ring = RINGS.get(node.target)
-        if ring is None or "runs" in node.meta or node.meta.get("ring") or not _fits(node, ring):
+        if ring is None or node.meta.get("ring") or not _fits(node, ring):
             continue
         gathers = _gathers(node, ring)
         users = list(dict.fromkeys(user for gather in gathers for user in gather.users))
-        if all(u.target in RINGS and _fits(u, RINGS[u.target]) for u in users) and _is_hidden(
-            node, ring, mesh, flops_per_byte
+        stacks = [user for user in users if user.target is STACK]
+        users = [user for user in users if user.target is not STACK]
+        if (
+            all(u.target in RINGS and _fits(u, RINGS[u.target]) for u in users)
+            and all(map(_returns, stacks))
+            and _is_hidden(node, ring, mesh, flops_per_byte)
         ):
+            for stack in stacks:
+                _stack_shards(graph, stack)
             _mark(graph, users, gathers)
             changed = True
     return changed
@@ -96,5 +103,41 @@ def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...]) -> No
         with graph.inserting_before(user):
             own = [graph.node_copy(g) if i else g for g in gathers]
         for before, gather in zip(gathers, own):
-            gather.meta = {**before.meta, "backward": user.meta["backward"] if i else False}
+            gather.meta = {**before.meta, "backward": user.meta["backward"]}
             user.replace_input_with(before, gather)
+
+
+def _returns(stack: fx.Node) -> bool:
+    """Return whether keys that a loop stacks return in its backward, to attention alone."""
+    users = [(row, user) for row in stack.users for user in row.users]
+    return all(row.target is ROW for row in stack.users) and all(
+        user.target in RINGS and row in _gathers(user, RINGS[user.target]) for row, user in users
+    )
+
+
+def _stack_shards(graph: fx.Graph, stack: fx.Node) -> None:
+    """Let a loop stack shards of keys, and gather them again where its backward takes a row."""
+    gather: Any = stack.args[0]
+    shard = gather.args[0]
+    spec: ShardSpec = shard.meta["spec"]
+    rows = ShardSpec(((), *spec.dims))
+    stack.replace_input_with(gather, shard)
+    _lay_out(stack, spec, rows)
+    for row in list(stack.users):
+        _lay_out(row, rows, spec)
+        with graph.inserting_after(row):
+            own = graph.node_copy(gather)
+        row.replace_all_uses_with(own)
+        own.args = (row, *gather.args[1:])
+        own.meta = {**gather.meta, "backward": row.meta["backward"]}
+
+
+def _lay_out(node: fx.Node, operand: ShardSpec, result: ShardSpec) -> None:
+    """Set the layouts of an operation with one operand, whose factors are its dimensions."""
+    dims = node.meta["rule"].operands[0]
+    node.meta |= {
+        "operand_specs": (operand,),
+        "result_specs": (result,),
+        "spec": result,
+        "assignment": {f: axes for d, axes in enumerate(operand.dims) for f in dims[d] if axes},
+    }
