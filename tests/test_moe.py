@@ -233,6 +233,37 @@ def test_experts_of_a_sequence_that_is_sharded_too():
     counted_once("expert model _", ("router", "router_bias", "up", "up_bias", "down", "down_bias"))
 
 
+class RandomSecond(nn.Module):
+    """The second expert of a token is asked as often as its weight says (GShard)."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(8, 4, dtype=torch.float64))
+        self.up = nn.Parameter(torch.randn(4, 8, 8, dtype=torch.float64))
+
+    def forward(self, x):
+        weights, chosen = (x @ self.router).softmax(-1).topk(2, -1)
+        first, second = weights.unbind(1)
+        asked = torch.rand_like(second) < 2 * second
+        routed = moe.dispatch(x, chosen, 4)
+        y = moe.grouped_mm(routed.rows, self.up, routed.ends)
+        return moe.combine(y, routed, torch.stack([first, second.where(asked, 0)], 1)), asked.sum()
+
+
+def test_random_experts_are_the_same_on_every_mesh():
+    torch.manual_seed(0)
+    model, x, results = RandomSecond(), torch.randn(32, 8, dtype=torch.float64), []
+    for mesh in (Mesh(expert=1), Mesh(data=2, expert=2)):
+        gspmd.annotate(model, mesh, {"up": "expert _ _"})
+        rows = f"{'+'.join(mesh.names)} _"
+        plan = gspmd.plan(model, x, mesh=mesh, in_specs=rows, out_specs=(rows, ""))
+        torch.manual_seed(1)
+        results.append(plan.simulate(x))
+    (one, asked), (four, asked_of_four) = results
+    close(one, four)
+    assert 0 < asked == asked_of_four < 32
+
+
 # ------------------------------------------------------------------------------------- XLA
 
 

@@ -90,8 +90,10 @@ def plan_file(file: Path, mesh: str, options: list[str], grad: bool = True) -> P
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Return the name and the value of an option; digits are a number."""
+    """Return the name and the value of an option; digits are a number, also with a point."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ShardingError(f"'{text}' is no option of example", fix="name=value")
-    return name, int(value) if value.isdecimal() else value
+    if value.replace(".", "", 1).isdecimal():
+        return name, float(value) if "." in value else int(value)
+    return name, value

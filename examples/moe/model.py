@@ -192,6 +192,12 @@ class MoE(GPT):
         return loss, loads, torch.stack([r.dropped for r in routings]).sum()
 
 
+def cut(mesh: Mesh | None) -> dict[str, int]:
+    """How many devices have different experts, and how many groups of such devices there are."""
+    sizes = dict(mesh.axes) if mesh else {}
+    return {"shards": sizes.get("expert", 1), "groups": sizes.get("data", 1)}
+
+
 def example(
     mesh: Mesh,
     layout: str = "ep",
@@ -202,9 +208,11 @@ def example(
     width: int = 1024,
     experts: int = 64,
     router: str = "capacity",
+    room: float = 0,
     vocabulary: int = 32000,
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The model and a batch for `python -m torchgspmd plan`, in bfloat16."""
-    config = Config(vocabulary, context, layers, heads, width, experts=experts, router=router)
+    routing = {"experts": experts, "router": router, "room": room, **cut(mesh)}
+    config = Config(vocabulary, context, layers, heads, width, **routing)
     tokens = torch.zeros(batch, context, dtype=torch.long)
     return annotate(MoE(config).bfloat16(), LAYOUTS[layout].on(mesh)), (tokens, tokens)

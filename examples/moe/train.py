@@ -23,7 +23,7 @@ from common.report import figure, print_plan
 from common.run import RANK, Run, leave, options, train
 from common.text import load_text
 from gpt.data import Characters
-from model import LAYOUTS, ROUTERS, Config, MoE
+from model import LAYOUTS, ROUTERS, Config, MoE, cut
 
 HERE = Path(__file__).resolve().parent
 
@@ -114,7 +114,6 @@ def main() -> None:
 
 
 def configured(args: argparse.Namespace, vocabulary: int, mesh: gspmd.Mesh | None) -> Config:
-    shards, groups = (dict(mesh.axes).get(n, 1) if mesh else 1 for n in ("expert", "data"))
     return Config(
         vocabulary,
         args.context,
@@ -126,8 +125,7 @@ def configured(args: argparse.Namespace, vocabulary: int, mesh: gspmd.Mesh | Non
         choices=args.choices,
         capacity=args.capacity,
         room=args.room,
-        shards=shards,
-        groups=groups,
+        **cut(mesh),
         balance=args.balance,
         z=args.z,
     )
