@@ -162,6 +162,11 @@ TEXTS = {
         "num_feedforward_networks": 1,
     },
     "OlmoeForCausalLM": MOE,
+    "GptOssForCausalLM": {
+        **MOE,
+        **HEADS,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "Qwen3MoeForCausalLM": {**MOE, "head_dim": 4},
     "RecurrentGemmaForCausalLM": {
         "num_hidden_layers": 3,

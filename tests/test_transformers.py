@@ -66,3 +66,49 @@ def test_numbers_are_those_of_one_device(name, marks):
     assert_same(tensors(got), tensors(want), name, terms=1024)
     assert_same(found, gradients, name, terms=4096)
     assert [r.op for r in plan.replicated_ops if r.why.startswith("no rule")] == []
+
+
+# ----------------------------------------------------------------------------------------- experts
+
+EXPERTS = ("Mixtral", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM")
+
+
+def sharded_experts(name: str, how: str, dtype: torch.dtype = torch.float32):
+    """A model whose experts compute in a way of transformers, marked along `expert` alone."""
+    model, inputs = make(name)
+    model = model.to(dtype)
+    model.set_experts_implementation(how)
+    gradients = eager(model, **inputs) if how != "eager" else None
+    marks = {"**.experts.gate_up_proj": "expert _ _", "**.experts.down_proj": "expert _ _"}
+    mesh = gspmd.Mesh(expert=2)
+    return gspmd.annotate(model, mesh, marks), mesh, inputs, gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_multiply_their_own_rows(name, dtype):
+    model, mesh, inputs, (want, gradients) = sharded_experts(name, "grouped_mm", dtype)
+    plan = gspmd.plan(model, mesh=mesh, grad=True, **inputs)
+    got, found = plan.simulate(**inputs, _poison=True)
+    assert_same(tensors(got), tensors(want), name, terms=1024)
+    assert_same(found, gradients, name, terms=4096)
+    assert not [r for r in plan.replicated_ops if "experts" in r.why]  # no weight is gathered
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_matrix_for_each_choice(name):
+    """The weights may be gathered: then the plan says so."""
+    model, mesh, inputs, (want, gradients) = sharded_experts(name, "batched_mm")
+    plan = gspmd.plan(model, mesh=mesh, grad=True, **inputs)
+    got, found = plan.simulate(**inputs, _poison=True)
+    assert_same(tensors(got), tensors(want), name, terms=1024)
+    assert_same(found, gradients, name, terms=4096)
+    gathered = [c for c in plan.collectives if c.kind == "all_gather"]
+    assert not gathered or [r for r in plan.replicated_ops if "experts" in r.why]
+
+
+def test_a_loop_over_chosen_experts_is_an_error_with_a_way_out():
+    model, mesh, inputs, _ = sharded_experts("Mixtral", "eager")
+    with pytest.raises(gspmd.ShardingError, match="in 'model.layers.0.mlp.experts'") as error:
+        gspmd.plan(model, mesh=mesh, grad=True, **inputs)
+    assert 'set_experts_implementation("grouped_mm")' in str(error.value)
