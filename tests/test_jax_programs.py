@@ -68,7 +68,7 @@ def test_a_product_that_scatters_sums_in_a_loop():
         index, rows = collectives.axis_index("i"), a.unflatten(0, (N, -1))
         total = torch.zeros(2, 8)
         for step in range(N):
-            part = rows[(index - 1 - step) % N] @ b
+            part = rows[((index - 1 - step) % N).reshape(1)][0] @ b
             total = (collectives.permute(total, "i", 1) if step else total) + part
         return total
 

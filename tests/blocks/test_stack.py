@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops import scan
 
 import torchgspmd as gspmd
 from torchgspmd.comm.loop_call import loop_calls
@@ -136,6 +137,39 @@ def test_each_block_drops_others(recompute):
     assert {*kept.tolist()} == {0.0, 4.0} and 150 < kept.count_nonzero() < 350  # a quarter
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_in_a_loop_over_microbatches():
+    """A scale of all blocks is used in both loops. Gradients are reduced once, after both."""
+    blocks, mesh = blocks_of(3), gspmd.Mesh(data=2)
+    alone = copy.deepcopy(blocks)
+
+    class Accumulated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = gspmd.stack(blocks)
+            self.scale = nn.Parameter(torch.rand(4, dtype=torch.double))
+
+        def forward(self, x):  # [microbatches, rows, width]
+            def microbatch(total, row):
+                return total + self.blocks(row, self.scale).square().sum(), row.sum()
+
+            return scan(microbatch, x.new_zeros(()), x)[0]
+
+    model, x = Accumulated(), torch.randn(3, 64, 4, dtype=torch.double)
+    plan = gspmd.plan(model, x, mesh=mesh, in_specs="_ data _", grad=True)
+    assert plan.sent_bytes == 8 * (1 + sum(p.numel() for p in model.parameters()))
+    loss, gradients = plan.simulate(x)
+    y, scale = x, model.scale.detach().requires_grad_()
+    for block in alone:
+        y = block(y, scale)
+    y.square().sum().backward()
+    torch.testing.assert_close(loss, y.square().sum().detach(), **EXACT)
+    torch.testing.assert_close(gradients["scale"], scale.grad, **EXACT)
+    for layer, block in enumerate(alone):
+        gradient = gradients["blocks.block.up.weight"][layer]
+        torch.testing.assert_close(gradient, block.up.weight.grad, **EXACT)
+
+
 def test_names_of_the_blocks():
     blocks = blocks_of(3)
     names, model = nn.ModuleList(copy.deepcopy(blocks)).state_dict(), gspmd.stack(blocks)
@@ -153,6 +187,8 @@ def test_errors():
         gspmd.stack([])
     with pytest.raises(gspmd.ShardingError, match="blocks 0 and 1 of a stack differ"):
         gspmd.stack([nn.Linear(4, 4), nn.Linear(4, 5)])
+    with pytest.raises(gspmd.ShardingError, match="a stack of stacked blocks"):
+        gspmd.stack([gspmd.stack([nn.Linear(4, 4)])])
     with pytest.raises(
         gspmd.ShardingError, match=r"takes float32\[2, 4\] and returns float32\[2, 5\]"
     ):

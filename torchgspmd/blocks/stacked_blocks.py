@@ -110,6 +110,12 @@ def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
     """Return the names of the parameters. Raise unless the blocks differ in values alone."""
     if not blocks:
         raise ShardingError(f"a {what} of no blocks", where=user_line())
+    if any(isinstance(module, StackedBlocks) for block in blocks for module in block.modules()):
+        raise ShardingError(
+            f"a {what} of stacked blocks",
+            where=user_line(),
+            fix=f"give the blocks themselves to {what}",
+        )
     first, *others = [
         {name: (tuple(t.shape), t.dtype) for name, t in block.named_parameters()}
         for block in blocks

@@ -39,6 +39,7 @@ Body = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
 _is_unrolling: ContextVar[bool] = ContextVar("unrolling", default=False)
 _numbers = count()  # normalize numbers the loops of a program anew
 _around: ContextVar[tuple[TracedLoop, ...]] = ContextVar("loops", default=())
+_replaced: ContextVar[tuple[dict[int, Tensor], ...]] = ContextVar("replaced", default=())
 _records: ContextVar[tuple[_Record, ...]] = ContextVar("records", default=())
 
 
@@ -94,15 +95,21 @@ def run_loop(
 
     body: (*carry, *rows of an iteration) -> next carry, results of the iteration.
     """
+    for record in _records.get():
+        record.use((*carry, *rows))
+    carry, rows = _of_loops_around(carry), _of_loops_around(rows)
     record = _outer_tensors(body, carry, rows)
     if record.draws or is_unrolling():
         return _unrolled(body, carry, rows, length, reverse)
     consts = list(record.outer.values()) if torch.is_grad_enabled() else []
     traced = TracedLoop(Loop(next(_numbers), 0, length, reverse), _around.get())
-    entries = _Entries.apply(traced, len(carry), len(rows), *carry, *rows, *consts)
+    entries = _Entries.apply(
+        traced, len(carry), len(rows), *carry, *rows, *_of_loops_around(consts)
+    )
     at, inner = len(carry), len(carry) + len(rows)
     _note(entries)
-    with _inside(traced), _Replace(dict(zip(map(id, consts), entries[inner:]))):
+    replaced = dict(zip(map(id, consts), entries[inner:]))
+    with _inside(traced, replaced), _Replace(replaced):
         carried, results = body(*entries[:at], *entries[at:inner])
     traced.carries = list(entries[:at])
     exits = _Exits.apply(traced, len(carry), *carried, *results)
@@ -130,12 +137,19 @@ def _note(results: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def _inside(traced: TracedLoop) -> Any:
-    token = _around.set((*_around.get(), traced))
+def _inside(traced: TracedLoop, replaced: dict[int, Tensor]) -> Any:
+    tokens = _around.set((*_around.get(), traced)), _replaced.set((*_replaced.get(), replaced))
     try:
         yield
     finally:
-        _around.reset(token)
+        _around.reset(tokens[0])
+        _replaced.reset(tokens[1])
+
+
+def _of_loops_around(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors as the loops around have them: no mode sees the call of a Function."""
+    tables = _replaced.get()[::-1]
+    return [next((t[id(x)] for t in tables if id(x) in t), x) for x in tensors]
 
 
 def _outer_tensors(body: Body, carry: Sequence[Tensor], rows: Sequence[Tensor]) -> _Record:
@@ -166,12 +180,16 @@ class _Record(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        for x in pytree.tree_leaves((args, kwargs or {})):
-            if isinstance(x, Tensor) and x.requires_grad and id(x) not in self.of_the_body:
-                self.outer.setdefault(id(x), x)
+        self.use(pytree.tree_leaves((args, kwargs or {})))
         result = func(*args, **(kwargs or {}))
         self.add(pytree.tree_leaves(result))
         return result
+
+    def use(self, operands: Sequence[Any]) -> None:
+        """Note operands."""
+        for x in operands:
+            if isinstance(x, Tensor) and x.requires_grad and id(x) not in self.of_the_body:
+                self.outer.setdefault(id(x), x)
 
     def add(self, results: Sequence[Any]) -> None:
         """Note results of the body."""
