@@ -10,7 +10,10 @@ import pytest
 
 pytestmark = [pytest.mark.distributed]
 SCRIPT = Path(__file__).with_name("waiting.py")
-CASES = "first_call third_step backward whole_tensor whole_tensor_and_step ended".split()
+CASES = (
+    "first_call third_step backward whole_tensor redistributed gathered_operand "
+    "whole_tensor_and_step ended"
+).split()
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,8 @@ SLEEPS, STEP, MODEL = "time.sleep(0.1)", "model(x).backward()", "return self.dow
         ),
         ("backward", ("", MODEL, "step 1, backward"), "step 1, forward"),
         ("whole_tensor", ("the comparison of the ranks", "full_tensor())", "step 1"), "step 1"),
+        ("redistributed", ("a collective of a DTensor", "redistribute(", "step 1"), "step 1"),
+        ("gathered_operand", ("a collective of a DTensor", "softmax(0)", "step 1"), "step 1"),
     ],
 )
 def test_a_rank_that_sleeps(said, case, rank_0, rank_1):
@@ -64,7 +69,7 @@ def test_a_rank_that_sleeps(said, case, rank_0, rank_1):
     own, other = why.split("; rank 1 ")
     assert f"rank 0 is in {collective}" in own and line(code) in own and f"({step}" in own, own
     assert line(SLEEPS) in other and f"({rank_1}" in other, other
-    if case in ("third_step", "backward", "whole_tensor"):
+    if case != "first_call":
         assert re.search(rf"its last collective \w+ at \S*{line(MODEL)}", other), other
     assert re.search(r"torchgspmd: rank 0 has waited \d", notices[case]), notices[case]
     assert line(SLEEPS) in notices[case]

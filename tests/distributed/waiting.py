@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 import torchgspmd as gspmd
 
@@ -61,6 +62,16 @@ def backward(model, x):
 def whole_tensor(model, x):
     train(model, x)
     sleep_alone(lambda: model.up.weight.full_tensor())
+
+
+def redistributed(model, x):
+    train(model, x)
+    sleep_alone(lambda: model.up.weight.redistribute(placements=[Replicate()]))
+
+
+def gathered_operand(model, x):
+    train(model, x)
+    sleep_alone(lambda: model.up.weight.softmax(0))
 
 
 def whole_tensor_and_step(model, x):

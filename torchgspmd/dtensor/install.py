@@ -28,6 +28,7 @@ from .fused_optimizers import (
 from .ours import INSTALLATION, Handler, for_ours, handlers, is_ours, method_for_ours
 from .random import DRAWING, draw
 from .replicated_fallback import UsersFlag, gather_method, with_fallback, with_replication
+from .waits import redistribute_method, with_explained_waits
 
 _LOSSES = (
     "mse_loss",
@@ -81,6 +82,7 @@ def _losses(suffix: str, gradients: int) -> list[Patch]:
 _DISPATCHER: Any = DTensor._op_dispatcher
 _FALLBACK = "torch.linalg.qr(p), torch._foreach_copy_(ps, qs): there is no sharding strategy"
 _SHARDED = "fully_shard would shard what is sharded already"
+_WAITS = "p.softmax(0) on one rank waits for the others, and its error names none of them"
 _BESIDE = "loss + 0.01 * p.pow(2).sum(): a plain tensor beside a DTensor is an error"
 
 PATCHES = (
@@ -134,6 +136,7 @@ PATCHES = (
     *_methods(("numpy",), method_for_ours(op_handlers.numpy), "p.numpy() is an error"),
     *_methods(("tolist",), method_for_ours(op_handlers.tolist), "p.tolist() is an error"),
     *_methods(("full_tensor",), gather_method, "p.full_tensor() on one rank waits for the others"),
+    *_methods(("redistribute",), redistribute_method, _WAITS),
     # operations
     *_handled(
         _operators(_IN_PLACE),
@@ -209,6 +212,7 @@ PATCHES = (
     Patch(_DISPATCHER, "_try_replicate_spec_for_scalar_tensor", with_replication, _BESIDE),
     Patch(_DISPATCHER, "_allow_implicit_replication", lambda _: True, _BESIDE),
     Patch(type(_DISPATCHER), "_allow_implicit_replication", UsersFlag, _BESIDE),
+    Patch(_DISPATCHER, "redistribute_local_args", with_explained_waits, _WAITS),
     # wrappers
     *(
         Patch(owner, "_verify_managed_param", with_refusal, _SHARDED)

@@ -1,0 +1,45 @@
+"""Waits in collectives that torch's DTensor starts, asked for or not: errors say for whom.
+
+y.redistribute(placements=[Replicate()])    on one rank only
+y.softmax(0)                                of rows that are sharded: y is gathered
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from ..comm.process_groups import find_groups
+
+
+def redistribute_method(before: Callable) -> Callable:
+    """Wrap DTensor.redistribute: the wait for a rank that does not call it is explained."""
+
+    @functools.wraps(before)
+    def method(self: DTensor, *args: Any, **options: Any) -> DTensor:
+        return _explained(self.device_mesh, before, self, *args, **options)
+
+    return method
+
+
+def with_explained_waits(before: Callable) -> Callable:
+    """Wrap the function that redistributes the operands of an operation, as `redistribute`."""
+
+    @functools.wraps(before)
+    def redistribute(op_info: Any, *args: Any, **options: Any) -> None:
+        meshes = (getattr(spec, "mesh", None) for spec in op_info.flat_args_schema)
+        mesh = next((mesh for mesh in meshes if mesh is not None), None)
+        return _explained(mesh, before, op_info, *args, **options)
+
+    return redistribute
+
+
+def _explained(mesh: Any, function: Callable, *args: Any, **options: Any) -> Any:
+    """Call a function; if the mesh is of parallelize, a wait that ends in it says for whom."""
+    groups = find_groups(mesh) if mesh is not None else None
+    if groups is None:
+        return function(*args, **options)
+    return groups.watcher.run(function, *args, **options)
