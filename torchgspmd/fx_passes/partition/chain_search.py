@@ -7,8 +7,6 @@ after    all are laid out like the operand of the chain, or as its result is nee
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from .op_search import OpSearch
 from .region_proposal import RegionProposals
 from .regions import Region, chains, sources
@@ -29,29 +27,9 @@ class ChainSearch(RegionProposals):
     def _improve_chain(self, chain: Region) -> bool:
         """Lay out a chain like its operand, or as its result is required."""
         return self.try_proposal(
-            chain, "in", lambda: self._propose_forwards(chain)
-        ) or self.try_proposal(chain, "out", lambda: self._propose_backwards(chain))
+            chain, "in", lambda: self.propose_forwards(chain)
+        ) or self.try_proposal(chain, "out", lambda: self.propose_backwards(chain))
 
     def _improve_source(self, source: Region) -> bool:
         """Compute a contraction as it costs least by itself; the chain behind it follows."""
-        return self.try_proposal(source, "in", lambda: self._propose_forwards(source))
-
-    def _propose_forwards(self, chain: Region) -> bool:
-        """Choose strategies from the first operation to the last; each follows the one before."""
-        for op in chain.ops:
-            neighborhood = self.assignment.neighborhood(op)
-            if op is not chain.ops[-1]:  # Nothing is required of intermediate results.
-                neighborhood = self.assignment.new_neighborhood(op, neighborhood.operands, ((),))
-            self.assign_cheapest(op, self.strategies.candidates(op, neighborhood), neighborhood)
-        return True
-
-    def _propose_backwards(self, chain: Region) -> bool:
-        """Choose strategies from the last operation to the first; each serves the one after."""
-        for op in reversed(chain.ops):
-            neighborhood = self.assignment.neighborhood(op)
-            self.assign_cheapest(
-                op,
-                self.strategies.candidates(op, neighborhood),
-                replace(neighborhood, operands=()),
-            )
-        return True
+        return self.try_proposal(source, "in", lambda: self.propose_forwards(source))

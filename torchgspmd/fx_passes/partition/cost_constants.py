@@ -68,6 +68,18 @@ class CostConstants:
     local_step_fee: float = _constant(
         0.01, "bytes sent", "of equal ways the one with fewer slices wins, though they send nothing"
     )
+    message_price: float = _constant(
+        4096.0,
+        "bytes sent",
+        "what a message costs beside its bytes, after the search by bytes; little beside latency "
+        "times bandwidth, 100 KB for gloo and 2 MB for NVLink, as the bytes are to decide",
+        "latencies and bandwidths of torchgspmd/hardware.py",
+    )
+    message_share: float = _constant(
+        1 / 1024,
+        "share of the bytes sent",
+        "a program sends no more than that for fewer messages",
+    )
     # ------------------------------------------------------------------------------- the searches
     min_saving: float = _constant(
         1 / 16,

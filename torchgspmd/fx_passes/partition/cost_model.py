@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import Tensor, fx
 
@@ -74,6 +75,11 @@ class CostModel:
     resharder: Resharder
     pending_bonus: float
     operand_window_cache: OperandWindows = field(default_factory=dict)
+
+    @cached_property
+    def phase(self) -> tuple[float, float]:
+        """What differs between the phases of a search; results of one are not cached for others."""
+        return self.pending_bonus, self.resharder.constants.message_price
 
     def cost(
         self,

@@ -70,7 +70,7 @@ def explain_costs(decisions: Decisions, value: fx.Node) -> str:
     """Return the costs of all candidates for the operation of a value, and why one won."""
     memory = SearchMemory(*situation(decisions.graph, decisions.mesh, decisions.constants))
     at = decisions.assignment(memory)
-    costs = CostModel(at, memory.resharder, decisions.constants.tie_break)
+    costs = CostModel(at, memory.priced_resharder, decisions.constants.tie_break)
     op = at.producers.get(value)
     if op is None:
         return _explain_input(costs, value)

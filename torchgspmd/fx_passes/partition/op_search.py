@@ -45,7 +45,7 @@ class OpSearch:
             if op.rule.halo
             else ()
         )
-        key = (op.key, neighborhood, current, forced, self.costs.pending_bonus, moved)
+        key = (op.key, neighborhood, current, forced, self.costs.phase, moved)
         if key not in self.memory.choices:
             candidates = self.strategies.candidates(
                 op, neighborhood, {forced[0]: forced[1:]} if forced else None

@@ -12,7 +12,7 @@ source   the idea of pending sums is Shardy's `unreduced`; choosing by cost over
 A strategy (see strategies.py) says what an operation needs of its operands and returns as results.
 An Assignment has one for every operation, a CostModel says what it costs, and searches change it:
 op_search.py one operation, sum_search.py, chain_search.py and body_search.py several at once,
-solver.py all, round by round.
+message_search.py those next to messages, solver.py all, round by round.
 """
 
 from __future__ import annotations
@@ -64,5 +64,7 @@ def partition(
     if not keep_marks:
         solver.omit_unused_marks()
     partitioned = insert_collectives(assignment, costs)
-    partitioned.output_node().meta["decisions"] = Decisions.of(assignment, constants)
+    partitioned.output_node().meta["decisions"] = Decisions.of(
+        assignment, costs.resharder.constants
+    )
     return partitioned

@@ -11,6 +11,7 @@ are restored.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 from ..ir import Op
 from .neighborhood import Neighborhood, Strategy
@@ -25,7 +26,7 @@ class RegionProposals:
         self.op_search, self.assignment = op_search, op_search.assignment
         self.memory, self.strategies = op_search.memory, op_search.strategies
         # proposal for a region in a phase -> the stamp of the region when it did not cost less
-        self.declined: dict[tuple[Region, Hashable, float], int] = {}
+        self.declined: dict[tuple[Region, Hashable, tuple[float, float]], int] = {}
 
     def try_proposal(self, region: Region, kind: Hashable, propose: Callable[[], bool]) -> bool:
         """Assign the strategies that `propose` chooses for a region if they cost less.
@@ -33,13 +34,13 @@ class RegionProposals:
         Return whether they do. kind: tells apart the proposals for one region.
         """
         at, costs = self.assignment, self.op_search.costs
-        proposal_key = region, kind, costs.pending_bonus
+        proposal_key = region, kind, costs.phase
         if self.declined.get(proposal_key) == at.stamp(region.nodes):
             return False
         before = [at.strategy_of[op.node] for op in region.ops]
         situation = (
             kind,
-            costs.pending_bonus,
+            costs.phase,
             *((op.key, at.neighborhood(op), s) for op, s in zip(region.ops, before)),
         )
         if situation not in self.memory.proposals:
@@ -62,3 +63,25 @@ class RegionProposals:
         best = self.op_search.costs.cheapest(op, candidates, neighborhood)
         if best is not None:
             self.assignment.assign(op, best)
+
+    def propose_forwards(self, region: Region) -> bool:
+        """Choose strategies from the first operation to the last; each follows the one before."""
+        for op in region.ops:
+            neighborhood = self.assignment.neighborhood(op)
+            if op is not region.ops[-1]:  # Nothing is required of intermediate results.
+                neighborhood = self.assignment.new_neighborhood(
+                    op, neighborhood.operands, ((),) * len(op.results)
+                )
+            self.assign_cheapest(op, self.strategies.candidates(op, neighborhood), neighborhood)
+        return True
+
+    def propose_backwards(self, region: Region) -> bool:
+        """Choose strategies from the last operation to the first; each serves the one after."""
+        for op in reversed(region.ops):
+            neighborhood = self.assignment.neighborhood(op)
+            self.assign_cheapest(
+                op,
+                self.strategies.candidates(op, neighborhood),
+                replace(neighborhood, operands=()),
+            )
+        return True

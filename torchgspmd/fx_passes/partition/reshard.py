@@ -161,3 +161,32 @@ class Resharder:
                 steps.append(shard_step(spec, d, a[len(b) :]))
                 spec = steps[-1].spec
         return tuple(steps)
+
+
+class PricedResharder(Resharder):
+    """The steps of another one, where each message costs `message_price` beside its bytes."""
+
+    def __init__(self, by_bytes: Resharder, constants: CostConstants) -> None:
+        super().__init__(by_bytes.mesh, constants)
+        self.by_bytes = by_bytes
+
+    def _compute_cost(
+        self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
+    ) -> float:
+        cost = self.by_bytes.cost(shape, itemsize, before, after)
+        if not 0 < cost < math.inf:
+            return cost
+        steps = self.by_bytes.steps(shape, itemsize, before, after)
+        return cost + self.constants.message_price * sum(step.sent > 0 for step in steps)
+
+    def at_least(
+        self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
+    ) -> float:
+        """Return a lower bound of the cost, without a search."""
+        return self.by_bytes.at_least(shape, itemsize, before, after)
+
+    def steps(
+        self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
+    ) -> tuple[Step, ...]:
+        """Return the steps from one layout to another."""
+        return self.by_bytes.steps(shape, itemsize, before, after)

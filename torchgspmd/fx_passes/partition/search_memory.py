@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -14,7 +14,7 @@ from ..propagate.factors import Crowded, crowded
 from .assignment import Assignment
 from .cost_constants import CostConstants
 from .neighborhood import Interner, Strategy
-from .reshard import Resharder
+from .reshard import PricedResharder, Resharder
 from .strategies import Strategies, marked
 
 
@@ -23,7 +23,8 @@ class SearchMemory:
 
     def __init__(self, mesh: Mesh, crowded: Crowded, constants: CostConstants) -> None:
         self.constants, self.interner = constants, Interner()
-        self.resharder = Resharder(mesh, constants)
+        self.resharder = Resharder(mesh, replace(constants, message_price=0.0))
+        self.priced_resharder = PricedResharder(self.resharder, constants)
         self.strategies = Strategies(mesh, crowded, constants)
         self.choices: dict[tuple, Strategy | None] = {}  # by operation and neighborhood
         # by proposal, region and neighborhood; None if the former strategies are cheaper

@@ -3,7 +3,7 @@
 The first sweep goes by the propagated layouts. The following ones go by the choices of the
 neighbors, until nothing gets cheaper; an operation is visited again when its neighborhood changed.
 Then regions change at once (see regions.py). The result is the cheapest of the states in
-which such rounds end.
+which such rounds end. At last messages are saved (see message_search.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .body_search import BodySearch
 from .chain_search import ChainSearch
 from .cost_model import CostModel
 from .input_search import InputSearch
+from .message_search import MessageSearch
 from .neighborhood import Strategy
 from .op_search import OpSearch
 from .search_memory import SearchMemory, Solution
@@ -46,6 +47,7 @@ class Solver:
         self.op_search = OpSearch(assignment, costs, memory)
         self.sums, self.chains = SumSearch(self.op_search), ChainSearch(self.op_search)
         self.bodies = BodySearch(self.op_search)
+        self.messages = MessageSearch(self.op_search)
         self.inputs = InputSearch(self.bodies)
 
     @property
@@ -67,8 +69,15 @@ class Solver:
         self._require_outputs()
         if former is not None:
             self._run_phase(constants.tie_break, constants.max_region_rounds)
-            return self.costs
-        candidates = []
+        else:
+            self._search_by_bytes()
+        if constants.message_price:
+            self._save_messages()
+        return self.costs
+
+    def _search_by_bytes(self) -> None:
+        """Run both phases twice; regions change in the first phase the second time only."""
+        at, constants, candidates = self.assignment, self.constants, []
         for rounds in (0, constants.max_region_rounds):
             self._run_phase(constants.pending_bonus, rounds)
             self._run_phase(constants.tie_break, constants.max_region_rounds)
@@ -76,7 +85,22 @@ class Solver:
         at.restore(min(candidates, key=lambda candidate: candidate[0])[1])
         self._require_outputs()
         self._lay_out_inputs()
-        return self.costs
+
+    def _save_messages(self) -> None:
+        """Change layouts where that saves messages, unless much more is sent for it."""
+        at, by_bytes = self.assignment, self.costs
+        ops, before, sent = at.ops.values(), at.snapshot(), by_bytes.traffic(at.ops.values())
+        priced = replace(by_bytes, resharder=self.op_search.memory.priced_resharder)
+        self.op_search.costs = priced
+        at.window_costs.clear()
+        cost, changed = priced.exact(ops), self.messages.improve()
+        self._require_outputs()
+        saved = changed and priced.exact(ops) < cost
+        at.window_costs.clear()
+        if not saved or by_bytes.traffic(ops) > sent * (1 + self.constants.message_share):
+            at.restore(before)
+            self.op_search.costs = by_bytes
+        at.window_costs.clear()
 
     def _lay_out_inputs(self) -> None:
         """Try other layouts for open inputs, with all that follows, where that sends less.
