@@ -9,11 +9,11 @@ along one axis. Three numbers of a device stand beside it:
     sent     bytes, over the least of two formulas: ring or gather (n-1)/n * 2 S Hk d b; all_to_all
              (n-1)/n^2 * S (2 Hq + 2 Hk) d b, if n divides Hk
     work     scores that the last device to finish computes, over an even split of those that the
-             program needs. Of a mask that is passed as a tensor these are all scores.
+             program needs
     peak     memory, over that of one device
 
 --xla has XLA partition the same programs for virtual devices, with 1/32 of the tokens and 1/16 of
-all widths, and compares both with the formulas at these sizes.
+all widths, and compares both with the formulas at these sizes. Windows are masks there.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import torchgspmd as gspmd
 from torchgspmd.custom_ops.attention_zigzag import runs_of_rows
@@ -91,8 +92,14 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def layers_of(shape: Shape, mesh: gspmd.Mesh) -> Any:
-    """Return the program: tokens [s] or patches [s, m], and weights, to a loss."""
+def layers_of(shape: Shape, mesh: gspmd.Mesh, dense: bool = False) -> Any:
+    """Return the program: tokens [s] or patches [s, m], and weights, to a loss.
+
+    dense: a window is a mask of all queries and keys; else it is flex_attention's.
+    """
+
+    def window(b: Any, h: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & (query - key < shape.window)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor) -> Tensor:
         if not shape.window:
@@ -100,9 +107,13 @@ def layers_of(shape: Shape, mesh: gspmd.Mesh) -> Any:
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=shape.causal, enable_gqa=grouped
             )
-        apart = places.unsqueeze(1) - places
-        seen = (apart >= 0) & (apart < shape.window)
-        return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+        if dense:
+            seen = window(0, 0, places.unsqueeze(1), places)
+            return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+        sizes = None, None, shape.tokens, shape.tokens
+        blocks = create_block_mask(window, *sizes, device=q.device)
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        return flex_attention(q, k, v, block_mask=blocks, enable_gqa=True).squeeze(0)
 
     def run(x: Tensor, targets: Tensor, table: Tensor, layers: list[list[Tensor]]) -> Tensor:
         x = gspmd.mark_sharding(x, mesh, ("seq", *[None] * (x.dim() - 1)))
@@ -139,7 +150,7 @@ def inputs_of(shape: Shape, layers: int) -> tuple[Any, ...]:
 # ---------------------------------------------------------------------------------- what is counted
 
 
-def pairs(node: Any, mesh: gspmd.Mesh) -> Iterator[float]:
+def pairs(node: Any, mesh: gspmd.Mesh, window: int) -> Iterator[float]:
     """Yield the scores that devices compute for one head, one number for each shard of queries."""
     q, k = (x.meta["val"] for x in node.args[:2])
     tokens, n = q.shape[-2], mesh.count(node.meta["assignment"].get("s", ()))
@@ -151,20 +162,22 @@ def pairs(node: Any, mesh: gspmd.Mesh) -> Iterator[float]:
                 (r.stop - r.start, at) for r, at in runs_of_rows(first, rows, node.args[4], tokens)
             ]
             yield sum(count * (at + (count + 1) / 2) for count, at in runs)
+        elif window:
+            yield sum(min(window, at + 1) for at in range(first, first + count))
         elif node.args[3]:
             yield count * (first + (count + 1) / 2)
         else:
             yield count * k.shape[-2]
 
 
-def work(plan: gspmd.Plan, mesh: gspmd.Mesh) -> float:
+def work(plan: gspmd.Plan, shape: Shape) -> float:
     """Return the scores of the device that has most, over an even split of all."""
-    most = even = 0.0
+    most, even, mesh = 0.0, 0.0, mesh_of(shape)
     for node in plan.sharded.nodes:
         if "attention.default" not in str(node.target):
             continue
         q = node.args[0].meta["val"]
-        each, heads = [*pairs(node, mesh)], q.shape[:-2].numel()
+        each, heads = [*pairs(node, mesh, shape.window)], q.shape[:-2].numel()
         factors = [f for f in node.meta["assignment"] if f != "s"]
         share = math.prod(
             math.ceil(node.meta["rule"].sizes[f] / mesh.count(node.meta["assignment"][f]))
@@ -202,7 +215,7 @@ def row(shape: Shape, layers: int, show: bool) -> list[str]:
         str(shape.devices),
         f"{plan.sent_bytes / (1 << 20):,.1f} MiB",
         f"{plan.sent_bytes / layers / shape.least:.3f}",
-        f"{work(plan, mesh_of(shape)):.3f}",
+        f"{work(plan, shape):.3f}",
         f"{plan.memory.peak / (1 << 30):.2f} GiB",
         f"{plan.memory.peak / alone:.3f}",
         " ".join(kinds),
@@ -220,7 +233,7 @@ def beside_xla(shape: Shape, layers: int) -> list[str]:
         window=shape.window // 32,
     )
     mesh = mesh_of(small)
-    plan = gspmd.plan(layers_of(small, mesh), *inputs_of(small, layers), mesh=mesh)
+    plan = gspmd.plan(layers_of(small, mesh, dense=True), *inputs_of(small, layers), mesh=mesh)
     sent = gspmd.compare_with_xla(plan).bytes
     return [shape.name, str(shape.devices), *(f"{x / layers / small.least:.3f}" for x in sent)]
 
