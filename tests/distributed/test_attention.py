@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import by_hand, fused
 from ranks import distributed
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import torchgspmd as gspmd
 from torchgspmd.comm.kinds.ring_attention import ring_attention, ring_attention_backward
@@ -48,12 +50,65 @@ def test_rings(mesh: gspmd.Mesh, kind: str, length: int) -> None:
     assert {ring_attention, ring_attention_backward} <= targets, plan
 
 
-def compare(mesh: gspmd.Mesh, alone: nn.Module, length: int, **options) -> nn.Module:
+class Dropout(Attention):
+    """alone: computes all scores, and draws for all of them at once."""
+
+    alone = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = gspmd.mark_sharding(x.sin(), self.mesh, "_ seq _")
+        q = self.q(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (-1, 8)).transpose(1, 2).chunk(2, 1)
+        y = (by_hand if self.alone else fused)(q, k, v, None, self.kind == "causal", 0.3)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("regather", ["never", "all"])
+@distributed("seq=4")
+def test_dropout(mesh: gspmd.Mesh, regather: str) -> None:
+    """Of whole keys, and in a ring."""
+    alone = Dropout(mesh, "causal", 1)
+    alone.alone = True
+    compare(mesh, alone, 14, regather=regather)
+
+
+def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q // 5 == k // 5) & (q >= k)
+
+
+class Documents(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        x = gspmd.mark_sharding(x.sin(), self.mesh, "_ seq _")
+        q = self.q(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (-1, 8)).transpose(1, 2).chunk(2, 1)
+        at = torch.arange(x.shape[1])
+        if self.kind == "by hand":
+            mask = document(at, at, at.unsqueeze(1), at)
+            y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        else:
+            blocks = create_block_mask(document, None, None, len(at), len(at), device="cpu")
+            y = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@distributed("seq=4")
+def test_functions_of_positions(mesh: gspmd.Mesh) -> None:
+    compare(mesh, Documents(mesh, "by hand"), 14, kind="flex")
+
+
+def compare(
+    mesh: gspmd.Mesh, alone: nn.Module, length: int, kind: str = "", **options
+) -> nn.Module:
     torch.manual_seed(0)
     alone = alone.double()
-    sharded = gspmd.parallelize(copy.deepcopy(alone), mesh, **options)
+    other = copy.deepcopy(alone)
+    other.kind, other.alone = kind or alone.kind, False
+    sharded = gspmd.parallelize(other, mesh, **options)
     x = torch.randn(2, length, 32, dtype=torch.float64)
-    want, got = alone(x), sharded(x)
+    torch.manual_seed(1)
+    want = alone(x)
+    torch.manual_seed(1)
+    got = sharded(x)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     want.square().sum().backward()
     got.square().sum().backward()

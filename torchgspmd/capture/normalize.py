@@ -21,6 +21,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..fx_nodes import copy_node, drop_unused
 from .captured import TANGENT, UNKNOWN, Input
 from .loop_form import loop_form
+from .rewrites.written_attention import SITE
 from .stand_in_sizes import StandInSizes
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
@@ -117,6 +118,8 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes) -> None:
         "backward": custom.get("backward", False),
         "captured": target.name,
     }
+    if SITE in custom:
+        target.meta[SITE] = custom[SITE]
     if custom.get("recorded"):
         target.meta["recorded"] = True
     if other is not val:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
 from .compute_dtype import Casts
 from .functionalize import FunctionalTensor
 from .normalize import normalize
+from .rewrites.written_attention import Sites, recognizing
 from .state.mutations import Tables
 from .state.object_trees import opened
 from .state.recorder import record_reads
@@ -77,13 +79,16 @@ def capture(
         while len(reasons) < MOST_RETRACES:
             inputs = state.inputs(module_tensor_ids, varying.now)
             readable = _readable_inputs(fn, module_state, (args, kwargs), inputs)
-            value_guards = ValueGuards(readable, state)
+            value_guards, sites = ValueGuards(readable, state), Sites(state.kept_weights)
             try:
-                with _conclusive(
-                    inputs,
-                    lambda: state.inputs(module_tensor_ids, varying.now),
-                    state,
-                    value_guards,
+                with (
+                    _conclusive(
+                        inputs,
+                        lambda: state.inputs(module_tensor_ids, varying.now),
+                        state,
+                        value_guards,
+                    ),
+                    recognizing(sites),
                 ):
                     captured, fill_constants = _trace_once(
                         fn,
@@ -101,6 +106,9 @@ def capture(
                         dynamic or ArgumentSizes(),
                     )
                     fill_constants()
+                if needed := sites.needed(captured.graph):
+                    keep = partial(state.kept_weights.update, needed)
+                    raise Retrace("it uses weights of attention", keep)
                 return captured
             except Retrace as retrace:
                 retrace.learn()

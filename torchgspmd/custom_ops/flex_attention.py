@@ -91,6 +91,18 @@ class Flex(NamedTuple):
         return None
 
 
+def flex_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    functions: Sequence[Any],
+    scale: float,
+    region: Sequence[int] | None,
+) -> Tiles:
+    """Return the tiles of a call. functions: the buffers and the three expressions."""
+    return Tiles(q, k, v, False, scale, None, region, Flex(*functions))
+
+
 @torch.library.custom_op("torchgspmd::flex_attention", mutates_args=())
 def flex_attention(
     q: Tensor,
@@ -107,8 +119,8 @@ def flex_attention(
 
     q [b, h g, s, d]   k [b, h, t, d]   v [b, h, t, e]. region: as of `attention` with dropout.
     """
-    change = Flex(buffers, mask, score, gradient)
-    out, lse = Tiles(q, k, v, False, scale, None, region, change).forward()
+    functions = (buffers, mask, score, gradient)
+    out, lse = flex_tiles(q, k, v, functions, scale, region).forward()
     return out.contiguous(), lse
 
 
@@ -133,8 +145,8 @@ def flex_attention_backward(
     region: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. out, lse: for all keys, not for a part of them."""
-    change = Flex(buffers, mask, score, gradient)
-    return Tiles(q, k, v, False, scale, None, region, change).backward(grad, out, lse)
+    functions = (buffers, mask, score, gradient)
+    return flex_tiles(q, k, v, functions, scale, region).backward(grad, out, lse)
 
 
 @flex_attention_backward.register_fake

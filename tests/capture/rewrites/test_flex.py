@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from torchgspmd import Mesh, plan
 from torchgspmd.custom_ops import attention_tiles
+from torchgspmd.plan import Plan
 
 LENGTH = 24
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
@@ -109,6 +110,27 @@ def test_numbers(mesh: str, mask_mod, score_mod, monkeypatch: pytest.MonkeyPatch
     result = plan(run, *inputs, mesh=devices, in_specs=(spec,) * 4, out_specs=(spec,) * 4)
     assert [n.name for n in result.sharded.nodes if n.name.startswith("flex_attention")]
     assert not result.replicated_ops
+    compare(result, inputs, mask_mod, score_mod)
+
+
+@pytest.mark.parametrize("mask_mod, score_mod", [(documents, biased), (window, None)])
+def test_keys_travel_round_a_ring(mask_mod, score_mod) -> None:
+    """One head of keys, and lengths that do not divide."""
+    inputs, spec, run = tensors(1), "_ _ seq _", step(mask_mod, score_mod)
+    result = plan(
+        run,
+        *inputs,
+        mesh=Mesh(seq=5),
+        in_specs=(spec,) * 4,
+        out_specs=(spec,) * 4,
+        costs={"link_flops_per_byte": 1e-6},
+    )
+    targets = [str(n.target) for n in result.program.graph.nodes]
+    assert {"ring_attention", "ring_attention_backward"} <= {*targets}
+    compare(result, inputs, mask_mod, score_mod)
+
+
+def compare(result: Plan, inputs: list[Tensor], mask_mod, score_mod) -> None:
     got, want = result.simulate(*inputs, _poison=True), by_hand(mask_mod, score_mod)(*inputs)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

@@ -31,6 +31,7 @@ from ...shard_spec import SpecLike
 from ..trace_context import is_transforming
 from .loop_trace import is_unrolling
 from .repeated_heads import unrepeated
+from .written_attention import attention_of_product, marked_product
 
 
 @rewrite("product", mark_sharding)
@@ -57,7 +58,9 @@ def _einsum(equation: str, a: Tensor, b: Tensor) -> Any:
     a, b = _autocast(a, b)
     if a.dtype != b.dtype or a.is_sparse or b.is_sparse:
         return DECLINED
-    return einsum(equation, a, b)
+    if (result := attention_of_product(equation, a, b)) is not DECLINED:
+        return result
+    return marked_product(einsum(equation, a, b), equation, a, b)
 
 
 @rewrite("product", F.linear)

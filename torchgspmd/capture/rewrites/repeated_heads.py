@@ -97,3 +97,9 @@ def _transpose(input: Tensor, dim0: Any, dim1: Any) -> Any:
     return _mark(
         input.transpose(dim0, dim1), repeats.base.transpose(dim0, dim1), dims.index(repeats.dim)
     )
+
+
+def transposed(x: Tensor) -> Tensor:
+    """Return a tensor with its last two dimensions exchanged; what is remembered is passed on."""
+    result = _transpose(x, -2, -1)
+    return x.transpose(-2, -1) if result is DECLINED else result

@@ -26,6 +26,7 @@ from ...compat.operators import c10d
 from ...custom_ops.attention import attention_backward_in_blocks, attention_in_blocks
 from ...custom_ops.attention_merge import lse_dtype
 from ...custom_ops.attention_zigzag import Merged
+from ...custom_ops.flex_attention import flex_tiles
 from ...mesh import Mesh
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder
@@ -33,8 +34,9 @@ from .all_gather import all_gather
 from .kind import FusedKind
 from .ring_blocks import Arrival, Blocks, Message, Steps, packed, unpacked
 
-Options = tuple[Tensor | None, tuple[int, ...], tuple[Any, ...]]
-"""The mask, the place of the dimensions before the queries, and the seed and p of dropout."""
+Options = tuple[Tensor | None, tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
+"""The mask, the place of the dimensions before the queries, the seed and p of dropout, and the
+functions of flex_attention."""
 
 
 def _calls(blocks: Blocks, block: int, options: Options) -> list[tuple[slice, slice, bool, Any]]:
@@ -45,7 +47,7 @@ def _calls(blocks: Blocks, block: int, options: Options) -> list[tuple[slice, sl
             for rows, columns, region in blocks.visible(block)
         ]
     first = block * blocks.width
-    mask, place, dropout = options
+    mask, place, dropout, _ = options
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., first : first + blocks.width]
     region = [blocks.me * blocks.rows, first, blocks.queries, blocks.keys, *place]
@@ -67,7 +69,10 @@ def _forward(
                 blocks, (blocks.me - step) % blocks.n, options
             ):
                 x, y, z = q[..., rows, :], keys[..., columns, :], values[..., columns, :]
-                merged.add(rows, *attention_in_blocks(x, y, z, causal, scale, *rest))
+                if functions := options[3]:
+                    merged.add(rows, *flex_tiles(x, y, z, functions, scale, rest[1]).forward())
+                else:
+                    merged.add(rows, *attention_in_blocks(x, y, z, causal, scale, *rest))
         if arrival is not None:
             came = arrival()
             block = unpacked(came[blocks.before], (k, v)) if came else None
@@ -102,17 +107,14 @@ def _backward(
                 blocks, (blocks.me - step) % blocks.n, options
             ):
                 g, x, o = (t[..., rows, :] for t in (grad, q, out))
-                x_grad, *others = attention_backward_in_blocks(
-                    g,
-                    x,
-                    keys[..., columns, :],
-                    values[..., columns, :],
-                    o,
-                    lse[..., rows],
-                    causal,
-                    scale,
-                    *rest,
-                )
+                y, z, total_lse = keys[..., columns, :], values[..., columns, :], lse[..., rows]
+                if functions := options[3]:
+                    tiles = flex_tiles(x, y, z, functions, scale, rest[1])
+                    x_grad, *others = tiles.backward(g, o, total_lse)
+                else:
+                    x_grad, *others = attention_backward_in_blocks(
+                        g, x, y, z, o, total_lse, causal, scale, *rest
+                    )
                 q_grad[..., rows, :] += x_grad
                 for total, other in zip(grads, others):
                     total[..., columns, :] += other

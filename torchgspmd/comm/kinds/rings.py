@@ -39,7 +39,8 @@ def _after(at: int) -> Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any,
     def arguments(args: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
         causal, scale, *rest = args[at:]
         mask, region = (rest[i] if len(rest) > i else None for i in range(2))
-        return causal, scale, (mask, tuple(region[4:] if region else ()), tuple(rest[2:]))
+        place = tuple(region[4:] if region else ())
+        return causal, scale, (mask, place, tuple(rest[2:]), ())
 
     return arguments
 
@@ -48,7 +49,18 @@ def _zigzag(scale: int) -> Callable[[tuple[Any, ...]], tuple[bool, float, tuple[
     """Return `arguments` of a call in zigzag order, which has the scale at this place."""
 
     def arguments(args: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
-        return True, args[scale], (None, (), ())
+        return True, args[scale], (None, (), (), ())
+
+    return arguments
+
+
+def _flex(at: int) -> Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]:
+    """Return `arguments` of a call that has buffers, and functions of positions, at this place."""
+
+    def arguments(args: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
+        buffers, *texts, scale = args[at : at + 5]
+        place = tuple(args[at + 5][4:] if len(args) > at + 5 else ())
+        return False, scale, (None, place, (), (tuple(buffers), *texts))
 
     return arguments
 
@@ -63,6 +75,10 @@ RINGS: dict[Any, Ring] = {
         reduce_scatter,
         None,
         _after(6),
+    ),
+    _ours.flex_attention.default: Ring(ring_attention, "s", 0, None, None, _flex(3)),
+    _ours.flex_attention_backward.default: Ring(
+        ring_attention_backward, "s", 1, reduce_scatter, None, _flex(6)
     ),
     _ours.zigzag_attention.default: Ring(ring_attention, "s", 0, None, 4, _zigzag(3)),
     _ours.zigzag_attention_backward.default: Ring(

@@ -1,7 +1,7 @@
 """Put rings in the place of gathered keys and values, and of the sums of their gradients.
 
 before   %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)     meta["ring"]
-after    %y = ring_attention(%q, %k, %v, (None, (), ()), seq, ...)
+after    %y = ring_attention(%q, %k, %v, (None, (), (), ()), seq, ...)
 before   %k_g = all_gather(%k, 2, seq);    %dq, %dk, %dv = attention_backward(..., %k_g, %v_g)
          %dk_rs = reduce_scatter(%dk, sum, 2, seq)
 after    %dq, %dk_rs, %dv_rs = ring_attention_backward(..., %k, %v, ..., seq, ...)
@@ -42,7 +42,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
     operands = list(ring.operands(node.args))
     operands[place : place + 2] = [k, v]
     causal, scale, options = ring.arguments(node.args)
-    region = next(a for a in node.args if isinstance(a, list))
+    region = next(a for a in reversed(node.args) if isinstance(a, list))
     axes = gathers[0].args[-1]
     results = {u.args[1]: u for u in node.users}
     scattered = [next(iter(results[i].users)) for i in (1, 2)] if ring.scatters else []

@@ -1,0 +1,277 @@
+"""Attention that a program writes by hand, as the operation that does not keep its scores.
+
+    scores = q @ k.mT * scale + mask                       marked: what they are computed from
+    weights = F.dropout(scores.softmax(-1), p)             marked: the scores, and the seed
+    y = weights @ v                                        attention(q, k, v, False, scale, mask)
+
+Nobody needs the scores then. A trace whose program uses weights elsewhere, too, is repeated, and
+leaves these as they are. So are softmaxes in another dtype than float32 and float64 or than that of
+the scores, masks that need a gradient, and scores that are not more than what they come from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx import traceback as fx_traceback
+
+from ...custom_ops.attention import attention
+from ...custom_ops.nd import split_equation
+from ...custom_ops.random import draw_seed, uniform
+from ...errors import user_line
+from ...rules.rewrites import DECLINED, rewrite
+from .loop_trace import is_unrolling
+from .repeated_heads import transposed, unrepeated
+
+_NAME = "_torchgspmd_attention"
+SITE = "softmax"  # the name of a site in the metadata of its softmax
+
+
+class _Scores(NamedTuple):
+    """q, k: [*lead, s, d], [*lead, t, d]. masks: boolean, or added. versions: of all of these."""
+
+    q: Tensor
+    k: Tensor
+    scale: float
+    masks: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+
+class _Weights(NamedTuple):
+    """site: the line of the softmax. dropout: the seed and p, if there is any."""
+
+    scores: _Scores
+    site: str
+    dropout: tuple[Any, ...] = ()
+
+
+class Sites:
+    """The lines of softmaxes. kept: those whose weights the program needs.
+
+    Lines, as a checkpoint computes a softmax again, in the same way.
+    """
+
+    def __init__(self, kept: set[str]) -> None:
+        self.kept, self.rewritten = kept, set[str]()
+
+    def needed(self, graph: fx.Graph) -> set[str]:
+        """Return the sites that are rewritten, and whose weights a graph needs all the same.
+
+        The metadata that says so is taken off.
+        """
+        return self.rewritten & {node.meta.pop(SITE, "") for node in graph.nodes}
+
+
+_sites: ContextVar[Sites | None] = ContextVar("sites", default=None)
+
+
+@contextmanager
+def recognizing(sites: Sites) -> Iterator[None]:
+    """Rewrite attention that is written by hand."""
+    token = _sites.set(sites)
+    try:
+        yield
+    finally:
+        _sites.reset(token)
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(x._version for x in tensors)
+
+
+def _mark(result: Tensor, mark: _Scores | _Weights) -> Tensor:
+    setattr(result, _NAME, (result._version, mark))
+    return result
+
+
+def _scores_of(x: Any) -> _Scores | None:
+    version, mark = getattr(x, _NAME, (None, None))
+    if not isinstance(mark, _Scores) or version != x._version or not _unchanged(mark):
+        return None
+    return mark
+
+
+def _unchanged(scores: _Scores) -> bool:
+    return scores.versions == _versions(scores.q, scores.k, *scores.masks)
+
+
+def _weights_of(x: Any) -> _Weights | None:
+    version, mark = getattr(x, _NAME, (None, None))
+    if not isinstance(mark, _Weights) or version != x._version or not _unchanged(mark.scores):
+        return None
+    return mark
+
+
+# ------------------------------------------------------------------------------------- products
+
+
+def marked_product(result: Tensor, equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """Return a product, marked if it may be scores: "bshd,bthd->bhst"."""
+    left, right, out = split_equation(equation)
+    inner = [c for c in left if c in right and c not in out]
+    wide = result.dtype in (torch.float32, torch.float64)
+    if len(out) < 3 or len(inner) != 1 or not wide or _sites.get() is None or is_unrolling():
+        return result
+    lead, s, t = out[:-2], out[-2], out[-1]
+    if {*left} != {*lead, s, *inner} or {*right} != {*lead, t, *inner}:
+        return result
+    q = _permuted(a, left, lead + s + inner[0])
+    k = _permuted(b, right, lead + t + inner[0])
+    return _mark(result, _Scores(q, k, 1.0, (), _versions(q, k)))
+
+
+def _permuted(x: Tensor, letters: str, order: str) -> Tensor:
+    if letters == order:
+        return x
+    if letters == order[:-2] + order[:-3:-1]:
+        return transposed(x)
+    return x.permute([letters.index(c) for c in order])
+
+
+def attention_of_product(equation: str, a: Tensor, b: Tensor) -> Any:
+    """Return the product of weights and values as attention: "bhst,bthe->bshe"."""
+    if (weights := _weights_of(a)) is None or (sites := _sites.get()) is None:
+        return DECLINED
+    left, right, out = split_equation(equation)
+    lead, s, t = left[:-2], left[-2], left[-1]
+    others = [c for c in right if c not in left]
+    if len(others) != 1 or {*right} != {*lead, t, *others} or {*out} != {*lead, s, *others}:
+        return DECLINED
+    q, k, scale, masks, _ = weights.scores
+    v = _permuted(b, right, lead + t + others[0])
+    if weights.site in sites.kept or v.dtype != q.dtype or not _pays(q, k, v):
+        return DECLINED
+    sites.rewritten.add(weights.site)
+    k, v = unrepeated(k, v)
+    mask = _joined(masks, q.dtype)
+    options = () if mask is None else (mask,)
+    if weights.dropout:
+        options = (mask, None, *weights.dropout)
+    return _permuted(attention(q, k, v, False, scale, *options)[0], lead + s + others[0], out)
+
+
+def _pays(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether scores are more than queries, keys, values and results."""
+    (s, d), (t, e) = q.shape[-2:], v.shape[-2:]
+    sizes = (*q.shape, *k.shape, *v.shape)
+    return all(type(n) is int for n in sizes) and s * t > (s + t) * (d + e)
+
+
+def _joined(masks: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Return masks as one, of at least two dimensions."""
+    if not masks:
+        return None
+    if all(m.dtype == torch.bool for m in masks):
+        mask = masks[0]
+        for other in masks[1:]:
+            mask = mask & other
+    else:
+        mask = sum(
+            torch.zeros_like(m, dtype=dtype).masked_fill(~m, -math.inf)
+            if m.dtype == torch.bool
+            else m.to(dtype)
+            for m in masks
+        )
+    assert isinstance(mask, Tensor)
+    return mask[(None,) * (2 - mask.dim())]
+
+
+# --------------------------------------------------------------------- from scores to the weights
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float)
+
+
+def _scaled(result: Tensor, scores: _Scores | None, factor: float) -> Tensor:
+    if scores is None or scores.masks or not math.isfinite(factor):
+        return result
+    return _mark(result, scores._replace(scale=scores.scale * factor))
+
+
+def _masked(result: Tensor, x: Tensor, scores: _Scores, mask: Tensor) -> Tensor:
+    """Return masked scores, marked if the mask needs no gradient and changes no shape."""
+    if mask.requires_grad or result.shape != x.shape or result.dtype != x.dtype:
+        return result
+    masks = (*scores.masks, mask)
+    versions = _versions(scores.q, scores.k, *masks)
+    return _mark(result, scores._replace(masks=masks, versions=versions))
+
+
+@rewrite("product", torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+def _mul(input: Any, other: Any) -> Any:
+    scores = _scores_of(input)
+    if scores is None or not _is_number(other):
+        return DECLINED
+    return _scaled(input * other, scores, other)
+
+
+@rewrite("product", torch.div, Tensor.div, Tensor.__truediv__)
+def _div(input: Any, other: Any) -> Any:
+    scores = _scores_of(input)
+    if scores is None or not _is_number(other) or other == 0:
+        return DECLINED
+    return _scaled(input / other, scores, 1 / other)
+
+
+@rewrite("product", torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+def _add(input: Any, other: Any, *rest: Any) -> Any:
+    if (scores := _scores_of(input)) is None:
+        input, other, scores = other, input, _scores_of(other)
+    if scores is None or rest or not isinstance(other, Tensor) or not other.is_floating_point():
+        return DECLINED
+    return _masked(input + other, input, scores, other)
+
+
+@rewrite("product", torch.masked_fill, Tensor.masked_fill)
+def _masked_fill(input: Any, mask: Any, value: Any) -> Any:
+    scores = _scores_of(input)
+    if scores is None or not _is_number(value) or value != -math.inf:
+        return DECLINED
+    return _masked(input.masked_fill(mask, value), input, scores, ~mask)
+
+
+@rewrite("product", torch.where)
+def _where(condition: Any, input: Any = None, other: Any = None) -> Any:
+    scores = _scores_of(input)
+    if scores is None or not _is_number(other) or other != -math.inf:
+        return DECLINED
+    return _masked(torch.where(condition, input, other), input, scores, condition)
+
+
+@rewrite("product", torch.softmax, Tensor.softmax, F.softmax)
+def _softmax(input: Any, dim: Any = None, dtype: Any = None, _stacklevel: int = 3) -> Any:
+    scores, sites = _scores_of(input), _sites.get()
+    if scores is None or sites is None or dim not in (-1, input.dim() - 1):
+        return DECLINED
+    if dtype not in (None, input.dtype):
+        return DECLINED
+    meta = fx_traceback.get_current_meta()
+    site = str(user_line())
+    before = meta.get("custom")
+    meta["custom"] = {**(before or {}), SITE: site}
+    result = input.softmax(-1)
+    meta["custom"] = before
+    return _mark(result, _Weights(scores, site))
+
+
+@rewrite("product", F.dropout)
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Draw for weights as `native_dropout` is decomposed, from a seed that attention takes too."""
+    weights = _weights_of(input)
+    if weights is None or inplace or weights.dropout or not 0 <= p < 1:
+        return DECLINED
+    if not training or p == 0:
+        return input
+    seed, shape = draw_seed(), list(input.shape)
+    options = ([0] * len(shape), shape, torch.float32, input.device, False)
+    kept = uniform(seed, 0, shape, *options) < 1 - p
+    result = input * (kept.to(input.dtype) / (1 - p))
+    return _mark(result, weights._replace(dropout=(seed, p)))
