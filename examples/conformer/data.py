@@ -59,8 +59,8 @@ def spell(best: Tensor) -> str:
     return "".join(ALPHABET[i] for i in letters if i)
 
 
-def text_of(letters: Tensor, length: int) -> str:
-    return "".join(ALPHABET[i] for i in letters[:length].tolist())
+def text_of(letters: Tensor, length: Tensor) -> str:
+    return "".join(ALPHABET[i] for i in letters[: int(length)].tolist())
 
 
 def edits(a: str, b: str) -> int:

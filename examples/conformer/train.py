@@ -98,15 +98,17 @@ def main() -> None:
     run.console.print(f"{wrong} of {count} letters wrong: {wrong / count:.1%}")
     run.write(losses, first, "nats per letter")
     if RANK == 0:
-        draw(odds[:, 0].exp(), text_of(speech.letters[0], int(speech.lengths[0])), args.picture)
-        run.console.print(f"letters of the first sentence: {args.picture}")
+        i = int(speech.frames.argmax())
+        frames, text = -(-int(speech.frames[i]) // 4), text_of(speech.letters[i], speech.lengths[i])
+        draw(odds[:frames, i].exp(), text, args.picture)
+        run.console.print(f"letters of the longest sentence: {args.picture}")
 
 
 def texts(speech: Speech, odds: Tensor) -> list[tuple[str, str]]:
     """What was heard and what was said."""
     best = odds.argmax(-1)  # [t/4, b]
     return [
-        (spell(best[: -(-int(frames) // 4), i]), text_of(letters, int(length)))
+        (spell(best[: -(-int(frames) // 4), i]), text_of(letters, length))
         for i, (frames, letters, length) in enumerate(
             zip(speech.frames, speech.letters, speech.lengths)
         )
@@ -131,7 +133,8 @@ def draw(odds: Tensor, text: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     picture, axes = figure(1, 1, (9, 4.5))
     axes.imshow(odds.T, aspect="auto", interpolation="nearest", cmap="magma")
-    axes.set(title=text, xlabel="0.04 s", yticks=range(len(ALPHABET)), yticklabels=list(ALPHABET))
+    axes.set(xlabel="0.04 s", yticks=range(len(ALPHABET)), yticklabels=list(ALPHABET))
+    axes.set_title(text, fontsize=7)
     axes.tick_params(axis="y", labelsize=6)
     picture.savefig(path, dpi=150)
 

@@ -3,7 +3,7 @@ or on a mesh of them.
 
 python train.py                                             one process, plain PyTorch
 torchrun --nproc-per-node 4 train.py --mesh rows=2,columns=2            every map in four shards
-python train.py --plan --mesh data=16,rows=8,columns=8 --size 721x1440 --width 128 --batch 64
+python train.py --plan --mesh data=32,rows=4,columns=4 --size 721x1440 --width 128 --batch 64
 """
 
 from __future__ import annotations
