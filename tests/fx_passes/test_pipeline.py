@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -260,3 +261,32 @@ def test_weights_are_gathered_again_where_a_device_is_too_small(
     finally:
         pipeline._current.reset(token)
     assert counted["localized"] == ways
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["cheapest way", "last way"])
+def test_a_way_without_a_pass_goes_on_from_where_it_would_have_run(
+    last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {"decompose_ops": 0, "split_fused": 0, "split_axes": 0, "partition": 0}
+
+    def counting(name: str) -> Pass:
+        def count(program: Program) -> None:
+            counts[name] += 1
+
+        stage = next(each.ensures for each in pipeline.passes() if each.name == name)
+        return Pass(f"count_{name}", count, stage, stage)
+
+    def halves(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a, b = (x @ w).chunk(2, -1)
+        return a * b
+
+    x, w = torch.randn(32, 8), torch.randn(8, 16)
+    with ExitStack() as passes:
+        if last:
+            monkeypatch.setattr(pipeline, "min", lambda ways, key: ways[-1], raising=False)
+        for name in counts:
+            passes.enter_context(with_pass(counting(name), after=name))
+        plan = gspmd.plan(halves, x, w, mesh=Mesh(model=2), in_specs=("_ _", "_ model"))
+    assert counts == {"decompose_ops": 1, "split_fused": 1, "split_axes": 2, "partition": 2}
+    assert (" slice(%w" in str(plan)) != last
+    torch.testing.assert_close(plan.simulate(x, w), halves(x, w))

@@ -160,11 +160,17 @@ def _is_looped(node: fx.Node) -> bool:
 
 
 class Rules:
-    """The rule of every node, looked up once for equal signatures."""
+    """The rule of every node, looked up once for equal signatures.
+
+    One pass after the other asks for the operations of a graph that few of them change. Those of
+    the last graph are remembered, with the objects that they follow from.
+    """
 
     def __init__(self, lookup: Callable[[Call], FactorRule] = rule_of) -> None:
         self.lookup = lookup
         self.cache: dict[tuple, tuple[FactorRule, int]] = {}  # signature -> rule, key
+        self.graph: fx.Graph | None = None  # the last one
+        self.known: dict[fx.Node, tuple[Op, tuple[Any, ...]]] = {}  # its operations
 
     def op(self, node: fx.Node) -> Op:
         """Return the operation of a node."""
@@ -176,7 +182,36 @@ class Rules:
 
     def ops(self, graph: fx.Graph) -> Iterator[Op]:
         """Return the operations of a graph, in its order."""
-        return (self.op(node) for node in graph.nodes if is_operation(node))
+        if graph is not self.graph:
+            self.graph, self.known = graph, {}
+        return (self._known_op(node) for node in graph.nodes if is_operation(node))
+
+    def _known_op(self, node: fx.Node) -> Op:
+        """Return the operation of a node of the last graph."""
+        op, sources = self.known.get(node, (None, ()))
+        if op is not None and all(map(operator.is_, sources, _sources(op))):
+            return op
+        op = self.op(node)
+        if op.results == (node,) and _follows_from_arguments(op):
+            self.known[node] = op, _sources(op)
+        return op
+
+
+def _sources(op: Op) -> tuple[Any, ...]:
+    """Return the objects that an operation follows from; whoever changes it replaces one."""
+    node = op.node
+    values = [v.meta["val"] for v in op.operands]
+    return node.args, node.kwargs, node.meta["val"], node.meta.get("runs"), *values
+
+
+def _follows_from_arguments(op: Op) -> bool:
+    """Return whether nothing but arguments that are tensors decides on an operation."""
+    inputs = op.node.all_input_nodes
+    return (
+        "dynamic" not in op.node.meta
+        and len(inputs) == len({*op.operands})
+        and not any("runs" in n.meta or "other" in n.meta for n in (op.node, *inputs))
+    )
 
 
 def values(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -22,6 +22,7 @@ class Pass:
     when: whether the pass is for this program.
     again: passes before it, or itself, that run next if it changed the program.
     in_loops: whether it runs on the bodies of loops, too.
+    changes: whether it will change the program; a way without it then goes on from where it runs.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Pass:
     when: Callable[[Program], bool] = lambda p: True
     again: tuple[str, ...] = ()
     in_loops: bool = False
+    changes: Callable[[Program], bool] = lambda p: False
 
 
 @dataclass(frozen=True)

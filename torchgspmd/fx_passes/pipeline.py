@@ -4,8 +4,8 @@ A pass takes a program from the stage that it needs to the stage that it ensures
 what holds there. After each pass `run` adds to the program's seconds, prints what changed
 (TORCHGSPMD_DUMP=2) and verifies the graph (TORCHGSPMD_CHECK=1).
 
-The way goes back in two places. If a pass with `again` changes a program, those passes run once
-more. Alternatives run with one of their passes and without it, and the cheaper program is taken.
+If a pass with `again` changes a program, those passes run once more. Alternatives run with one of
+their passes and without it, and the cheaper program is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import replace
 from itertools import dropwhile
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..capture.without_gc import without_gc
@@ -30,7 +29,6 @@ from ..plan import Plan
 from ..rules import natively
 from ..xla_backend.lower import unpartitioned
 from .boundary import partition_program, propagate_program, start_program
-from .ir import runs
 from .localize.outline_loops import outline_loops
 from .lower.convert_boundary import convert_inputs, convert_outputs
 from .lower.elide_copies import elide_copies
@@ -45,27 +43,28 @@ from .lower.reduce_in_bucket import reduce_in_bucket
 from .lower.reuse_buffers import reuse_buffers
 from .lower.torch_bindings import torch_bindings
 from .lower.wire_dtypes import wire_dtypes
-from .partition.insert_collectives import inserted
-from .partition.regather_weights import regather_weights
 from .pass_types import Alternatives, Pass, Step
 from .program import Program, Rank, Request
 from .program_passes import (
     balance_attention,
+    fits_device,
     localize,
     merge_axes,
     overlap,
     reduce_dtype,
+    regather_weights,
     ring_keys,
+    sent_bytes,
     split_axes,
     split_fused,
     split_groups,
     split_joint,
     split_products,
+    splits_products,
 )
 from .schedule.attention_rings import attention_rings
 from .schedule.bucket import bucket
 from .schedule.collective_matmul import collective_matmul
-from .schedule.liveness import peak
 from .schedule.start_wait import start_wait
 from .stages import (
     ANNOTATED,
@@ -81,19 +80,6 @@ from .stages import (
     verifies,
     verify,
 )
-
-
-def _sent_bytes(p: Program) -> float:
-    """Return the bytes that a device sends in a partitioned program."""
-    return sum(node.meta["step"].sent * runs(node) for node in inserted(p.graph))
-
-
-def _fits_device(p: Program) -> bool:
-    """Return whether the program of one device fits into its GPU; elsewhere it does."""
-    inputs = p.captured.graph.find_nodes(op="placeholder")
-    if not torch.cuda.is_available() or all(n.meta["val"].device.type != "cuda" for n in inputs):
-        return True
-    return peak(p.graph) <= torch.cuda.mem_get_info(0)[1]
 
 
 def _is_native(p: Program) -> bool:
@@ -126,7 +112,7 @@ PIPELINE: tuple[Step, ...] = (
     Alternatives(
         order=lambda p: (None, "split_products", "split_groups"),
         enough=lambda p: not p.changed & {"split_products", "split_groups"},
-        cost=_sent_bytes,
+        cost=sent_bytes,
         passes=(
             Pass("decompose_ops", lambda p: p.request.expand(p.graph), CAPTURED, EXPANDED),
             Pass("propagate", propagate_program, EXPANDED, ANNOTATED),
@@ -140,7 +126,14 @@ PIPELINE: tuple[Step, ...] = (
                 optional=("balance_attention",),
                 again=("propagate",),
             ),
-            Pass("split_products", split_products, ANNOTATED, ANNOTATED, again=("propagate",)),
+            Pass(
+                "split_products",
+                split_products,
+                ANNOTATED,
+                ANNOTATED,
+                again=("propagate",),
+                changes=splits_products,
+            ),
             Pass("split_axes", split_axes, ANNOTATED, ANNOTATED, again=("propagate", "split_axes")),
             Pass(
                 "reduce_dtype",
@@ -158,15 +151,10 @@ PIPELINE: tuple[Step, ...] = (
     # The program of one device. Weights are gathered again if a GPU's memory would not suffice.
     Alternatives(
         order=lambda p: _REGATHER[p.request.regather],
-        enough=_fits_device,
+        enough=fits_device,
         cost=None,
         passes=(
-            Pass(
-                "regather_weights",
-                lambda p: regather_weights(p.graph, activations=p.request.regather == "all"),
-                PARTITIONED,
-                PARTITIONED,
-            ),
+            Pass("regather_weights", regather_weights, PARTITIONED, PARTITIONED),
             Pass("ring_keys", ring_keys, PARTITIONED, PARTITIONED, optional=("attention_rings",)),
             Pass("localize", localize, PARTITIONED, LOCAL),
             Pass("attention_rings", _of(attention_rings), LOCAL, LOCAL),
@@ -272,14 +260,20 @@ def run(
 def _run_alternatives(step: Alternatives, program: Program) -> Program:
     """Run the passes with all of them and without one; return the program that is taken."""
     ways: list[Program] = []
+    before: dict[str, Program] = {}  # pass -> the program before it, in the first way
     for left_out in step.order(program):
         if ways and left_out is not None and left_out not in ways[0].changed:
             continue
-        ways.append(copy.copy(program))
         passes = [each for each in step.passes if each.name != left_out]
-        for each in passes:
-            _run_pass(each, ways[-1], passes)
-        if step.enough(ways[-1]):
+        way, done = copy.copy(program), 0
+        if left_out is not None and left_out in before:
+            way, done = before[left_out], [p.name for p in step.passes].index(left_out)
+        for each in passes[done:]:
+            if not ways and each.changes(way):
+                before[each.name] = way.fork()
+            _run_pass(each, way, passes)
+        ways.append(way)
+        if step.enough(way):
             break
     return min(ways, key=step.cost) if step.cost else ways[-1]
 
@@ -379,8 +373,7 @@ def skippable() -> list[str]:
 def with_pass(new: Pass, *, after: str) -> Generator[None, None, None]:
     """Run a pass behind the one of the name `after` while in this context.
 
-    It runs wherever that one does, in both of two alternatives too. docs/adding_a_pass.md has an
-    example.
+    It runs wherever that one does, in alternatives too. docs/adding_a_pass.md has an example.
     """
     names = [each.name for each in passes()]
     if after not in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 from ..capture import Captured
 from ..comm.loop_call import LoopCall
 from ..comm.process_groups import ProcessGroups
+from ..fx_nodes import copy_node
 from ..hardware import Hardware, hardware_of
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
@@ -135,6 +137,16 @@ class Program:
         if self.stage < LOCAL:
             return graph_text(self.graph, self.mesh)
         return program_text(self.graph)
+
+    def fork(self) -> Program:
+        """Return the program with a graph of its own, at the stage ANNOTATED."""
+        new: dict[fx.Node, fx.Node] = {}
+        copied = copy.copy(self)
+        copied.graph = fx.Graph()
+        for node in self.graph.nodes:
+            new[node] = copy_node(copied.graph, node, new.__getitem__)
+        copied.layouts = self.layouts.of(new)
+        return copied
 
     @property
     def rules(self) -> Rules:

@@ -1,9 +1,13 @@
-"""Passes that need more of a program than its graph, as rows of the pipeline call them."""
+"""Passes that need more of a program than its graph, as rows of the pipeline call them.
+
+Also what decides between alternatives.
+"""
 
 from __future__ import annotations
 
 import copy
 
+import torch
 from torch import fx
 
 from ..capture import GRADIENT, OBSERVED, PARAMETER, TANGENT
@@ -13,10 +17,14 @@ from .expand import split_axes as sub_axes
 from .expand import split_fused as fused
 from .expand import split_products as products
 from .expand.split_groups import keep_blocks
+from .ir import runs
 from .localize.localize import localize as localize_graph
 from .lower.split_joint import split_joint as split_graph
+from .partition import regather_weights as weights
 from .partition import ring_keys as rings
+from .partition.insert_collectives import inserted
 from .program import Program
+from .schedule.liveness import peak
 from .schedule.overlap import overlap as overlap_graph
 
 
@@ -56,6 +64,11 @@ def split_products(program: Program) -> fx.Graph | None:
     return program.graph if changed else None
 
 
+def splits_products(program: Program) -> bool:
+    """Return whether `split_products` will change the program."""
+    return products.splits_products(program.graph, program.layouts, program.rules)
+
+
 def split_axes(program: Program) -> fx.Graph | None:
     """Go on with a mesh of split axes, where an operation can use only a part of one."""
     splits = sub_axes.required_splits(program.graph, program.layouts, program.rules)
@@ -88,6 +101,11 @@ def merge_axes(program: Program) -> fx.Graph | None:
     return None if fine == program.mesh else sub_axes.merge_axes(program.graph, fine)
 
 
+def regather_weights(program: Program) -> fx.Graph:
+    """Gather weights again where they are used again; with "all" other values, too."""
+    return weights.regather_weights(program.graph, activations=program.request.regather == "all")
+
+
 def localize(program: Program) -> fx.Graph:
     """Return the graph of one device; the partitioned one stays with the program."""
     program.sharded = program.graph
@@ -113,3 +131,16 @@ def split_joint(program: Program) -> fx.Graph:
     program.backward = copy.copy(program)
     program.backward.graph = backward
     return forward
+
+
+def sent_bytes(p: Program) -> float:
+    """Return the bytes that a device sends in a partitioned program."""
+    return sum(node.meta["step"].sent * runs(node) for node in inserted(p.graph))
+
+
+def fits_device(p: Program) -> bool:
+    """Return whether the program of one device fits into its GPU; elsewhere it does."""
+    inputs = p.captured.graph.find_nodes(op="placeholder")
+    if not torch.cuda.is_available() or all(n.meta["val"].device.type != "cuda" for n in inputs):
+        return True
+    return peak(p.graph) <= torch.cuda.mem_get_info(0)[1]

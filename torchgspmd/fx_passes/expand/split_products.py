@@ -48,6 +48,11 @@ def split_products(graph: fx.Graph, layouts: Layouts, rules: Rules) -> bool:
     return _Splitter(graph, layouts, rules).run()
 
 
+def splits_products(graph: fx.Graph, layouts: Layouts, rules: Rules) -> bool:
+    """Return whether `split_products` will change the graph."""
+    return _Splitter(graph, layouts, rules).moves_any()
+
+
 class _Splitter:
     """Moves the slices and concatenations of one graph."""
 
@@ -70,6 +75,16 @@ class _Splitter:
             self._move_concat(value, dim, borders) for value, dim, borders in self._joined_values()
         ]
         return any(changed)
+
+    def moves_any(self) -> bool:
+        """Return whether any slice or concatenation is to be moved."""
+        return any(
+            (value, dim) not in self._slice_frontier(value, dim).places
+            for value, dim, _ in self._sliced_values()
+        ) or any(
+            (value, dim) not in self._join_frontier(value, dim, value).places
+            for value, dim, _ in self._joined_values()
+        )
 
     def _elements(self, place: Place) -> float:
         """Return the elements of a value on one device."""

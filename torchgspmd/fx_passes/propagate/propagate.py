@@ -15,7 +15,7 @@ factors that are summed over, and small operands that are broadcast.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,6 +54,18 @@ class Layouts:
                 fixed[d] = not spec.open[d]
                 self.origin.update({(value, axis): (None, why) for axis in axes})
         self.spec[value], self.fixed[value] = ShardSpec(tuple(dims)), tuple(fixed)
+
+    def of(self, new: Mapping[fx.Node, fx.Node]) -> Layouts:
+        """Return those of a copy of the graph. new: the nodes of the copy."""
+        return Layouts(
+            self.mesh,
+            {new[value]: spec for value, spec in self.spec.items()},
+            {new[value]: fixed for value, fixed in self.fixed.items()},
+            {
+                (new[value], axis): (source and new[source], why)
+                for (value, axis), (source, why) in self.origin.items()
+            },
+        )
 
     def explain(self, value: fx.Node) -> list[str]:
         """Return, for every axis, the chain from a value back to the mark, one line per step."""
