@@ -84,14 +84,15 @@ class Bridge(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.parts = (2, config.layers, config.heads, config.width // config.heads)
+        self.parts = (2 * config.layers, config.heads, config.width // config.heads)
         self.linear = nn.Linear(config.width, math.prod(self.parts))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x).unflatten(-1, self.parts)  # [b, y, x, 2, l, n, d]
-        x = mark_sharding(x, "batch rows _ _ _ _ _")
-        x = mark_sharding(x, "batch _ _ _ _ heads _").flatten(1, 2)  # [b, s, 2, l, n, d]
-        return x.permute(2, 3, 0, 4, 1, 5)
+        x = self.linear(x).unflatten(-1, self.parts)  # [b, y, x, 2 l, n, d]
+        x = x.transpose(3, 4).flatten(4)  # [b, y, x, n, 2 l d]: XLA has marks of five dimensions
+        x = mark_sharding(x, "batch rows _ _ _")
+        x = mark_sharding(x, "batch _ _ heads _").flatten(1, 2)  # [b, s, n, 2 l d]
+        return x.unflatten(-1, (2, -1, self.parts[-1])).permute(3, 4, 0, 2, 1, 5)
 
 
 class Attention(nn.Module):
