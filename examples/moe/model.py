@@ -207,12 +207,15 @@ def example(
     heads: int = 16,
     width: int = 1024,
     experts: int = 64,
+    expert_hidden: int = 0,
     router: str = "capacity",
     room: float = 0,
     vocabulary: int = 32000,
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The model and a batch for `python -m torchgspmd plan`, in bfloat16."""
     routing = {"experts": experts, "router": router, "room": room, **cut(mesh)}
-    config = Config(vocabulary, context, layers, heads, width, **routing)
+    config = Config(
+        vocabulary, context, layers, heads, width, expert_hidden=expert_hidden, **routing
+    )
     tokens = torch.zeros(batch, context, dtype=torch.long)
     return annotate(MoE(config).bfloat16(), LAYOUTS[layout].on(mesh)), (tokens, tokens)
