@@ -204,7 +204,7 @@ class Plan(PlanViews, PlanFiles):
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        return "\n".join([graph_text(self.sharded, self.mesh), "", self.summary()])
+        return "\n".join([graph_text(self.sharded, self.mesh, fold=True), "", self.summary()])
 
     def summary(self) -> str:
         """Summarize what a device sends and holds.

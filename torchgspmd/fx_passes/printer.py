@@ -20,7 +20,10 @@ from ..comm.loop_call import loop_calls
 from ..compat.private_apis import OpOverload
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
+from .fold_rows import like, repetitions
 from .ir import other_shapes, runs, tensors_of
+
+_Row = tuple[str, str, str]  # name, type, what it computes
 
 _NAMES = {
     torch.float32: "f32",
@@ -60,10 +63,14 @@ def type_text(
     return f"{dtype_name(dtype)}[{', '.join(dims)}]{pending}"
 
 
-def graph_text(graph: fx.Graph, mesh: Mesh) -> str:
-    """Return the global program as text; docs/reading_a_plan.md tells how to read it."""
+def graph_text(graph: fx.Graph, mesh: Mesh, fold: bool = False) -> str:
+    """Return the global program as text; docs/reading_a_plan.md tells how to read it.
+
+    fold: print like layers once.
+    """
     rows = [_times(row, runs(node)) for node in graph.nodes if (row := _row(node))]
-    return "\n".join([f"mesh {' '.join(f'{n}={s}' for n, s in mesh.axes)}", *_lines(rows)])
+    lines = _folded(rows) if fold else _lines(rows)
+    return "\n".join([f"mesh {' '.join(f'{n}={s}' for n, s in mesh.axes)}", *lines])
 
 
 def program_text(graph: fx.Graph) -> str:
@@ -82,13 +89,13 @@ def _program_lines(title: str, graph: fx.Graph) -> list[str]:
     return lines
 
 
-def _times(row: tuple[str, str, str], count: int) -> tuple[str, str, str]:
+def _times(row: _Row, count: int) -> _Row:
     """Return the row of a node that runs so often, in a loop."""
     name, kind, text = row
     return (name, kind, f"{text}  x {count}") if count > 1 else row
 
 
-def _lines(rows: list[tuple[str, str, str]]) -> list[str]:
+def _lines(rows: list[_Row]) -> list[str]:
     name_width, type_width = (max((len(row[i]) for row in rows), default=0) for i in (0, 1))
     return [
         f"  {name:{name_width}} : {kind:{type_width}} = {text}".rstrip() if name else f"  {text}"
@@ -96,7 +103,43 @@ def _lines(rows: list[tuple[str, str, str]]) -> list[str]:
     ]
 
 
-def _local_row(node: fx.Node) -> tuple[str, str, str]:
+def _folded(rows: list[_Row]) -> list[str]:
+    """Return the lines of rows, of which those that repeat stand once, indented below `x 96`."""
+    blocks = [
+        (run, rows[run.start : run.stop]) for run in repetitions([_like(row) for row in rows])
+    ]
+    shown = [
+        (*row[:2], _fold_names(row[2]) if not row[0] else row[2])
+        for run, block in blocks
+        for row in block[: run.period]
+    ]
+    lines = iter(_lines(shown))
+    text: list[str] = []
+    for run, block in blocks:
+        folded = run.repeats > 1
+        if folded:
+            text.append(f"  x {run.repeats}, to {block[-1][0]}:")
+        indent = "  " if folded else ""
+        text += [indent + next(lines) for _ in range(run.period)]
+    return text
+
+
+def _like(row: _Row) -> _Row:
+    name, kind, text = row
+    return like(name), kind, like(text)
+
+
+def _fold_names(text: str) -> str:
+    """Return a list of names of which those that repeat stand once: [%a, %b] x 96."""
+    names = text.removeprefix("return ").split(", ")
+    parts = [
+        (", ".join(names[run.start : run.start + run.period]), run.repeats)
+        for run in repetitions([like(name) for name in names])
+    ]
+    return "return " + ", ".join(f"[{part}] x {n}" if n > 1 else part for part, n in parts)
+
+
+def _local_row(node: fx.Node) -> _Row:
     if node.op == "output":
         return "", "", f"return {', '.join(map(_text, node.args[0]))}"
     shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
@@ -109,7 +152,7 @@ def _local_row(node: fx.Node) -> tuple[str, str, str]:
     )
 
 
-def _row(node: fx.Node) -> tuple[str, str, str] | None:
+def _row(node: fx.Node) -> _Row | None:
     if node.op == "output":
         return "", "", f"return {', '.join(map(_text, node.args[0]))}"
     val = node.meta.get("val")
