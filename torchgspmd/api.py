@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,8 +200,20 @@ def compile_plan(
     result = _plan(request)
     dump_plan(result)
     if strict and result.replicated_ops:
-        raise report_replicated(result, lambda changed: _plan(replace(request, captured=changed)))
+        raise report_replicated(result, partial(_replan, request))
+    result._replan = partial(_replan, request)
     return result
+
+
+def _replan(request: Request, marked: Captured) -> Plan:
+    """Plan a program of a request anew, with other marks."""
+    marks = {
+        new.name: new.mark
+        for old, new in zip(request.captured.inputs, marked.inputs)
+        if new.mark is not None and new.mark != old.mark
+    }
+    stored = {**request.stored, **marks} if request.on_processes else request.stored
+    return _plan(replace(request, captured=marked, stored=stored))
 
 
 def _plan(request: Request) -> Plan:

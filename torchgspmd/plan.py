@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -70,6 +70,7 @@ class Plan(PlanViews, PlanFiles):
         layouts: The propagated layouts and their reasons.
         seconds: Seconds of planning, by pass.
         data_axes: Axes that shard the batch; weights may be stored in parts over these.
+        replan: Plans the program with other marks; without it no marks are tried.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -90,10 +91,10 @@ class Plan(PlanViews, PlanFiles):
         layouts: Layouts | None,
         seconds: dict[str, float],
         data_axes: frozenset[str] = frozenset(),
+        replan: Callable[[Captured], Plan] | None = None,
     ) -> None:
-        self.mesh, self._data_axes = mesh, data_axes
-        self.program = program
-        self.seconds = seconds
+        self.mesh, self._data_axes, self._replan = mesh, data_axes, replan
+        self.program, self.seconds = program, seconds
         self.captured, self.sharded, self._layouts = captured, sharded, layouts
 
     # ----------------------------------------------------------------------------- what was decided

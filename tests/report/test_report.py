@@ -111,6 +111,23 @@ def test_like_layers_are_one_row():
     assert "5 x" in str(report)
 
 
+def test_marks_of_a_report_are_tried():
+    """What the mark of a report changes is what the plan with that mark says."""
+    mesh, x = Mesh(data=2, model=4), torch.empty(64, 512, device="meta")
+    model = nn.Sequential(nn.Linear(512, 2048, device="meta"), nn.Linear(2048, 16, device="meta"))
+    alone = gspmd.plan(model, x, mesh=mesh, in_specs=("data _",), grad=True)
+    report = alone.report("h100")
+    (tensor,) = [each for each in report.whole if each.tried]
+    assert tensor.name == "0.weight" and tensor.mark in ("data _", "model _")
+    gspmd.annotate(model, mesh, {tensor.name: tensor.mark})
+    marked = gspmd.plan(model, x, mesh=mesh, in_specs=("data _",), grad=True)
+    changes = marked.report("h100")
+    assert tensor.tried.seconds == changes.estimate.seconds - report.estimate.seconds
+    assert tensor.tried.sent_bytes == marked.sent_bytes - alone.sent_bytes
+    assert tensor.tried.memory < 0 and str(tensor.tried) in str(report)
+    assert not any(each.tried for each in alone.report("h100", tried=False).whole)
+
+
 def test_unknown_hardware():
     with pytest.raises(gspmd.ShardingError, match="(?s)no hardware 'h101'.*h100"):
         Hardware.of("h101")

@@ -97,7 +97,8 @@ def page_data(
         ],
         "unasked": [(row.op, row.count, row.bytes, row.source, row.why) for row in report.unasked],
         "whole": [
-            (row.name, row.count, str(list(row.shape)), row.bytes, row.mark) for row in report.whole
+            (row.name, row.count, str(list(row.shape)), row.bytes, row.proposal)
+            for row in report.whole
         ],
     }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import fx
@@ -18,6 +19,7 @@ from .estimate import Estimate, estimate
 from .page import page_text
 from .report import Report, report
 from .trace import trace_text
+from .tried_marks import try_marks
 from .units import size_text
 
 _MOST_WEIGHTS = 3  # that a summary names
@@ -32,6 +34,7 @@ class PlanViews:
     program: fx.GraphModule
     layouts: Layouts
     replicated_ops: tuple[ReplicatedOp, ...]
+    _replan: Callable[[Captured], PlanViews] | None = None  # a plan that was read plans nothing
 
     def estimate(self, hardware: str | Hardware = "h100") -> Estimate:
         """Estimate the time of a run on some hardware.
@@ -133,11 +136,13 @@ class PlanViews:
         page = page_text("Plan", self.captured, self.sharded, self.layouts, self.report())
         return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="700"></iframe>'
 
-    def report(self, hardware: str | Hardware = "h100") -> Report:
+    def report(self, hardware: str | Hardware = "h100", tried: bool = True) -> Report:
         """Report what a device holds, computes and sends, and what nobody asked for.
 
         Args:
             hardware: As for estimate.
+            tried: Whether to plan the marks that are proposed for the three largest tensors that
+                are whole, if these have 1 MiB or more.
 
         Returns:
             The report. Print it, or read its parts.
@@ -152,13 +157,18 @@ class PlanViews:
             >>> result.report("h100").memory.inputs
             144
         """
-        return report(
+        alone = report(
             self.captured,
             self.sharded,
             self.program.graph,
             self.replicated_ops,
             self.estimate(hardware),
         )
+        replan = self._replan
+        if replan is None or not tried:
+            return alone
+        whole = try_marks(alone, self.captured, lambda marked: replan(marked).report(hardware))
+        return replace(alone, whole=whole)
 
 
 def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -58,10 +58,27 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True)
+class TriedMark:
+    """What a plan with one more mark changes: seconds of a step, bytes of a device, bytes sent."""
+
+    seconds: float
+    memory: int
+    sent_bytes: float
+
+    def __str__(self) -> str:
+        memory, sent = (_signed(size_text, n) for n in (self.memory, self.sent_bytes))
+        return f"memory {memory}, sent {sent}, step {_signed(time_text, self.seconds)}"
+
+
+def _signed(text: Callable[[float], str], change: float) -> str:
+    return f"{'-' if change < 0 else '+'}{text(abs(change))}"
+
+
+@dataclass(frozen=True)
 class WholeTensor:
     """Like parameters or buffers that every device holds whole, and a mark that divides them.
 
-    name: with * for the number of a layer.
+    name: with * for the number of a layer. tried: what the mark changes, if it was planned.
     """
 
     name: str
@@ -69,6 +86,20 @@ class WholeTensor:
     count: int
     bytes: int
     mark: str
+    tried: TriedMark | None = None
+
+    def is_like(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a parameter or buffer is one of these."""
+        return self.name == _like(name) and self.shape == shape
+
+    @property
+    def proposal(self) -> str:
+        """Return the mark, with what it changes."""
+        return f"{self.mark} ({self.tried})" if self.tried else self.mark
+
+
+def _like(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 @dataclass(frozen=True)
@@ -173,7 +204,7 @@ class Report:
 
     def _whole(self) -> str:
         rows = [
-            (t.name, f"{t.count} x", str(list(t.shape)), size_text(t.bytes), t.mark)
+            (t.name, f"{t.count} x", str(list(t.shape)), size_text(t.bytes), t.proposal)
             for t in self.whole[:ROWS]
         ]
         header = ("name", "count", "shape", "bytes", "a mark that divides it")
@@ -325,8 +356,7 @@ def _whole_tensors(captured: Captured, sharded: fx.Graph, mesh: Mesh) -> tuple[W
     for node, inp in zip(sharded.find_nodes(op="placeholder"), captured.inputs):
         whole = not any(node.meta["spec"].dims) and inp.shape
         if inp.kind in (PARAMETER, BUFFER) and whole:
-            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", inp.name)
-            groups[name, inp.shape].append(math.prod(inp.shape) * inp.dtype.itemsize)
+            groups[_like(inp.name), inp.shape].append(math.prod(inp.shape) * inp.dtype.itemsize)
     tensors = [
         WholeTensor(name, shape, len(sizes), sum(sizes), _mark(shape, mesh))
         for (name, shape), sizes in groups.items()
@@ -336,6 +366,10 @@ def _whole_tensors(captured: Captured, sharded: fx.Graph, mesh: Mesh) -> tuple[W
 
 def _mark(shape: tuple[int, ...], mesh: Mesh) -> str:
     """Return a mark that divides the largest dimension along the largest axis."""
-    axis, _ = max(mesh.axes, key=lambda pair: pair[1])
+    return mark_largest(shape, max(mesh.axes, key=lambda pair: pair[1])[0])
+
+
+def mark_largest(shape: tuple[int, ...], axis: str) -> str:
+    """Return the mark that divides the largest dimension along an axis."""
     largest = max(range(len(shape)), key=shape.__getitem__)
     return " ".join(axis if d == largest else "_" for d in range(len(shape)))

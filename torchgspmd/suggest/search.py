@@ -266,7 +266,7 @@ class _Search:
                 device="meta" if self.hardware.beside else "cpu",
                 shared=self.shared,
             )
-            reports.append(result.report(self.hardware))
+            reports.append(result.report(self.hardware, tried=False))
         join = self.captures.extrapolate
         seconds = join([r.estimate.seconds for r in reports])
         flops = join([r.estimate.model_flops for r in reports]) / mesh.size
