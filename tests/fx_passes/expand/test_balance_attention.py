@@ -16,9 +16,9 @@ from torchgspmd.comm.loop_call import loop_calls
 from torchgspmd.fx_passes.expand.min_cut import Cut
 
 VOCABULARY, WIDTH, HEADS, ROWS = 16, 8, 2, 24
-SLOW = {
-    "link_flops_per_byte": 1e-3
-}  # devices for which balancing so few tokens, and a ring, is worth it
+# Devices for which balancing so few tokens, and a ring, is worth it. Messages have no price: two of
+# so few bytes would become one.
+SLOW = {"link_flops_per_byte": 1e-3, "message_price": 0.0}
 
 
 def weights() -> dict[str, Tensor]:
