@@ -82,9 +82,8 @@ def test_a_cure_that_was_tried():
             a = gspmd.mark_sharding(x * 2, mesh, "_ model _")
             return torch.linalg.inv(gspmd.mark_sharding(a, mesh, "model _ _") if cure else a) @ y
 
-        return lambda: gspmd.plan(
-            f, torch.randn(4, 8, 8), torch.randn(4, 8, 8), mesh=mesh, strict=True
-        )
+        x, y = torch.randn(4, 8, 8), torch.randn(4, 8, 8)
+        return lambda: gspmd.plan(f, x, y, mesh=mesh, in_specs=(None, "_ _ _"), strict=True)
 
     assert message(program(cure=False)).splitlines()[3:] == [
         '  fix   mark_sharding(%mark_sharding, mesh, "model _ _") before it',

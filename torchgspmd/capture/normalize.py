@@ -9,7 +9,7 @@ import itertools
 import keyword
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ def normalize(
             new[node] = copy_node(graph, node, new.__getitem__)
             _copy_meta(node, new[node], sizes)
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
-    _reuse_random_values(graph)
+    recorded = {new[n] for n in old_nodes if n in new and _custom(n).get("recorded")}
+    _reuse_random_values(graph, recorded)
     _merge_equal_views(graph)
     loop_form(graph)
     drop_unused(graph)
@@ -101,16 +102,18 @@ def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
 
     They are the first nodes of the backward.
     """
-    backward_nodes = itertools.dropwhile(
-        lambda n: not n.meta.get("custom", {}).get("backward"), nodes
-    )
+    backward_nodes = itertools.dropwhile(lambda n: not _custom(n).get("backward"), nodes)
     seeds = [n for n in backward_nodes if n.target is aten.ones_like.default]
     return seeds[: len(tangents)]
 
 
+def _custom(node: fx.Node) -> dict[str, Any]:
+    return node.meta.get("custom") or {}
+
+
 def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes) -> None:
     """Copy the metadata of a node, and mark operations of dynamic size."""
-    custom = source.meta.get("custom") or {}
+    custom = _custom(source)
     val, other = sizes.values(source.meta.get("val"))
     target.meta = {
         "val": val,
@@ -120,8 +123,6 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes) -> None:
     }
     if SITE in custom:
         target.meta[SITE] = custom[SITE]
-    if custom.get("recorded"):
-        target.meta["recorded"] = True
     if other is not val:
         target.meta["other"] = other
     pointwise = isinstance(source.target, OpOverload) and torch.Tag.pointwise in source.target.tags
@@ -132,12 +133,12 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes) -> None:
         target.meta["dynamic"] = True
 
 
-def _reuse_random_values(graph: fx.Graph) -> None:
+def _reuse_random_values(graph: fx.Graph, recorded: Collection[fx.Node]) -> None:
     """Replace random operations that checkpointing repeats by the value that forward drew.
 
     Two nodes compute the same if their targets and canonical arguments agree. The n-th random node
     of the backward with given arguments repeats the n-th of the forward. What a loop draws
-    while its body is recorded is not counted.
+    while its body is recorded is not counted. recorded: the nodes of such bodies.
     """
     canonical: dict[fx.Node, Any] = {}
     first: dict[Any, fx.Node] = {}
@@ -153,7 +154,7 @@ def _reuse_random_values(graph: fx.Graph) -> None:
                 canonical[first.setdefault(key, node)] if first.get(key, node) is not node else node
             )
             first.setdefault(key, node)
-        elif node.meta.pop("recorded", False):
+        elif node in recorded:
             canonical[node] = node
         elif not node.meta["backward"]:
             drawn.setdefault(key, []).append(node)

@@ -358,7 +358,10 @@ def test_random_numbers_are_drawn_in_order():
 
 
 def test_unknown_pass():
-    known = "'attention_rings', 'bucket', 'collective_matmul', 'overlap', 'prefetch'"
+    known = (
+        "'attention_rings', 'balance_attention', 'bucket', 'collective_matmul', 'overlap', "
+        "'prefetch'"
+    )
     with pytest.raises(gspmd.ShardingError, match=f"there is no pass 'buckets'; there are {known}"):
         sharded_layers(skip_passes=("buckets",))
 

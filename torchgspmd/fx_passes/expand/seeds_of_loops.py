@@ -1,7 +1,10 @@
 """Random numbers in bodies of loops: the seeds of all iterations are drawn before the loop.
 
-before   %s = draw_seed() in loops 1x4/2x8;  %u = uniform(%s, ...)
-after    %a = draw_seeds([4, 8]);  %r = row(%a, 1x4);  %s = row(%r, 1x4/2x8);  %u = uniform(%s, ...)
+    %s = draw_seed() in loops 1x4/2x8;  %u = uniform(%s, ...)
+
+becomes
+
+    %a = draw_seeds([4, 8]);  %r = row(%a, 1x4);  %s = row(%r, 1x4/2x8);  %u = uniform(%s, ...)
 """
 
 from __future__ import annotations
