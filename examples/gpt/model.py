@@ -54,10 +54,9 @@ FSDP = DP | Layout(
     {name: "data" for name in ("hidden", "words", "place", "embed", "width", "head")}
 )
 
-# Pipeline parallel: a device has some of the blocks, and microbatches pass from one to the next. The
-# words of the vocabulary are divided over the stages, which all compute the loss.
-PP = DP | Layout({"stage": "stage", "words": "stage"})
-PP_TP = TP | Layout({"stage": "stage", "words": "model+stage"})
+# Pipeline parallel: a device has some of the blocks, and microbatches pass from one to the next.
+PP = DP | Layout({"stage": "stage"})
+PP_TP = TP | Layout({"stage": "stage"})
 
 # Both axes on every weight and on the stream (GSPMD, arXiv 2105.04663, section 5.1, the "2D
 # finalized" layout).

@@ -3,6 +3,7 @@
 python train.py                                             one process, plain PyTorch
 torchrun --nproc-per-node 4 train.py --mesh data=2,model=2 --layout tp
 python train.py --backend xla --mesh data=4,model=2         one process, all devices that XLA has
+python train.py --plan --mesh data=64,model=8 --batch 512   what each of 512 devices sends and holds
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torchgspmd as gspmd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save, whole_weights
+from common.report import print_plan
 from common.run import RANK, Run, leave, options, train
 from common.text import load_text
 from data import Characters
@@ -42,11 +44,14 @@ def arguments() -> argparse.Namespace:
     add("--repeats", type=int, default=1, help="how often each passes a stage of the pipeline")
     add("--stack", action="store_true", help="the blocks are a loop of the program")
     add("--sample", type=int, default=400, help="characters of text to generate at the end")
+    add("--letters", type=int, default=65, help="of --plan: size of the alphabet")
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
+    if args.plan:
+        return plan(args)
     run = Run.start(args)
     text = run.load(lambda: Characters(load_text(args.text, args.cache)))
 
@@ -91,6 +96,17 @@ def main() -> None:
         run.console.print(sample(config, weights, text, args.sample, args.seed), markup=False)
         run.console.rule()
     run.write(losses, first, "nats per character")
+
+
+def plan(args: argparse.Namespace) -> None:
+    mesh = args.mesh or gspmd.Mesh(data=1)
+    with torch.device("meta"):
+        model = GPT(Config(args.letters, args.context, args.layers, args.heads, args.width))
+        tokens = torch.empty(args.batch, args.context, dtype=torch.long)
+        model.divide(mesh, args.microbatches, args.repeats, args.stack)
+    model.microbatches = args.accumulate
+    title = f"{sum(p.numel() for p in model.parameters()):,} parameters; {args.layout}"
+    print_plan(title, LAYOUTS[args.layout].on(mesh), model, tokens, tokens)
 
 
 def draw_schedule(run: Run, model: GPT, path: Path) -> None:

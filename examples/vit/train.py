@@ -4,6 +4,7 @@ them.
 python train.py                                             one process, plain PyTorch
 torchrun --nproc-per-node 4 train.py --mesh data=2,model=2 --layout spatial
 python train.py --backend xla --mesh data=4,model=2         one process, all devices that XLA has
+python train.py --plan --mesh data=64,model=8 --batch 4096  what each of 512 devices sends and holds
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torchgspmd as gspmd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save
-from common.report import figure
+from common.report import figure, print_plan
 from common.run import RANK, Run, leave, options, train
 from data import Digits, load_digits
 from model import LAYOUTS, Config, ViT
@@ -61,8 +62,20 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def plan(args: argparse.Namespace) -> None:
+    config = Config(28, args.patch, layers=args.layers, heads=args.heads, width=args.width)
+    with torch.device("meta"):
+        model, images = ViT(config), torch.empty(args.batch, config.channels, 28, 28)
+        labels = torch.empty(args.batch, dtype=torch.long)
+    title = f"{sum(p.numel() for p in model.parameters()):,} parameters; {args.layout}"
+    layout = LAYOUTS[args.layout].on(args.mesh or gspmd.Mesh(data=1))
+    print_plan(title, layout, model, images, labels)
+
+
 def main() -> None:
     args = arguments()
+    if args.plan:
+        return plan(args)
     run = Run.start(args)
     data = run.load(lambda: load_digits(args.data, args.cache))
     if args.epochs:
