@@ -1,20 +1,23 @@
 """Cases of attention: masks x heads x lengths x meshes x dropout x dtypes, and their numbers.
 
-`python tests/attention_cases.py` compares all 864 of them with eager PyTorch.
+`python tests/attention_cases.py` compares all 864 of them with eager PyTorch, on simulated devices.
+`torchrun --nproc-per-node 4 tests/attention_cases.py` does so with 216 in float64 on processes.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchgspmd import Mesh, plan
+from torchgspmd import Mesh, parallelize, plan
 from torchgspmd.custom_ops.random import draw_seed, uniform
 from torchgspmd.plan import Plan
 
@@ -125,17 +128,67 @@ def check(case: Case, **options: Any) -> Plan:
     return planned
 
 
-def all_cases() -> list[Case]:
-    columns = KINDS, MESHES, range(3), (True, False), (0.0, 0.1), TOLERANCES
+OF_PROCESSES = {
+    "seq": (Mesh(seq=4), "_ _ seq _"),
+    "data_seq": (Mesh(data=2, seq=2), "data _ seq _"),
+    "model_seq": (Mesh(model=2, seq=2), "_ model seq _"),
+}
+
+
+class Attend(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case, self.scale = case, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return fused(q * self.scale, k, v, mask, self.case.kind == "causal", self.case.dropout)
+
+
+def check_on_processes(case: Case) -> None:
+    """Compare processes with eager PyTorch in float64: the result and all gradients."""
+    mesh, spec = OF_PROCESSES[case.mesh]
+    of_queries, of_keys = (EVEN if case.even else UNEVEN)[case.heads]
+    length = 16 if case.even else 19
+    if of_keys == 1:
+        spec = spec.replace("model", "_")
+    torch.manual_seed(0)
+    shapes = [(2, heads, length, 8) for heads in (of_queries, of_keys, of_keys, of_queries)]
+    *inputs, grad = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    mask = mask_of(case.kind, 2, of_queries, length, length)
+    sharded = parallelize(Attend(case), mesh, in_specs=(spec,) * 3 + (None,))
+    found, wanted = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    torch.manual_seed(3)
+    out = sharded(*found, mask).full_tensor()
+    out.backward(grad)
+    torch.manual_seed(3)
+    want = by_hand(*wanted, mask, case.kind == "causal", case.dropout)
+    want.backward(grad)
+    for a, b in zip([out, *(x.grad for x in found)], [want, *(x.grad for x in wanted)]):
+        scale = max(1.0, b.abs().max().item())
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * scale)
+
+
+def all_cases(
+    meshes: Iterable[str] = MESHES, dtypes: Iterable[torch.dtype] = TOLERANCES
+) -> list[Case]:
+    columns = KINDS, meshes, range(3), (True, False), (0.0, 0.1), dtypes
     return [Case(*values) for values in itertools.product(*columns)]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    cases, compare = all_cases(), check
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        cases, compare = all_cases(OF_PROCESSES, [torch.float64]), check_on_processes
     wrong = 0
-    for each in all_cases():
+    for each in cases:
         try:
-            check(each)
+            compare(each)
         except AssertionError as error:
             wrong += 1
             print(each, str(error).replace("\n", " ")[:200], flush=True)
-    print(f"{len(all_cases())} cases, {wrong} wrong")
+    print(f"{len(cases)} cases, {wrong} wrong")
+
+
+if __name__ == "__main__":
+    main()

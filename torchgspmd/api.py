@@ -201,8 +201,16 @@ def compile_plan(
     dump_plan(result)
     if strict and result.replicated_ops:
         raise report_replicated(result, partial(_replan, request))
-    result._replan = partial(_replan, request)
+    result._replanner = partial(_replanner, replace(request, shared=Shared()))
     return result
+
+
+def _replanner(request: Request) -> Callable[[Captured], Plan]:
+    """Return a function that plans a program of a request anew, with other marks.
+
+    Its plans share what they can; the request, which a plan holds, shares nothing.
+    """
+    return partial(_replan, replace(request, shared=Shared()))
 
 
 def _replan(request: Request, marked: Captured) -> Plan:

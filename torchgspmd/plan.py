@@ -70,7 +70,7 @@ class Plan(PlanViews, PlanFiles):
         layouts: The propagated layouts and their reasons.
         seconds: Seconds of planning, by pass.
         data_axes: Axes that shard the batch; weights may be stored in parts over these.
-        replan: Plans the program with other marks; without it no marks are tried.
+        replanner: Returns what plans the program with other marks; without it none are tried.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -91,9 +91,9 @@ class Plan(PlanViews, PlanFiles):
         layouts: Layouts | None,
         seconds: dict[str, float],
         data_axes: frozenset[str] = frozenset(),
-        replan: Callable[[Captured], Plan] | None = None,
+        replanner: Callable[[], Callable[[Captured], Plan]] | None = None,
     ) -> None:
-        self.mesh, self._data_axes, self._replan = mesh, data_axes, replan
+        self.mesh, self._data_axes, self._replanner = mesh, data_axes, replanner
         self.program, self.seconds = program, seconds
         self.captured, self.sharded, self._layouts = captured, sharded, layouts
 

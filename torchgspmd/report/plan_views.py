@@ -34,7 +34,9 @@ class PlanViews:
     program: fx.GraphModule
     layouts: Layouts
     replicated_ops: tuple[ReplicatedOp, ...]
-    _replan: Callable[[Captured], PlanViews] | None = None  # a plan that was read plans nothing
+    _replanner: Callable[[], Callable[[Captured], PlanViews]] | None = (
+        None  # a plan that was read plans nothing
+    )
 
     def estimate(self, hardware: str | Hardware = "h100") -> Estimate:
         """Estimate the time of a run on some hardware.
@@ -164,9 +166,9 @@ class PlanViews:
             self.replicated_ops,
             self.estimate(hardware),
         )
-        replan = self._replan
-        if replan is None or not tried:
+        if self._replanner is None or not tried:
             return alone
+        replan = self._replanner()
         whole = try_marks(alone, self.captured, lambda marked: replan(marked).report(hardware))
         return replace(alone, whole=whole)
 

@@ -91,8 +91,13 @@ def _mark(result: Tensor, mark: _Scores | _Weights) -> Tensor:
     return result
 
 
+def _mark_of(x: Any) -> tuple[int | None, Any]:
+    """Return the mark of a tensor; a symbolic number, which would be read, has none."""
+    return getattr(x, _NAME, (None, None)) if isinstance(x, Tensor) else (None, None)
+
+
 def _scores_of(x: Any) -> _Scores | None:
-    version, mark = getattr(x, _NAME, (None, None))
+    version, mark = _mark_of(x)
     if not isinstance(mark, _Scores) or version != x._version or not _unchanged(mark):
         return None
     return mark
@@ -103,7 +108,7 @@ def _unchanged(scores: _Scores) -> bool:
 
 
 def _weights_of(x: Any) -> _Weights | None:
-    version, mark = getattr(x, _NAME, (None, None))
+    version, mark = _mark_of(x)
     if not isinstance(mark, _Weights) or version != x._version or not _unchanged(mark.scores):
         return None
     return mark
