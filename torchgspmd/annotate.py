@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .compat.private_apis import _pytree as pytree
 from .device_mesh import mesh_of
 from .errors import ShardingError, did_you_mean, user_line
-from .layout_rules import MeshLayout, bound_layout
+from .layout_rules import MeshLayout, Unmarked, bound_layout
 from .mesh import Mesh
 from .shard_spec import ShardSpec, SpecLike
 
@@ -93,8 +93,11 @@ def mark_sharding(
         >>> layer.bias is mark_sharding(layer.bias, "hidden")
         True
     """
+    layout = bound_layout()
+    if isinstance(layout, Unmarked):
+        return tensor
     if isinstance(mesh, str) and spec is None:
-        if (layout := bound_layout()) is None:
+        if layout is None:
             return _mark_names(tensor, mesh)
         mesh, spec = layout, mesh
     if isinstance(mesh, MeshLayout):
@@ -169,10 +172,11 @@ def recorded_mark(tensor: Tensor) -> tuple[Mesh, ShardSpec, str] | None:
 
     Names are translated by the layout of the program that is compiled.
     """
-    mark = raw_mark(tensor)
+    mark, layout = raw_mark(tensor), bound_layout()
+    if isinstance(layout, Unmarked):
+        return None
     if mark is None or isinstance(mark[1], ShardSpec):
         return mark  # pyright: ignore[reportReturnType]
-    layout = bound_layout()
     if layout is None:
         raise without_layout(mark[1], mark[2])
     return layout.mesh, check_mark(tensor, layout.mesh, layout.spec(mark[1])), mark[2]

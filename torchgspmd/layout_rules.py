@@ -231,6 +231,10 @@ class MeshLayout:
 _BOUND: ContextVar[MeshLayout | None] = ContextVar("layout", default=None)
 
 
+class Unmarked(MeshLayout):
+    """Stands for a layout while a program is captured whose marks do not count, on any mesh."""
+
+
 @contextmanager
 def bound(layout: MeshLayout | None) -> Iterator[None]:
     """Translate marks that have names and no mesh by a layout, while a program is compiled."""

@@ -119,6 +119,17 @@ def test_like_layers_are_judged_by_two():
     assert best.seconds == pytest.approx(whole.estimate(SLOW_PRODUCTS).seconds, rel=0.05)
 
 
+def test_marks_of_the_model_do_not_count():
+    """Neither those on a mesh, nor those by names, which no layout binds."""
+    best = []
+    for marks in ({}, {"up.weight": "hidden _"}):
+        model = gspmd.annotate(Feed(), marks)
+        if not marks:
+            gspmd.annotate(model, gspmd.Mesh(other=3), {"up.weight": "other _"})
+        best.append(gspmd.suggest(model, (torch.zeros(8, 32),), devices=2, seconds=30)[0])
+    assert best[0] == best[1]
+
+
 def test_what_it_does_not_take():
     with pytest.raises(gspmd.ShardingError, match="is no size"):
         gspmd.suggest(Feed(), (torch.zeros(8, 32),), devices=2, memory="much")

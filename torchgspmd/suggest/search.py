@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from ..annotate import mark_sharding_op
 from ..api import compile_plan
 from ..capture import PARAMETER, Captured, capture
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..fx_passes.program import Shared
 from ..hardware import Hardware
+from ..layout_rules import Layout, Unmarked, bound
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from .proposal import DATA, MODEL, Marks, Proposal, groups_of, pattern_of
@@ -132,26 +132,18 @@ def _captures(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     lists, length = like_layers(model)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     mesh = Mesh(data=1, model=1)
+
+    def captured() -> Captured:
+        with bound(Unmarked(Layout({}), mesh)):
+            return capture(model, args, kwargs, mesh, grad=True)
+
     if length:
         programs: list[Captured] = []
         for count in (1, 2):
             with shortened(lists, count):
-                programs.append(_unmarked(capture(model, args, kwargs, mesh, grad=True)))
+                programs.append(captured())
         return _Captures(tuple(programs), tuple(tensors), length)
-    program = _unmarked(capture(model, args, kwargs, mesh, grad=True))
-    return _Captures((program,), tuple(tensors), 0)
-
-
-def _unmarked(captured: Captured) -> Captured:
-    """Return a program without its marks."""
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in captured.graph.nodes:
-        if node.target is mark_sharding_op._opoverload:
-            new[node] = new[node.all_input_nodes[0]]
-        else:
-            new[node] = graph.node_copy(node, new.__getitem__)
-    inputs = [replace(inp, mark=None) for inp in captured.inputs]
-    return replace(captured, graph=graph, inputs=inputs)
+    return _Captures((captured(),), tuple(tensors), 0)
 
 
 @dataclass
