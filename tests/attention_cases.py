@@ -188,6 +188,7 @@ def main() -> None:
             wrong += 1
             print(each, str(error).replace("\n", " ")[:200], flush=True)
     print(f"{len(cases)} cases, {wrong} wrong")
+    raise SystemExit(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ class PlanViews:
         Args:
             hardware: As for estimate.
             tried: Whether to plan the marks that are proposed for the three largest tensors that
-                are whole, if these have 1 MiB or more.
+                are whole, if these have 1 MiB and a 64th of the peak or more.
 
         Returns:
             The report. Print it, or read its parts.

@@ -12,6 +12,7 @@ from .report import Report, TriedMark, WholeTensor, mark_largest
 
 TRIES = 3  # marks of a report that are planned
 MIN_BYTES = 2**20  # of a tensor whose mark is planned
+MIN_SHARE = 1 / 64  # of the peak of a device, that such a tensor has
 
 
 def try_marks(
@@ -30,7 +31,8 @@ def try_marks(
         mark, change = min(tried, key=lambda pair: (pair[1].seconds, pair[1].memory))
         return replace(tensor, mark=mark, tried=change)
 
-    large = [tensor for tensor in report.whole if tensor.bytes >= MIN_BYTES][:TRIES]
+    least = max(MIN_BYTES, MIN_SHARE * report.memory.peak)
+    large = [tensor for tensor in report.whole if tensor.bytes >= least][:TRIES]
     return (*map(best, large), *report.whole[len(large) :])
 
 
