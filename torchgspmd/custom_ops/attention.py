@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .attention_kernels import backward_kernel, kernel
-from .attention_merge import lse_dtype, merge
+from .attention_merge import empty_gradients, empty_results, lse_dtype, merge
 from .attention_tiles import Dropout, Tiles
 
 
@@ -153,9 +153,7 @@ def _block(
     return q[..., rows, :], k[..., keys, :], v[..., keys, :], mask
 
 
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
+attention.register_fake(empty_results)
 
 
 @torch.library.custom_op("torchgspmd::attention_backward", mutates_args=())
@@ -230,9 +228,7 @@ def _sizes(q: Tensor, k: Tensor) -> tuple[int, int]:
     return q.shape[-2], k.shape[-2]
 
 
-@attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+attention_backward.register_fake(empty_gradients)
 
 
 def _attention_context(ctx: Any, inputs: tuple, output: tuple) -> None:

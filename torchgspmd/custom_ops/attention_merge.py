@@ -6,6 +6,7 @@ out = sum_i out_i exp(lse_i - lse), where lse = log sum_i exp(lse_i). Weights ar
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,3 +33,13 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[
 
 def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+
+
+def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return tensors like attention's result and logsumexp."""
+    return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
+
+
+def empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """Return tensors like the gradients of q, k and v."""
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .attention import attention_backward_in_blocks, attention_in_blocks
-from .attention_merge import lse_dtype, merge
+from .attention_merge import empty_gradients, empty_results, lse_dtype, merge
 
 
 class Merged:
@@ -89,9 +88,7 @@ def zigzag_attention(
     return out, lse
 
 
-@zigzag_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
+zigzag_attention.register_fake(empty_results)
 
 
 @torch.library.custom_op("torchgspmd::zigzag_attention_backward", mutates_args=())
@@ -127,6 +124,4 @@ def zigzag_attention_backward(
     return grads[0], grads[1], grads[2]
 
 
-@zigzag_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+zigzag_attention_backward.register_fake(empty_gradients)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..compat.operators import aten
-from .attention_merge import lse_dtype
+from .attention_merge import empty_gradients, empty_results
 from .attention_tiles import Place, Tiles
 
 _NAMES = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
@@ -124,9 +124,7 @@ def flex_attention(
     return out.contiguous(), lse
 
 
-@flex_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
+flex_attention.register_fake(empty_results)
 
 
 @torch.library.custom_op("torchgspmd::flex_attention_backward", mutates_args=())
@@ -149,9 +147,7 @@ def flex_attention_backward(
     return flex_tiles(q, k, v, functions, scale, region).backward(grad, out, lse)
 
 
-@flex_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+flex_attention_backward.register_fake(empty_gradients)
 
 
 def _context(ctx: Any, inputs: tuple, output: tuple) -> None:
