@@ -9,13 +9,18 @@ so that a long recording can be divided in time.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchgspmd import Layout, Mesh, annotate, mark_sharding
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from common.layers import join, split
 
 # ------------------------------------------------------------------------------------------ layouts
 
@@ -59,7 +64,10 @@ class FeedForward(nn.Module):
         super().__init__()
         hidden = config.hidden or 4 * config.width
         self.norm = nn.LayerNorm(config.width)
-        self.up, self.down = split(config.width, hidden, "hidden"), join(hidden, config, "hidden")
+        self.up, self.down = (
+            split(config.width, hidden, "hidden"),
+            join(hidden, config.width, "hidden"),
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # x [b, t, m]
         y = mark_sharding(self.up(self.norm(x)), "batch time hidden")  # [b, t, h]
@@ -77,7 +85,7 @@ class Attention(nn.Module):
         self.heads, self.window, m = config.heads, config.window, config.width
         self.norm = nn.LayerNorm(m)
         self.query, self.key, self.value = (split(m, m, "heads") for _ in range(3))
-        self.out = join(m, config, "heads")
+        self.out = join(m, config.width, "heads")
         head = m // config.heads
         self.distance = nn.Parameter(torch.randn(2 * config.window + 1, self.heads, head) * 0.1)
         self.content_bias = nn.Parameter(torch.zeros(self.heads, head))  # [n, d]
@@ -123,7 +131,7 @@ class Convolution(nn.Module):
         self.along = nn.Conv1d(m, m, kernel, padding=kernel // 2, groups=m, bias=False)  # depthwise
         self.scale = nn.Parameter(torch.ones(m))  # in the place of a batch norm
         self.shift = nn.Parameter(torch.zeros(m))
-        self.out = join(m, config, "channels")
+        self.out = join(m, config.width, "channels")
         mark_sharding(self.along.weight, "channels _ _")
         mark_sharding(self.scale, "channels")
         mark_sharding(self.shift, "channels")
@@ -188,21 +196,6 @@ class Conformer(nn.Module):
         if letters is None or lengths is None:
             return odds
         return F.ctc_loss(odds, letters, frames, lengths, zero_infinity=True)
-
-
-def split(width: int, units: int, name: str) -> nn.Linear:
-    """From the stream to units that may be divided."""
-    linear = nn.Linear(width, units)
-    mark_sharding(linear.weight, f"{name} _")  # [units, m]
-    mark_sharding(linear.bias, name)  # [units]
-    return linear
-
-
-def join(units: int, config: Config, name: str) -> nn.Linear:
-    """And back."""
-    linear = nn.Linear(units, config.width)
-    mark_sharding(linear.weight, f"_ {name}")  # [m, units]
-    return linear
 
 
 def example(

@@ -9,13 +9,18 @@ letters of the alphabet.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchgspmd import Layout, Mesh, annotate, mark_sharding
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from common.layers import join, split
 
 # ------------------------------------------------------------------------------------------ layouts
 
@@ -159,21 +164,6 @@ class Reader(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.transpose(1, 2), mark_sharding(targets, "batch _"))
-
-
-def split(width: int, units: int, name: str) -> nn.Linear:
-    """From the stream to units that may be divided."""
-    linear = nn.Linear(width, units)
-    mark_sharding(linear.weight, f"{name} _")  # [units, m]
-    mark_sharding(linear.bias, name)  # [units]
-    return linear
-
-
-def join(units: int, width: int, name: str) -> nn.Linear:
-    """And back."""
-    linear = nn.Linear(units, width)
-    mark_sharding(linear.weight, f"_ {name}")  # [m, units]
-    return linear
 
 
 def example(

@@ -7,13 +7,18 @@ token and the patches), m model width, n heads, d width of a head, h hidden widt
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchgspmd import Layout, Mesh, annotate, mark_sharding
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from common.layers import join, split
 
 # ------------------------------------------------------------------------------------------ layouts
 
@@ -137,21 +142,6 @@ class ViT(nn.Module):
         if labels is None:
             return logits
         return F.cross_entropy(logits, mark_sharding(labels, "batch"))  # a scalar
-
-
-def split(width: int, units: int, name: str) -> nn.Linear:
-    """From the stream to units that may be divided."""
-    linear = nn.Linear(width, units)
-    mark_sharding(linear.weight, f"{name} _")  # [units, m]
-    mark_sharding(linear.bias, name)  # [units]
-    return linear
-
-
-def join(units: int, width: int, name: str) -> nn.Linear:
-    """And back."""
-    linear = nn.Linear(units, width)
-    mark_sharding(linear.weight, f"_ {name}")  # [m, units]
-    return linear
 
 
 def example(
