@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     add("--repeats", type=int, default=1, help="how often each passes a stage of the pipeline")
     add("--stack", action="store_true", help="the blocks are a loop of the program")
     add("--sample", type=int, default=400, help="characters of text to generate at the end")
-    add("--letters", type=int, default=65, help="of --plan: size of the alphabet")
+    add("--letters", type=int, default=84, help="of --plan: size of the alphabet")
     return parser.parse_args()
 
 

@@ -39,11 +39,6 @@ class Merged:
         return self.out.to(self.dtype), self.lse
 
 
-def chunks_of(shard: int, shards: int) -> tuple[int, int]:
-    """Return the numbers of the chunks of a shard."""
-    return 2 * shard, 2 * shards - 1 - 2 * shard
-
-
 def zigzag(x: Tensor, dim: int, shards: int, outer: int = 1) -> Tensor:
     """Return x with the rows of a dimension in zigzag order, or in their own again.
 

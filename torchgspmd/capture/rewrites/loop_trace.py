@@ -65,12 +65,6 @@ class TracedLoop:
         return self.text(self.backward)
 
 
-def current_loops() -> str:
-    """Return the text of the loops in whose bodies the trace is, or an empty one."""
-    loops = _around.get()
-    return loops[-1].text(loops[-1].loop) if loops else ""
-
-
 def is_unrolling() -> bool:
     """Return whether the trace is for a backend that compiles graphs: it has no loops."""
     return _is_unrolling.get()
