@@ -11,8 +11,9 @@ import torchgspmd as gspmd
 from torchgspmd import Hardware
 from torchgspmd.hardware import Link
 from torchgspmd.suggest import search
-from torchgspmd.suggest.proposal import Marks
-from torchgspmd.suggest.shorten import like_layers, shortened
+from torchgspmd.suggest.judge import Judge
+from torchgspmd.suggest.layers import Layers
+from torchgspmd.suggest.proposal import Marks, Proposal, Savings, patterns_of
 
 # Slow products and fast links: weights are worth dividing. The other way round: they are not.
 SLOW_PRODUCTS = Hardware("slow", {4: 1e9}, 1e12, 1e9, (Link(8, 1e9, 1e-7),), launch=0.0)
@@ -63,9 +64,9 @@ MODELS = {
 def test_it_finds_what_trying_everything_finds(name, hardware):
     model, batch = MODELS[name][0](), MODELS[name][1]()
     best = gspmd.suggest(model, (batch,), devices=4, hardware=hardware, seconds=600)[0]
-    captures = search._captures(model, (batch,), {})
-    everything = search._Search(captures, hardware, hardware.memory, float("inf"))
-    matrices = [group for group in everything.groups if len(group.shape) > 1]
+    judge = Judge(model, (batch,), {}, hardware)
+    everything = search._Search(judge, hardware.memory, float("inf"))
+    matrices = [group for group in judge.groups if len(group.shape) > 1]
     least = min(
         everything.score(mesh, Marks(tuple((p, d) for p, d in dims if d is not None), zero))
         for mesh in search._meshes(4)
@@ -105,9 +106,9 @@ def test_its_code_gives_its_numbers():
 
 def test_like_layers_are_judged_by_two():
     model, batch = Deep(6), torch.zeros(8, 16)
-    lists, length = like_layers(model)
-    assert lists == [model.layers] and length == 6
-    with shortened(lists, 2):
+    layers = Layers.of(model)
+    assert layers.lists == {"layers": model.layers} and layers.length == 6
+    with layers.shortened(2):
         assert len(model.layers) == 2
     assert len(model.layers) == 6
     best = gspmd.suggest(model, (batch,), devices=2, hardware=SLOW_PRODUCTS, seconds=30)[0]
@@ -134,3 +135,95 @@ def test_what_it_does_not_take():
     with pytest.raises(gspmd.ShardingError, match="is no size"):
         gspmd.suggest(Feed(), (torch.zeros(8, 32),), devices=2, memory="much")
     assert search.size_of("80GB") == 80e9 and search.size_of("2 GiB") == 2**31
+
+
+class Wide(nn.Module):
+    """Layers whose activations are large beside their weights."""
+
+    def __init__(self, layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh())
+            for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def plan_of(model: nn.Module, found: Proposal, batch: torch.Tensor) -> tuple[float, float]:
+    """Run the code of a proposal; return seconds and memory of a device that the plan has."""
+    steps, names = [], {"gspmd": gspmd, "model": model, "batch": (batch,)}
+
+    def wrapped(model, mesh, **options):
+        def step(rows):
+            like = [old for old in steps if old[0] == len(rows)]
+            if not like:
+                plan = gspmd.plan(model, rows, mesh=mesh, grad=True, **options)
+                memory = plan.report(SLOW_LINKS, tried=False).memory
+                seconds = plan.estimate(SLOW_LINKS).seconds
+                like = [(len(rows), seconds, memory.peak + memory.optimizer)]
+            steps.append(like[0])
+            return torch.zeros(1, requires_grad=True)
+
+        return step
+
+    exec(found.code.replace("gspmd.parallelize(", "wrapped("), {**names, "wrapped": wrapped})
+    if not steps:
+        wrapped(model, found.mesh, in_specs=found.in_specs)(batch)
+    return sum(step[1] for step in steps), max(step[2] for step in steps)
+
+
+@pytest.mark.parametrize("layers", [2, 4], ids=["whole", "extrapolated"])
+def test_as_many_layers_are_recomputed_as_memory_asks(layers):
+    """Against every number of layers, each planned. The code that is printed keeps to memory."""
+    batch = torch.zeros(4096, 16)
+    judge = Judge(Wide(layers), (batch,), {}, SLOW_LINKS)
+    mesh, marks = gspmd.Mesh(data=2, model=1), Marks()
+    known = [judge.numbers(mesh, marks, Savings(recomputed=n)) for n in range(layers + 1)]
+    truth = []
+    for number in range(layers + 1):
+        model = Wide(layers)
+        with Layers.of(model).recomputed(number):
+            plan = gspmd.plan(model, batch, mesh=mesh, in_specs="data _", grad=True)
+        memory = plan.report(SLOW_LINKS, tried=False).memory
+        truth.append((memory.peak + memory.optimizer, plan.estimate(SLOW_LINKS).seconds))
+    for (memory, seconds), number in zip(truth, known):
+        assert memory <= number.memory * 1.001 and number.seconds >= seconds * 0.99
+    for limit in (known[1].memory, (known[1].memory + known[2].memory) / 2):
+        least = min(seconds for memory, seconds in truth if memory <= limit)
+        found = search._Search(judge, limit, float("inf"))._plan(mesh, marks)
+        assert found.memory <= limit and found.seconds <= least * 1.1
+    assert plan_of(Wide(layers), found, batch)[1] <= limit
+
+
+def test_a_batch_is_divided_where_nothing_fits():
+    model, batch = Wide(2), torch.zeros(4096, 16)
+    options = {"devices": 1, "hardware": SLOW_LINKS, "seconds": 600}
+    free = gspmd.suggest(model, (batch,), **options)[0]
+    assert free.largest_batch >= len(batch) and free.savings == Savings()
+    limit = free.memory / 5
+    found = gspmd.suggest(model, (batch,), memory=limit, **options)[0]
+    assert found.memory <= limit and found.savings.microbatches > 1
+    seconds, memory = plan_of(Wide(2), found, batch)
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    assert memory + gradients <= limit and seconds == pytest.approx(found.seconds, rel=0.01)
+
+
+def test_the_largest_batch_fits_and_no_larger_one():
+    judge = Judge(Wide(1), (torch.zeros(64, 16),), {}, SLOW_LINKS)
+    mesh, marks, savings = gspmd.Mesh(data=2, model=1), Marks(), Savings()
+    limit = 20 * judge.numbers(mesh, marks, savings).memory
+    rows = judge.most_rows(mesh, marks, savings, limit)
+    memory = [judge.numbers(mesh, marks, savings, n).memory for n in (rows, rows + rows // 16)]
+    assert memory[0] <= limit < memory[1]
+
+
+def test_like_parameters_have_one_shape():
+    shapes = {"a.0.0.weight": (2, 4), "a.0.1.weight": (4, 2)}
+    shapes |= {"a.1.0.weight": (2, 4), "a.1.1.weight": (4, 2), "b.0.weight": (3,)}
+    globs = patterns_of(shapes)
+    assert globs["a.1.0.weight"] == "a.*.0.weight" and globs["a.1.1.weight"] == "a.*.1.weight"
+    assert globs["b.0.weight"] == "b.*.weight"

@@ -15,6 +15,16 @@ from ..shard_spec import ShardSpec
 
 DATA, MODEL = "data", "model"
 
+RECOMPUTE = """\
+from functools import partial
+from torch.utils.checkpoint import checkpoint
+for layer in LAYERS:
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+"""
+ACCUMULATE = """
+for rows in zip(*(each.chunk(COUNT) for each in batch)):
+    (model(*rows) / COUNT).backward()"""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -25,20 +35,43 @@ class Group:
     bytes: int  # of all of them together
 
 
-def pattern_of(name: str) -> str:
-    """Return the glob of a parameter and of its like in other layers."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+def patterns_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the glob of each parameter and of its like in other layers, by name.
+
+    Numbers are wild, the last ones only if what the glob matches has one shape: if "blocks.0.2.w"
+    and "blocks.0.4.w" have different shapes, the globs are "blocks.*.2.w" and "blocks.*.4.w".
+    """
+    patterns: dict[str, str] = {}
+    names, wild = list(shapes), max((len(name.split(".")) for name in shapes), default=0)
+    while names:
+        globs = {name: _glob(name, wild) for name in names}
+        alike: dict[str, set[tuple[int, ...]]] = {}
+        for name, glob in globs.items():
+            alike.setdefault(glob, set()).add(shapes[name])
+        patterns |= {name: glob for name, glob in globs.items() if len(alike[glob]) == 1}
+        names, wild = [name for name in names if name not in patterns], wild - 1
+    return patterns
 
 
-def groups_of(captured: Captured) -> tuple[Group, ...]:
-    """Return the groups of parameters of a program, those with most bytes first."""
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-    for inp in captured.inputs:
-        if inp.kind == PARAMETER and inp.shape:
-            key = pattern_of(inp.name), inp.shape
-            sizes[key] = sizes.get(key, 0) + math.prod(inp.shape) * inp.dtype.itemsize
-    groups = [Group(*key, size) for key, size in sizes.items()]
-    return tuple(sorted(groups, key=lambda group: -group.bytes))
+def _glob(name: str, wild: int) -> str:
+    """Return a name with so many of its parts, the first ones, wild if they are numbers."""
+    parts = name.split(".")
+    return ".".join("*" if part.isdecimal() and i < wild else part for i, part in enumerate(parts))
+
+
+def groups_of(captured: Captured) -> dict[str, Group]:
+    """Return the groups of parameters of a program by name, those with most bytes first."""
+    inputs = {i.name: i for i in captured.inputs if i.kind == PARAMETER and i.shape}
+    patterns = patterns_of({name: inp.shape for name, inp in inputs.items()})
+    sizes: dict[str, int] = {}
+    for name, inp in inputs.items():
+        size = math.prod(inp.shape) * inp.dtype.itemsize
+        sizes[patterns[name]] = sizes.get(patterns[name], 0) + size
+    groups = {
+        name: Group(patterns[name], inp.shape, sizes[patterns[name]])
+        for name, inp in inputs.items()
+    }
+    return dict(sorted(groups.items(), key=lambda pair: -pair[1].bytes))
 
 
 @dataclass(frozen=True)
@@ -77,6 +110,18 @@ class Marks:
 
 
 @dataclass(frozen=True)
+class Savings:
+    """How a plan saves memory. regather: an option of parallelize. recomputed: layers.
+
+    microbatches: that a batch is divided into; their gradients add up.
+    """
+
+    regather: str = "auto"
+    recomputed: int = 0
+    microbatches: int = 1
+
+
+@dataclass(frozen=True)
 class Proposal:
     """A mesh and marks, with what they are estimated to cost.
 
@@ -91,7 +136,10 @@ class Proposal:
         mfu: Model FLOPs utilization.
         bound: Seconds that no layout can be below: the products, divided evenly, and nothing else.
         layers: (planned, of the model), if the numbers are extrapolated from fewer layers.
-        regather: "always" if weights are to be gathered again for the backward, as memory asks.
+        savings: What memory asks for: weights that are gathered again for the backward, layers that
+            it computes again, microbatches.
+        recomputed: The code of these layers, such as model.layers[:8]; none if empty.
+        largest_batch: Rows of a batch that fit, if it was searched.
 
     Example:
         >>> model = torch.nn.Linear(64, 64, device="meta")
@@ -111,29 +159,36 @@ class Proposal:
     mfu: float
     bound: float
     layers: tuple[int, int] | None = None
-    regather: str = "auto"
+    savings: Savings = Savings()
+    recomputed: str = ""
+    largest_batch: int | None = None
 
     @property
     def code(self) -> str:
-        """Return the code that applies the proposal to `model`."""
+        """Return the code that applies the proposal to `model`, and steps, if they need some."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
         marks = "".join(f'    "{name}": "{spec}",\n' for name, spec in self.marks.items())
         specs = ", ".join(f'"{spec}"' if spec is not None else "None" for spec in self.in_specs)
-        regather = f', regather="{self.regather}"' if self.regather != "auto" else ""
+        how, count = self.savings.regather, self.savings.microbatches
+        regather = f', regather="{how}"' if how != "auto" else ""
         return (
             f"mesh = gspmd.Mesh({axes})\n"
             + (f"gspmd.annotate(model, mesh, {{\n{marks}}})\n" if marks else "")
+            + (RECOMPUTE.replace("LAYERS", self.recomputed) if self.recomputed else "")
             + f"model = gspmd.parallelize(model, mesh, in_specs=({specs},){regather})"
+            + (ACCUMULATE.replace("COUNT", str(count)) if count > 1 else "")
         )
 
     def __str__(self) -> str:
         kind = re.sub(r"\s+", " ", " ".join(f"{n}={s}" for n, s in self.mesh.axes))
-        planned = ""
+        planned = largest = ""
         if self.layers:
             planned = f"; extrapolated from {self.layers[0]} of {self.layers[1]} layers"
+        if self.largest_batch:
+            largest = f"; a batch of {self.largest_batch} rows fits"
         return (
             f"{kind} of {self.hardware.name}: step {time_text(self.seconds)}, MFU {self.mfu:.1%}, "
             f"memory {size_text(self.memory)}, {size_text(self.sent_bytes)} sent by a device, "
             f"{self.seconds / self.bound:.2f} of the bound (products alone, divided evenly)"
-            f"{planned}\n{self.code}"
+            f"{planned}{largest}\n{self.code}"
         )

@@ -3,8 +3,9 @@
 A mesh has two axes: DATA for the batch, MODEL for weights. On the first with both, each group of
 like parameters is tried along each of its dimensions on MODEL, and all together along DATA. A
 change stays if it makes the step shorter, or a program that needs too much memory smaller. These
-marks are the start on the other meshes, of which the best are searched in turn. Propagation and
-partition decide all else, so that few marks say much. What plans share is computed once.
+marks are the start on the other meshes, of which the best are searched in turn. A plan that needs
+too much memory gathers weights again for the backward, then computes layers again; where no plan
+fits, the batch is divided. Propagation and partition decide all else, so that few marks say much.
 """
 
 from __future__ import annotations
@@ -14,19 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from ..api import compile_plan
-from ..capture import PARAMETER, Captured, capture
-from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
-from ..fx_passes.program import Shared
 from ..hardware import Hardware
-from ..layout_rules import Layout, Unmarked, bound
 from ..mesh import Mesh
-from ..shard_spec import ShardSpec
-from .proposal import DATA, MODEL, Marks, Proposal, groups_of, pattern_of
-from .shorten import like_layers, shortened
+from .judge import Judge
+from .proposal import DATA, MODEL, Marks, Proposal, Savings
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MIN_SHARE = 0.005  # of the parameters' bytes, that a group has which is searched by itself
@@ -48,8 +43,8 @@ def suggest(
     """Search a mesh and marks for a model, and return the best as code to paste.
 
     Nothing runs but the planner: model and arguments may be on the meta device. The first tensor
-    dimension of every argument is taken for the batch. Recomputation and the size of the batch are
-    not searched. The states of Adam are counted.
+    dimension of every argument is taken for the batch. Where memory asks for it, layers are
+    recomputed, and the batch is divided into microbatches. The states of Adam are counted.
 
     Args:
         model: Its own marks do not count.
@@ -76,7 +71,7 @@ def suggest(
     deadline = time.monotonic() + seconds
     speed = Hardware.of(hardware)
     limit = speed.memory if memory is None else size_of(memory)
-    search = _Search(_captures(model, tuple(args), kwargs or {}), speed, limit, deadline)
+    search = _Search(Judge(model, tuple(args), kwargs or {}, speed), limit, deadline)
     search.run(list(_meshes(devices)))
     return search.best()
 
@@ -112,56 +107,56 @@ def _meshes(devices: int) -> Iterator[Mesh]:
             yield Mesh(data=devices // model, model=model)
 
 
-@dataclass(frozen=True)
-class _Captures:
-    """The programs that are judged: of the whole model, or of one and of two of its layers."""
-
-    programs: tuple[Captured, ...]
-    arguments: tuple[Tensor, ...]
-    layers: int  # of the model, if it is judged by fewer
-
-    def extrapolate(self, values: Sequence[float]) -> float:
-        """Return the value of the whole model from those of the programs."""
-        if len(values) == 1:
-            return values[0]
-        one, two = values
-        return two + (self.layers - 2) * (two - one)
-
-
-def _captures(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captures:
-    lists, length = like_layers(model)
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    mesh = Mesh(data=1, model=1)
-
-    def captured() -> Captured:
-        with bound(Unmarked(Layout({}), mesh)):
-            return capture(model, args, kwargs, mesh, grad=True)
-
-    if length:
-        programs: list[Captured] = []
-        for count in (1, 2):
-            with shortened(lists, count):
-                programs.append(captured())
-        return _Captures(tuple(programs), tuple(tensors), length)
-    return _Captures((captured(),), tuple(tensors), 0)
-
-
 @dataclass
 class _Search:
-    """The proposals that were tried, by mesh and marks."""
+    """The proposals that were tried, by mesh, marks, and microbatches of the batch."""
 
-    captures: _Captures
-    hardware: Hardware
+    judge: Judge
     limit: float
     deadline: float
-    tried: dict[tuple[Mesh, Marks], Proposal] = field(default_factory=dict)
-    shared: Shared = field(default_factory=Shared)
-
-    def __post_init__(self) -> None:
-        self.groups = groups_of(self.captures.programs[-1])
+    tried: dict[tuple[Mesh, Marks, int], Proposal] = field(default_factory=dict)
+    microbatches: int = 1
 
     def run(self, meshes: Sequence[Mesh]) -> None:
+        """Search; where nothing fits, search again with the fewest microbatches that may fit."""
+        self._search(meshes)
+        if not self._fits():
+            for count in self._divisions():
+                if self.is_over() or self._fits_in(count):
+                    break
+            if self.microbatches > 1:
+                self._search(meshes)
+        self._refine()
+        self._enlarge()
+
+    def _fits(self) -> bool:
+        return self.best()[0].memory <= self.limit
+
+    def _divisions(self) -> Iterator[int]:
+        """Yield the numbers of microbatches that divide the batch: powers of two."""
+        rows = self.judge.rows
+        for count in (2**n for n in range(1, rows.bit_length())):
+            if rows % count == 0 and self.judge.can_take(rows // count):
+                yield count
+
+    def _fits_in(self, count: int) -> bool:
+        """Try the smallest proposals with so many microbatches; return whether one fits."""
+        before, self.microbatches = self.microbatches, count
+        smallest = sorted(self.tried, key=lambda key: self.tried[key].memory)[:BEST]
+        for mesh, marks, _ in smallest:
+            if self._is_divisible(mesh, count) and not self.is_over():
+                self.propose(mesh, marks)
+        if not self._fits():
+            self.microbatches = before
+        return self._fits()
+
+    def _is_divisible(self, mesh: Mesh, count: int) -> bool:
+        """Return whether the rows of a microbatch are, by the devices along DATA."""
+        return count == 1 or self.judge.rows // count % mesh.count((DATA,)) == 0
+
+    def _search(self, meshes: Sequence[Mesh]) -> None:
         """Search every mesh from few marks; then the best, mark by mark."""
+        meshes = [mesh for mesh in meshes if self._is_divisible(mesh, self.microbatches)]
         found: dict[Mesh, Marks] = {}
         marks = Marks()
         for mesh in meshes:
@@ -173,6 +168,32 @@ class _Search:
         for mesh in sorted(meshes, key=lambda mesh: self.score(mesh, found[mesh])):
             if not self._is_hopeless(self.propose(mesh, found[mesh])):
                 self._descend(mesh, found[mesh])
+
+    def _refine(self) -> None:
+        """Try what else saves memory, for the best proposals that save some at a cost."""
+        for mesh, marks, count in self._best_keys():
+            proposal = self.tried[mesh, marks, count]
+            for savings in self._others(proposal):
+                if self.is_over():
+                    return
+                other = self._proposal(mesh, marks, savings)
+                if self._order(other) < self._order(self.tried[mesh, marks, count]):
+                    self.tried[mesh, marks, count] = other
+
+    def _others(self, proposal: Proposal) -> Iterator[Savings]:
+        """Yield more microbatches in place of recomputed layers."""
+        savings = proposal.savings
+        for count in self._divisions() if savings.recomputed else ():
+            if count > savings.microbatches and self._is_divisible(proposal.mesh, count):
+                yield Savings(savings.regather, 0, count)
+
+    def _enlarge(self) -> None:
+        """Say of the best proposal how large a batch may be."""
+        mesh, marks, count = self._best_keys()[0]
+        best = self.tried[mesh, marks, count]
+        if best.memory <= self.limit and best.savings.microbatches == 1 and not self.is_over():
+            rows = self.judge.most_rows(mesh, marks, best.savings, self.limit)
+            self.tried[mesh, marks, count] = replace(best, largest_batch=rows)
 
     def _is_hopeless(self, proposal: Proposal) -> bool:
         best = self.best()[0]
@@ -207,8 +228,8 @@ class _Search:
     def _changes(self, mesh: Mesh) -> Iterator[Callable[[Marks], Marks]]:
         """Yield functions that change marks."""
         count = mesh.count((MODEL,))
-        smallest = MIN_SHARE * sum(group.bytes for group in self.groups)
-        matrices = [g for g in self.groups if len(g.shape) > 1 and g.bytes >= smallest]
+        smallest = MIN_SHARE * sum(group.bytes for group in self.judge.groups)
+        matrices = [g for g in self.judge.groups if len(g.shape) > 1 and g.bytes >= smallest]
         for group in matrices if count > 1 else ():
             for dim in [*range(len(group.shape)), None]:
                 if dim is None or group.shape[dim] % count == 0:
@@ -218,74 +239,61 @@ class _Search:
 
     def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
         """Return what is compared: bytes above the limit first, then seconds."""
-        proposal = self.propose(mesh, marks)
+        return self._order(self.propose(mesh, marks))
+
+    def _order(self, proposal: Proposal) -> tuple[float, float]:
         return max(proposal.memory - self.limit, 0.0), proposal.seconds
 
     def propose(self, mesh: Mesh, marks: Marks) -> Proposal:
         """Return the proposal of marks on a mesh, planned once."""
-        if (mesh, marks) not in self.tried:
-            self.tried[mesh, marks] = self._plan(mesh, marks)
-        return self.tried[mesh, marks]
+        key = mesh, marks, self.microbatches
+        if key not in self.tried:
+            self.tried[key] = self._plan(mesh, marks)
+        return self.tried[key]
 
     def _plan(self, mesh: Mesh, marks: Marks) -> Proposal:
-        """Plan marks on a mesh; gather weights again for the backward where memory asks for it."""
-        kept = self._judge(mesh, marks, "auto")
-        if not marks.zero or kept.memory <= self.limit:
-            return kept
-        again = self._judge(mesh, marks, "always")
-        return again if again.memory < kept.memory else kept
+        """Plan marks on a mesh; save memory where it is too little, at what costs least."""
+        ways = [Savings("auto", 0, self.microbatches)]
+        if marks.zero:
+            ways.append(Savings("always", 0, self.microbatches))
+        tried = []
+        for savings in ways:
+            tried.append(self._proposal(mesh, marks, savings))
+            if tried[-1].memory <= self.limit:
+                return tried[-1]
+        for savings in ways:
+            least = self.judge.numbers(mesh, marks, savings)
+            if least.memory - least.saved <= self.limit:
+                savings = self.judge.fewest_recomputed(mesh, marks, savings, self.limit)
+                tried.append(self._proposal(mesh, marks, savings))
+        return min(tried, key=self._order)
 
-    def _judge(self, mesh: Mesh, marks: Marks, regather: str) -> Proposal:
-        specs = {
-            (group.pattern, group.shape): spec
-            for group in self.groups
-            if (spec := marks.spec(group, mesh)) is not None
-        }
-        inputs = [_batch_spec(t, mesh) for t in self.captures.arguments]
-        reports = []
-        for program in self.captures.programs:
-            marked = [
-                replace(inp, mark=specs.get((pattern_of(inp.name), inp.shape)))
-                if inp.kind == PARAMETER
-                else inp
-                for inp in program.inputs
-            ]
-            result = compile_plan(
-                replace(program, inputs=marked),
-                mesh,
-                inputs + [None for _ in program.state_inputs],
-                regather=regather,
-                device="meta" if self.hardware.beside else "cpu",
-                shared=self.shared,
-            )
-            reports.append(result.report(self.hardware, tried=False))
-        join = self.captures.extrapolate
-        seconds = join([r.estimate.seconds for r in reports])
-        flops = join([r.estimate.model_flops for r in reports]) / mesh.size
+    def _proposal(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
+        judge, speed = self.judge, self.judge.hardware
+        numbers, flops = judge.numbers(mesh, marks, savings), judge.flops / mesh.size
+        in_specs = judge.in_specs(mesh, judge.rows // savings.microbatches)
+        number = savings.recomputed
         return Proposal(
             mesh,
-            {pattern: str(spec) for (pattern, _), spec in specs.items()},
-            tuple(None if spec is None else str(spec) for spec in inputs),
-            self.hardware,
-            seconds,
-            join([float(r.memory.peak + r.memory.optimizer) for r in reports]),
-            join([sum(row.sent_bytes for row in r.collectives) for r in reports]),
-            flops / (seconds * self.hardware.peak),
-            flops / (self.hardware.efficiency * self.hardware.peak),
-            (2, self.captures.layers) if self.captures.layers else None,
-            regather,
+            judge.marks(mesh, marks),
+            tuple(None if spec is None else str(spec) for spec in in_specs),
+            speed,
+            numbers.seconds,
+            numbers.memory,
+            numbers.sent_bytes,
+            flops / (numbers.seconds * speed.peak),
+            flops / (speed.efficiency * speed.peak),
+            (2, judge.layers.length) if judge.layers.alike else None,
+            savings,
+            judge.recomputable.code(number) if number else "",
         )
+
+    def _best_keys(self) -> list[tuple[Mesh, Marks, int]]:
+        chosen: dict[tuple[Mesh, bool], tuple[Mesh, Marks, int]] = {}
+        for key in sorted(self.tried, key=lambda key: self._order(self.tried[key])):
+            chosen.setdefault((key[0], key[1].zero), key)
+        return list(chosen.values())[:BEST]
 
     def best(self) -> list[Proposal]:
         """Return the best proposals: one of each mesh, with and without ZeRO."""
-        chosen: dict[tuple[Mesh, bool], Proposal] = {}
-        for mesh, marks in sorted(self.tried, key=lambda key: self.score(*key)):
-            chosen.setdefault((mesh, marks.zero), self.tried[mesh, marks])
-        return list(chosen.values())[:BEST]
-
-
-def _batch_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec | None:
-    """Return the layout of an argument: its first dimension along DATA, if that divides it."""
-    if not tensor.dim() or tensor.shape[0] % mesh.count((DATA,)):
-        return None
-    return ShardSpec(((DATA,), *[()] * (tensor.dim() - 1)))
+        return sorted((self.tried[key] for key in self._best_keys()), key=self._order)

@@ -1,0 +1,249 @@
+"""The judge of a search: programs of a model, captured once, and what a plan of them costs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from ..api import compile_plan
+from ..capture import BUFFER, MUTATION, PARAMETER, Captured, capture
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError
+from ..fx_passes.program import Shared
+from ..fx_passes.schedule.arithmetic import graph_flops
+from ..hardware import Hardware
+from ..layout_rules import Layout, Unmarked, bound
+from ..mesh import Mesh
+from ..report.report import Report
+from ..shard_spec import ShardSpec
+from .layers import Layers
+from .proposal import DATA, Group, Marks, Savings, groups_of
+
+ONE_DEVICE = Mesh(data=1, model=1)
+ACCUMULATION = 3  # times a gradient is read or written to add it to the one of other microbatches
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of a step on one device: seconds, and bytes. saved: of memory, for the backward."""
+
+    seconds: float
+    memory: float
+    sent_bytes: float
+    gradients: float
+    saved: float
+
+    @classmethod
+    def of(cls, report: Report) -> Numbers:
+        """Return those of a report."""
+        memory = report.memory
+        return cls(
+            report.estimate.seconds,
+            float(memory.peak + memory.optimizer),
+            sum(row.sent_bytes for row in report.collectives),
+            float(memory.gradients),
+            float(memory.saved),
+        )
+
+    def towards(self, other: Numbers, share: float) -> Numbers:
+        """Return numbers between these and others: 0 is these, 1 the others, 2 twice as far."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Numbers(*(a + share * (b - a) for a, b in pairs))
+
+    def repeated(self, count: int, hardware: Hardware) -> Numbers:
+        """Return those of so many microbatches, whose gradients add up."""
+        if count == 1:
+            return self
+        adding = (count - 1) * ACCUMULATION * self.gradients / hardware.memory_bandwidth
+        return replace(
+            self,
+            seconds=count * self.seconds + adding,
+            memory=self.memory + self.gradients,
+            sent_bytes=count * self.sent_bytes,
+        )
+
+
+@dataclass
+class Judge:
+    """Plans programs of a model: of the whole, or of one and of two of its layers.
+
+    layers: of the model. recomputable: those that may be computed twice: none that changes a
+    buffer. arguments: the tensors of the call. shared: what plans of like programs share.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hardware: Hardware
+    layers: Layers = field(init=False)
+    recomputable: Layers = field(init=False)
+    groups: tuple[Group, ...] = field(init=False)
+    members: dict[str, Group] = field(init=False)  # the groups by the name of a parameter
+    flops: float = field(init=False)  # of a step of the model, on all devices
+    shared: Shared = field(default_factory=Shared)
+    captures: dict[tuple[int, int], tuple[Captured, ...]] = field(default_factory=dict)
+    known: dict[tuple[Mesh, Marks, Savings, int], Numbers] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.recomputable = self.layers = Layers.of(self.model)
+        programs = self.programs(0, self.rows)
+        written = [
+            p.inputs[out.input] for p in programs for out in p.outputs if out.kind == MUTATION
+        ]
+        buffers = [inp.name for inp in written if inp.kind == BUFFER]
+        self.recomputable = self.layers.without(buffers)
+        self.members = groups_of(programs[-1])
+        self.groups = tuple(dict.fromkeys(self.members.values()))
+        each = [Numbers(float(graph_flops(p.graph, ONE_DEVICE)), 0, 0, 0, 0) for p in programs]
+        self.flops = self._whole(each).seconds
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of the batch; 0 if the arguments are not all tensors of so many rows."""
+        rows = {len(arg) if isinstance(arg, Tensor) and arg.dim() else 0 for arg in self.args}
+        keywords = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self.kwargs))
+        return rows.pop() if len(rows) == 1 and not keywords else 0
+
+    def arguments(self, rows: int) -> list[Tensor]:
+        """Return the tensors of a call with so many rows."""
+        leaves = pytree.tree_leaves((self._args(rows), self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def _args(self, rows: int) -> tuple[Any, ...]:
+        if rows == self.rows:
+            return self.args
+        return tuple(arg.new_empty((rows, *arg.shape[1:])) for arg in self.args)
+
+    def programs(self, recomputed: int, rows: int) -> tuple[Captured, ...]:
+        """Return the programs that stand for the model, captured once."""
+        key = recomputed, rows
+        if key not in self.captures:
+            sizes = (1, 2) if self.layers.alike else (0,)
+            self.captures[key] = tuple(self._capture(size, *key) for size in sizes)
+        return self.captures[key]
+
+    def _capture(self, size: int, recomputed: int, rows: int) -> Captured:
+        with ExitStack() as block:
+            if size:
+                block.enter_context(self.layers.shortened(size))
+            block.enter_context(self.recomputable.recomputed(recomputed))
+            block.enter_context(bound(Unmarked(Layout({}), ONE_DEVICE)))
+            return capture(self.model, self._args(rows), self.kwargs, ONE_DEVICE, grad=True)
+
+    def can_take(self, rows: int) -> bool:
+        """Return whether the model takes a batch of so many rows."""
+        try:
+            self.programs(0, rows)
+        except ShardingError:
+            return False
+        return True
+
+    def _whole(self, values: Sequence[Numbers]) -> Numbers:
+        """Return the numbers of the whole model from those of the programs."""
+        if len(values) == 1:
+            return values[0]
+        return values[0].towards(values[1], self.layers.length - 1)
+
+    def numbers(self, mesh: Mesh, marks: Marks, savings: Savings, rows: int = 0) -> Numbers:
+        """Return the numbers of a plan. rows: of a call; by default those of a microbatch.
+
+        Where two layers stand for all, some recomputed layers are between none and all: at most so
+        much memory, as the peak is the largest of sums to which a layer adds the same.
+        """
+        total, number = self.recomputable.length, savings.recomputed
+        rows = rows or self.rows // savings.microbatches
+        if self.layers.alike and 0 < number < total:
+            none = self.numbers(mesh, marks, replace(savings, recomputed=0), rows)
+            every = self.numbers(mesh, marks, replace(savings, recomputed=total), rows)
+            return none.towards(every, number / total)
+        key = mesh, marks, savings, rows
+        if key not in self.known:
+            each = [
+                self._plan(program, mesh, marks, savings.regather, rows)
+                for program in self.programs(number, rows)
+            ]
+            self.known[key] = self._whole(each).repeated(savings.microbatches, self.hardware)
+        return self.known[key]
+
+    def fewest_recomputed(
+        self, mesh: Mesh, marks: Marks, savings: Savings, limit: float
+    ) -> Savings:
+        """Return savings with the fewest recomputed layers that keep to the limit.
+
+        Those are all layers, if none or too few would do.
+        """
+        total = self.recomputable.length
+
+        def memory(number: int) -> float:
+            return self.numbers(mesh, marks, replace(savings, recomputed=number)).memory
+
+        try:
+            fewest = bisect_left(range(total), True, key=lambda number: memory(number) <= limit)
+        except (ShardingError, CheckpointError):  # of the model: it cannot be recomputed
+            return savings
+        return replace(savings, recomputed=fewest)
+
+    def most_rows(self, mesh: Mesh, marks: Marks, savings: Savings, limit: float) -> int:
+        """Return the rows of the largest batch that keeps to the limit; at least those of now.
+
+        Memory is the largest of sums that grow with the batch, so between two batches it is at most
+        what lies on the straight line; beyond them a plan says whether it fits.
+        """
+        step = mesh.count((DATA,))
+
+        def reached(low: int, high: int) -> int:
+            """Return the rows at which the line through two batches reaches the limit."""
+            first, last = (self.numbers(mesh, marks, savings, rows).memory for rows in (low, high))
+            share = (limit - first) / max(last - first, 1.0)
+            return low + max(int(share * (high - low)), 0) // step * step
+
+        low, high = self.rows, 2 * self.rows
+        if not low or low % step or not self.can_take(high):
+            return low
+        rows = reached(low, high)
+        if rows <= high or not self.can_take(rows):
+            return min(rows, high)
+        fits = self.numbers(mesh, marks, savings, rows).memory <= limit
+        return rows if fits else reached(high, rows)
+
+    def _plan(
+        self, program: Captured, mesh: Mesh, marks: Marks, regather: str, rows: int
+    ) -> Numbers:
+        marked = [
+            replace(inp, mark=marks.spec(self.members[inp.name], mesh))
+            if inp.kind == PARAMETER and inp.shape
+            else inp
+            for inp in program.inputs
+        ]
+        inputs = self.in_specs(mesh, rows)
+        result = compile_plan(
+            replace(program, inputs=marked),
+            mesh,
+            [*inputs, *[None for _ in program.state_inputs]],
+            regather=regather,
+            device="meta" if self.hardware.beside else "cpu",
+            shared=self.shared,
+        )
+        return Numbers.of(result.report(self.hardware, tried=False))
+
+    def marks(self, mesh: Mesh, marks: Marks) -> dict[str, str]:
+        """Return the marks of the parameters, by glob."""
+        specs = {group.pattern: marks.spec(group, mesh) for group in self.groups}
+        return {pattern: str(spec) for pattern, spec in specs.items() if spec is not None}
+
+    def in_specs(self, mesh: Mesh, rows: int) -> list[ShardSpec | None]:
+        """Return the layouts of the arguments, of so many rows."""
+        return [_batch_spec(tensor, mesh) for tensor in self.arguments(rows)]
+
+
+def _batch_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec | None:
+    """Return the layout of an argument: its first dimension along DATA, if that divides it."""
+    if not tensor.dim() or tensor.shape[0] % mesh.count((DATA,)):
+        return None
+    return ShardSpec(((DATA,), *[()] * (tensor.dim() - 1)))

@@ -1,0 +1,127 @@
+"""The layers of a model that a search has to do with: like ones, and those that are recomputed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+MIN_LAYERS = 4  # of a list that is shortened
+LISTS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Lists of layers of a model, by path, none of them inside of another one.
+
+    alike: all layers of a list are alike, and the lists have one length: two of its layers stand
+    for all. length: of these lists; otherwise that of all lists together.
+    """
+
+    lists: Mapping[str, nn.Module]
+    alike: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Layers:
+        """Return the longest lists of like layers of a model, else all its lists."""
+        lists = dict(_outermost(model))
+        like = {path: layers for path, layers in lists.items() if _are_alike(layers)}
+        length = max((len(_children(layers)) for layers in like.values()), default=0)
+        longest = {path: each for path, each in like.items() if len(_children(each)) == length}
+        return cls(longest, True) if longest else cls(lists, False)
+
+    @property
+    def length(self) -> int:
+        sizes = [len(_children(layers)) for layers in self.lists.values()]
+        return max(sizes, default=0) if self.alike else sum(sizes)
+
+    def without(self, names: list[str]) -> Layers:
+        """Return the lists that have none of these parameters and buffers."""
+        kept = {
+            path: layers
+            for path, layers in self.lists.items()
+            if not any(name.startswith(f"{path}." if path else "") for name in names)
+        }
+        return Layers(kept, self.alike)
+
+    def counts(self, number: int) -> dict[str, int]:
+        """Return how many layers of each list are the first `number` layers."""
+        counts: dict[str, int] = {}
+        for path, layers in self.lists.items():
+            counts[path] = min(number, len(_children(layers)))
+            number -= 0 if self.alike else counts[path]
+        return counts
+
+    def code(self, number: int) -> str:
+        """Return the code of the first `number` layers, such as model.layers[:8]."""
+        parts = []
+        for path, count in self.counts(number).items():
+            if count:
+                whole = count == len(_children(self.lists[path]))
+                parts.append(_code(path) + ("" if whole else f"[:{count}]"))
+        return parts[0] if len(parts) == 1 else f"[{', '.join(f'*{part}' for part in parts)}]"
+
+    @contextmanager
+    def shortened(self, count: int) -> Generator[None]:
+        """Have only the first layers of each list in the block."""
+        saved = [(layers, layers._modules) for layers in self.lists.values()]
+        for layers, modules in saved:
+            layers._modules = OrderedDict(list(modules.items())[:count])
+        try:
+            yield
+        finally:
+            for layers, modules in saved:
+                layers._modules = modules
+
+    @contextmanager
+    def recomputed(self, number: int) -> Generator[None]:
+        """Have the backward compute the first `number` layers again, in the block."""
+        chosen = [
+            layer
+            for path, count in self.counts(number).items()
+            for layer in _children(self.lists[path])[:count]
+        ]
+        saved: list[tuple[dict[str, Any], Any]] = []
+        for layer in dict.fromkeys(chosen):
+            saved.append((vars(layer), vars(layer).get("forward")))
+            vars(layer)["forward"] = partial(checkpoint, layer.forward, use_reentrant=False)
+        try:
+            yield
+        finally:
+            for attributes, forward in saved:
+                attributes.pop("forward")
+                if forward is not None:
+                    attributes["forward"] = forward
+
+
+def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the lists that are in no other list."""
+    inner: set[int] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, LISTS) and len(module) and id(module) not in inner:
+            inner.update(id(each) for each in module.modules())
+            yield path, module
+
+
+def _are_alike(layers: nn.Module) -> bool:
+    children = _children(layers)
+    return len(children) >= MIN_LAYERS and len({_signature(child) for child in children}) == 1
+
+
+def _signature(layer: nn.Module) -> tuple[object, ...]:
+    return type(layer), *((name, tuple(p.shape)) for name, p in layer.named_parameters())
+
+
+def _children(layers: nn.Module) -> list[nn.Module]:
+    return [module for module in layers._modules.values() if module is not None]
+
+
+def _code(path: str) -> str:
+    parts = path.split(".") if path else []
+    return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in parts)
