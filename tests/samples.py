@@ -315,6 +315,7 @@ SAMPLES[aten._cdist_backward.default] = [_cdist_backward(2.0), _cdist_backward(1
 
 for _op in (ours.loop_carry.default, ours.loop_stack.default, ours.loop_total.default):
     sample(_op, real(4, 5), "1x3")
+sample(ours.loop_const.default, real(4, 5), "1x?")
 sample(ours.loop_row.default, real(3, 4, 5), "1x3")
 
 # ----------------------------------------------------------------------------------- linear algebra

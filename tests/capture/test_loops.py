@@ -1,14 +1,14 @@
-"""cond, scan, map, associative_scan and while_loop: numbers, gradients, and one reduction."""
+"""scan, map and associative_scan: numbers, gradients, and one reduction."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._higher_order_ops import associative_scan, scan, while_loop
+from torch._higher_order_ops import associative_scan, scan
 from torch._higher_order_ops.map import map as map_rows
 
 import torchgspmd as gspmd
-from torchgspmd import Mesh, ShardingError
+from torchgspmd import Mesh
 
 MESH = Mesh(data=2, model=2)
 
@@ -51,19 +51,7 @@ def accumulated(x, w):
     return associative_scan(torch.mul, (x @ w).sigmoid(), 1, combine_mode="generic").sum()
 
 
-def chosen(x, w):
-    y = x @ w
-    return torch.cond(y.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (y,)).square().sum()
-
-
-def counted(x, w):
-    _, y = while_loop(
-        lambda i, y: i < 3, lambda i, y: (i + 1, (y @ w).tanh()), (torch.tensor(0), x)
-    )
-    return y.square().sum()
-
-
-LOOPS = (scanned, mapped, accumulated, chosen)
+LOOPS = (scanned, mapped, accumulated)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -79,12 +67,6 @@ def test_numbers_and_gradients(run):
     loss, gradients = result.simulate(x)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gradients["weight"], model.weight.grad, rtol=1e-10, atol=1e-10)
-
-
-def test_a_loop_that_counts():
-    x, w = torch.randn(4, 3, 6, dtype=torch.double), torch.randn(6, 6, dtype=torch.double)
-    result = gspmd.plan(counted, x, w, mesh=MESH, in_specs=("data _ _", "_ model"))
-    torch.testing.assert_close(result.simulate(x, w), counted(x, w), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -103,15 +85,6 @@ def test_the_gradient_of_a_weight_of_all_iterations_is_reduced_once():
     assert sorted(sums) == [8, 6 * 6 * 8]
     expected = torch.autograd.grad((x @ model.weight).square().sum(), model.weight)[0]
     torch.testing.assert_close(result.simulate(x)[1]["weight"], expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_loop_whose_length_depends_on_values():
-    def halve(x):
-        return while_loop(lambda x: x.sum() > 1, lambda x: (x / 2,), (x,))[0]
-
-    with pytest.raises(ShardingError, match="depends on values"):
-        gspmd.plan(halve, torch.ones(4), mesh=MESH)
 
 
 @pytest.mark.filterwarnings("ignore")

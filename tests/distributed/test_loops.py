@@ -1,10 +1,10 @@
-"""Loops on real processes: layers in a loop, in a loop over microbatches."""
+"""Loops on real processes: layers in a loop, in a loop over microbatches; loops that values end."""
 
 import torch
 from ranks import distributed
 from tied_model import close
 from torch import nn
-from torch._higher_order_ops import scan
+from torch._higher_order_ops import scan, while_loop
 from torch.nn import functional as F
 
 import torchgspmd as gspmd
@@ -62,3 +62,45 @@ def test_layers_in_microbatches(mesh):
         loss.backward()
         for name, p in model.named_parameters():
             close(p.grad, gradients[name])
+
+
+class Branches(nn.Module):
+    """As many layers as values say, each with one of two activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+    def forward(self, x):
+        def body(y):
+            y = y @ self.weight * 0.5
+            return (torch.cond(y.sum() > 0, lambda y: y.sin(), lambda y: y.tanh() * 0.9, (y,)),)
+
+        return while_loop(lambda y: y.square().sum() > 1, body, (x,))[0].sum()
+
+    def by_hand(self, y):
+        """The same by `while` and `if`."""
+        while y.square().sum() > 1:
+            y = y @ self.weight * 0.5
+            y = y.sin() if y.sum() > 0 else y.tanh() * 0.9
+        return y.sum()
+
+
+@distributed("data=2", "data=2,model=2")
+def test_branches_and_loops_that_values_end(mesh):
+    torch.manual_seed(0)
+    model, x = Branches(), torch.randn(4, 6)
+    if "model" in mesh.names:
+        gspmd.annotate(model, mesh, {"weight": "_ model"})
+    sharded = gspmd.parallelize(model, mesh, in_specs="data _")
+    for scale in (1, -1, 3):
+        weight = sharded.weight.full_tensor().detach().requires_grad_()
+        reference = Branches()
+        reference.weight = nn.Parameter(weight)
+        expected = reference.by_hand(x * scale)
+        expected.backward()
+        sharded.zero_grad()
+        loss = sharded(x * scale)
+        close(loss, expected)
+        loss.backward()
+        close(sharded.weight.grad, reference.weight.grad)

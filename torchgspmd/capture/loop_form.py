@@ -31,6 +31,7 @@ from ..custom_ops.loops import (
     STACK,
     TOTAL,
     Nest,
+    ends_by_value,
     nest_of,
     nest_text,
 )
@@ -44,8 +45,9 @@ def loop_form(graph: fx.Graph) -> None:
     if not any(node.target in ENTRIES for node in graph.nodes):
         return
     for node in graph.find_nodes(op="call_function", target=CONST):
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
+        if nest_of(node.args[-1])[-1].ends != "?":
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=NEXT):
         _add_up(graph, node)
     _erase_unused(graph)
@@ -118,16 +120,22 @@ def _is_like(value: Any, carry: fx.Node) -> bool:
 
 
 def _erase_unused(graph: fx.Graph) -> None:
-    """Erase what no output depends on; a carry depends on its next value."""
+    """Erase what no output depends on; a carry depends on its next value, and a loop on its end."""
     used: set[fx.Node] = set()
     stack = [graph.output_node()]
+    conditions: dict[str, fx.Node] = {}  # loop -> the next value of what ends it
+    for node in graph.find_nodes(op="call_function", target=NEXT):
+        if ends_by_value(node):
+            conditions.setdefault(node.args[-1], node)
     while stack:
         node = stack.pop()
         if node not in used:
             used.add(node)
             stack += node.all_input_nodes
             if node.target is CARRY:
-                stack += [user for user in node.users if user.target is NEXT]
+                stack += [u for u in node.users if u.target is NEXT and u.args[2] is node]
+            if node.target in EXITS and node.args[-1] in conditions:
+                stack.append(conditions[node.args[-1]])
     for node in reversed(graph.nodes):
         if node not in used and node.op == "call_function":
             graph.erase_node(node)
@@ -211,10 +219,10 @@ class _Residuals:
             return value
         if (value, nest) in self.brought:
             return self.brought[value, nest]
-        if value.target is ROW:
+        if value.target in (ROW, CONST):
             outer = self.nests[value.args[0]]
             xs = self._bring(value.args[0], nest[: len(outer)], self.first_entry[nest])
-            result = self._add(self.first_entry[nest], ROW, (xs, nest_text(nest)), value)
+            result = self._add(self.first_entry[nest], value.target, (xs, nest_text(nest)), value)
         elif isinstance(value.target, OpOverload) and value.target.is_view:
             with self.graph.inserting_before(user):
                 result = self.graph.node_copy(
@@ -230,6 +238,8 @@ class _Residuals:
     def _save(self, value: fx.Node, inner: Nest, nest: Nest) -> fx.Node:
         """Return a value of one loop in another: it is stacked, and its row is taken."""
         shared = next(i for i, (a, b) in enumerate(zip(inner, nest)) if a != b)
+        if any(loop.ends == "*" for loop in inner[shared + 1 :]):
+            raise self._of_any_length(value)
         for depth in range(len(inner), shared, -1):
             loops = inner[:depth]
             value = self._add(
@@ -273,6 +283,15 @@ class _Residuals:
             "captured": node.name,
         }
         return node
+
+    def _of_any_length(self, value: fx.Node) -> ShardingError:
+        return ShardingError(
+            "the backward of a while_loop in another loop",
+            where=value.meta.get("source"),
+            why="it has as many iterations as values say, so that what its backward needs of them "
+            "cannot be stacked for all iterations of the loop around",
+            fix="a scan with a fixed number of iterations, and torch.where for the last ones",
+        )
 
     def _escape(self, value: fx.Node, user: fx.Node) -> ShardingError:
         return ShardingError(

@@ -302,8 +302,7 @@ class translate_errors:
                 f"this cannot be captured: {name[1]}, whose branches or body are programs "
                 "of their own",
                 where=user_line_of(error),
-                fix="instead of torch.cond use torch.where, instead of a scan or while_loop "
-                "a loop of Python",
+                fix="use torch.cond, scan, map or while_loop, or a loop of Python",
             ) from error
         if isinstance(error, Exception):
             name_line(error)

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class LoopCall:
 
     graph: from the coordinates, as long as a program has them, the carries, a row of each stacked
     tensor, and values of outside, to the carries of the next iteration, the carries as they leave
-    the loop, the results to be stacked, those to be added up.
+    the loop, the results to be stacked, those to be added up. empty: the shapes and dtypes of the
+    last two, for a loop that a value ends before its first iteration.
     """
 
     loop: Loop
@@ -32,21 +34,23 @@ class LoopCall:
     rows: int
     others: int
     stacks: int
+    empty: Sequence[tuple[Sequence[int], torch.dtype]] = ()
 
     @property
     def __name__(self) -> str:
         return f"loop_{self.loop}"
 
     @property
+    def times(self) -> str:
+        """How often it runs, in words."""
+        if not self.loop.ends:
+            return f"x {self.loop.length}"
+        return f"{'if' if self.loop.ends == '?' else 'while'} its first carry is true"
+
+    @property
     def inputs(self) -> int:
         """The number of inputs of the body behind the coordinates."""
         return self.carries + self.rows + self.others
-
-    @property
-    def order(self) -> Sequence[int]:
-        """The rows, in the order of the iterations."""
-        rows = range(self.loop.length)
-        return rows[::-1] if self.loop.reverse else rows
 
     def copy(self) -> LoopCall:
         """Return a copy with a graph of its own, down to the loops in it."""
@@ -65,8 +69,8 @@ class LoopCall:
     ) -> tuple[Tensor, ...]:
         """Run the loop."""
         iterations = self.iterations(carries, rows, others)
-        inputs = next(iterations)
         try:
+            inputs = next(iterations)
             while True:
                 inputs = iterations.send(self.body(*inputs))
         except StopIteration as done:
@@ -77,19 +81,47 @@ class LoopCall:
     ) -> Generator[list[Any], Sequence[Tensor], tuple[Tensor, ...]]:
         """Yield the inputs of the body, for each iteration; take its results. Return the loop's."""
         at, inner = self.carries, 2 * self.carries + self.stacks
-        results: list[Tensor] = []
-        for i in self.order:
+        last, results = carries, list[Tensor]()
+        for i in self.order(carries, rows):
+            if self.loop.ends and not carries[0]:
+                break
             values = yield [*carries, *(x[i] for x in rows), *others]
-            carries, stacked, summed = values[:at], values[2 * at : inner], values[inner:]
+            carries, last, stacked, summed = (
+                values[:at],
+                values[at : 2 * at],
+                values[2 * at : inner],
+                values[inner:],
+            )
             if not results:
-                results = [x.new_empty([self.loop.length, *x.shape]) for x in stacked]
+                length = 0 if self.loop.ends == "*" else self.loop.length
+                results = [x.new_empty([length, *x.shape]) for x in stacked]
                 results += [x.clone() for x in summed]
             else:
                 for total, x in zip(results[self.stacks :], summed):
                     total.add_(x)
-            for stack, x in zip(results, stacked):
-                stack[i] = x
-        return (*values[at : 2 * at], *results)
+            for k, x in enumerate(stacked):
+                if self.loop.ends == "*":
+                    results[k] = torch.cat([results[k], x[None]])
+                else:
+                    results[k][i] = x
+        return (*last, *(results or self._without_iterations((*others, *carries))))
+
+    def order(self, carries: Sequence[Tensor], rows: Sequence[Tensor]) -> Iterable[int]:
+        """Return the rows, in the order of the iterations. A while_loop stacks those it has had."""
+        if self.loop.ends == "*" and not rows:
+            return count()
+        order = range(len(rows[0]) if self.loop.ends == "*" else self.loop.length)
+        return order[::-1] if self.loop.reverse else order
+
+    def _without_iterations(self, values: Sequence[Any]) -> list[Tensor]:
+        """Return what a loop without iterations stacks and adds up, on the device of values."""
+        device = next(x.device for x in values if isinstance(x, Tensor))
+        return [
+            torch.zeros(
+                [self.loop.length] * (i < self.stacks) + [*shape], dtype=dtype, device=device
+            )
+            for i, (shape, dtype) in enumerate(self.empty)
+        ]
 
 
 def loop_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, LoopCall]]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..compat.private_apis import OpOverload
+from ..errors import ShardingError
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from .collective import start
@@ -29,6 +30,11 @@ class Simulator(fx.Interpreter):
     def __init__(self, program: fx.GraphModule, mesh: Mesh) -> None:
         super().__init__(program)
         self.mesh = mesh
+        self.node: fx.Node  # that runs
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = n
+        return super().run_node(n)
 
     def run_devices(self, inputs: Sequence[list]) -> Any:
         coordinates = [self.mesh.coordinates(rank) for rank in range(self.mesh.size)]
@@ -47,7 +53,7 @@ class Simulator(fx.Interpreter):
         if isinstance(target, (CollectiveKind, FusedKind)):
             return _PerDevice(target.simulate(self.mesh, *args, **kwargs))
         if isinstance(target, LoopCall):
-            return self.run_loop(target, args)
+            return self.run_loop(target, args, self.node.meta.get("source"))
         random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
         state = torch.get_rng_state() if random else None
         results = []
@@ -58,22 +64,30 @@ class Simulator(fx.Interpreter):
             results.append(target(*_map(args, mine), **_map(kwargs, mine)))
         return _PerDevice(results)
 
-    def run_loop(self, call: LoopCall, args: tuple) -> list:
+    def run_loop(self, call: LoopCall, args: tuple, where: str | None) -> list:
         """Run a loop, each iteration on all devices."""
         body = Simulator(fx.GraphModule(torch.nn.Module(), call.graph), self.mesh)
         devices = range(self.mesh.size)
         loops = [call.iterations(*_map(args, operator.itemgetter(i))) for i in devices]
-        inputs = [next(loop) for loop in loops]
-        results: list[Any] = []
-        while not results:
-            values = body.run_devices([list(column) for column in zip(*inputs)])
-            inputs = []
+        values: list[list] | None = None
+        while True:
+            inputs, results = [], []
             for i, loop in enumerate(loops):
                 try:
-                    inputs.append(loop.send([column[i] for column in values]))
+                    sent = None if values is None else [column[i] for column in values]
+                    inputs.append(next(loop) if sent is None else loop.send(sent))
                 except StopIteration as done:
                     results.append(done.value)
-        return _PerDevice(results)
+            if not inputs:
+                return _PerDevice(results)
+            if results:
+                raise ShardingError(
+                    f"{call.__name__} ends on {len(results)} of {len(loops)} devices",
+                    where=where,
+                    why="what decides on a branch or a loop has other values on other devices",
+                    fix="reduce it before",
+                )
+            values = body.run_devices([list(column) for column in zip(*inputs)])
 
     def output(self, target: Any, args: tuple, kwargs: dict) -> Any:
         return args[0]

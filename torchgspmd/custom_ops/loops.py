@@ -14,6 +14,13 @@ program. A loop becomes a call of its body when the program of one device exists
 
 The text of a loop has those around it, outermost first: `1x4/2x-8` is a loop of eight iterations,
 last row first, in a loop of four. `2.1` walks the rows of loop 2 again, as its backward does.
+
+A loop may end by a value: its first carry is a bool, and it runs as long as that is true. `1x*` is
+a while_loop; costs count one iteration. `1x?` runs once or not at all: a side of a branch. There
+
+    %x = const(%x0, 1x?)               f32[4, 16]      a value of outside, used if the side runs
+
+is an entry, too. What a side computes depends on one, and so is not computed before it.
 """
 
 from __future__ import annotations
@@ -30,23 +37,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop. visit: tells apart loops that walk the same rows. reverse: the last row is first."""
+    """A loop. visit: tells apart loops that walk the same rows. reverse: the last row is first.
+
+    ends: "*" if a value ends it, "?" if it also runs once at most. Then the length is 1.
+    """
 
     number: int
     visit: int
     length: int
     reverse: bool
+    ends: str = ""
 
     def __str__(self) -> str:
         visit = f".{self.visit}" if self.visit else ""
-        return f"{self.number}{visit}x{'-' if self.reverse else ''}{self.length}"
+        return f"{self.number}{visit}x{'-' if self.reverse else ''}{self.ends or self.length}"
 
     @classmethod
     def parse(cls, text: str) -> Loop:
         """Return the loop of a text."""
         name, _, length = text.partition("x")
         number, _, visit = name.partition(".")
-        return cls(int(number), int(visit or 0), abs(int(length)), length.startswith("-"))
+        count, reverse = length.removeprefix("-"), length.startswith("-")
+        ends = count if count in ("?", "*") else ""
+        return cls(int(number), int(visit or 0), 1 if ends else int(count), reverse, ends)
 
 
 Nest = tuple[Loop, ...]  # loops in one another, outermost first
@@ -69,7 +82,7 @@ def _length(loop: str) -> int:
 
 @torch.library.custom_op("torchgspmd::loop_const", mutates_args=())
 def loop_const(x: Tensor, loop: str) -> Tensor:
-    """Return x: a value from outside, whose gradient is a total. It is no part of a graph."""
+    """Return x: a value from outside, whose gradient is a total. Graphs have it in branches."""
     return x.clone()
 
 
@@ -124,7 +137,7 @@ def _(x: Tensor, loop: str) -> Tensor:
 CONST, CARRY, ROW, NEXT, STACK, TOTAL = (
     op._opoverload for op in (loop_const, loop_carry, loop_row, loop_next, loop_stack, loop_total)
 )
-ENTRIES = frozenset({CARRY, ROW})
+ENTRIES = frozenset({CARRY, ROW, CONST})
 EXITS = frozenset({NEXT, STACK, TOTAL})
 torch.fx.node.has_side_effect(NEXT)  # a carry is used by the next iteration
 
@@ -140,6 +153,11 @@ def nests(graph: torch.fx.Graph) -> dict[torch.fx.Node, Nest]:
         else:
             result[node] = max((result[x] for x in node.all_input_nodes), key=len, default=())
     return result
+
+
+def ends_by_value(node: torch.fx.Node) -> bool:
+    """Return whether an entry or exit is one of a loop that a value ends."""
+    return bool(nest_of(node.args[-1])[-1].ends)
 
 
 def runs_of(nest: Nest) -> int:

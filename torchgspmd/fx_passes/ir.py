@@ -83,7 +83,8 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
     The carry of a loop has two: its first value, and that of the next iteration.
     """
     if node.target is CARRY:
-        return (node.args[0], *(u.args[1] for u in node.users if u.target is NEXT))
+        ends = (u for u in node.users if u.target is NEXT and u.args[2] is node)
+        return (node.args[0], *(end.args[1] for end in ends))
     if node.target is NEXT:
         return node.args[:1]
     inputs: list[fx.Node] = []

@@ -38,6 +38,7 @@ def _encode_target(node: fx.Node, encoder: Encoder) -> Any:
         "loop",
         str(call.loop),
         *map(call.__dict__.get, _COUNTS),
+        encoder.encode(call.empty),
         encode_graph(call.graph, encoder),
     ]
 
@@ -61,5 +62,6 @@ def decode_graph(rows: list[Any], decoder: Decoder) -> fx.Graph:
 def _decode_target(target: Any, decoder: Decoder) -> Any:
     if type(target) is not list or target[0] != "loop":
         return decoder.decode(target)
-    _, loop, *counts, rows = target
-    return LoopCall(Loop.parse(loop), decode_graph(rows, decoder), **dict(zip(_COUNTS, counts)))
+    _, loop, *counts, empty, rows = target
+    graph, others = decode_graph(rows, decoder), dict(zip(_COUNTS, counts))
+    return LoopCall(Loop.parse(loop), graph, **others, empty=decoder.decode(empty))

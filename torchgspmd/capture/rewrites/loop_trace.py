@@ -8,9 +8,11 @@ runs backwards, that of an entry is an exit of it: next and carry, stack and row
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -40,17 +42,24 @@ _is_unrolling: ContextVar[bool] = ContextVar("unrolling", default=False)
 _numbers = count()  # normalize numbers the loops of a program anew
 _around: ContextVar[tuple[TracedLoop, ...]] = ContextVar("loops", default=())
 _replaced: ContextVar[tuple[dict[int, Tensor], ...]] = ContextVar("replaced", default=())
-_records: ContextVar[tuple[_Record, ...]] = ContextVar("records", default=())
+_records: ContextVar[tuple[Record, ...]] = ContextVar("records", default=())
 
 
 class TracedLoop:
-    """A loop during its trace. backward: the loop that runs backwards, while that is traced."""
+    """A loop during its trace. backward: the loop that runs backwards, while that is traced.
 
-    def __init__(self, loop: Loop, around: tuple[TracedLoop, ...]) -> None:
-        self.loop, self.around, self.visits = loop, around, 0
+    ends: as in Loop. goes: what its first carry begins with, if a value ends it.
+    """
+
+    def __init__(self, length: int, reverse: bool = False, ends: str = "") -> None:
+        self.loop = Loop(next(_numbers), 0, length, reverse, ends)
+        self.around, self.visits = _around.get(), 0
         self.backward: Loop | None = None
         self.carries: list[Tensor] = []  # entries of the forward
         self.gradients: list[Tensor | None] = []  # entries of the backward
+        self.goes: Tensor | None = None
+        self.count: Tensor | None = None  # how many iterations a while_loop had
+        self.control: list[Tensor] = []  # entries of the backward of what ends it
 
     def text(self, loop: Loop) -> str:
         """Return a loop with those around it, which may run backwards themselves by now."""
@@ -60,9 +69,23 @@ class TracedLoop:
     def start_backward(self) -> str:
         """Return the text of the loop that runs backwards, which begins here."""
         self.visits += 1
-        number, length, reverse = self.loop.number, self.loop.length, not self.loop.reverse
-        self.backward = Loop(number, self.visits, length, reverse)
-        return self.text(self.backward)
+        self.backward = replace(self.loop, visit=self.visits, reverse=not self.loop.reverse)
+        text = self.text(self.backward)
+        if self.loop.ends:
+            counts = [] if self.count is None else [self.count]
+            goes = self.goes if self.count is None else self.count > 0
+            self.control = [loop_carry(x, text) for x in (goes, *counts)]
+        return text
+
+    def end_backward(self, text: str) -> None:
+        """Add what ends the loop that runs backwards: a branch has run, or a count is zero."""
+        if not self.control:
+            return
+        goes, *counts = self.control
+        counts = [count - 1 for count in counts]
+        after = [counts[0] > 0 if counts else torch.zeros_like(goes), *counts]
+        for entry, x in zip(self.control, after):
+            loop_next(x, x, entry, text)
 
 
 def is_unrolling() -> bool:
@@ -89,14 +112,28 @@ def run_loop(
 
     body: (*carry, *rows of an iteration) -> next carry, results of the iteration.
     """
-    for record in _records.get():
-        record.use((*carry, *rows))
+    use_in_bodies_around((*carry, *rows))
     carry, rows = _of_loops_around(carry), _of_loops_around(rows)
-    record = _outer_tensors(body, carry, rows)
+    record = outer_tensors(body, carry, rows)
     if record.draws or is_unrolling():
         return _unrolled(body, carry, rows, length, reverse)
     consts = list(record.outer.values()) if torch.is_grad_enabled() else []
-    traced = TracedLoop(Loop(next(_numbers), 0, length, reverse), _around.get())
+    return trace_body(TracedLoop(length, reverse), body, carry, rows, consts)
+
+
+def trace_body(
+    traced: TracedLoop,
+    body: Body,
+    carry: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    consts: Sequence[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Trace the body of a loop; return the last carry, and the stacked results.
+
+    consts: tensors of outside that enter the body.
+    """
+    if traced.loop.ends:
+        traced.goes = carry[0]
     entries = _Entries.apply(
         traced, len(carry), len(rows), *carry, *rows, *_of_loops_around(consts)
     )
@@ -106,7 +143,9 @@ def run_loop(
     with _inside(traced, replaced), _Replace(replaced):
         carried, results = body(*entries[:at], *entries[at:inner])
     traced.carries = list(entries[:at])
-    exits = _Exits.apply(traced, len(carry), *carried, *results)
+    leaving = [replaced.get(id(x), x) for x in (*carried, *results)]
+    passing = traced.carries if traced.loop.ends == "?" else []
+    exits = _Exits.apply(traced, len(carry), len(leaving), *leaving, *passing)
     _note(exits)
     return list(exits[:at]), list(exits[at:])
 
@@ -122,6 +161,12 @@ def _unrolled(
         results.append(made)
     columns = zip(*(results[::-1] if reverse else results))
     return carried, [torch.stack(column) for column in columns]
+
+
+def use_in_bodies_around(operands: Sequence[Tensor]) -> None:
+    """Tell the bodies around that they use these."""
+    for record in _records.get():
+        record.use(operands)
 
 
 def _note(results: Sequence[Tensor]) -> None:
@@ -146,29 +191,37 @@ def _of_loops_around(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [next((t[id(x)] for t in tables if id(x) in t), x) for x in tensors]
 
 
-def _outer_tensors(body: Body, carry: Sequence[Tensor], rows: Sequence[Tensor]) -> _Record:
-    """Run a body once; note the tensors of outside that it uses and that need a gradient."""
+def outer_tensors(
+    body: Body, carry: Sequence[Tensor], rows: Sequence[Tensor] = (), every: bool = False
+) -> Record:
+    """Run a body once; note the tensors of outside that it uses and that need a gradient.
+
+    every: note those that need none, too.
+    """
     own = [*(x.detach() for x in carry), *(x[0].detach() for x in rows)]
-    record = _Record(own)
+    record = Record(own, every)
     token = _records.set((*_records.get(), record))
     try:
         with record, _Draws(record):
-            body(*own)
+            record.results = [*itertools.chain(*body(*own))]
+            record.use(record.results)
     finally:
         _records.reset(token)
     return record
 
 
-class _Record(TorchFunctionMode):
+class Record(TorchFunctionMode):
     """Notes the operands that need a gradient and that nothing has computed since its start.
 
-    draws: whether random numbers are drawn that have no seed of ours.
+    draws: whether random numbers are drawn that have no seed of ours. seeds: that have.
     """
 
-    def __init__(self, own: Sequence[Tensor]) -> None:
+    def __init__(self, own: Sequence[Tensor], every: bool) -> None:
         super().__init__()
         self.outer: dict[int, Tensor] = {}
-        self.draws = False
+        self.results: list[Tensor] = []
+        self.draws = self.seeds = False
+        self.every = every
         self.of_the_body = {id(x): x for x in own}
 
     def __torch_function__(
@@ -182,7 +235,8 @@ class _Record(TorchFunctionMode):
     def use(self, operands: Sequence[Any]) -> None:
         """Note operands."""
         for x in operands:
-            if isinstance(x, Tensor) and x.requires_grad and id(x) not in self.of_the_body:
+            noted = isinstance(x, Tensor) and (self.every or x.requires_grad)
+            if noted and id(x) not in self.of_the_body:
                 self.outer.setdefault(id(x), x)
 
     def add(self, results: Sequence[Any]) -> None:
@@ -193,7 +247,7 @@ class _Record(TorchFunctionMode):
 class _Draws(TorchDispatchMode):
     """Notes whether random numbers are drawn; marks what draws them, which nothing uses."""
 
-    def __init__(self, record: _Record) -> None:
+    def __init__(self, record: Record) -> None:
         super().__init__()
         self.record = record
 
@@ -203,6 +257,7 @@ class _Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **(kwargs or {}))
         self.record.draws |= not has_own_seed(func)
+        self.record.seeds = True
         meta = fx_traceback.get_current_meta()
         before = meta.get("custom")
         meta["custom"] = {**(before or {}), "recorded": True}
@@ -258,8 +313,11 @@ class _Entries(torch.autograd.Function):
         assert traced.backward is not None, "the exits come first in a backward"
         text, at, inner = traced.text(traced.backward), ctx.carries, ctx.carries + ctx.rows
         results: list[Tensor | None] = []
+        traced.end_backward(text)
         for grad, entry, carry in zip(grads, traced.gradients, traced.carries):
-            if entry is not None:
+            if traced.loop.ends == "?":  # it passes by, and the side does not use it
+                results.append(grad)
+            elif entry is not None:
                 grad = torch.zeros_like(carry) if grad is None else grad
                 results.append(loop_next(grad, grad, entry, text))
             else:
@@ -272,12 +330,17 @@ class _Entries(torch.autograd.Function):
 
 
 class _Exits(torch.autograd.Function):
-    """(next carries, results) of an iteration -> the last carries, the stacked results."""
+    """(next carries, results) of an iteration -> the last carries, the stacked results.
+
+    Those of a branch take what passes a side by as well, for its gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, traced: TracedLoop, carries: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, traced: TracedLoop, carries: int, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.traced, ctx.carries = traced, carries
-        text = traced.text(traced.loop)
+        text, tensors = traced.text(traced.loop), tensors[:count]
         return (
             *(loop_next(x, x, carry, text) for x, carry in zip(tensors, traced.carries)),
             *(loop_stack(x, text) for x in tensors[carries:]),
@@ -285,14 +348,16 @@ class _Exits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        traced, needed = ctx.traced, ctx.needs_input_grad[2:]
-        text = traced.start_backward()
+        traced, needed = ctx.traced, ctx.needs_input_grad[3:]
+        text, at = traced.start_backward(), ctx.carries
+        is_branch = traced.loop.ends == "?"
+        enter = loop_const if is_branch else loop_carry
         traced.gradients = [
-            loop_carry(grad, text) if carry.requires_grad else None
+            enter(grad, text) if carry.requires_grad else None
             for carry, grad in zip(traced.carries, grads)
         ]
         rows = [
-            loop_row(grad, text) if need else None
-            for grad, need in zip(grads[ctx.carries :], needed[ctx.carries :])
+            loop_row(grad, text) if need else None for grad, need in zip(grads[at:], needed[at:])
         ]
-        return None, None, *traced.gradients, *rows
+        passing = grads[:at] if is_branch else ()
+        return None, None, None, *traced.gradients, *rows, *passing

@@ -1,8 +1,8 @@
 """torch.cond, scan, map and while_loop, as the operations that they stand for.
 
-scan and map stay loops (loop_trace.py). Of a branch both sides are computed, and torch.where
-chooses: the predicate may depend on values. A while_loop becomes its iterations. It needs a
-condition that is known during the trace, such as one of a counter.
+scan and map stay loops (loop_trace.py), branches and while_loop too (branch_trace.py). For backends
+without loops both sides of a branch are computed, and torch.where chooses; a while_loop becomes
+its iterations, and needs a condition that is known during the trace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
 from ...rules.rewrites import rewrite
-from .loop_trace import run_loop
+from ..trace_context import is_transforming
+from .branch_trace import both_sides, run_branch, run_while
+from .loop_trace import is_unrolling, run_loop
 
 _LOOPS = torch.ops.higher_order
 
@@ -35,8 +37,8 @@ def _cond(
 ) -> Any:
     if not isinstance(pred, Tensor):
         return true_fn(*operands) if pred else false_fn(*operands)
-    sides = true_fn(*operands), false_fn(*operands)
-    return pytree.tree_map(lambda yes, no: torch.where(pred, yes, no), *sides)
+    run = both_sides if is_unrolling() or is_transforming() else run_branch
+    return run(pred, lambda: true_fn(*operands), lambda: false_fn(*operands))
 
 
 @_body("scan")
@@ -79,6 +81,15 @@ def _while_loop(
     **_: Any,
 ) -> tuple[Any, ...]:
     carry = tuple(carried)
+    is_known = not all(isinstance(x, Tensor) for x in (*carry, cond_fn(*carry, *others)))
+    if not (is_known or is_unrolling() or is_transforming()):
+        return tuple(
+            run_while(
+                lambda *carry: cond_fn(*carry, *others),
+                lambda *carry: _as_tuple(body_fn(*carry, *others)),
+                carry,
+            )
+        )
     while bool(cond_fn(*carry, *others)):
         carry = _as_tuple(body_fn(*carry, *others))
     return carry

@@ -14,10 +14,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from ...comm.loop_call import LoopCall
 from ...custom_ops.loops import (
+    CONST,
     ENTRIES,
     EXITS,
     NEXT,
@@ -28,6 +30,7 @@ from ...custom_ops.loops import (
     nest_of,
     nests,
 )
+from ...errors import ShardingError
 from ...mesh import Mesh
 
 
@@ -78,6 +81,7 @@ class _Block:
         ends = [n for n in exits if n.target is NEXT]
         carries = [end.args[2] for end in ends]
         rows = [n for n in entries if n.target is ROW]
+        consts = [n for n in entries if n.target is CONST]
         inside = [n for n in self.source.nodes if self.nests[n][: len(nest)] == nest]
         outside = dict.fromkeys(
             x
@@ -87,7 +91,7 @@ class _Block:
             if self.nests[x][: len(nest)] != nest
         )
         coordinates = [*self.source.find_nodes(op="placeholder")][: len(self.mesh.names)]
-        for node in (*coordinates, *carries, *rows):
+        for node in (*coordinates, *carries, *rows, *consts):
             body.new[node] = body.graph.placeholder(node.name)
             body.new[node].meta = dict(node.meta)
         others = []
@@ -119,19 +123,34 @@ class _Block:
                 )
             )
         )
-        call = LoopCall(nest[-1], body.graph, len(ends), len(rows), len(others), len(stacks))
+        others = [*(self.new[n.args[0]] for n in consts), *(self.new[n] for n in others)]
+        empty = [_type(n) for n in (*stacks, *totals)] if nest[-1].ends else []
+        call = LoopCall(nest[-1], body.graph, len(ends), len(rows), len(others), len(stacks), empty)
         node = self.graph.call_function(
             call,
             (
                 [self.new[n.args[0]] for n in carries],
                 [self.new[n.args[0]] for n in rows],
-                [self.new[n] for n in others],
+                others,
             ),
         )
         node.meta = _meta(exits[0])
         for i, end in enumerate((*ends, *stacks, *totals)):
             self.new[end] = self.graph.call_function(operator.getitem, (node, i))
             self.new[end].meta = dict(end.meta)
+
+
+def _type(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and dtype of what a loop stacks or adds up."""
+    value = node.args[0]
+    if node.target is TOTAL and value.meta.get("dynamic"):
+        raise ShardingError(
+            "a branch or while_loop has the gradient of a tensor whose size only a run knows",
+            where=value.meta.get("source"),
+            why="it is zero if the side does not run, and needs a size",
+            fix="compute both sides and choose by torch.where",
+        )
+    return tuple(value.meta["shape"]), value.meta["dtype"]
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from ...custom_ops.loops import CARRY, NEXT
+from ...custom_ops.loops import CARRY, NEXT, ends_by_value
 from ...fx_nodes import copy_node
 from ...shard_spec import ShardSpec
 from ..ir import is_number
@@ -91,6 +91,9 @@ class _Inserter:
             copy.update_arg(2, after[1])
         self.new[node] = copy
         copy.meta = dict(node.meta)
+        if after is not None and ends_by_value(node):
+            self._leave_as_carried(node, copy)
+            return
         if op is not None:
             strategy = at.strategy_of[node]
             copy.meta |= {
@@ -101,6 +104,20 @@ class _Inserter:
             }
         if node in at.layout_of:
             copy.meta["spec"] = at.layout_of[node]
+
+    def _leave_as_carried(self, node: fx.Node, copy: fx.Node) -> None:
+        """Let a carry leave its loop in the layout that it has there: perhaps it is the first."""
+        strategy = self.assignment.strategy_of[node.args[2]]
+        (spec,) = strategy.results
+        copy.update_arg(0, copy.args[1])
+        copy.meta |= {
+            "rule": self.assignment.ops[node].rule,
+            "assignment": dict(strategy.assignment),
+            "result_specs": (spec,),
+            "operand_specs": (spec,),
+            "spec": spec,
+        }
+        self.copies[node] = {spec: copy}
 
     def _erase_unused_moves(self) -> None:
         """Erase steps without users, and moves of rows of which only windows are used."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ...custom_ops.loops import CARRY, NEXT, ROW, STACK, TOTAL
+from ...custom_ops.loops import CARRY, CONST, NEXT, ROW, STACK, TOTAL, nest_of
 from ..notation import Call, FactorRule, Split, factors
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined, rewrite
@@ -32,11 +32,15 @@ def _(x: Tensor, dim: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@rule_for(CARRY, NEXT, TOTAL)
+@rule_for(CARRY, CONST, NEXT, TOTAL)
 def _alike(call: Call) -> FactorRule:
-    """Return the rule of a value that enters or leaves a loop. Sums may leave it unreduced."""
+    """Return the rule of a value that enters or leaves a loop. Sums may leave it unreduced.
+
+    But not as a carry that may be that of the first iteration: it is reduced.
+    """
     names = factors("d", call.results[0].dim())
-    linear = [[0]] if len(call.tensors) == 1 else []
+    may_not_run = call.target is NEXT and nest_of(call.args[-1])[-1].ends
+    linear = [] if call.target is CARRY or may_not_run else [[0]]
     return call.rule([names] * len(call.tensors), [names], linear=linear)
 
 
