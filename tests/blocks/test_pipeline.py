@@ -121,8 +121,14 @@ def test_errors():
     mesh, blocks = gspmd.Mesh(stage=2), [Block(), Block()]
     with pytest.raises(gspmd.ShardingError, match="axis 'stages'.*(\n.*)*stage"):
         gspmd.pipeline(blocks, mesh, "stages", microbatches=2)
-    with pytest.raises(gspmd.ShardingError, match="no schedule '1f1b'.*(\n.*)*pipelining"):
+    with pytest.raises(gspmd.ShardingError, match="'1f1b' without a loss(\n.*)*loss=fn"):
         gspmd.pipeline(blocks, mesh, microbatches=2, schedule="1f1b")
+    with pytest.raises(gspmd.ShardingError, match="no schedule '1b1f'(\n.*)*'1f1b'"):
+        gspmd.pipeline(blocks, mesh, microbatches=2, schedule="1b1f")
+    with pytest.raises(gspmd.ShardingError, match="'circular' with a loss"):
+        gspmd.pipeline(blocks, mesh, microbatches=2, schedule="circular", loss=F.mse_loss)
+    with pytest.raises(gspmd.ShardingError, match="its loss and 2 repeats"):
+        gspmd.pipeline(blocks, mesh, microbatches=2, repeats=2, loss=F.mse_loss)
     with pytest.raises(gspmd.ShardingError, match="blocks 0 and 1 of a pipeline differ"):
         gspmd.pipeline([Block(), Block(6)], mesh, microbatches=2)
     with pytest.raises(gspmd.ShardingError, match="1 microbatches"):

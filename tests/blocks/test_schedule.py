@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.blocks.schedule import Piece, Times, curve, in_ticks, list_schedule, needed_by
 from torchgspmd.comm.loop_call import loop_calls
+from torchgspmd.comm.stage_schedule import Piece, Times, curve, in_ticks, list_schedule, needed_by
 
 TIMES = (Times(), Times(10, 11, 9), Times(1, 1, 0.5))
 SIZES = ((2, 2), (2, 6), (4, 8), (8, 24))

@@ -15,7 +15,8 @@ and other axes are sharded inside of the stages as ever. Source: section 3.3 of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,16 +27,19 @@ from torch.utils.checkpoint import checkpoint
 
 from ..annotate import mark_sharding
 from ..capture import is_capturing
-from ..capture.rewrites.loop_trace import run_loop
+from ..capture.rewrites.loop_trace import is_unrolling, run_loop
+from ..comm.stage_schedule import Order, Schedule, Times, in_ticks, order_within
 from ..compat.private_apis import _pytree as pytree
 from ..device_mesh import mesh_of
 from ..errors import ShardingError, did_you_mean, user_line
 from ..mesh import Mesh
 from ..spec_notation import UNCONSTRAINED
-from .schedule import Schedule, Times, in_ticks
+from .scheduled import ScheduledStages
 from .stacked_blocks import StackedBlocks
 
 SCHEDULES = ("auto", "gpipe", "circular")
+Loss = Callable[..., Tensor]
+WITH_LOSS = ("auto", "gpipe", "1f1b", "zero_bubble")
 
 
 def pipeline(
@@ -47,6 +51,8 @@ def pipeline(
     schedule: str = "auto",
     repeats: int = 1,
     recompute: bool = False,
+    loss: Loss | None = None,
+    memory: int | None = None,
 ) -> nn.Module:
     """Return a module that computes `for block in blocks: x = block(x)` as a pipeline.
 
@@ -64,6 +70,13 @@ def pipeline(
         repeats: How often a microbatch passes each stage.
         recompute: Whether the backward computes the stages again, so that only what passes from
             stage to stage is kept.
+        loss: What comes after the blocks: a function of what the last one returns for a
+            microbatch, and of its part of the keyword arguments of the call, to a loss. The module
+            returns the mean over the microbatches then, and backwards run between forwards:
+            "1f1b", "zero_bubble" (gradients of weights fill gaps), "gpipe" (all forwards first).
+            "auto" is the zero-bubble schedule that loses least time within `memory`.
+        memory: With a loss, the bytes that a device may keep for backwards; None: with "auto" and
+            "zero_bubble" the activations of 1F1B, one for each stage.
 
     Returns:
         A module that is called with the batch, and with further arguments that all blocks get as
@@ -88,19 +101,7 @@ def pipeline(
             where=user_line(),
             fix=did_you_mean(axis, mesh.names),
         )
-    if schedule not in SCHEDULES:
-        raise ShardingError(
-            f"there is no schedule '{schedule}'; there are {', '.join(map(repr, SCHEDULES))}",
-            where=user_line(),
-            fix="1F1B and zero-bubble schedules are those of torch.distributed.pipelining, with "
-            "stages of parallelize: docs/pipelines.md",
-        )
-    if (schedule == "gpipe" and repeats > 1) or min(repeats, microbatches) < 1:
-        raise ShardingError(
-            f"schedule '{schedule}' with {repeats} repeats and {microbatches} microbatches",
-            where=user_line(),
-            fix="schedule='circular' has repeats; both numbers are at least 1",
-        )
+    _check_schedule(schedule, repeats, microbatches, loss, memory)
     if repeats > 1 and microbatches < mesh.count((axis,)):
         raise ShardingError(
             f"a circular pipeline of {mesh.count((axis,))} stages and {microbatches} microbatches",
@@ -108,7 +109,52 @@ def pipeline(
             why="a microbatch comes round when all others have been begun",
             fix="as many microbatches as stages, or more",
         )
-    return Pipeline(list(blocks), mesh, axis, microbatches, repeats, recompute)
+    order = Order(schedule, mesh.count((axis,)), microbatches, 0, memory or 0, recompute)
+    return Pipeline(list(blocks), mesh, axis, microbatches, repeats, recompute, order, loss)
+
+
+def _check_schedule(
+    schedule: str, repeats: int, microbatches: int, loss: Any, memory: int | None
+) -> None:
+    """Raise ShardingError unless there is such a schedule."""
+    names = SCHEDULES if loss is None else WITH_LOSS
+    if schedule not in (*SCHEDULES, *WITH_LOSS):
+        raise ShardingError(
+            f"there is no schedule '{schedule}'",
+            where=user_line(),
+            fix=did_you_mean(schedule, dict.fromkeys((*SCHEDULES, *WITH_LOSS))),
+        )
+    if schedule not in names:
+        raise ShardingError(
+            f"schedule '{schedule}' with{'out' if loss is None else ''} a loss",
+            where=user_line(),
+            why="backwards between forwards need the loss of a microbatch, which is outside"
+            if loss is None
+            else "the stages of a pipeline with its loss have neighboring blocks",
+            fix="loss=fn, and self.blocks(x, targets=...): docs/pipelines.md"
+            if loss is None
+            else "leave loss= out, or schedule='zero_bubble'",
+        )
+    if (schedule != "circular" and schedule != "auto" and repeats > 1) or min(
+        repeats, microbatches
+    ) < 1:
+        raise ShardingError(
+            f"schedule '{schedule}' with {repeats} repeats and {microbatches} microbatches",
+            where=user_line(),
+            fix="schedule='circular' has repeats; both numbers are at least 1",
+        )
+    if memory is not None and (loss is None or memory < 1):
+        raise ShardingError(
+            f"memory={memory} of a pipeline with{'out' if loss is None else ''} a loss",
+            where=user_line(),
+            fix="a number of bytes, and loss=fn: without it all forwards come before all backwards",
+        )
+    if loss is not None and repeats > 1:
+        raise ShardingError(
+            f"a pipeline with its loss and {repeats} repeats",
+            where=user_line(),
+            fix="leave repeats out: schedule='zero_bubble' loses less time; or leave loss= out",
+        )
 
 
 class Pipeline(StackedBlocks):
@@ -122,6 +168,8 @@ class Pipeline(StackedBlocks):
         microbatches: int,
         repeats: int,
         recompute: bool,
+        order: Order,
+        loss: Loss | None = None,
     ) -> None:
         stages = mesh.count((axis,))
         layers = -(-len(blocks) // (stages * repeats))  # of a stage, in one round
@@ -129,9 +177,15 @@ class Pipeline(StackedBlocks):
         super().__init__(blocks, "pipeline", places, stages * repeats * layers, mesh, axis)
         self.mesh, self.axis, self.microbatches = mesh, axis, microbatches
         self.repeats, self.recompute, self.stages, self.layers = repeats, recompute, stages, layers
+        self.order, self.loss = order, loss
 
     def schedule(self, times: Times | None = None) -> Schedule:
-        """Return what each device does when; times: of the pieces of a stage."""
+        """Return what each device does when; times: of the pieces of a stage.
+
+        With a loss: of a plan that needs no other order to stay within a memory.
+        """
+        if self.loss is not None:
+            return order_within(replace(self.order, memory=0), 0, True).timed(times or Times())
         return in_ticks(self.stages, self.microbatches, self.repeats, times)
 
     def extra_repr(self) -> str:
@@ -140,7 +194,56 @@ class Pipeline(StackedBlocks):
             f"{self.microbatches} microbatches, {self.repeats} repeats"
         )
 
-    def forward(self, x: Any, *shared: Any) -> Any:
+    def forward(self, x: Any, *shared: Any, **targets: Any) -> Any:
+        """Return what the last block returns for the batch; its loss, if there is one."""
+        if self.loss is None:
+            return self._results(x, shared)
+        if self.stages == 1 or not is_capturing() or is_unrolling():
+            return self._loss_of(self.loss, self._results(x, shared), targets)
+        return self._scheduled(self.loss, x, shared, targets)
+
+    def _loss_of(self, loss: Loss, results: Any, targets: dict[str, Any]) -> Tensor:
+        """Return the mean of the losses of the microbatches."""
+        leaves, tree = pytree.tree_flatten((results, targets))
+        parts = [self._divided(x) if isinstance(x, Tensor) else x for x in leaves]
+        losses = []
+        for i in range(self.microbatches):
+            row = [x[i] if isinstance(x, Tensor) else x for x in parts]
+            y, others = pytree.tree_unflatten(row, tree)
+            losses.append(loss(y, **others))
+        return torch.stack(losses).mean()
+
+    def _scheduled(self, loss: Loss, x: Any, shared: tuple, targets: dict[str, Any]) -> Tensor:
+        """Return the loss of a pipeline that computes forward and backward in turn."""
+        leaves, tree = pytree.tree_flatten(x)
+        others, of_targets = pytree.tree_flatten(targets)
+        tensors = [t for t in others if isinstance(t, Tensor)]
+        block = torch.arange(self.stages * self.layers, device=leaves[0].device)
+        real = block.view(self.stages, self.layers) < self.count
+
+        def stages(state: Sequence[Tensor]) -> list[Tensor]:
+            present = {
+                name: w.unflatten(0, (self.stages, self.layers))
+                for name, w in self.weights().items()
+            }
+            return self._stage_of_all(present, real, [*state], tree, shared, False)
+
+        def losses(state: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+            remaining = iter(rows)
+            kwargs = pytree.tree_unflatten(
+                [next(remaining) if isinstance(t, Tensor) else t for t in others], of_targets
+            )
+
+            def one(*leaves: Tensor) -> Tensor:
+                return loss(pytree.tree_unflatten([*leaves], tree), **kwargs)
+
+            return torch.vmap(one, randomness="different")(*state)
+
+        run = ScheduledStages(stages, losses, self._along, self.axis, str(self.order))
+        parts = [self._divided(each) for each in leaves]
+        return run(self.stages, parts, [self._divided(t) for t in tensors])
+
+    def _results(self, x: Any, shared: tuple) -> Any:
         """Return what the last block returns for the batch."""
         if self.stages == 1 or not is_capturing():
             return self.one_by_one(x, shared)
@@ -181,7 +284,9 @@ class Pipeline(StackedBlocks):
             round_of = ((number - stage).clamp(min=0) // m).clamp(max=rounds - 1)
             present = {name: _rows(w, round_of) for name, w in weights.items()}
             block = (round_of * p + stage)[:, None] * self.layers + count_up(self.layers)
-            results = self._stage_of_all(present, block < self.count, moved, tree, shared)
+            results = self._stage_of_all(
+                present, block < self.count, moved, tree, shared, self.recompute
+            )
             results = [*map(self._along, results)]
             return [*results, *queue], results
 
@@ -196,6 +301,7 @@ class Pipeline(StackedBlocks):
         state: list[Tensor],
         tree: Any,
         shared: tuple,
+        recompute: bool,
     ) -> list[Tensor]:
         """Run the blocks of every stage on what it has. weights: [stages, layers, ...]."""
         is_full = self.count == self.stages * self.repeats * self.layers
@@ -215,7 +321,7 @@ class Pipeline(StackedBlocks):
         def all_stages(weights: dict[str, Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
             return torch.vmap(stage, randomness="different")(weights, real, *leaves)
 
-        if self.recompute:
+        if recompute:
             return [*checkpoint(all_stages, weights, *state, use_reentrant=False)]
         return [*all_stages(weights, *state)]
 

@@ -18,8 +18,32 @@ from torch import Tensor, fx
 from ..custom_ops.loops import Loop
 
 
+class BodyCall:
+    """The target of a node that runs programs of its own, its bodies. loop: how often."""
+
+    loop: Loop
+
+    @property
+    def __name__(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def times(self) -> str:
+        """How often it runs, in words."""
+        return f"x {self.loop.length}"
+
+    @property
+    def bodies(self) -> Sequence[Any]:
+        """The bodies: each has a `graph` of its own."""
+        raise NotImplementedError
+
+    def copy(self) -> BodyCall:
+        """Return a copy with graphs of its own, down to the loops in them."""
+        raise NotImplementedError
+
+
 @dataclass(eq=False)
-class LoopCall:
+class LoopCall(BodyCall):
     """A loop over the rows of tensors, with the program of its body.
 
     graph: from the coordinates, as long as a program has them, the carries, a row of each stacked
@@ -48,16 +72,18 @@ class LoopCall:
         return f"{'if' if self.loop.ends == '?' else 'while'} its first carry is true"
 
     @property
+    def bodies(self) -> Sequence[LoopCall]:
+        """The loop itself, which has the graph of its body."""
+        return (self,)
+
+    @property
     def inputs(self) -> int:
         """The number of inputs of the body behind the coordinates."""
         return self.carries + self.rows + self.others
 
     def copy(self) -> LoopCall:
         """Return a copy with a graph of its own, down to the loops in it."""
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(self.graph, {}))
-        copy_loops(graph)
-        return replace(self, graph=graph)
+        return replace(self, graph=copy_of(self.graph))
 
     @cached_property
     def body(self) -> Callable[..., Any]:
@@ -124,11 +150,20 @@ class LoopCall:
         ]
 
 
-def loop_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, LoopCall]]:
-    """Yield the loops of a program of one device, without those in them."""
+def loop_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, BodyCall]]:
+    """Yield the loops and pipelines of a program of one device, without those in them."""
     for node in graph.nodes:
-        if isinstance(node.target, LoopCall):
+        if isinstance(node.target, BodyCall):
             yield node, node.target
+
+
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a body, with loops of its own."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    copied.output_node().meta = dict(graph.output_node().meta)
+    copy_loops(copied)
+    return copied
 
 
 def copy_loops(graph: fx.Graph) -> None:
@@ -139,5 +174,5 @@ def copy_loops(graph: fx.Graph) -> None:
 
 def with_bodies(code: str, graph: fx.Graph) -> str:
     """Return the code of a program of one device, with the bodies of its loops behind it."""
-    bodies = (with_bodies(str(call.graph), call.graph) for _, call in loop_calls(graph))
-    return "\n".join((code, *bodies))
+    inner = [body.graph for _, call in loop_calls(graph) for body in call.bodies]
+    return "\n".join((code, *(with_bodies(str(each), each) for each in inner)))

@@ -36,6 +36,7 @@ class ProcessGroups:
         self.rank = self.processes.index(dist.get_rank())  # its position in the mesh
         self.coordinates: Coordinates = mesh.coordinates(self.rank)
         self.by_axes: dict[tuple[str, ...], tuple[str, list[int]]] = {}
+        self.directions: dict[tuple[str, int], Any] = {}  # by axis and shift
         # A gloo group compares numbers without waiting for a GPU.
         needs_gloo = device_type != "cpu" and dist.is_gloo_available()
         self.timeout: timedelta | None = None  # None: that of the default group
@@ -83,6 +84,27 @@ class ProcessGroups:
         name, ranks = self.by_axes[ordered]
         mine = next(g for g in self.mesh.groups(axes) if self.rank in g)
         return name, [ranks.index(r) for r in mine]
+
+    def between_stages(self, axis: str, shift: int) -> Any:
+        """Return the group in which stages along an axis send in a direction.
+
+        On a GPU each has its own: the messages of a group are sent one after the other.
+        """
+        if self.device_type == "cpu":
+            return self.device_mesh.get_group(axis)
+        key = (axis, shift)
+        if key not in self.directions:
+            for ranks in self.mesh.groups((axis,)):
+                if len(self.processes) == dist.get_world_size():
+                    group = dist.new_group(ranks, timeout=self.timeout)
+                elif self.rank in ranks:
+                    group = self._new_group(ranks)
+                else:
+                    continue
+                if self.rank in ranks:
+                    self.directions[key] = group
+                    self.created.append(group)
+        return self.directions[key]
 
     def size(self, name: str) -> int:
         """Return the number of ranks in a group."""

@@ -22,6 +22,8 @@ from .collective import start
 from .kinds import CollectiveKind, FusedKind, collective_kinds
 from .local_ops import take_part
 from .loop_call import LoopCall
+from .simulate_stages import simulate_stages
+from .stage_call import StageCall
 
 
 class Simulator(fx.Interpreter):
@@ -54,6 +56,9 @@ class Simulator(fx.Interpreter):
             return _PerDevice(target.simulate(self.mesh, *args, **kwargs))
         if isinstance(target, LoopCall):
             return self.run_loop(target, args, self.node.meta.get("source"))
+        if isinstance(target, StageCall):
+            devices = [_map(args, operator.itemgetter(i)) for i in range(self.mesh.size)]
+            return _PerDevice(simulate_stages(target, self.mesh, devices, self.run_body))
         random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
         state = torch.get_rng_state() if random else None
         results = []
@@ -88,6 +93,12 @@ class Simulator(fx.Interpreter):
                     fix="reduce it before",
                 )
             values = body.run_devices([list(column) for column in zip(*inputs)])
+
+    def run_body(self, graph: fx.Graph, inputs: Sequence[list]) -> list[list]:
+        """Run a body on all devices; return the results of each device."""
+        body = Simulator(fx.GraphModule(torch.nn.Module(), graph), self.mesh)
+        values = body.run_devices(inputs)
+        return [[column[i] for column in values] for i in range(self.mesh.size)]
 
     def output(self, target: Any, args: tuple, kwargs: dict) -> Any:
         return args[0]

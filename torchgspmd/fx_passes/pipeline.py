@@ -30,6 +30,8 @@ from ..rules import natively
 from ..xla_backend.lower import unpartitioned
 from .boundary import partition_program, propagate_program, start_program
 from .localize.outline_loops import outline_loops
+from .localize.outline_stages import outline_stages
+from .localize.stage_sends import stage_sends
 from .lower.convert_boundary import convert_inputs, convert_outputs
 from .lower.elide_copies import elide_copies
 from .lower.fold_views import fold_views
@@ -145,6 +147,7 @@ PIPELINE: tuple[Step, ...] = (
             ),
             Pass("partition", partition_program, ANNOTATED, PARTITIONED),
             Pass("merge_axes", merge_axes, PARTITIONED, PARTITIONED),
+            Pass("stage_sends", lambda p: stage_sends(p.graph, p.mesh), PARTITIONED, PARTITIONED),
         ),
     ),
     Pass("draw_natively", _of(natively), PARTITIONED, PARTITIONED, when=_is_native),
@@ -159,6 +162,7 @@ PIPELINE: tuple[Step, ...] = (
             Pass("localize", localize, PARTITIONED, LOCAL),
             Pass("attention_rings", _of(attention_rings), LOCAL, LOCAL),
             Pass("outline_loops", lambda p: outline_loops(p.graph, p.mesh), LOCAL, LOCAL),
+            Pass("outline_stages", lambda p: outline_stages(p.graph, p.mesh), LOCAL, LOCAL),
             Pass(
                 "collective_matmul",
                 lambda p: collective_matmul(p.graph, p.mesh, p.hardware),
@@ -323,9 +327,9 @@ def _halves(program: Program) -> tuple[Program, ...]:
 def _bodies(program: Program) -> Iterator[Program]:
     """Yield the bodies of the loops of a program, those in loops first, at its stage."""
     for half in _halves(program):
-        for _, call in loop_calls(half.graph):
+        for each in (each for _, call in loop_calls(half.graph) for each in call.bodies):
             body = copy.copy(half)
-            body.graph, body.call, body.backward = call.graph, call, None
+            body.graph, body.call, body.backward = each.graph, each, None
             yield from _bodies(body)
             yield body
 

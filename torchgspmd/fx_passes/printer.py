@@ -85,7 +85,9 @@ def _program_lines(title: str, graph: fx.Graph) -> list[str]:
     """Return the lines of a program of one device, then those of its loops."""
     lines = [title, *_lines([_local_row(node) for node in graph.nodes])]
     for _, call in loop_calls(graph):
-        lines += _program_lines(f"body of {call.__name__}, {call.times}", call.graph)
+        for body in call.bodies:
+            what = "body" if body is call else body.__name__
+            lines += _program_lines(f"{what} of {call.__name__}, {call.times}", body.graph)
     return lines
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from ..capture import Captured
 from ..comm.loop_call import LoopCall
 from ..comm.process_groups import ProcessGroups
+from ..comm.stage_call import StageBody
 from ..fx_nodes import copy_node
 from ..hardware import Hardware, hardware_of
 from ..mesh import Mesh
@@ -111,7 +112,7 @@ class Program:
     asked for, on it. layouts: what `propagate` returns. sharded: the partitioned graph, from
     `localize` on. rank, boundary: who runs it, and on which layouts, once it is lowered.
     backward: from `split_joint` on the program of the backward; graph is the forward's then.
-    call: the loop whose body the graph is.
+    call: the loop, or the piece of a pipeline, whose body the graph is.
     solutions: of partitioning it, where several ways are tried; later ones start from the first.
     changed: names of the passes that changed it. seconds: by pass. printed: the last dump.
     """
@@ -128,7 +129,7 @@ class Program:
     rank: Rank = field(init=False)
     boundary: Boundary = field(init=False)
     backward: Program | None = None
-    call: LoopCall | None = None
+    call: LoopCall | StageBody | None = None
     changed: frozenset[str] = frozenset()
     seconds: dict[str, float] = field(default_factory=dict)
     printed: str = ""

@@ -7,6 +7,8 @@ from typing import Any
 from torch import fx
 
 from ..comm.loop_call import LoopCall
+from ..comm.stage_call import Link, StageBody, StageCall
+from ..comm.stage_schedule import Order
 from ..custom_ops.loops import Loop
 from ..fx_nodes import add_node
 from .values import Decoder, Encoder
@@ -32,6 +34,23 @@ def encode_graph(graph: fx.Graph, encoder: Encoder) -> list[Any]:
 def _encode_target(node: fx.Node, encoder: Encoder) -> Any:
     """Return the target of a node, with the body of a loop."""
     call = node.target
+    if isinstance(call, StageCall):
+        pieces = [
+            [body.name, encode_graph(body.graph, encoder), body.inputs, body.outputs]
+            for body in call.pieces
+        ]
+        links = [[link.carry, link.sent, link.shift] for link in call.links]
+        names = [call.rows, call.others, call.stacks, call.totals]
+        return [
+            "stages",
+            str(call.loop),
+            call.axis,
+            str(call.order),
+            pieces,
+            links,
+            names,
+            call.kept_bytes,
+        ]
     if not isinstance(call, LoopCall):
         return encoder.encode(call)
     return [
@@ -60,8 +79,32 @@ def decode_graph(rows: list[Any], decoder: Decoder) -> fx.Graph:
 
 
 def _decode_target(target: Any, decoder: Decoder) -> Any:
+    if type(target) is list and target[0] == "stages":
+        return _decode_stages(target, decoder)
     if type(target) is not list or target[0] != "loop":
         return decoder.decode(target)
     _, loop, *counts, empty, rows = target
     graph, others = decode_graph(rows, decoder), dict(zip(_COUNTS, counts))
     return LoopCall(Loop.parse(loop), graph, **others, empty=decoder.decode(empty))
+
+
+def _decode_stages(target: list[Any], decoder: Decoder) -> StageCall:
+    """Return the pipeline of a row."""
+    _, loop, axis, order, pieces, links, names, kept_bytes = target
+    bodies = (
+        StageBody(name, decode_graph(rows, decoder), tuple(inputs), tuple(outputs))
+        for name, rows, inputs, outputs in pieces
+    )
+    rows, others, stacks, totals = map(tuple, names)
+    return StageCall(
+        loop=Loop.parse(loop),
+        axis=axis,
+        order=Order.parse(order),
+        pieces=tuple(bodies),
+        links=tuple(Link(*link) for link in links),
+        rows=rows,
+        others=others,
+        stacks=stacks,
+        totals=totals,
+        kept_bytes=kept_bytes,
+    )

@@ -18,6 +18,8 @@ from torch import fx
 from ..comm.collective import start, wait
 from ..comm.kinds import FusedKind, Step
 from ..comm.loop_call import LoopCall
+from ..comm.stage_call import StageCall
+from ..comm.stage_schedule import Times
 from ..fx_passes.schedule.arithmetic import flops, graph_flops, traffic
 from ..fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
 from ..hardware import Hardware
@@ -162,6 +164,8 @@ class _Streams:
                 yield from self.hold(node, node.args[0], alive)
             elif isinstance(node.target, LoopCall):
                 yield from self.loop(node, node.target, alive)
+            elif isinstance(node.target, StageCall):
+                yield from self.stages(node, node.target, alive)
             elif isinstance(node.target, FusedKind):
                 yield self.ring(node, alive)
             elif node.op == "call_function" and (seconds := self.seconds(node)):
@@ -235,6 +239,31 @@ class _Streams:
             each = len(written) * self.hardware.launch + moved / self.hardware.memory_bandwidth
             yield replace(self.event(node, COMPUTE, self.now, each * count, alive), runs=count)
             self.now += each * count
+
+    def stages(self, node: fx.Node, call: StageCall, alive: int) -> Iterator[Event]:
+        """Yield the events of a pipeline's pieces, and how long a stage waits for others.
+
+        What stages send is taken to arrive while they compute. The last stage has the loss.
+        """
+        count, before = call.loop.length, alive - self.ledger.iterations[node]
+        kept, seconds = before + call.kept_bytes * call.most_kept, dict.fromkeys("FBW", 0.0)
+        for body in call.bodies:
+            one = _Streams(self.mesh, self.hardware, Ledger(body.graph))
+            outside, begin = inputs_bytes(body.graph), self.now
+            for event in one.run(body.graph):
+                yield replace(
+                    event,
+                    begin=begin + event.begin * count,
+                    seconds=event.seconds * count,
+                    alive=kept + event.alive - outside,
+                    runs=event.runs * count,
+                )
+            self.now = begin + one.now * count
+            seconds[call.kind_of(body)] += one.now
+        times = Times(seconds["F"], seconds["B"], seconds["W"])
+        idle = call.order.timed(times).end - count * times.whole
+        yield self.event(node, EXPOSED, self.now, idle, alive)
+        self.now += idle
 
     def ring(self, node: fx.Node, alive: int) -> Event:
         """Return the event of products in a ring: each hides the transfer of a chunk."""

@@ -99,6 +99,7 @@ ASKS_FOR_ONE = {
     # it times each by itself, with the arguments of that one; others are sent like one of them
     "calibrate": {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"},
     "fx_passes.partition.reshard": {"term"},  # it makes a value a sum
+    "fx_passes.localize.stage_sends": {"permute"},  # what a plan reports of neighboring stages
     "fx_passes.partition.reshard_search": {"all_reduce"},  # the path that always exists: reduce,
     "fx_passes.partition.halo_reshard": {"window"},  # then permute; and what leads to windows
     "fx_passes.schedule.collective_matmul": {"einsum_scatter", "gather_einsum"},  # its result

@@ -169,6 +169,25 @@ def use_in_bodies_around(operands: Sequence[Tensor]) -> None:
         record.use(operands)
 
 
+@contextmanager
+def open_loop(length: int) -> Iterator[TracedLoop]:
+    """Trace the body of a loop in the block, which writes its entries and exits itself."""
+    traced = TracedLoop(length)
+    with _inside(traced, {}):
+        yield traced
+
+
+@contextmanager
+def replaced(table: dict[int, Tensor]) -> Iterator[None]:
+    """Put other tensors into the place of those of these ids in the block."""
+    token = _replaced.set((*_replaced.get(), table))
+    try:
+        with _Replace(table):
+            yield
+    finally:
+        _replaced.reset(token)
+
+
 def _note(results: Sequence[Tensor]) -> None:
     """Tell the bodies around that they compute these: no mode sees the call of a Function."""
     for record in _records.get():

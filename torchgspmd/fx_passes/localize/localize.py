@@ -23,6 +23,7 @@ from ...comm.collective import split_axes
 from ...comm.local_ops import mask_padding
 from ...compat.operators import aten
 from ...custom_ops.loops import ENTRIES, EXITS
+from ...custom_ops.stages import HEAD, SEND
 from ...fx_nodes import copy_node
 from ...halo import Window
 from ...mesh import Mesh, sub_axis
@@ -178,7 +179,7 @@ class _Localizer:
                     if isinstance(local, list)
                     else copy_node(self.graph, node, self.new.__getitem__)
                 )
-            elif node.target in ENTRIES | EXITS:
+            elif node.target in ENTRIES | EXITS | {HEAD, SEND}:
                 local = copy_node(self.graph, node, self.new.__getitem__)
             elif "step" in node.meta:
                 local = node.target.localize(

@@ -28,6 +28,8 @@ from ...comm.collective import start, wait
 from ...comm.collective_builder import CollectiveBuilder, Lowering, MergedLowering
 from ...comm.kinds import FusedKind, collective_kinds
 from ...comm.process_groups import ProcessGroups
+from ...comm.stage_call import StageCall
+from ...comm.stage_transport import StageTransport
 from ...compat.operators import c10d
 from ...fx_nodes import add_node
 from .gloo_all_to_all import gloo_all_to_all
@@ -111,6 +113,8 @@ class _Lowerer(CollectiveBuilder):
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), new.__getitem__)
         copy = add_node(self.graph, node.op, node.target, args, kwargs, node.name)
         copy.meta.update(node.meta)
+        if isinstance(node.target, StageCall):
+            node.target.transport = StageTransport(self.groups, node.target.axis)
         return copy
 
     def _with_meta(self, result: fx.Node) -> fx.Node:

@@ -73,5 +73,9 @@ def traffic(node: fx.Node) -> int:
 
 def graph_flops(graph: fx.Graph, mesh: Mesh) -> int:
     """Return the operations of all products of a graph, those of loops in all iterations."""
-    within = sum(call.loop.length * graph_flops(call.graph, mesh) for _, call in loop_calls(graph))
+    within = sum(
+        call.loop.length * graph_flops(body.graph, mesh)
+        for _, call in loop_calls(graph)
+        for body in call.bodies
+    )
     return within + sum(flops(node, mesh) * runs_of(nest) for node, nest in nests(graph).items())

@@ -13,7 +13,8 @@ from operator import getitem
 from torch import fx
 
 from ...comm.collective import start, wait
-from ...comm.loop_call import LoopCall, loop_calls
+from ...comm.loop_call import BodyCall, LoopCall, loop_calls
+from ...comm.stage_call import StageCall
 
 
 def bytes_of(node: fx.Node) -> int:
@@ -35,8 +36,15 @@ def peak(graph: fx.Graph) -> int:
     return ledger.peak
 
 
-def iteration_bytes(call: LoopCall) -> int:
-    """Return the most bytes that an iteration of a loop allocates, with the carry that it gets."""
+def iteration_bytes(call: BodyCall) -> int:
+    """Return the most bytes that an iteration of a loop allocates, with the carry that it gets.
+
+    Of a pipeline: those of a piece, with what the stages keep of all microbatches.
+    """
+    if isinstance(call, StageCall):
+        pieces = [peak(body.graph) - inputs_bytes(body.graph) for body in call.bodies]
+        return call.kept_bytes * call.most_kept + max(pieces)
+    assert isinstance(call, LoopCall)
     carries = call.graph.find_nodes(op="placeholder")[-call.inputs :][: call.carries]
     return peak(call.graph) - inputs_bytes(call.graph) + sum(map(bytes_of, carries))
 
@@ -55,9 +63,9 @@ class Ledger:
         """Return the bytes that a node allocates."""
         if node.op != "call_function" or node.target is wait:
             return 0
-        if isinstance(node.target, LoopCall):  # all of its results
+        if isinstance(node.target, BodyCall):  # all of its results
             return sum(map(bytes_of, node.users))
-        if node.target is getitem and isinstance(node.args[0].target, LoopCall):
+        if node.target is getitem and isinstance(node.args[0].target, BodyCall):
             return 0
         return node.meta["bytes"] if node.target is start else bytes_of(node)
 
@@ -66,7 +74,8 @@ class Ledger:
         self.alive += self.needed(node)
         during = self.alive + (node.meta.get("bytes", 0) if node.target is not start else 0)
         if node in self.iterations:  # the last carries are values of its last iteration
-            last = (u for u in node.users if u.args[1] < node.target.carries)
+            carries = node.target.carries if isinstance(node.target, LoopCall) else 0
+            last = (u for u in node.users if u.args[1] < carries)
             during += self.iterations[node] - sum(map(bytes_of, last))
         self.peak = max(self.peak, during)
         if node.target is wait and (begun := node.args[0]) not in self.sent:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..errors import ShardingError, user_line
@@ -88,6 +88,11 @@ class Schedule:
         """The share of the step in which devices are idle."""
         busy = sum(slot.end - slot.begin for row in self.rows for slot in row)
         return 1 - busy / (self.end * len(self.rows))
+
+    @cached_property
+    def idle(self) -> float:
+        """The share of a device's time, from its first piece to its last, that is bubble."""
+        return self.bubble / max(row[-1].end - row[0].begin for row in self.rows)
 
     @cached_property
     def table(self) -> tuple[tuple[str, ...], ...]:
@@ -250,6 +255,92 @@ def timed(table: Sequence[Sequence[Piece]], times: Times) -> Schedule:
     return Schedule(tuple(map(tuple, rows)), kept)
 
 
+@dataclass(frozen=True)
+class Order:
+    """Which schedule a pipeline has. Its text: `1f1b 4x8` has 4 stages and 8 microbatches.
+
+    name: forward (no backward), gpipe, 1f1b, zero_bubble, or auto while it is not chosen.
+    limit: the most activations that a device keeps; 0: as many as there are stages, of gpipe all.
+    memory: bytes that these may take; 0: any number. recompute: whether a backward computes the
+    forward again.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    limit: int = 0
+    memory: int = 0
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        words = [self.name, f"{self.stages}x{self.microbatches}"]
+        words += [f"keeps {self.limit}"] if self.limit else []
+        words += [f"within {self.memory}"] if self.memory else []
+        return " ".join(words + ["recompute"] * self.recompute)
+
+    @classmethod
+    def parse(cls, text: str) -> Order:
+        """Return the order of a text."""
+        name, sizes, *words = text.split()
+        numbers = dict(zip(words, words[1:]))
+        limit, memory = (int(numbers.get(word, 0)) for word in ("keeps", "within"))
+        stages, microbatches = map(int, sizes.split("x"))
+        return cls(name, stages, microbatches, limit, memory, "recompute" in words)
+
+    @property
+    def splits(self) -> bool:
+        """Whether gradients of weights are pieces of their own."""
+        return self.name == "zero_bubble"
+
+    def zero_bubble(self, limit: int) -> Order:
+        """Return the zero-bubble schedule with a limit of activations."""
+        return replace(self, name="zero_bubble", limit=limit)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Who does what when, if all pieces take as long."""
+        return self.timed(Times())
+
+    def timed(self, times: Times) -> Schedule:
+        """Return who does what when. times: of the pieces of a stage."""
+        p, m = self.stages, self.microbatches
+        if self.name == "forward":
+            return timed([[Piece("F", s, i) for i in range(m)] for s in range(p)], times)
+        if self.name == "gpipe":
+            return in_ticks(p, m, 1, times)
+        return list_schedule(p, m, split=self.splits, memory=self.limit or p, times=times)
+
+
+def order_within(order: Order, activation: int, has_backward: bool) -> Order:
+    """Return the order that a pipeline runs. activation: bytes that a stage keeps of a microbatch.
+
+    Without a backward there are forwards alone. "auto" is the zero-bubble schedule with the
+    shortest step within the memory; without a limit of it, with the activations of 1F1B.
+
+    Raises:
+        ShardingError: The memory does not suffice.
+    """
+    p, m = order.stages, order.microbatches
+    if not has_backward:
+        return replace(order, name="forward", limit=0, memory=0)
+    if not order.memory:
+        return replace(order, name="zero_bubble") if order.name == "auto" else order
+    most = order.memory // activation if activation else m
+    if most < (m if order.name == "gpipe" else 1):
+        raise ShardingError(
+            f"memory={order.memory} bytes for activations of a pipeline, of which a microbatch "
+            f"takes {activation}",
+            where=user_line(),
+            fix="more microbatches, recompute=True or more memory"
+            + ("; schedule='1f1b' keeps fewer" if order.name == "gpipe" else ""),
+        )
+    if order.name in ("gpipe", "1f1b"):
+        return replace(order, limit=0 if order.name == "gpipe" else min(most, p))
+    points = [point for point in curve(p, m) if point[0] <= most]
+    limit, _ = min(points, key=lambda point: (point[1], point[0]))
+    return order.zero_bubble(limit)
+
+
 def needed_by(piece: Piece, last: int) -> tuple[Piece, ...]:
     """Return the pieces that come before one. last: the last stage."""
     kind, stage, microbatch = piece.kind, piece.stage, piece.microbatch
@@ -282,6 +373,7 @@ class _Order:
         self.kinds, self.seconds = "FBW" if split else "FB", _seconds(split, Times())
         self.done: dict[Piece, float] = {}
         self.rows: list[list[Piece]] = [[] for _ in range(stages)]
+        self.counts = [dict.fromkeys(self.kinds, 0) for _ in range(stages)]
 
     def run(self) -> list[list[Piece]]:
         """Return the pieces of each device in order. A device that is free chooses."""
@@ -291,8 +383,9 @@ class _Order:
                 is_free = not row or self.done[row[-1]] <= now
                 if is_free and (piece := self.choose(device, now)):
                     row.append(piece)
+                    self.counts[device][piece.kind] += 1
                     self.done[piece] = now + self.seconds[piece.kind]
-            now = min(end for end in self.done.values() if end > now)
+            now = min(end for row in self.rows if row and (end := self.done[row[-1]]) > now)
         return self.rows
 
     def limit(self, device: int) -> int:
@@ -302,8 +395,7 @@ class _Order:
 
     def choose(self, device: int, now: float) -> Piece | None:
         """Return the most urgent piece that is ready: F and B in turn, or else W."""
-        row = self.rows[device]
-        count = {kind: sum(piece.kind == kind for piece in row) for kind in self.kinds}
+        row, count = self.rows[device], self.counts[device]
         turn = next((piece.kind for piece in reversed(row) if piece.kind != "W"), "F")
         is_full = count["F"] - count[self.kinds[-1]] >= self.limit(device)
         for kind in dict.fromkeys(("F" if turn == "B" else "B", *self.kinds)):

@@ -1,0 +1,199 @@
+"""pipeline(loss=...): backwards between forwards. Numbers, what is sent and kept, the schedules."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchgspmd as gspmd
+from torchgspmd.comm.loop_call import loop_calls
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64
+
+
+class Block(nn.Module):
+    def __init__(self, width=4, dropout=0.0):
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 6), nn.Linear(6, width)
+
+    def forward(self, x, scale=None):
+        y = self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        return x + (y if scale is None else y * scale)
+
+
+class Model(nn.Module):
+    """Embedding and head are tied; the head is in the loss of the pipeline."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.embed = nn.Parameter(torch.randn(5, 4))
+        self.blocks = blocks
+
+    def loss(self, y, tokens):
+        return F.cross_entropy((y @ self.embed.T).flatten(0, 1), tokens.flatten())
+
+    def forward(self, tokens, scale=None):
+        x = self.embed[tokens]
+        if not isinstance(self.blocks, nn.ModuleList):
+            return self.blocks(x, scale, tokens=tokens)
+        for block in self.blocks:
+            x = block(x, scale)
+        return self.loss(x, tokens)
+
+
+def pair(count, mesh, dropout=0.0, **options):
+    """The model with a loop, and with a pipeline of the same weights."""
+    torch.manual_seed(0)
+    alone = Model(nn.ModuleList(Block(4, dropout) for _ in range(count))).double()
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)  # vectors differ between blocks
+    model = copy.deepcopy(alone)
+    if "model" in mesh.names:
+        marks = {"up.weight": "model _", "down.weight": "_ model"}
+        for block in model.blocks:
+            gspmd.annotate(block, mesh, marks)
+    model.blocks = gspmd.pipeline(model.blocks, mesh, loss=model.loss, **options)
+    return alone, model
+
+
+def call_of(plan):
+    ((_, call),) = loop_calls(plan.program.graph)
+    return call
+
+
+def check_gradients(model, gradients, alone):
+    for name, parameter in alone.named_parameters():
+        gradient = gradients.get(name)
+        if gradient is None:
+            _, layer, of_block = name.split(".", 2)
+            gradient = gradients[f"blocks.block.{of_block}"][model.blocks.place(int(layer))]
+        torch.testing.assert_close(gradient, parameter.grad, **EXACT)
+
+
+@pytest.mark.parametrize(
+    "count, mesh, options",
+    (
+        (4, "stage=4", {"microbatches": 8, "schedule": "1f1b"}),
+        (4, "stage=4", {"microbatches": 4, "schedule": "zero_bubble"}),
+        (3, "stage=2", {"microbatches": 4, "schedule": "gpipe"}),  # 2 blocks and 1
+        (4, "stage=2", {"microbatches": 4, "schedule": "zero_bubble", "recompute": True}),
+        (4, "stage=2,model=2", {"microbatches": 4, "schedule": "auto"}),
+        (2, "data=2,stage=2", {"microbatches": 8, "schedule": "1f1b", "recompute": True}),
+    ),
+)
+def test_loss_and_gradients(count, mesh, options):
+    mesh = gspmd.Mesh.parse(mesh)
+    alone, model = pair(count, mesh, **options)
+    tokens, scale = torch.randint(5, (16, 3)), torch.rand(4, dtype=torch.float64)
+    loss = alone(tokens, scale)
+    loss.backward()
+    torch.testing.assert_close(model(tokens, scale), loss, **EXACT)  # on one device: a loop
+    specs = ("data _" if "data" in mesh.names else None, None)
+    plan = gspmd.plan(model, tokens, scale, mesh=mesh, in_specs=specs, grad=True)
+    found, gradients = plan.simulate(tokens, scale)
+    torch.testing.assert_close(found, loss.detach(), **EXACT)
+    check_gradients(model, gradients, alone)
+
+
+def test_dropout_is_that_of_the_forward():
+    """With one seed a run repeats, with and without recomputation: masks are drawn once."""
+    mesh, results = gspmd.Mesh(stage=2), []
+    for recompute in (False, True):
+        _, model = pair(2, mesh, 0.5, microbatches=4, schedule="1f1b", recompute=recompute)
+        tokens = torch.arange(24).view(8, 3) % 5
+        plan = gspmd.plan(model, tokens, mesh=mesh, grad=True)
+        torch.manual_seed(1)
+        results.append(plan.simulate(tokens))
+    (loss, gradients), (other_loss, others) = results
+    torch.testing.assert_close(loss, other_loss, **EXACT)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], **EXACT)
+
+
+class Regression(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x):
+        return self.blocks(x, target=x)
+
+
+def planned(microbatches, p=4, **options):
+    """The plan of a pipeline whose microbatches are 2 rows of 64 numbers, in float32."""
+    mesh = gspmd.Mesh(stage=p)
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(p)]
+        x = torch.empty(2 * microbatches, 64)
+    options |= {"microbatches": microbatches, "loss": F.mse_loss}
+    model = Regression(gspmd.pipeline(blocks, mesh, **options))
+    return gspmd.plan(model, x, mesh=mesh, grad=True)
+
+
+ROW = 2 * 64 * 4  # bytes of a microbatch
+
+
+def test_one_activation_a_microbatch_and_boundary():
+    plan = planned(8, schedule="1f1b")
+    permutes = [c for c in plan.collectives if c.kind == "permute"]
+    assert [(c.count, c.payload_bytes) for c in permutes] == [(8, ROW), (8, ROW)]
+    # besides, the loss and the gradient of x
+    assert plan.sent_bytes <= 2 * 8 * ROW + 2 * (4 + 8 * ROW) * 3 / 4
+    assert not [c for c in plan.collectives if c.payload_bytes > 8 * ROW]
+
+
+def test_bubbles_and_activations_of_the_program():
+    p, m = 4, 8
+    for name, kept, share in (
+        ("gpipe", m, (p - 1) / (m + p - 1)),
+        ("1f1b", p, (p - 1) / (m + p - 1)),
+        ("zero_bubble", p, (p - 1) / (3 * m + p - 1)),
+    ):
+        plan = planned(m, schedule=name)
+        call = call_of(plan)
+        assert call.most_kept == kept and call.order.schedule.idle == pytest.approx(share)
+        assert {body.name for body in call.bodies} == {"forward", "loss", "backward"} | (
+            {"weights"} if name == "zero_bubble" else set()
+        )
+        assert call.kept_bytes == 2 * ROW  # what the block takes, and its result
+        assert f"{share:.0%} of the time idle, activations of {kept} x 1.00 KiB" in plan.summary()
+    assert "1 to 7: 67%, 43%, 25%, 11%, 8%, 4%, 0% idle" in planned(m, schedule="auto").summary()
+
+
+def test_memory_and_program_do_not_grow_with_microbatches():
+    few, many = planned(8, schedule="1f1b"), planned(32, schedule="1f1b")
+    growth = 24 * ROW  # of the batch; its gradient is no part of the program's results here
+    assert many.memory.peak - many.memory.inputs - (few.memory.peak - few.memory.inputs) <= growth
+    assert planned(32, schedule="gpipe").memory.peak >= many.memory.peak + 28 * 2 * ROW
+    for one, other in zip(call_of(few).bodies, call_of(many).bodies):
+        assert len(one.graph.nodes) == len(other.graph.nodes)
+    assert len(few.sharded.nodes) == len(many.sharded.nodes)
+
+
+def test_memory_chooses_the_schedule():
+    for kept in (1, 2, 4, 7):
+        call = call_of(planned(8, memory=kept * 2 * ROW))
+        assert call.order.limit == kept and call.most_kept == kept
+    assert call_of(planned(8, memory=100 * ROW)).most_kept == 7  # no more are of use
+    assert call_of(planned(8, schedule="1f1b", memory=5 * ROW)).most_kept == 2
+    assert call_of(planned(8, schedule="1f1b", recompute=True)).kept_bytes == ROW
+    with pytest.raises(gspmd.ShardingError, match="memory=1023 .*takes 1024(\n.*)*recompute"):
+        planned(8, memory=2 * ROW - 1)
+    with pytest.raises(gspmd.ShardingError, match="memory=2048 (.*\n)*.*1f1b"):
+        planned(8, schedule="gpipe", memory=4 * ROW)
+    with pytest.raises(gspmd.ShardingError, match="memory=1 .*without a loss"):
+        gspmd.pipeline([Block(), Block()], gspmd.Mesh(stage=2), microbatches=2, memory=1)
+
+
+def test_a_plan_without_gradients_has_forwards_alone():
+    mesh = gspmd.Mesh(stage=2)
+    alone, model = pair(2, mesh, microbatches=4, schedule="1f1b")
+    tokens = torch.randint(5, (8, 3))
+    with torch.no_grad():
+        plan = gspmd.plan(model, tokens, mesh=mesh)
+        torch.testing.assert_close(plan.simulate(tokens), alone(tokens), **EXACT)
+    assert [body.name for body in call_of(plan).bodies] == ["forward", "loss"]

@@ -1,0 +1,46 @@
+"""Stages of a pipeline whose backward runs between its forwards: marks in a flat graph.
+
+    %c   = carry(%zeros, 1x8)          f32[4, 2, 16]    what the stage before has sent
+    %y   = ...                                          forward: 4 stages, each on its microbatch
+    %h   = stage_head(%y)                               the loss begins here, on the last stage
+    %g   = carry(%zeros, 1x8)                           what the next stage has sent back
+    %dx  = ...                                          backward, from %g and the loss
+    %s   = stage_send(%y, 1, stage, 1f1b);   next(%s, %s, %c, 1x8)
+    %t   = stage_send(%dx, -1, stage, 1f1b); next(%t, %t, %g, 1x8)
+
+It is a loop over microbatches whose carries go to the next stage, not to the next iteration. When
+the program of one device exists, the body is cut into pieces (localize/outline_stages.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("torchgspmd::stage_send", mutates_args=())
+def stage_send(x: Tensor, shift: int, axis: str, schedule: str) -> Tensor:
+    """Return x [stages, ...]: each stage has sent it to the one that is `shift` behind.
+
+    schedule: the order of the pieces, as text (comm/stage_schedule.py).
+    """
+    return x.clone()
+
+
+@torch.library.custom_op("torchgspmd::stage_head", mutates_args=())
+def stage_head(x: Tensor) -> Tensor:
+    """Return x. What is computed of it, and of no gradient, is work of the last stage alone."""
+    return x.clone()
+
+
+@stage_send.register_fake
+def _(x: Tensor, shift: int, axis: str, schedule: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@stage_head.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+SEND, HEAD = (op._opoverload for op in (stage_send, stage_head))

@@ -1,0 +1,283 @@
+"""Pieces of a pipeline in the program of one device: from a loop's body to forward and backward.
+
+before   %loop = loop_1x8([%c, %g], [%xs], [%w]), whose body sends %y on and %dx back (stage_send)
+after    %loop = stages_1x8([%c, %g], [%xs], [%w]), with a body for each kind of piece
+needs    loops outlined; no collective of the body is over the axis of the stages
+ensures  no stage_send, no stage_head
+
+    forward    what is sent on needs it
+    loss       depends on stage_head, not on a gradient that the next stage has sent
+    backward   depends on such a gradient; what is sent back needs it, or a stacked result
+    weights    depends on such a gradient, and only totals need it: a piece of its own in a
+               zero-bubble schedule, otherwise the end of the backward
+
+All else (a mask for the backward, one-hot targets) goes to the first piece that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import getitem
+
+from torch import fx
+
+from ...comm.kinds import CollectiveKind
+from ...comm.loop_call import LoopCall, loop_calls
+from ...comm.stage_call import BACKWARD, FORWARD, LOSS, WEIGHTS, Link, StageBody, StageCall
+from ...comm.stage_schedule import Order, order_within
+from ...custom_ops.stages import HEAD, SEND
+from ...errors import ShardingError
+from ...mesh import Mesh
+from ..schedule.arithmetic import is_view
+from ..schedule.liveness import bytes_of
+
+_NAMES = FORWARD, LOSS, BACKWARD, WEIGHTS
+
+
+def outline_stages(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:
+    """Cut the pipelines of a graph in place, and return it; None if it has none."""
+    changed = False
+    for node, call in list(loop_calls(graph)):
+        if isinstance(call, LoopCall) and any(n.target is SEND for n in call.graph.nodes):
+            _replace(node, _Cut(call, mesh).run(), call.carries)
+            changed = True
+    return graph if changed else None
+
+
+def _replace(node: fx.Node, call: StageCall, carries: int) -> None:
+    """Put a pipeline in the place of a loop, whose last carries nobody reads."""
+    node.target, node.name = call, call.__name__
+    for user in list(node.users):
+        assert user.target is getitem
+        if user.args[1] < carries:  # pyright: ignore
+            assert not user.users, "what stages send does not leave the pipeline"
+            node.graph.erase_node(user)
+        else:
+            user.update_arg(1, user.args[1] - carries)  # pyright: ignore
+
+
+@dataclass
+class _Ends:
+    """The values of a body that leave it."""
+
+    sends: list[fx.Node]
+    stacks: list[fx.Node]
+    totals: list[fx.Node]
+
+
+class _Cut:
+    """A loop's body, and the pieces that its nodes belong to."""
+
+    def __init__(self, call: LoopCall, mesh: Mesh) -> None:
+        self.call, self.mesh, self.graph = call, mesh, call.graph
+        inputs = list(self.graph.find_nodes(op="placeholder"))
+        self.coordinates = inputs[: len(inputs) - call.inputs]
+        self.carries, self.rows, self.others = (
+            inputs[len(self.coordinates) :][begin : begin + count]
+            for begin, count in (
+                (0, call.carries),
+                (call.carries, call.rows),
+                (call.carries + call.rows, call.others),
+            )
+        )
+        results = list(self.graph.output_node().args[0])  # pyright: ignore
+        at = 2 * call.carries
+        self.ends = _Ends(
+            results[: call.carries], results[at : at + call.stacks], results[at + call.stacks :]
+        )
+        for value in self.ends.sends:
+            assert value.target is SEND, "a pipeline has no other carries"
+        self.axis, self.text = self.ends.sends[0].args[2:]
+        self.shifts = [value.args[1] for value in self.ends.sends]
+        self.of_coordinates = self._of_coordinates()
+        self.place = self._places()
+
+    # ------------------------------------------------------------------------- which piece has what
+
+    def _of_coordinates(self) -> set[fx.Node]:
+        """Return what follows from the coordinates alone: each piece computes it."""
+        result = set(self.coordinates)
+        for node in self.graph.nodes:
+            inputs = node.all_input_nodes
+            if node.op == "call_function" and inputs and set(inputs) <= result:
+                result.add(node)
+        return result
+
+    def _places(self) -> dict[fx.Node, int]:
+        """Return the piece of each node, by its position in _NAMES."""
+        back = [c for c, shift in zip(self.carries, self.shifts) if shift < 0]
+        heads = [n for n in self.graph.nodes if n.target is HEAD]
+        of_gradients, of_heads = _reached(back, "users"), _reached(heads, "users")
+        ahead = [v for v, shift in zip(self.ends.sends, self.shifts) if shift > 0]
+        behind = [v for v, shift in zip(self.ends.sends, self.shifts) if shift < 0]
+        before_heads = [x for head in heads for x in head.all_input_nodes]
+        forward = _reached([*ahead, *before_heads], "all_input_nodes")
+        backward = _reached([*behind, *self.ends.stacks], "all_input_nodes")
+        place: dict[fx.Node, int] = {}
+        for node in reversed(self.graph.nodes):
+            if node.op != "call_function" or node in self.of_coordinates:
+                continue
+            if node in of_gradients:
+                place[node] = 2 if node in backward else 3
+            elif node in of_heads:
+                place[node] = 1
+            elif node in forward:
+                place[node] = 0
+            else:
+                place[node] = min((place[user] for user in node.users if user in place), default=3)
+        for node in self.graph.nodes:  # the results of an operation stay together
+            if node.target is getitem and node in place:
+                place[node] = place.get(node.args[0], place[node])
+        return place
+
+    # ----------------------------------------------------------------------------------- the pieces
+
+    def run(self) -> StageCall:
+        """Return the pipeline."""
+        self._check()
+        self.order = Order.parse(self.text)
+        self._fill()
+        back = [shift for shift in self.shifts if shift < 0]
+        self.order = order_within(self.order, self._kept_bytes(), bool(back))
+        if not self.order.splits:
+            self.place = {node: min(place, 2) for node, place in self.place.items()}
+            self._fill()
+        carries = zip(self.carries, self.ends.sends, self.shifts)
+        return StageCall(
+            loop=self.call.loop,
+            axis=self.axis,
+            order=self.order,
+            pieces=tuple(self._piece(i) for i, nodes in enumerate(self.nodes) if nodes),
+            links=tuple(Link(c.name, _source(v).name, shift) for c, v, shift in carries),
+            rows=_names(self.rows),
+            others=_names(self.others),
+            stacks=_names(self.ends.stacks),
+            totals=_names(self.ends.totals),
+            kept_bytes=self._kept_bytes(),
+        )
+
+    def _fill(self) -> None:
+        """Collect the nodes of each piece, and what they take from outside of it."""
+        self.nodes: list[list[fx.Node]] = [[], [], [], []]
+        for node in self.graph.nodes:
+            if node in self.place and not _is_mark(node):
+                self.nodes[self.place[node]].append(node)
+        if self.order.recompute:
+            self._recompute()
+        self.inputs = [self._taken(nodes) for nodes in self.nodes]
+
+    def _recompute(self) -> None:
+        """Let the backward compute again what it and the gradients of weights take of forward."""
+        forward, back = set(self.nodes[0]), self.nodes[2] + self.nodes[3]
+        again = _reached(self._taken(back), "all_input_nodes") & forward
+        self.nodes[2] = [n for n in self.graph.nodes if n in again] + self.nodes[2]
+
+    def _taken(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        """Return what nodes take from others."""
+        own = {*nodes, *self.of_coordinates}
+        sources = dict.fromkeys(_source(x) for node in nodes for x in node.all_input_nodes)
+        return [x for x in sources if x not in own]
+
+    def _outputs(self, piece: int) -> list[fx.Node]:
+        """Return what a piece leaves for later ones, or for outside."""
+        used: set[fx.Node] = set()
+        for later in range(piece + 1, len(self.nodes)):
+            between = {n for nodes in self.nodes[piece + 1 : later] for n in nodes}
+            used |= {x for x in self.inputs[later] if x not in between}
+        ends = map(_source, (*self.ends.sends, *self.ends.stacks, *self.ends.totals))
+        before = {n for nodes in self.nodes[:piece] for n in nodes}
+        used |= {x for x in ends if x not in before}
+        return [node for node in self.nodes[piece] if node in used]
+
+    def _piece(self, piece: int) -> StageBody:
+        """Return the body of a piece."""
+        inputs, nodes, outputs = self.inputs[piece], self.nodes[piece], self._outputs(piece)
+        graph, new = fx.Graph(), {}
+        for node in (*self.coordinates, *inputs):
+            new[node] = graph.placeholder(node.name)
+            new[node].meta = dict(node.meta)
+        for node in nodes:
+            for value in node.all_input_nodes:
+                if value not in new and value in self.of_coordinates:
+                    self._copy_number(graph, value, new)
+            new[node] = graph.node_copy(node, lambda n: new[_source(n)])
+        graph.output(tuple(new[node] for node in outputs))
+        return StageBody(_NAMES[piece], graph, _names(inputs), _names(outputs))
+
+    def _copy_number(self, graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Copy arithmetic on coordinates into a piece."""
+        for value in node.all_input_nodes:
+            if value not in new:
+                self._copy_number(graph, value, new)
+        new[node] = graph.node_copy(node, new.__getitem__)
+        return new[node]
+
+    def _kept_bytes(self) -> int:
+        """Return the most bytes that a stage keeps of a microbatch between two of its pieces."""
+        received = {c for c, shift in zip(self.carries, self.shifts) if shift > 0}
+        left = {*self._outputs(0), *received} & {*self.inputs[2], *self.inputs[3]}
+        if self.order.name not in ("zero_bubble", "auto"):
+            return _bytes_of_all(left)
+        outside = {*self.rows, *self.others}
+        return max(_bytes_of_all(left), _bytes_of_all({*self.inputs[3]} - outside))
+
+    def _check(self) -> None:
+        """Raise ShardingError if stages would have to communicate inside of a piece."""
+        for node in self.graph.nodes:
+            step = node.meta.get("step")
+            if isinstance(node.target, CollectiveKind) and step and self.axis in step.axes:
+                raise ShardingError(
+                    f"a stage of a pipeline along '{self.axis}' exchanges {node.name} with others",
+                    where=node.meta.get("source"),
+                    why="while a stage computes the forward another one computes its backward",
+                    fix="mark no weight or value of the blocks and of the loss along that axis, "
+                    "or schedule='gpipe' without loss=",
+                )
+
+
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
+
+
+def _is_mark(node: fx.Node) -> bool:
+    return node.target is SEND or node.target is HEAD
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return what a mark stands for."""
+    while _is_mark(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _bytes_of_all(nodes: Iterable[fx.Node]) -> int:
+    """Return the bytes of values; views of one are counted once."""
+    return sum(_bytes(node) for node in {_base(node) for node in nodes})
+
+
+def _bytes(node: fx.Node) -> int:
+    """Return the bytes of a value, or of those of a tuple that are read."""
+    return bytes_of(node) or sum(bytes_of(u) for u in node.users if u.target is getitem)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Return the value whose memory a view has."""
+    while node.op == "call_function" and node.target is not getitem and is_view(node):
+        inputs = node.all_input_nodes
+        if not inputs:
+            break
+        node = inputs[0]
+    return node
+
+
+def _reached(nodes: Iterable[fx.Node], direction: str) -> set[fx.Node]:
+    """Return nodes, and what is before (all_input_nodes) or behind (users) them."""
+    result: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in result:
+            result.add(node)
+            stack += getattr(node, direction)
+    return result

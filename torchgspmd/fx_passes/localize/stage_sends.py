@@ -1,0 +1,34 @@
+"""What stages of a pipeline send to each other, as steps that a plan counts.
+
+before   %s : f32[4@stage, 2, 16] = stage_send(%y, 1, stage, 1f1b 4x8)
+after    the same, with meta["step"]: a permute of a stage's value
+needs    the graph on the mesh that was asked for
+ensures  the first dimension of what is sent is the stages, divided along their axis
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from ...comm.kinds import permute
+from ...custom_ops.stages import SEND
+from ...errors import ShardingError
+from ...mesh import Mesh
+
+
+def stage_sends(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:
+    """Annotate a graph in place and return it; None if it has no pipeline."""
+    nodes = graph.find_nodes(op="call_function", target=SEND)
+    for node in nodes:
+        axis, spec, val = node.args[2], node.meta["spec"], node.meta["val"]
+        if spec.dims[0] != (axis,) or spec.pending:
+            raise ShardingError(
+                f"what a stage of a pipeline along '{axis}' sends is laid out as '{spec}'",
+                where=node.meta.get("source"),
+                fix=f"mark no weight or value of the blocks along '{axis}'",
+            )
+        payload = float(math.prod(spec.local_shape(val.shape, mesh)) * val.dtype.itemsize)
+        node.meta["step"] = permute.step(mesh, node.args[1:], spec, (axis,), payload)
+    return graph if nodes else None

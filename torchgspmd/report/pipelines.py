@@ -1,0 +1,33 @@
+"""What the pipelines of a plan wait for, and what they keep: bubble against memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from ..comm.loop_call import loop_calls
+from ..comm.stage_call import StageCall
+from ..comm.stage_schedule import curve
+from .units import size_text
+
+
+def pipelines_text(program: fx.Graph) -> Iterator[str]:
+    """Yield two lines for each pipeline of a program of one device that has a backward.
+
+    The second one has other points of the curve, if pieces of work take as long.
+    """
+    for _, call in loop_calls(program):
+        if isinstance(call, StageCall) and call.order.name != "forward":
+            yield from _lines(call)
+
+
+def _lines(call: StageCall) -> Iterator[str]:
+    order, kept = call.order, call.most_kept
+    yield (
+        f"pipeline over {call.axis}: {order}, {order.schedule.idle:.0%} of the time idle, "
+        f"activations of {kept} x {size_text(call.kept_bytes)}"
+    )
+    limits = [limit for limit, _ in curve(order.stages, order.microbatches)]
+    shares = [f"{order.zero_bubble(limit).schedule.idle:.0%}" for limit in limits]
+    yield f"  zero_bubble with activations of 1 to {limits[-1]}: {', '.join(shares)} idle"
