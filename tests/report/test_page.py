@@ -14,7 +14,8 @@ import torch
 import torchgspmd as gspmd
 from torchgspmd import Mesh
 
-GPT = Path(__file__).resolve().parents[2] / "examples" / "gpt" / "model.py"
+ROOT = Path(__file__).resolve().parents[2]
+GPT = ROOT / "examples" / "gpt" / "model.py"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
 # Clicks through the page, and leaves what it saw in the document.
@@ -38,7 +39,10 @@ setTimeout(() => {
     type("#filter", "all_reduce backward"); seen.filtered = column(0); seen.phases = column(2);
     click("tbody tr");
     seen.collective = document.getElementById("selected").textContent;
-    tab("Model"); click("summary"); click("summary"); seen.tree = all("#view details").length;
+    tab("Model"); seen.tree = all("#view summary").map(each => each.textContent);
+    const blocks = all("#view details")[1];
+    blocks.open = true; blocks.dispatchEvent(new Event("toggle"));
+    seen.folded = [...blocks.querySelectorAll("summary")].map(each => each.textContent);
     tab("Values"); type("#filter", "attention");
     seen.rows = document.querySelectorAll("#values .row").length;
     click("#values .row");
@@ -101,6 +105,23 @@ def test_a_browser_shows_it(planned, tmp_path):
         (r.count for r in report.collectives), reverse=True
     )
     assert set(seen["filtered"]) == {"all_reduce"} and set(seen["phases"]) == {"backward"}
-    assert seen["collective"].startswith("%") and seen["tree"] >= 3
+    assert seen["collective"].startswith("%")
+    assert seen["tree"] == ["GPT", "blocks", "norm"]
+    assert seen["folded"] == ["blocks", "0 to 1, 2 alike"]
     assert seen["rows"] > 2 and "marked at" in seen["why"] and seen["cells"] == 8
     assert "position" in seen["whole"] and seen["canvas"] > 100
+
+
+def test_the_three_lines_of_the_docs_write_a_page(tmp_path, monkeypatch, capsys):
+    text = (ROOT / "docs" / "report.md").read_text()
+    code = re.search(r"```python\n(import torch\n+def example.*?)```", text, re.S)[1]
+    command = re.search(r"^python -m torchgspmd (plan mine\.py .*)$", text, re.M)[1]
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["torchgspmd", *command.split()])
+    runpy.run_module("torchgspmd", run_name="__main__")
+    data = data_of((tmp_path / "plan.html").read_text())
+    assert {name for name, _ in data["tree"]} == {
+        f"{i}.{p}" for i in "02" for p in ("weight", "bias")
+    }
+    assert data["title"] == "mine" and "whole on every device" in capsys.readouterr().out
