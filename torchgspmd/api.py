@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .annotate import layout_of
@@ -227,12 +227,11 @@ def _replan(request: Request, marked: Captured) -> Plan:
 def _plan(request: Request) -> Plan:
     """Run the passes up to the program of one device."""
     program = run(start_program(request), until=SCHEDULED)
-    module = fx.GraphModule(request.captured.constants, program.graph)
     return Plan(
         request.mesh,
         request.captured,
         program.sharded,
-        module,
+        program.graph,
         program.layouts,
         program.seconds,
         data_axes(request.captured, request.arguments) | request.stored_over,

@@ -226,7 +226,7 @@ def _wire(kind: Any) -> Sequence[Any]:
 def _work(plan: Plan) -> tuple[float, ...]:
     """Return the launches of a program, 1, its operations, and the bytes that the others move."""
     launches = products = moved = 0
-    for node in plan.program.graph.nodes:
+    for node in plan.program_graph.nodes:
         count, size = flops(node, plan.mesh), traffic(node)
         launches += bool(count or size)
         products += count

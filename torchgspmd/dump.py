@@ -36,7 +36,7 @@ def dump_plan(plan: Plan) -> None:
         _print(str(plan), "the plan")
     if level > 1:
         _print(
-            program_text(plan.program.graph),
+            program_text(plan.program_graph),
             "what each device runs, where communication begins and is waited for",
         )
     if level > 2:

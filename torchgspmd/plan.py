@@ -67,7 +67,7 @@ class Plan(PlanViews, PlanFiles):
         mesh: The devices.
         captured: The program before the passes, at global shapes.
         sharded: The partitioned graph, at global shapes, with a layout for every value.
-        program: The program of one device, at local shapes.
+        program: The graph of the program of one device, at local shapes.
         layouts: The propagated layouts and their reasons.
         seconds: Seconds of planning, by pass.
         data_axes: Axes that shard the batch; weights may be stored in parts over these.
@@ -88,14 +88,15 @@ class Plan(PlanViews, PlanFiles):
         mesh: Mesh,
         captured: Captured,
         sharded: fx.Graph,
-        program: fx.GraphModule,
+        program: fx.Graph,
         layouts: Layouts | None,
         seconds: dict[str, float],
         data_axes: frozenset[str] = frozenset(),
         replanner: Callable[[], Callable[[Captured], Plan]] | None = None,
     ) -> None:
         self.mesh, self._data_axes, self._replanner = mesh, data_axes, replanner
-        self.program, self.seconds = program, seconds
+        self.program_graph, self.seconds = program, seconds
+        self._later = {"program": lambda: fx.GraphModule(captured.constants, program)}
         self.captured, self.sharded, self._layouts = captured, sharded, layouts
 
     # ----------------------------------------------------------------------------- what was decided
@@ -157,7 +158,7 @@ class Plan(PlanViews, PlanFiles):
     @cached_property
     def memory(self) -> Memory:
         """Bytes on one device."""
-        inputs = [n for n in self.program.graph.nodes if n.op == "placeholder"][
+        inputs = [n for n in self.program_graph.nodes if n.op == "placeholder"][
             len(self.mesh.axes) :
         ]
         kinds = [inp.kind for inp in self.captured.inputs]
@@ -165,7 +166,7 @@ class Plan(PlanViews, PlanFiles):
         others = sum(
             bytes_of(n) for n, kind in zip(inputs, kinds) if kind in (ARGUMENT, BUFFER, TANGENT)
         )
-        return Memory(parameters, others, peak(self.program.graph))
+        return Memory(parameters, others, peak(self.program_graph))
 
     def explain(self, name: str, costs: bool = False) -> str:
         """Explain the layout of a value: for every axis, the operations back to a mark.

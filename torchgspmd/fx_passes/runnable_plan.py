@@ -26,6 +26,11 @@ class RunnablePlan:
         return Boundary.of(self.sharded)
 
     @cached_property
+    def program_graph(self) -> fx.Graph:
+        """The graph of `program`."""
+        return self.program.graph
+
+    @cached_property
     def is_dynamic(self) -> bool:
         """Whether it has sizes or numbers that only a run knows."""
         return any(n.meta.get("dynamic") for n in self.sharded.nodes)
@@ -33,7 +38,7 @@ class RunnablePlan:
     @cached_property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
-        tags = (getattr(n.target, "tags", ()) for n in self.program.graph.nodes)
+        tags = (getattr(n.target, "tags", ()) for n in self.program_graph.nodes)
         return any(torch.Tag.nondeterministic_seeded in each for each in tags)
 
     def local_graph(self) -> fx.Graph:
@@ -47,5 +52,5 @@ class RunnablePlan:
         if (decoded := vars(self).pop("_local", None)) is not None:
             return decoded
         graph = fx.Graph()
-        graph.output(graph.graph_copy(self.program.graph, {}))
+        graph.output(graph.graph_copy(self.program_graph, {}))
         return graph

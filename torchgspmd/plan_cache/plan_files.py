@@ -73,7 +73,7 @@ class PlanFiles(Later, RunnablePlan):
                 "lacks": lacks,
                 "seconds": self.seconds,
                 "reasons": self._layouts and list(_reasons(self._layouts, encoder)),
-                "constants": dict(constants_of(self.captured, self.program.graph, _LARGEST)),
+                "constants": dict(constants_of(self.captured, self.program_graph, _LARGEST)),
                 **encode_graphs(self, fields, encoder),
             }
         except Unshareable as error:

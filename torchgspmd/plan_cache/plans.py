@@ -70,7 +70,7 @@ def encode_plan(plan: RunnablePlan, model: nn.Module) -> str:
     _check_functions(captured)
     guards = GuardEncoder(model, captured.reads).encode()
     fields = {name: encoder.encode(getattr(captured, name)) for name in FIELDS}
-    constants = dict(constants_of(captured, plan.program.graph, LARGEST))
+    constants = dict(constants_of(captured, plan.program_graph, LARGEST))
     text = {"guards": guards, "constants": constants, **encode_graphs(plan, fields, encoder)}
     later = [text.pop(name) for name in _LATER]
     return "\n".join(map(json.dumps, (text, *later)))
@@ -84,7 +84,7 @@ def encode_graphs(
         "captured": fields,
         "source": encode_graph(planned.captured.graph, encoder),
         "sharded": encode_graph(planned.sharded, encoder),
-        "program": encode_graph(planned.program.graph, encoder),
+        "program": encode_graph(planned.program_graph, encoder),
         "boundary": [encoder.encode(x) for x in vars(planned.boundary).values()],
         "properties": {name: encoder.encode(getattr(planned, name)) for name in _PROPERTIES},
     }

@@ -31,7 +31,7 @@ class PlanViews:
     mesh: Mesh
     captured: Captured
     sharded: fx.Graph
-    program: fx.GraphModule
+    program_graph: fx.Graph
     layouts: Layouts
     replicated_ops: tuple[ReplicatedOp, ...]
     _replanner: Callable[[], Callable[[Captured], PlanViews]] | None = (
@@ -58,7 +58,7 @@ class PlanViews:
             >>> result.estimate("h100").seconds > result.estimate("h100").busy("compute")
             True
         """
-        return estimate(self.program.graph, self.captured.graph, self.mesh, Hardware.of(hardware))
+        return estimate(self.program_graph, self.captured.graph, self.mesh, Hardware.of(hardware))
 
     def trace(self, hardware: str | Hardware = "h100") -> str:
         """Return the time line of a run as a trace, for Perfetto or chrome://tracing.
@@ -162,7 +162,7 @@ class PlanViews:
         alone = report(
             self.captured,
             self.sharded,
-            self.program.graph,
+            self.program_graph,
             self.replicated_ops,
             self.estimate(hardware),
         )

@@ -300,12 +300,14 @@ class ShardedModule(MeshModule):
             guards = [guard.described() for guard in captured.looks]
             return _hash(as_text((text, guards, program, self._check)))
 
-        program = plan.program
+        def code() -> str:  # A plan of a text would have to be decoded for it once more.
+            return with_bodies(plan.program.code, plan.program_graph)
+
         # If one rank has planned for itself, all of them compare what they have planned.
         signature = compare(
             self._groups,
-            signature_of(checksum or with_bodies(program.code, program.graph)),
-            lambda: signature_of(with_bodies(program.code, program.graph)),
+            signature_of(checksum or code()),
+            lambda: signature_of(code()),
             raise_on_difference,
         )
         if self._check != "never":

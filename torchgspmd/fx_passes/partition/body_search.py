@@ -30,10 +30,10 @@ class BodySearch(RegionProposals):
         self.option_lists: dict[Body, tuple[int, list[tuple[str, int | None]]]] = {}
         # body -> the stamp of its neighbors and the bonus, and the number of the situation then
         self.situations: dict[Body, tuple[tuple[int, float], int]] = {}
-        # body -> the stamp of its neighbors, and the work and traffic then
-        self.body_costs: dict[Body, tuple[int, float, float]] = {}
+        # body -> the stamp of its neighbors, and the costs then
+        self.body_costs: dict[Body, tuple[int, tuple[float, float, float]]] = {}
         # layout tried for like bodies in a phase -> what one cost, how much more it would have cost
-        self.excess: dict[tuple[int, str, int, float], list[tuple[float, float]]] = {}
+        self.excess: dict[tuple[int, str, int], list[tuple[float, float]]] = {}
         self.likeness: dict[Body, int] = {}  # a number that is equal for like bodies
         self.bodies, self.threads = bodies(ops), threads(ops, self.constants)
         self.neighbors = {
@@ -146,12 +146,13 @@ class BodySearch(RegionProposals):
         situation = self._situation(body), axis, min_saving, class_number
         if situation in self.memory.rejected:
             return False
-        work, sent = self._body_cost(body)
+        work, sent, pending = self._body_cost(body)
         cost = work + sent - min_saving * sent
-        layout = self._likeness(body), axis, class_number, self.op_search.costs.pending_bonus
+        bonus = self.op_search.costs.pending_bonus * pending
+        layout = self._likeness(body), axis, class_number
         tries = self.excess.setdefault(layout, [])
         share = self.constants.retry_share
-        if any(abs(work + sent - former) < share * excess for former, excess in tries):
+        if any(abs(work + sent - former) + bonus < share * excess for former, excess in tries):
             return False
         neighbors, before = self.neighbors[body], self.assignment.snapshot()
         self.force(body, axis, body.classes[factor_class] if factor_class is not None else {})
@@ -165,15 +166,19 @@ class BodySearch(RegionProposals):
         self.memory.rejected.add(situation)
         return False
 
-    def _body_cost(self, body: Body) -> tuple[float, float]:
-        """Return the work of a body and its neighbors, and what they send."""
+    def _body_cost(self, body: Body) -> tuple[float, float, float]:
+        """Return the work of a body and its neighbors, what they send, and what they leave pending.
+
+        All in bytes.
+        """
         stamp = self.assignment.stamp(self.neighbor_nodes[body])
-        before, work, sent = self.body_costs.get(body, (None, 0.0, 0.0))
+        before, cost = self.body_costs.get(body, (None, (0.0, 0.0, 0.0)))
         if before != stamp:
             costs, neighbors = self.op_search.costs, self.neighbors[body]
-            work, sent = costs.work(neighbors), costs.traffic(neighbors)
-            self.body_costs[body] = (stamp, work, sent)
-        return work, sent
+            pending = sum(self.assignment.strategy_of[op.node].pending for op in neighbors)
+            cost = costs.work(neighbors), costs.traffic(neighbors), pending
+            self.body_costs[body] = stamp, cost
+        return cost
 
     def _situation(self, body: Body) -> int:
         """Return a number that is equal for like bodies in like neighborhoods."""

@@ -178,8 +178,11 @@ class _UnionFind:
 
     def find(self, item: Hashable) -> Hashable:
         """Return the representative of an item's set."""
-        while (above := self.parent.setdefault(item, item)) != item:
-            self.parent[item] = item = self.parent[above]
+        parent = self.parent
+        above = parent.setdefault(item, item)
+        while above is not item:
+            parent[item] = item = parent[above]
+            above = parent[item]
         return item
 
     def join(self, one: Hashable, other: Hashable) -> None:
@@ -216,9 +219,13 @@ def threads(ops: Mapping[fx.Node, Op], constants: CostConstants) -> list[Body]:
     images stay sharded in space, and neighbors exchange rows.
     """
     free = {node: op for node, op in _flexible_ops(ops).items() if not op.rule.halo}
+    places = {node: i for i, node in enumerate(free)}
     threads_by_factors: dict[frozenset, Body] = {}
     for through_weights in (False, True):
-        for factors in map(dict, _connect(free, through_weights)[1].groups()):
+        for group in _connect(free, through_weights)[1].groups():
+            if len(group) == 1:
+                continue
+            factors = dict(group)
             contractions = [free[node].key for node in factors if free[node].rule.contraction]
             different = len(set(contractions))
             if (
@@ -231,7 +238,10 @@ def threads(ops: Mapping[fx.Node, Op], constants: CostConstants) -> list[Body]:
             ):
                 threads_by_factors.setdefault(
                     frozenset(factors.items()),
-                    Body(tuple(op for node, op in free.items() if node in factors), (factors,)),
+                    Body(
+                        tuple(free[node] for node in sorted(factors, key=places.__getitem__)),
+                        (factors,),
+                    ),
                 )
     return list(threads_by_factors.values())
 
