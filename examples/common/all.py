@@ -22,28 +22,37 @@ EXAMPLES = Path(__file__).resolve().parent.parent
 
 
 class Example(NamedTuple):
-    """options: for a small model. runs: a layout and a mesh of four processes each."""
+    """options: for a small model. runs: a layout and a mesh of four processes each, and options.
+
+    more: of which only the bytes are counted, by benchmarks/counted_bytes.py.
+    """
 
     options: str
     runs: tuple[str, ...]
+    more: tuple[str, ...] = ()
 
 
 ALL = {
     "gpt": Example(
         "--text pydoc --layers 2 --width 32 --context 32 --batch 12 --sample 0",
         ("tp data=2,model=2", "fsdp data=4", "cp seq=4"),
+        ("dp data=4", "tp model=4", "sp data=2,model=2", "cp data=2,seq=2", "fsdp data=2,model=2")
+        + ("2d data=2,model=2", "pp stage=4", "pp_tp stage=2,model=2", "tp data=2,model=2 --stack"),
     ),
     "moe": Example(
         "--text pydoc --layers 2 --width 32 --context 32 --batch 12",
         ("ep expert=4", "dp_ep data=2,expert=2", "ep_tp expert=2,model=2"),
+        ("ep expert=4 --router dropless", "dp_ep data=2,expert=2 --router dropless"),
     ),
     "vit": Example(
         "--data digits --layers 2 --width 32 --patch 2 --batch 30",
         ("dp data=4", "dp_tp data=2,model=2", "spatial data=2,model=2"),
+        ("tp model=4", "spatial model=4"),
     ),
     "unet3d": Example(
         "--volume synthetic --mm 13 --width 4 --levels 2 --batch 2",
         ("spatial data=2,space=2", "spatial2d space=2,rows=2", "spatial space=4"),
+        ("dp data=4", "dp data=2,space=2"),
     ),
     "bert": Example(
         "--text pydoc --vocabulary 199 --layers 2 --width 32 --context 24 --batch 12 --blanks 0",

@@ -30,7 +30,7 @@ def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[St
                     (d, "+".join(axes[k:])),
                     new,
                     axes[k:],
-                    problem.shard_bytes(new),
+                    problem.padded_bytes(new, d, axes[k:]),
                 )
 
 

@@ -102,7 +102,7 @@ permute = CollectiveKind(
     """,
     suffix="p",
     fee="permute_fee",
-    payload="what the busiest device really sends or receives",
+    payload="what the busiest device sends or receives",
     sent=lambda payload, n: payload,
     moves=_moves,
     localize=_localize,

@@ -1,0 +1,200 @@
+"""Bytes that plans predict against those handed to the process groups, for all examples and layouts.
+
+    torchrun --nproc-per-node 4 benchmarks/counted_bytes.py [--only gpt moe]
+
+Every example of examples/common/all.py runs two small steps in each of its layouts. In the second
+one all calls of collectives are intercepted on every rank, and their bytes are added up: what
+a rank sends to others, by the sizes of the tensors and splits that it hands over. Of an all_reduce
+these are 2 (n-1)/n of the tensor. Where ranks send different numbers of bytes, the plan has those
+of the rank that sends most. Exits with 1 if a plan has other bytes than were counted.
+
+The comparison of the ranks (comm/rank_check.py) is no part of a plan, and counted by itself. Where
+it carries a small sum, that counts as the all_reduce that it replaces. The optimizer runs behind
+the plan, except in examples/bert, whose step is one program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torchgspmd as gspmd
+from torchgspmd.comm.kinds import WIRE_OPS, all_gather, all_reduce, all_to_all, reduce_scatter
+from torchgspmd.comm.process_groups import ProcessGroups, groups_of
+from torchgspmd.comm.rank_check import RankCheck
+from torchgspmd.compat.private_apis import TorchDispatchMode
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))
+from common import run as common_run  # noqa: E402
+from common.all import ALL  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective that a rank took part in. sent, received: bytes, to and from other ranks."""
+
+    name: str
+    sent: float
+    received: float
+
+
+@dataclass
+class Traffic(TorchDispatchMode):
+    """Intercepts the collectives of a block on this rank."""
+
+    groups: ProcessGroups
+    messages: list[Message] = field(default_factory=list)
+    compared: float = 0.0  # bytes of comparisons of the ranks
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WIRE_OPS:
+            self.messages.append(Message(func._opname, *self.bytes(func, *args)))
+        elif func.namespace == "c10d":
+            self.compared += sum(x.nbytes for x in args if isinstance(x, Tensor)) / 2
+        return func(*args, **(kwargs or {}))
+
+    def bytes(self, op: Any, x: Tensor, *arguments: Any) -> tuple[float, float]:
+        """Return what this rank sends to others in a collective, and what it receives."""
+        ranks, me = (f(arguments[-1]) for f in (self.groups.size, self.groups.position))
+        if any(op is wire.op for wire in all_to_all.wire):
+            row = x[:1].nbytes
+            assert sum(arguments[1]) == len(x), f"{arguments[1]} of {list(x.shape)}"
+            received, sent = (float((sum(rows) - rows[me]) * row) for rows in arguments[:2])
+            return sent, received
+        for kind in (all_gather, reduce_scatter, all_reduce):
+            if any(op is wire.op for wire in kind.wire):
+                sent = kind.sent(x.nbytes * (ranks if kind is all_gather else 1), ranks)
+                return sent, sent
+        raise AssertionError(f"{op} is no message that a plan knows of")
+
+    @contextlib.contextmanager
+    def carried(self) -> Iterator[None]:
+        """Count the sums that comparisons of the ranks carry."""
+        begin = RankCheck.begin
+
+        def counting(check: RankCheck, term: Tensor | None = None) -> RankCheck:
+            if term is not None:
+                sent = all_reduce.sent(term.nbytes, self.groups.mesh.size)
+                self.messages.append(Message("carried", sent, sent))
+            return begin(check, term)
+
+        with mock.patch.object(RankCheck, "begin", counting):
+            yield
+
+
+def counted(groups: ProcessGroups, run: Callable[[], Any]) -> tuple[Traffic, float]:
+    """Return what this rank sends in a call, and the bytes of the busiest rank of each message."""
+    traffic = Traffic(groups)
+    with traffic.carried(), traffic:
+        run()
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, traffic.messages)
+    names = [[message.name for message in messages] for messages in ranks]
+    assert all(row == names[0] for row in names), f"ranks send other messages: {names}"
+    return traffic, math.fsum(
+        max(max(m.sent, m.received) for m in column) for column in zip(*ranks)
+    )
+
+
+# ------------------------------------------------------------------------------------ the examples
+
+
+class Counted(Exception):
+    """Ends the training of an example."""
+
+    def __init__(self, plan: gspmd.Plan, traffic: Traffic, sent: float) -> None:
+        self.plan, self.traffic, self.sent = plan, traffic, sent
+
+
+def count_step(
+    run: Any, model: Any, optimizer: Any, batch: Callable[[int], tuple[Tensor, ...]], *_: Any, **o: Any
+) -> NoReturn:
+    """Count the second step of a training, in place of common.run.train."""
+
+    def step() -> None:
+        out = model(*arguments)
+        if not o.get("whole"):
+            (out[0] if isinstance(out, tuple) else out).backward()
+
+    arguments = [t.to(run.device, run.dtype if t.is_floating_point() else None) for t in batch(0)]
+    step()
+    optimizer.zero_grad()
+    raise Counted(model.plan, *counted(groups_of(run.mesh, "cpu"), step))
+
+
+def run_example(name: str, options: str) -> Counted:
+    """Run an example up to its second step."""
+    folder, modules, path = EXAMPLES / name, dict(sys.modules), list(sys.path)
+    script = folder / "train.py"
+    with (
+        tempfile.TemporaryDirectory() as out,
+        mock.patch.object(common_run, "train", count_step),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        sys.argv = [str(script), *options.split(), "--plot", f"{out}/loss.png"]
+        sys.path.insert(0, str(folder))
+        try:
+            runpy.run_path(str(script))["main"]()
+        except Counted as result:
+            return result
+        finally:  # another example has other modules of these names
+            sys.path[:] = path
+            for module in {"model", "data"} - set(modules):
+                sys.modules.pop(module, None)
+    raise AssertionError(f"{name} does not train")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", choices=list(ALL), default=list(ALL))
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    first, others = dist.get_rank() == 0, 0
+    if first:
+        print(f"{'example, layout, mesh':44}{'messages':>9}{'planned':>14}{'counted':>14}")
+    for name in args.only:
+        for choice in (*ALL[name].runs, *ALL[name].more):
+            layout, mesh, *options = choice.split()
+            begin = time.perf_counter()
+            row = run_example(
+                name, f"{ALL[name].options} --layout {layout} --mesh {mesh} {' '.join(options)}"
+            )
+            planned, equal = row.plan.sent_bytes, abs(row.plan.sent_bytes - row.sent) < 1e-6
+            others += not equal
+            if first:
+                print(
+                    f"{name + ' ' + choice:44}{len(row.traffic.messages):9}{planned:14,.0f}"
+                    f"{row.sent:14,.0f}  {'equal' if equal else 'DIFFERENT'}"
+                    f"  {time.perf_counter() - begin:5.1f} s",
+                    flush=True,
+                )
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(bool(others))  # gloo's threads may abort a process that takes its time to exit
+
+
+if __name__ == "__main__":
+    main()
