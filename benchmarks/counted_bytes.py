@@ -1,12 +1,13 @@
-"""Bytes that plans predict against those handed to the process groups, for all examples and layouts.
+"""Bytes that plans predict against those handed to process groups, for all examples and layouts.
 
     torchrun --nproc-per-node 4 benchmarks/counted_bytes.py [--only gpt moe]
 
 Every example of examples/common/all.py runs two small steps in each of its layouts. In the second
 one all calls of collectives are intercepted on every rank, and their bytes are added up: what
 a rank sends to others, by the sizes of the tensors and splits that it hands over. Of an all_reduce
-these are 2 (n-1)/n of the tensor. Where ranks send different numbers of bytes, the plan has those
-of the rank that sends most. Exits with 1 if a plan has other bytes than were counted.
+these are 2 (n-1)/n of the tensor. Where ranks differ, the plan has the bytes of the one that sends
+most, of a permute those of the one that sends or receives most. Exits with 1 if a plan has other
+bytes than were counted.
 
 The comparison of the ranks (comm/rank_check.py) is no part of a plan, and counted by itself. Where
 it carries a small sum, that counts as the all_reduce that it replaces. The optimizer runs behind
@@ -35,7 +36,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torchgspmd as gspmd
-from torchgspmd.comm.kinds import WIRE_OPS, all_gather, all_reduce, all_to_all, reduce_scatter
+from torchgspmd.comm.collective_builder import CollectiveBuilder
+from torchgspmd.comm.kinds import (
+    WIRE_OPS,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    permute,
+    reduce_scatter,
+)
 from torchgspmd.comm.process_groups import ProcessGroups, groups_of
 from torchgspmd.comm.rank_check import RankCheck
 from torchgspmd.compat.private_apis import TorchDispatchMode
@@ -45,14 +54,20 @@ sys.path.insert(0, str(EXAMPLES))
 from common import run as common_run  # noqa: E402
 from common.all import ALL  # noqa: E402
 
+Splits = tuple[
+    tuple[int, ...], tuple[int, ...], str
+]  # of an all_to_all: from and to, and its group
+
 
 @dataclass(frozen=True)
 class Message:
-    """A collective that a rank took part in. sent, received: bytes, to and from other ranks."""
+    """A collective that a rank took part in. sent: bytes to other ranks. busy: those by which a
+    plan counts it.
+    """
 
     name: str
     sent: float
-    received: float
+    busy: float
 
 
 @dataclass
@@ -60,6 +75,7 @@ class Traffic(TorchDispatchMode):
     """Intercepts the collectives of a block on this rank."""
 
     groups: ProcessGroups
+    permutes: set[Splits]
     messages: list[Message] = field(default_factory=list)
     compared: float = 0.0  # bytes of comparisons of the ranks
 
@@ -74,13 +90,14 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def bytes(self, op: Any, x: Tensor, *arguments: Any) -> tuple[float, float]:
-        """Return what this rank sends to others in a collective, and what it receives."""
+        """Return what this rank sends to others in a collective, and what a plan counts of it."""
         ranks, me = (f(arguments[-1]) for f in (self.groups.size, self.groups.position))
         if any(op is wire.op for wire in all_to_all.wire):
             row = x[:1].nbytes
             assert sum(arguments[1]) == len(x), f"{arguments[1]} of {list(x.shape)}"
             received, sent = (float((sum(rows) - rows[me]) * row) for rows in arguments[:2])
-            return sent, received
+            is_permute = (*map(tuple, arguments[:2]), arguments[2]) in self.permutes
+            return sent, max(sent, received) if is_permute else sent
         for kind in (all_gather, reduce_scatter, all_reduce):
             if any(op is wire.op for wire in kind.wire):
                 sent = kind.sent(x.nbytes * (ranks if kind is all_gather else 1), ranks)
@@ -102,18 +119,34 @@ class Traffic(TorchDispatchMode):
             yield
 
 
+@contextlib.contextmanager
+def permutes_lowered() -> Iterator[set[Splits]]:
+    """Note which all_to_alls are permutes, where programs are lowered in the block."""
+    exchange, found = CollectiveBuilder.exchange, set[Splits]()
+
+    def noting(build: Any, x: Any, receives: list[int], sends: list[int], name: str) -> Any:
+        if build.node.args[0] == permute.name:
+            found.add((tuple(receives), tuple(sends), name))
+        return exchange(build, x, receives, sends, name)
+
+    with mock.patch.object(CollectiveBuilder, "exchange", noting):
+        yield found
+
+
 def counted(groups: ProcessGroups, run: Callable[[], Any]) -> tuple[Traffic, float]:
-    """Return what this rank sends in a call, and the bytes of the busiest rank of each message."""
-    traffic = Traffic(groups)
+    """Call a function twice, and count the second call. Returns the traffic of this rank, and the
+    bytes of the busiest rank of each message, added up.
+    """
+    with permutes_lowered() as permutes:
+        run()
+    traffic = Traffic(groups, permutes)
     with traffic.carried(), traffic:
         run()
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, traffic.messages)
     names = [[message.name for message in messages] for messages in ranks]
     assert all(row == names[0] for row in names), f"ranks send other messages: {names}"
-    return traffic, math.fsum(
-        max(max(m.sent, m.received) for m in column) for column in zip(*ranks)
-    )
+    return traffic, math.fsum(max(m.busy for m in column) for column in zip(*ranks))
 
 
 # ------------------------------------------------------------------------------------ the examples
@@ -127,22 +160,27 @@ class Counted(Exception):
 
 
 def count_step(
-    run: Any, model: Any, optimizer: Any, batch: Callable[[int], tuple[Tensor, ...]], *_: Any, **o: Any
+    run: Any,
+    model: Any,
+    optimizer: Any,
+    batch: Callable[[int], tuple[Tensor, ...]],
+    *_: Any,
+    **o: Any,
 ) -> NoReturn:
     """Count the second step of a training, in place of common.run.train."""
 
     def step() -> None:
+        optimizer.zero_grad()
         out = model(*arguments)
         if not o.get("whole"):
             (out[0] if isinstance(out, tuple) else out).backward()
 
     arguments = [t.to(run.device, run.dtype if t.is_floating_point() else None) for t in batch(0)]
-    step()
-    optimizer.zero_grad()
-    raise Counted(model.plan, *counted(groups_of(run.mesh, "cpu"), step))
+    traffic, sent = counted(groups_of(run.mesh, "cpu"), step)
+    raise Counted(model.plan, traffic, sent)
 
 
-def run_example(name: str, options: str) -> Counted:
+def run_example(name: str, layout: str, mesh: str, *options: str) -> Counted:
     """Run an example up to its second step."""
     folder, modules, path = EXAMPLES / name, dict(sys.modules), list(sys.path)
     script = folder / "train.py"
@@ -151,7 +189,8 @@ def run_example(name: str, options: str) -> Counted:
         mock.patch.object(common_run, "train", count_step),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        sys.argv = [str(script), *options.split(), "--plot", f"{out}/loss.png"]
+        sys.argv = [str(script), *ALL[name].options.split(), "--plot", f"{out}/loss.png"]
+        sys.argv += ["--layout", layout, "--mesh", mesh, *options]
         sys.path.insert(0, str(folder))
         try:
             runpy.run_path(str(script))["main"]()
@@ -177,11 +216,8 @@ def main() -> None:
         print(f"{'example, layout, mesh':44}{'messages':>9}{'planned':>14}{'counted':>14}")
     for name in args.only:
         for choice in (*ALL[name].runs, *ALL[name].more):
-            layout, mesh, *options = choice.split()
             begin = time.perf_counter()
-            row = run_example(
-                name, f"{ALL[name].options} --layout {layout} --mesh {mesh} {' '.join(options)}"
-            )
+            row = run_example(name, *choice.split())
             planned, equal = row.plan.sent_bytes, abs(row.plan.sent_bytes - row.sent) < 1e-6
             others += not equal
             if first:

@@ -218,11 +218,10 @@ def _times(factor: int, name: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def moved_rows(window: Window, size: int, count: int) -> int:
-    """Return the most rows a device sends or receives when shards of `size` rows become windows."""
-    sent, received = [0] * count, [0] * count
+def sent_rows(window: Window, size: int, count: int) -> int:
+    """Return the most rows a device sends when `count` shards of `size` rows become windows."""
+    sent = [0] * count
     for index in range(count):
         for owner, _, _, rows in window.pieces(index, size, count):
             sent[owner] += rows * (owner != index)
-            received[index] += rows * (owner != index)
-    return max(*sent, *received)
+    return max(sent)

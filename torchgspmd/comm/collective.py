@@ -16,7 +16,8 @@ class Collective:
         group_size: Devices of a group.
         dtype: What is sent, such as "f32".
         payload_bytes: Bytes of one run; the module says of which tensor.
-        sent_bytes: Bytes that one device sends in all `count` runs.
+        sent_bytes: Bytes that one device sends in all `count` runs, padding included; where devices
+            differ, by the busiest one.
         count: How often it runs in a call.
         source: file:line of the operation that needs it.
 

@@ -4,10 +4,11 @@ What is known of a kind lies in its file. With B bytes of payload and n devices 
 bandwidth-optimal algorithms send per device
 
     all_reduce      2 (n-1)/n B         payload: the reduced tensor
-    all_gather        (n-1)/n B         payload: the gathered tensor
+    all_gather        (n-1)/n B         payload: the gathered tensor, padding included
     reduce_scatter    (n-1)/n B         payload: the tensor before it is scattered
     all_to_all        (n-1)/n B         payload: the tensor of one device
-    permute, halo, halos    B           payload: what the busiest device really sends or receives
+    permute                 B           payload: what the busiest device sends or receives
+    halo, halos             B           payload: what the busiest device sends
 
 docs/adding_a_collective.md adds a kind.
 """

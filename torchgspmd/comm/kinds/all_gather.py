@@ -99,7 +99,7 @@ all_gather = CollectiveKind(
         device 1   x1   ->   x0 x1
     """,
     suffix="g",
-    payload="the gathered tensor",
+    payload="the gathered tensor, padding included",
     relays=True,
     sent=lambda payload, n: (n - 1) / n * payload,
     moves=_moves,

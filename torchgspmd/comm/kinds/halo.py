@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...compat.operators import aten
-from ...halo import Window, moved_rows
+from ...halo import Window, sent_rows
 from ...mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..collective import split_axes
@@ -29,7 +29,7 @@ def halo_step(mesh: Mesh, spec: ShardSpec, dim: int, size: int, row: int) -> Ste
     """Return the step to `spec`, which has a window of a dimension. row: bytes of a row."""
     axes, window = spec.dims[dim], spec.window(dim)
     assert window is not None
-    payload = float(moved_rows(window, size, mesh.count(axes)) * row)
+    payload = float(sent_rows(window, size, mesh.count(axes)) * row)
     return halo.step(mesh, (dim, "+".join(axes), str(window), size), spec, axes, payload)
 
 
@@ -73,7 +73,7 @@ def _lower(
         for owner, row, place, rows in required
         if owner == me
     ]
-    if moved_rows(window, size, n):
+    if sent_rows(window, size, n):
         pieces += yield from _exchange_rows(build, x, shape, dim, name, sends, receives)
     return _concat_window(build, x, shape, dim, window, pieces)
 
@@ -152,7 +152,7 @@ halo = CollectiveKind(
         device 1   x2 x3   ->   x1 x2 x3  0
     """,
     suffix="h",
-    payload="what the busiest device sends or receives",
+    payload="what the busiest device sends",
     sent=lambda payload, n: payload,
     simulate=_simulate,
     lower=_lower,

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
-from ...halo import moved_rows
+from ...halo import sent_rows
 from ...rules.notation import Split
 from ...rules.ops.concat_slice import goes_by_parts
 from ..ir import Op, Rules
@@ -169,7 +169,7 @@ def _window_shards(op: Op, layouts: Layouts) -> int:
             layouts.mesh.count(layouts.spec[value].dims[dim]),
             value.meta["val"].shape[dim],
         )
-        if count > 1 and moved_rows(reach.bind(op.rule.sizes[factor], size, count), size, count):
+        if count > 1 and sent_rows(reach.bind(op.rule.sizes[factor], size, count), size, count):
             counts.append(count)
     return max(counts)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...halo import moved_rows
+from ...halo import sent_rows
 from ...mesh import Mesh
 from ...rules import FactorRule
 from ...rules.notation import Dims
@@ -153,7 +153,7 @@ def is_far(op: Op, factor: str, axes: Axes, mesh: Mesh) -> bool:
         size = op.operands[operand].meta["val"].shape[d]
         if op.rule.operands[operand][d] == (factor,):
             window = reach.bind(op.rule.sizes[factor], size, count)
-            if moved_rows(window, size, count) >= window.length and op.rule.sizes[factor] < size:
+            if sent_rows(window, size, count) >= window.length and op.rule.sizes[factor] < size:
                 return True
     return False
 

@@ -1,0 +1,24 @@
+"""The bytes of plans against those that ranks hand to their process groups, for some examples.
+
+benchmarks/counted_bytes.py has all of them.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import distributed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from counted_bytes import run_example
+
+
+@pytest.mark.parametrize(
+    "name, layout", [("gpt", "tp"), ("multimodal", "space_tp"), ("vit", "spatial")]
+)
+@distributed("data=2,model=2")
+def test_planned_bytes_are_counted(mesh, name, layout):
+    """A vocabulary, rows of pictures and tokens that two devices do not divide."""
+    row = run_example(name, layout, str(mesh))
+    assert row.sent > 0
+    assert row.sent == pytest.approx(row.plan.sent_bytes, abs=1e-6)
