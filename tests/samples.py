@@ -101,6 +101,12 @@ sample([*named("add sub mul div", "Tensor"), aten.minimum.default], real(4, 1), 
 sample(named("eq ge gt le lt ne fmod remainder mul div add sub", "Scalar"), real(4, 5), 0.5)
 sample(named("eq ge gt le lt ne mul add sub", "Scalar"), ints(5, 7), 2)
 sample(aten.rsub.Scalar, real(4, 5), 2)
+for decoupled in (False, True):
+    sample(
+        ours.adam.default,
+        *(real(4, 5), real(4, 5), real(4, 5), unit(4, 5), lambda: torch.tensor(3.0)),
+        *(lambda: torch.tensor(0.1), 0.9, 0.99, 0.1, 1e-8, decoupled, not decoupled),
+    )
 sample([aten.add.Tensor, aten.sub.Tensor], real(4, 5), real(5), alpha=0.5)
 sample(named("bitwise_and bitwise_or bitwise_xor", "Scalar"), ints(9, 7), 5)
 sample(named("bitwise_and bitwise_or bitwise_xor", "Tensor"), ints(9, 4, 5), ints(9, 5))

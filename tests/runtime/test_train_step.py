@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import zero_step
 from torch import nn
 
 import torchgspmd as gspmd
@@ -75,19 +76,22 @@ def test_a_simulated_step(name):
     check(model, reference)
 
 
-def test_bytes_of_zero():
-    """Gathered once and reduce-scattered once, or gathered twice: ZeRO-2 and ZeRO-3."""
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
-    gspmd.annotate(model, {"*.weight": "embed _"})
-    layout = Layout({"batch": "data", "embed": "data"}).on(Mesh(data=4))
-    step = gspmd.train_step(
-        model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).square().mean()
-    )
-    x, weights = torch.ones(4096, 64), 2 * 64 * 64 * 4
-    plan = gspmd.plan(step, x, mesh=layout, in_specs="batch _", regather="never")
-    assert abs(plan.sent_bytes - 3 / 4 * 2 * weights) < 64
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", zero_step.STAGES)
+def test_bytes_of_zero(stage, dtype):
+    """Weights once there and gradients once back, or weights twice: at the formula, in the dtype of
+    the computation but for weights that are gathered to be stored.
+    """
+    layers, n = 3, 4
+    step, x, options = zero_step.case(stage, layers, dtype)
+    plan = gspmd.plan(step, x, mesh=zero_step.LAYOUT.on(Mesh(data=n)), **options)
+    count = {kind: [c.kind for c in plan.collectives].count(kind) for kind in zero_step.KINDS}
+    gathers = layers if stage != "3" else 2 * layers - 1  # the first layer's input has no gradient
+    assert count == {"all_gather": gathers, "reduce_scatter": layers, "all_reduce": 1}
+    expected = zero_step.expected_bytes(stage, layers, n, dtype)
+    assert 0 <= plan.sent_bytes - expected <= 8  # the loss
     states = [s for s in plan.in_specs if str(s) == "data _"]
-    assert len(states) == 2 * 3 + 1  # weights, both states of each, and the batch
+    assert len(states) == layers * (2 if stage == "1" else 3) + 1  # and the batch
 
 
 def test_errors():
@@ -112,6 +116,7 @@ def test_on_processes():
                 each.param_groups[0]["lr"] = 0.01 * (i + 1)
             torch.testing.assert_close(step(x), loop(reference, other, x))
         check(step.model, reference)
+        assert len(step._all_programs()) == 2  # of the first learning rate, and of all others
         state = optimizer.state_dict()["state"][0]
         torch.testing.assert_close(
             state["exp_avg"].full_tensor(),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ class CallInterceptor(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor):  # these read numbers without asking the object
             args, kwargs = specialize_tree(args), specialize_tree(kwargs)
         if func in _BACKWARDS:
-            with self:  # recomputation in a backward is seen as well
+            # Recomputation in a backward is seen as well.
+            with self, self.tracker.inner_backward((*args, *kwargs.values())):
                 return _BACKWARDS[func](*args, **kwargs)
         if func is mark_sharding and not _is_of_the_program(args[0]):
             raise ShardingError(
@@ -237,9 +239,26 @@ class SourceTracker:
 
     def start_backward(self, outputs: list[Tensor]) -> None:
         """Give each later node the line of the forward operation that it differentiates."""
-        fx_traceback.get_current_meta()["custom"] = {"source": None, "backward": True}
+        self._mark({"source": None, "backward": True}, outputs)
+
+    @contextmanager
+    def inner_backward(self, arguments: Any) -> Iterator[None]:
+        """Mark the nodes of a backward that the program runs itself, among others as `inner`."""
+        if self.backward:
+            yield
+            return
+        outputs = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
+        self._mark({"source": user_line(), "backward": True, "inner": True}, outputs)
+        try:
+            yield
+        finally:
+            self.backward = False
+            self.clear()
+
+    def _mark(self, meta: dict[str, Any], outputs: list[Tensor]) -> None:
+        fx_traceback.get_current_meta()["custom"] = meta
         self.backward = True
-        stack: list[Any] = [(t.grad_fn, None) for t in outputs if t.grad_fn is not None]
+        stack: list[Any] = [(t.grad_fn, meta["source"]) for t in outputs if t.grad_fn is not None]
         seen = set()
         while stack:
             node, inherited = stack.pop()
@@ -247,7 +266,7 @@ class SourceTracker:
                 continue
             seen.add(node)
             source = node.metadata.get("torchgspmd", inherited)
-            node.register_prehook(_set_source(source))
+            node.register_prehook(_set_meta({**meta, "source": source}))
             stack.extend(
                 (parent, source) for parent, _ in node.next_functions if parent is not None
             )
@@ -260,9 +279,8 @@ def _is_of_the_program(x: Tensor) -> bool:
     return isinstance(x, FunctionalTensor)
 
 
-def _set_source(source: str | None) -> Callable:
-    """Return a hook that sets the source line before an autograd node runs."""
-    meta = {"source": source, "backward": True}
+def _set_meta(meta: dict[str, Any]) -> Callable:
+    """Return a hook that sets the metadata of nodes before an autograd node runs."""
 
     def hook(grads: Any) -> None:
         fx_traceback.get_current_meta()["custom"] = meta

@@ -43,10 +43,10 @@ def normalize(
     names = _identifiers([each.name for each in inputs])
     for node, name in zip(placeholders, names):
         new[node] = graph.placeholder(name)
-        _copy_meta(node, new[node], sizes)
+        _copy_meta(node, new[node], sizes, bool(tangents))
     for node, (output, seed) in zip(_seed_nodes(old_nodes, tangents), tangents):
         new[node] = graph.placeholder(f"tangent_{output}")
-        _copy_meta(node, new[node], sizes)
+        _copy_meta(node, new[node], sizes, bool(tangents))
         val, other = new[node].meta["val"], new[node].meta.get("other", new[node].meta["val"])
         shape = tuple(n if n == m else UNKNOWN for n, m in zip(val.shape, other.shape))
         inputs.append(Input(TANGENT, f"tangent_{output}", shape, seed.dtype, output=output))
@@ -60,14 +60,14 @@ def normalize(
             new[node] = graph.call_function(
                 aten.scalar_tensor.default, node.args, {"dtype": node.meta["val"].dtype}
             )
-            _copy_meta(node, new[node], sizes)
+            _copy_meta(node, new[node], sizes, bool(tangents))
         elif (
             node.op in ("call_function", "get_attr")
             and node not in new
             and not _is_profiling(node.target)
         ):
             new[node] = copy_node(graph, node, new.__getitem__)
-            _copy_meta(node, new[node], sizes)
+            _copy_meta(node, new[node], sizes, bool(tangents))
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
     recorded = {new[n] for n in old_nodes if n in new and _custom(n).get("recorded")}
     _reuse_random_values(graph, recorded)
@@ -102,23 +102,32 @@ def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
 
     They are the first nodes of the backward.
     """
-    backward_nodes = itertools.dropwhile(lambda n: not _custom(n).get("backward"), nodes)
+    backward_nodes = itertools.dropwhile(lambda n: not _is_of_backward(n, True), nodes)
     seeds = [n for n in backward_nodes if n.target is aten.ones_like.default]
     return seeds[: len(tangents)]
+
+
+def _is_of_backward(node: fx.Node, differentiated: bool) -> bool:
+    """Return whether a node is of the backward, or of one inside of a program that has no other.
+
+    differentiated: whether the program has a backward, in which it is differentiated itself.
+    """
+    custom = _custom(node)
+    return bool(custom.get("backward")) and not (differentiated and custom.get("inner"))
 
 
 def _custom(node: fx.Node) -> dict[str, Any]:
     return node.meta.get("custom") or {}
 
 
-def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes) -> None:
+def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes, differentiated: bool) -> None:
     """Copy the metadata of a node, and mark operations of dynamic size."""
     custom = _custom(source)
     val, other = sizes.values(source.meta.get("val"))
     target.meta = {
         "val": val,
         "source": custom.get("source"),
-        "backward": custom.get("backward", False),
+        "backward": _is_of_backward(source, differentiated),
         "captured": target.name,
     }
     if SITE in custom:

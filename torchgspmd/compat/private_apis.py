@@ -176,6 +176,7 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(PLAN, "torch", "_foreach_copy_"),
     *_rows(NOTHING, "torch", "_log_softmax _softmax", "a microsecond for each call of softmax"),
     *_rows(NOTHING, "torch", "_grouped_mm", "fast products of groups on GPUs"),
+    *_rows(NOTHING, "torch", "_fused_adam_ _fused_adamw_", "Adam and AdamW in train_step"),
     # parameters as DTensors
     *_rows(PARALLELIZE, "torch.distributed.tensor.DTensor", "_local_tensor _op_dispatcher _spec"),
     *_rows(

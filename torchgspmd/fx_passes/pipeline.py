@@ -42,7 +42,7 @@ from .lower.lower_collectives import lower_collectives
 from .lower.lower_einsum import lower_einsum
 from .lower.nll_backward import nll_backward
 from .lower.reduce_in_bucket import reduce_in_bucket
-from .lower.reuse_buffers import reuse_buffers
+from .lower.reuse_buffers import reuse_memory
 from .lower.torch_bindings import torch_bindings
 from .lower.wire_dtypes import wire_dtypes
 from .pass_types import Alternatives, Pass, Step
@@ -213,7 +213,7 @@ PIPELINE: tuple[Step, ...] = (
     # The forward and the backward, each by itself.
     Pass("insert_rank_check", insert_rank_check, LOWERED, LOWERED, when=_is_torch),
     Pass("nll_backward", _of(nll_backward), LOWERED, LOWERED, when=_is_torch, in_loops=True),
-    Pass("reuse_buffers", _of(reuse_buffers), LOWERED, RUNNABLE, when=_is_torch, in_loops=True),
+    Pass("reuse_buffers", reuse_memory, LOWERED, RUNNABLE, when=_is_torch, in_loops=True),
     Pass(
         "functional_reductions",
         _of(functional_reductions),

@@ -6,6 +6,7 @@ flip(cumsum(flip(%x, 0), 0), 0) suffix_sums(%x, 0)
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import fx
@@ -99,3 +100,14 @@ def _flipped_cumsum(node: fx.Node) -> fx.Node | Declined:
     if len(dims) > 1 or x.meta["val"].dtype != val.dtype:
         return DECLINED
     return replacement_call(node, suffix_sums._opoverload, (x, *dims))
+
+
+@rewrite("simplify", aten.clone.default)
+def _copy_of_what_nobody_else_reads(node: fx.Node) -> fx.Node | Declined:
+    """Simplify the copy of a new value: copy_ leaves one, to a tensor that the program returns."""
+    x = node.args[0]
+    owner = x.args[0] if x.target is operator.getitem else x
+    schema = getattr(owner.target, "_schema", None)
+    is_new = schema is not None and not any(r.alias_info for r in schema.returns)
+    readers = [user for user in x.users if user.users or user.op == "output"]
+    return x if is_new and readers == [node] and not node.kwargs else DECLINED

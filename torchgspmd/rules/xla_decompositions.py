@@ -15,6 +15,7 @@ from torch import Tensor
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..custom_ops.attention_kernels import attention_backward_by_products, attention_by_products
+from ..custom_ops.updates import adam_formula
 from .decompositions import decomposition_of
 from .ops import uneven_reshape  # noqa: F401 (registers its operations)
 from .rewrites import rewrite, rewrite_of
@@ -41,6 +42,11 @@ def unpartitioned_of(op: Any, *, splitting: int = 0) -> Callable | None:
 
 rewrite("xla", ours.attention.default)(attention_by_products)
 rewrite("xla", ours.attention_backward.default)(attention_backward_by_products)
+
+
+@rewrite("xla", ours.adam.default)
+def _adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return adam_formula(p, g, m, v, None, *rest)[:3]
 
 
 @rewrite("xla", aten.roll.default)

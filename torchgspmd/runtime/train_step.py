@@ -98,14 +98,24 @@ class TrainStep(nn.Module):
         scale = _clip_scale([g for g in gradients.values() if g is not None], self.clip)
         self.steps.add_(1)
         for group, names in zip(self.optimizer.param_groups, self.names):
-            for name in names:
-                gradient, parameter = gradients[name], tensor_of(self.model, name)
-                if gradient is not None:
-                    gradient = gradient if scale is None else gradient * scale.to(gradient.dtype)
-                    states = {kind: tensor_of(self, f"{kind}.{name}") for kind in self.states[name]}
-                    self.rule.update(parameter, gradient, states, tensor_of(self, "steps"), group)
-                if self.average is not None:
-                    tensor_of(self, f"average.{name}").lerp_(parameter, 1 - self.average)
+            trained = {name: g for name in names if (g := gradients[name]) is not None}
+            self.rule.update(
+                [tensor_of(self.model, name) for name in trained],
+                [g if scale is None else g * scale.to(g.dtype) for g in trained.values()],
+                [
+                    {kind: tensor_of(self, f"{kind}.{name}") for kind in self.states[name]}
+                    for name in trained
+                ],
+                tensor_of(self, "steps"),
+                group,
+            )
+            if self.average is not None:
+                for name in names:
+                    average, parameter = (
+                        tensor_of(self, f"average.{name}"),
+                        tensor_of(self.model, name),
+                    )
+                    average.lerp_(parameter, 1 - self.average)
 
 
 def train_step(

@@ -1,18 +1,19 @@
-"""What one step of an optimizer does to one parameter, in place: the table of train_step.
+"""What one step of an optimizer does to the parameters of a group, in place: train_step's table.
 
-The formulas are those of torch.optim; a number that changes (the step, the learning rate) may be a
-tensor.
+The numbers are those of torch.optim; one that changes (the step, the learning rate) may be a
+tensor, or a symbol in a capture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ..custom_ops.updates import adam, adam_, rate
 from ..errors import ShardingError, user_line
 
 Group = Mapping[str, Any]
@@ -22,12 +23,12 @@ States = Mapping[str, Tensor]
 class Rule(NamedTuple):
     """A row of the table.
 
-    states: the states of a parameter before the first step. update: one step, in place. refused:
-    options that have to be off.
+    states: the states of a parameter before the first step. update: one step of parameters, from
+    (parameters, gradients, states of each, step, group). refused: options that have to be off.
     """
 
     states: Callable[[Tensor, Group], dict[str, Tensor]]
-    update: Callable[[Tensor, Tensor, States, Tensor, Group], None]
+    update: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[States], Tensor, Group], None]
     refused: tuple[str, ...] = ()
 
     def check(self, group: Group) -> None:
@@ -45,36 +46,49 @@ def _adam_states(parameter: Tensor, group: Group) -> dict[str, Tensor]:
     return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
 
 
-def _adam(p: Tensor, g: Tensor, states: States, step: Tensor, group: Group) -> None:
-    """Adam (arXiv 1412.6980), with decoupled weight decay AdamW (arXiv 1711.05101)."""
-    lr, (beta1, beta2) = group["lr"], group["betas"]
-    mean, square = states["exp_avg"], states["exp_avg_sq"]
-    g = -g if group["maximize"] else g
-    if group["decoupled_weight_decay"]:
-        p.mul_(1 - lr * group["weight_decay"])
-    elif group["weight_decay"]:
-        g = g + p * group["weight_decay"]
-    step = step.double()  # as Python's numbers, in which torch.optim computes the corrections
-    mean.lerp_(g, 1 - beta1)
-    square.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    root = (square.sqrt() / (1 - beta2**step).sqrt()).add_(group["eps"])
-    p.sub_(mean / root * (lr / (1 - beta1**step)))
+def _adam(
+    ps: Sequence[Tensor], gs: Sequence[Tensor], states: Sequence[States], step: Tensor, group: Group
+) -> None:
+    beta1, beta2 = group["betas"]
+    options = (
+        *(step, rate(group["lr"], step), beta1, beta2, group["weight_decay"], group["eps"]),
+        *(group["decoupled_weight_decay"], group["maximize"]),
+    )
+    alike: dict[Any, list[int]] = {}
+    for i, p in enumerate(ps):
+        alike.setdefault((p.dtype, p.device), []).append(i)
+    for members in alike.values():
+        lists = (
+            [ps[i] for i in members],
+            [gs[i] for i in members],
+            [states[i]["exp_avg"] for i in members],
+            [states[i]["exp_avg_sq"] for i in members],
+        )
+        if torch.compiler.is_compiling():
+            for p, g, m, v in zip(*lists):
+                for old, new in zip((p, m, v), adam(p, g, m, v, *options)):
+                    old.copy_(new)
+        else:
+            adam_(*lists, *options)
 
 
 def _sgd_states(parameter: Tensor, group: Group) -> dict[str, Tensor]:
     return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
 
 
-def _sgd(p: Tensor, g: Tensor, states: States, step: Tensor, group: Group) -> None:
-    g = -g if group["maximize"] else g
-    if group["weight_decay"]:
-        g = g + p * group["weight_decay"]
-    if group["momentum"]:
-        # The first buffer is the gradient itself, whatever the dampening.
-        fresh = torch.where(step == 1, 1.0, 1 - group["dampening"]).to(g.dtype)
-        moving = states["momentum_buffer"].mul_(group["momentum"]).add_(g * fresh)
-        g = g + moving * group["momentum"] if group["nesterov"] else moving
-    p.sub_(g * group["lr"])
+def _sgd(
+    ps: Sequence[Tensor], gs: Sequence[Tensor], states: Sequence[States], step: Tensor, group: Group
+) -> None:
+    for p, g, state in zip(ps, gs, states):
+        g = -g if group["maximize"] else g
+        if group["weight_decay"]:
+            g = g + p * group["weight_decay"]
+        if group["momentum"]:
+            # The first buffer is the gradient itself, whatever the dampening.
+            fresh = torch.where(step == 1, 1.0, 1 - group["dampening"]).to(g.dtype)
+            moving = state["momentum_buffer"].mul_(group["momentum"]).add_(g * fresh)
+            g = g + moving * group["momentum"] if group["nesterov"] else moving
+        p.sub_(g * group["lr"])
 
 
 _REFUSED = ("amsgrad", "differentiable")

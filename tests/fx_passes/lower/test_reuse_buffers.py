@@ -12,7 +12,8 @@ from expecttest import TestCase
 from torch import fx
 
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes.lower.reuse_buffers import reuse_buffers
+from torchgspmd.custom_ops.updates import adam_
+from torchgspmd.fx_passes.lower.reuse_buffers import ADAM, reuse_buffers
 
 F32 = {"shape": (4, 6), "dtype": torch.float32}
 
@@ -204,6 +205,72 @@ def test_after_the_wait_it_is_free() -> None:
     p.graph.output((sums, used))
     reuse_buffers(p.graph)
     assert sums.target is aten.add_.Tensor
+
+
+def changing(p: Program, changed: dict[fx.Node, fx.Node]) -> set[str]:
+    """Names of the inputs that lie where they were after a run, which computes their new values."""
+    values = tuple(changed.values())
+    p.graph.output(values)
+    inputs = [torch.rand(4, 6), torch.rand(4, 6)]
+    want = fx.GraphModule({}, p.graph)(*(t.clone() for t in inputs))
+    module = fx.GraphModule({}, reuse_buffers(p.graph, changed))
+    module.graph.lint()
+    placed = dict(zip((p.x, p.y), inputs))
+    for old, new, expected in zip(changed, module(*inputs), want, strict=True):
+        placed[old].copy_(new)  # as the caller does, in this order
+        torch.testing.assert_close(placed[old], expected)
+    values = p.graph.output_node().args[0]
+    return {old.name for old, new in zip(changed, values) if _written_over(new) is old}
+
+
+def _written_over(value: fx.Node) -> fx.Node:
+    while "_." in str(value.target):
+        value = value.args[0]
+    return value
+
+
+def test_new_values_of_inputs_are_written_over_them() -> None:
+    p = Program()
+    moved = p(aten.add.Tensor, p(aten.mul.Tensor, p.x, 0.9), p.y)
+    assert changing(p, {p.x: moved}) == {"x"}
+
+
+def test_an_input_is_not_written_before_it_is_read() -> None:
+    p = Program()
+    new = p(aten.add.Tensor, p.x, p.y)
+    assert changing(p, {p.x: new, p.y: p(aten.mul.Tensor, p.y, p.x)}) == {"y"}
+
+
+def test_an_input_is_not_written_by_the_value_of_another() -> None:
+    p = Program()
+    new = {p.x: p(aten.neg.default, p.y)}
+    assert changing(p, new | {p.y: p(aten.neg.default, p.x)}) == set()
+
+
+def stepped(p: Program, w: fx.Node, g: fx.Node) -> dict[int, fx.Node]:
+    one = p(aten.full.default, [], 1.0, meta={"shape": (), "dtype": torch.float32})
+    one = next((n for n in p.graph.nodes if n.target is aten.full.default), one)
+    u = p(ADAM, w, g, p.y, p.y, one, one, 0.9, 0.99, 0.0, 1e-8, True, False, meta={})
+    return {i: p(operator.getitem, u, i) for i in range(3)}
+
+
+def test_a_step_of_adam_is_in_place() -> None:
+    p = Program()
+    g = p(aten.neg.default, p.x)
+    assert changing(p, {p.x: stepped(p, p.x, g)[0]}) == {"x"}
+    (call,) = [n for n in p.graph.nodes if n.target is adam_]
+    assert [n.target for n in (*call.args[2], *call.args[3])] == [aten.clone.default] * 2
+
+
+def test_steps_between_two_waits_are_one_call() -> None:
+    for waits in (0, 1):
+        p = Program()
+        first = stepped(p, p.x, p(aten.neg.default, p.x))[0]
+        for _ in range(waits):
+            p(c10d.wait_tensor.default, p.y, meta={})
+        second = stepped(p, p(aten.exp.default, p.y), p(aten.neg.default, p.y))[0]
+        assert changing(p, {p.x: first, p.y: second}) == {"x"}
+        assert sum(n.target is adam_ for n in p.graph.nodes) == 1 + waits
 
 
 class TestGolden(TestCase):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...custom_ops.updates import adam, adam_formula, rate
 from ...rules.rewrites import DECLINED
 
 
@@ -108,22 +109,17 @@ def _adam(decoupled: bool) -> Callable:
     ) -> Any:
         if grad_scale is not None or found_inf is not None:
             return DECLINED
+        options = beta1, beta2, weight_decay, eps, decoupled, maximize
         for i, (p, g, m, v, step) in enumerate(
             zip(params, grads, exp_avgs, exp_avg_sqs, state_steps)
         ):
-            g, step_count = -g if maximize else g, step.double()
-            if decoupled:
-                p.mul_(1 - lr * weight_decay)
-            elif weight_decay:
-                g = g + p * weight_decay
-            m.lerp_(g, 1 - beta1)
-            v.mul_(beta2).add_(g * g * (1 - beta2))
             if amsgrad:
-                max_exp_avg_sqs[i].copy_(torch.maximum(max_exp_avg_sqs[i], v))
-            root = (max_exp_avg_sqs[i] if amsgrad else v).sqrt() / (
-                1 - beta2**step_count
-            ).sqrt() + eps
-            p.sub_(m / root * (lr / (1 - beta1**step_count)))
+                new = adam_formula(p, g, m, v, max_exp_avg_sqs[i], step, lr, *options)
+            else:
+                new = adam(p, g, m, v, step, rate(lr, step), *options)
+            old = (p, m, v, *max_exp_avg_sqs[i : i + 1])
+            for tensor, value in zip(old, new):
+                tensor.copy_(value)
         return params
 
     return body

@@ -1,26 +1,33 @@
-"""Write results over operands at their last use.
+"""Write results over operands at their last use, and new values of inputs over the old ones.
 
 before   %g = add(%a, %b);  %h = scatter(%zeros, 1, %i, %g)      # the last uses of %a and of %zeros
 after    %g = add_(%a, %b);  %h = scatter_(%zeros, 1, %i, %g)
+before   %p = input;  %u = adam(%p, %g, %m, %v, ...);  return %u[0]   # the new value of %p
+after    %p = input;  adam_([%p], [%g], [%m], [%v], ...);  return %p
 needs    the program of one rank, lowered and checked (verify_in_flight.py); meta["shape"] and
          meta["dtype"] where they are known, and meta["dynamic"] where they depend on values
-ensures  the same values; inputs, outputs and collectives in flight keep theirs
+ensures  the same values; inputs that are not changed, outputs and collectives in flight keep theirs
 
-Only memory that this program allocated is written, and only after the last read of all its views.
+Only memory that this program allocated is written, and only after the last read of all its views;
+that of an input that the program changes by a chain of operations that ends with its new value.
 Copying the zeros that a gradient is scattered into took 2 % of a small model's step.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
 
-from ...compat.operators import aten, find
+from ...capture import MUTATION
+from ...compat.operators import aten, c10d, find
 from ...compat.private_apis import OpOverload
+from ...custom_ops.updates import adam, adam_
+from ..program import Program
 
+ADAM = adam._opoverload
 # Besides elementwise operations, those that can write their result over their first operand.
 _OVER_FIRST = (
     aten.addmm.default,
@@ -59,20 +66,44 @@ _ALLOCATE = {
     aten._log_softmax_backward_data.default,
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
+    ADAM,
 }
 
 
-def reuse_buffers(graph: fx.Graph) -> fx.Graph:
-    """Rewrite the graph in place and return it."""
-    memory = _Memory(graph)
-    for at, node in enumerate(graph.nodes):
+def reuse_buffers(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node] | None = None) -> fx.Graph:
+    """Rewrite the graph in place and return it. changed: the new value of each changed input."""
+    memory = _Memory(graph, changed or {})
+    for node in graph.nodes:
         op = _in_place_op(node)
         for operand, others in _candidate_operands(node) if op else ():
-            if _same_type(node, operand) and memory.is_free(operand, others, at):
+            if _same_type(node, operand) and memory.is_free(operand, others, node):
                 memory.merge(node, operand)
                 node.target, node.args = op, (operand, *others, *node.args[1 + len(others) :])
                 break
+    for group in _alike(graph):
+        _step_in_place(graph, group, memory)
     return graph
+
+
+def reuse_memory(program: Program) -> fx.Graph:
+    """Run the pass on a program, of which it knows the inputs that change."""
+    return reuse_buffers(program.graph, _changed_inputs(program))
+
+
+def _changed_inputs(program: Program) -> dict[fx.Node, fx.Node]:
+    """Return the new value of each input that the forward of a program changes.
+
+    Without those that it returns besides, or views of them: these have memory of their own.
+    """
+    if program.backward is None:
+        return {}
+    inputs, values = program.placeholders, program.graph.output_node().args[0]
+    bases = [_base_of(value) for value in values if isinstance(value, fx.Node)]
+    return {
+        inputs[out.input]: value
+        for out, value in zip(program.captured.outputs, values)
+        if out.kind == MUTATION and isinstance(value, fx.Node) and bases.count(value) == 1
+    }
 
 
 class _Memory:
@@ -81,7 +112,9 @@ class _Memory:
     A buffer is named by the node that allocates it.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, changed: Mapping[fx.Node, fx.Node]) -> None:
+        self.writers = {x: _chain(x, value) for x, value in changed.items()}
+        self.position = {node: at for at, node in enumerate(graph.nodes)}
         self.buffers: dict[fx.Node, frozenset[fx.Node]] = {}
         self.last_read: dict[fx.Node, int] = {}
         self.reused: dict[fx.Node, fx.Node] = {}  # result written over an operand -> its buffer
@@ -94,14 +127,17 @@ class _Memory:
             else:
                 self.buffers[node] = read if read and not _is_new(node) else frozenset([node])
 
-    def is_free(self, value: fx.Node, others: tuple, at: int) -> bool:
-        """Return True if the program allocated a value's buffer, and node `at` reads it last.
+    def is_free(self, value: fx.Node, others: tuple, node: fx.Node) -> bool:
+        """Return True if a node may write over a value: it reads the buffer last.
 
-        The other operands must not lie in the buffer.
+        The program has allocated the buffer, or changes the input that lies in it by this node. The
+        other operands must not lie in the buffer.
         """
-        base = _base_of(value)
-        if base not in self.reused and not _is_new(
-            base.args[0] if base.target is operator.getitem else base
+        base, at = _base_of(value), self.position[node]
+        if (
+            base not in self.reused
+            and not _is_new(base.args[0] if base.target is operator.getitem else base)
+            and node not in self.writers.get(value, ())
         ):
             return False
         buffer, read = self._buffer_of(base), []
@@ -122,6 +158,23 @@ class _Memory:
         return self.reused.get(buffer, buffer)
 
 
+def _chain(x: fx.Node, value: fx.Node) -> set[fx.Node]:
+    """Return the operations that lead from an input to its new value, each read by the next alone.
+
+    Each may be written over the one before, the first over the input.
+    """
+    if value.target is operator.getitem and value.args[0].target is ADAM:
+        return {value.args[0]}
+    chain = {value}
+    while _in_place_op(value):
+        operands = [operand for operand, _ in _candidate_operands(value)]
+        if x in operands:
+            return chain
+        value = next((o for o in operands if len(o.users) == 1), x)
+        chain.add(value)
+    return set()
+
+
 def _base_of(node: fx.Node) -> fx.Node:
     """Return the value that a chain of views starts from."""
     while node.target in _VIEWS:
@@ -132,13 +185,9 @@ def _base_of(node: fx.Node) -> fx.Node:
 def _is_new(node: fx.Node) -> bool:
     """Return True if an operation allocates its results."""
     op = node.target
-    if (
-        not isinstance(op, OpOverload)
-        or op.namespace != "aten"
-        or any(r.alias_info for r in op._schema.returns)
-    ):
+    if not isinstance(op, OpOverload) or any(r.alias_info for r in op._schema.returns):
         return False
-    return op in _ALLOCATE or torch.Tag.pointwise in op.tags
+    return op in _ALLOCATE or op.namespace == "aten" and torch.Tag.pointwise in op.tags
 
 
 def _in_place_op(node: fx.Node) -> OpOverload | None:
@@ -173,3 +222,49 @@ def _same_type(node: fx.Node, operand: fx.Node) -> bool:
         for x in (node, operand)
     ]
     return types[0] is not None and types[0] == types[1]
+
+
+# ------------------------------------------------------------------------- steps of optimizers
+
+
+def _alike(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Return the calls of adam in groups that one call computes, at the place of the last.
+
+    Between them nothing is waited for, and nothing reads a result.
+    """
+    groups: list[list[fx.Node]] = []
+    key, results = None, set()
+    for node in graph.nodes:
+        if node.target is ADAM:
+            p, *_, step = node.args[:5]
+            if (mine := (step, *node.args[5:], p.meta["dtype"])) != key:
+                key, results = mine, set()
+                groups.append([])
+            groups[-1].append(node)
+            results.update(node.users)
+        elif node.target is c10d.wait_tensor.default or results & {*node.all_input_nodes}:
+            key = None
+    return groups
+
+
+def _step_in_place(graph: fx.Graph, group: list[fx.Node], memory: _Memory) -> None:
+    """Replace calls of adam by one that writes over the old values, or over copies of them."""
+    rows = []
+    for node in group:
+        p, g, m, v = node.args[:4]
+        new = {}
+        for i, x in enumerate((p, m, v)):
+            others = tuple(y for y in (p, g, m, v) if y is not x)
+            new[i] = x
+            if not memory.is_free(x, others, node):
+                with graph.inserting_before(node):
+                    new[i] = graph.call_function(aten.clone.default, (x,))
+                new[i].meta = dict(x.meta)
+        rows.append((new[0], g, new[1], new[2]))
+        for result in list(node.users):
+            result.replace_all_uses_with(new[result.args[1]])
+            graph.erase_node(result)
+    with graph.inserting_before(group[-1]):
+        graph.call_function(adam_, (*map(list, zip(*rows)), *group[-1].args[4:]))
+    for node in group:
+        graph.erase_node(node)

@@ -61,7 +61,7 @@ def bucket(graph: fx.Graph, hardware: Hardware) -> fx.Graph:
     """Rewrite the graph in place and return it."""
     _reduce_before_division(graph)
     _move_reductions_up(graph)
-    _move_tails_to_end(graph)
+    _move_tails_down(graph)
     caps = _caps(graph, hardware)
     order = {node: i for i, node in enumerate(graph.nodes)}
     last = len(order)
@@ -137,9 +137,13 @@ def _move_reductions_up(graph: fx.Graph) -> None:
             node.args[0].append(node)
 
 
-def _move_tails_to_end(graph: fx.Graph) -> None:
-    """Move operations between a reduction and the output to the end, where they close no bucket."""
+def _move_tails_down(graph: fx.Graph) -> None:
+    """Move operations on a reduction alone to the first other use, where they close no bucket.
+
+    That is the output, or the step of an optimizer.
+    """
     end = graph.output_node()
+    order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(filter(_reduces, graph.nodes)):
         chain = []
         while (
@@ -149,9 +153,9 @@ def _move_tails_to_end(graph: fx.Graph) -> None:
         ):
             chain.append(user)
             node = user
-        if list(node.users) == [end]:
-            for tail in chain:
-                end.prepend(tail)
+        before = min(node.users, key=order.__getitem__, default=end)
+        for tail in chain:
+            before.prepend(tail)
 
 
 def _fill_buckets(

@@ -90,4 +90,5 @@ def _fill_tensor(x: Tensor, value: Tensor) -> Tensor:
 
 @rewrite("decompose", aten.copy.default)
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    return source.to(x.dtype).expand(x.shape).clone()
+    source = source.to(x.dtype)
+    return (source if source.shape == x.shape else source.expand(x.shape)).clone()

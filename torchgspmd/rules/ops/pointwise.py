@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from ...annotate import mark_sharding_op
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
+from ...custom_ops.updates import adam
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule, rule_for
 from ..rewrites import rewrite
@@ -104,7 +105,7 @@ pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
 pointwise(aten.mul.Tensor, linear=[[0], [1]])
 pointwise(aten.div.Tensor, linear=[[0]])
 pointwise(aten.where.self, linear=[[1, 2]])
-pointwise(mark_sharding_op._opoverload)
+pointwise(mark_sharding_op._opoverload, adam._opoverload)
 
 
 @rule_for(

@@ -1,0 +1,49 @@
+"""train_step on processes: the numbers of one process, and the bytes of the formula on the wire."""
+
+import torch
+import zero_step
+from ranks import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchgspmd as gspmd
+from torchgspmd.custom_ops.updates import adam_
+
+C10D = torch.ops._c10d_functional
+
+
+class Wire(TorchDispatchMode):
+    """The bytes that this process sends to others in all_to_all, and no other collective runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.rank, self.sent = torch.distributed.get_rank(), 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is C10D.all_to_all_single.default:
+            tensor, _, sends, _ = args
+            share = (sum(sends) - sends[self.rank]) / max(sum(sends), 1)
+            self.sent += share * tensor.nbytes
+        else:
+            assert func.namespace != "_c10d_functional" or func is C10D.wait_tensor.default
+        return func(*args, **(kwargs or {}))
+
+
+@distributed("data=2")
+def test_bytes_of_zero_on_the_wire(mesh):
+    layers = 3
+    for stage in zero_step.STAGES:
+        for dtype in (None, torch.bfloat16):
+            step, x, options = zero_step.case(stage, layers, dtype)
+            alone, _, _ = zero_step.case(stage, layers, dtype)
+            alone.load_state_dict(step.state_dict())
+            step = gspmd.parallelize(step, zero_step.LAYOUT.on(mesh), **options)
+            for _ in range(2):
+                with Wire() as wire:
+                    loss = step(x)
+                torch.testing.assert_close(loss, alone(x))
+            expected = zero_step.expected_bytes(stage, layers, mesh.size, dtype)
+            assert 0 <= wire.sent - expected <= 64, stage  # the loss, and the comparison of ranks
+            calls = [n for p in step._all_programs() for n in p.forward.__self__.graph.nodes]
+            (update,) = [n for n in calls if n.target is adam_]
+            if stage != "1":  # there a part of the weights is updated, and gathered
+                assert all(x.op == "placeholder" for i in (0, 2, 3) for x in update.args[i])
