@@ -158,9 +158,28 @@ def test_gradients_of_microbatches_are_reduced_once():
     model, x = Model(), torch.randn(5, 8, width)
     plan = gspmd.plan(model, x, mesh=mesh, in_specs="_ data _", grad=True)
     assert plan.sent_bytes == reduced(layers * width * width + 1, 4)
+    assert [c.count for c in plan.collectives] == [1, 1]  # outside both loops: the loss, the weight
     h = x
     for weight in model.weight:
         h = torch.tanh(h @ weight)
     h.square().sum().backward()
     gradient = plan.simulate(x)[1]["weight"]
     torch.testing.assert_close(gradient, model.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("microbatches", (4, 8))
+def test_a_pipeline(microbatches):
+    """Batch and results are divided over the stages; one activation goes on in each tick.
+
+    The page's devices also pass round what they have of the batch and of the results, each time
+    that all of its microbatches have been begun.
+    """
+    mesh, stages, width, rows = Mesh(stage=4), 4, 16, 8
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(stages)]
+    model = gspmd.pipeline(blocks, mesh, microbatches=microbatches)
+    x = torch.randn(microbatches * rows, width)
+    plan = gspmd.plan(model, x, mesh=mesh, in_specs="stage _", out_specs="stage _")
+    torch.testing.assert_close(plan.simulate(x), nn.Sequential(*blocks)(x))
+    ticks, of_a_device = microbatches + stages - 1, microbatches // stages
+    passed_on = ticks + 2 * (ticks // of_a_device) * of_a_device
+    assert plan.sent_bytes <= passed_on * rows * width * 4

@@ -99,6 +99,21 @@ def test_a_tick_sends_one_activation():
     assert not [c for c in plan.collectives if c.payload_bytes > m * activation]
 
 
+def test_the_program_grows_neither_with_layers_nor_with_microbatches():
+    """The layers of a stage are a loop in the loop of ticks; weights are reduced after both."""
+    mesh, sizes = gspmd.Mesh(data=2, stage=2), {}
+    for layers, m in ((2, 4), (8, 4), (2, 64)):
+        with torch.device("meta"):
+            blocks = [Block() for _ in range(2 * layers)]
+            model = gspmd.pipeline(blocks, mesh, microbatches=m)
+            x = torch.empty(2 * m, 4)
+        plan = gspmd.plan(model, x, mesh=mesh, in_specs="data _", grad=True)
+        sizes[layers, m] = len(plan.program.graph.nodes)
+        reduced = [c for c in plan.collectives if c.kind == "all_reduce" and "data" in c.axes]
+        assert reduced and all(c.count == 1 for c in reduced)
+    assert max(sizes.values()) <= 1.02 * min(sizes.values()), sizes
+
+
 def test_names_of_the_blocks():
     mesh = gspmd.Mesh(stage=2)
     alone, model = pair(5, mesh, 4)

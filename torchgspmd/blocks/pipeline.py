@@ -285,7 +285,13 @@ class Pipeline(StackedBlocks):
             present = {name: _rows(w, round_of) for name, w in weights.items()}
             block = (round_of * p + stage)[:, None] * self.layers + count_up(self.layers)
             results = self._stage_of_all(
-                present, block < self.count, moved, tree, shared, self.recompute
+                present,
+                block < self.count,
+                moved,
+                tree,
+                shared,
+                self.recompute,
+                as_loop=not self.recompute,
             )
             results = [*map(self._along, results)]
             return [*results, *queue], results
@@ -302,24 +308,37 @@ class Pipeline(StackedBlocks):
         tree: Any,
         shared: tuple,
         recompute: bool,
+        as_loop: bool = False,
     ) -> list[Tensor]:
-        """Run the blocks of every stage on what it has. weights: [stages, layers, ...]."""
+        """Run the blocks of every stage on what it has, in a loop if they shall be one.
+
+        weights: [stages, layers, ...].
+        """
         is_full = self.count == self.stages * self.repeats * self.layers
 
-        def stage(weights: dict[str, Tensor], real: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-            for layer in range(self.layers):
-                x = pytree.tree_unflatten([*leaves], tree)
-                y = self.run(self.block, {name: w[layer] for name, w in weights.items()}, x, shared)
-                computed = pytree.tree_leaves(y)
-                if not is_full:
-                    computed = [
-                        torch.where(real[layer], new, old) for new, old in zip(computed, leaves)
-                    ]
-                leaves = tuple(computed)
-            return leaves
+        def layer(weights: dict[str, Tensor], real: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+            y = self.run(self.block, weights, pytree.tree_unflatten([*leaves], tree), shared)
+            computed = pytree.tree_leaves(y)
+            if is_full:
+                return tuple(computed)
+            return tuple(torch.where(real, new, old) for new, old in zip(computed, leaves))
+
+        def layer_of_all(
+            weights: dict[str, Tensor], real: Tensor, *leaves: Tensor
+        ) -> tuple[Tensor, ...]:
+            return torch.vmap(layer, randomness="different")(weights, real, *leaves)
 
         def all_stages(weights: dict[str, Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
-            return torch.vmap(stage, randomness="different")(weights, real, *leaves)
+            def body(*inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+                row = dict(zip(weights, inputs[len(leaves) :]))
+                return layer_of_all(row, inputs[-1], *inputs[: len(leaves)]), ()
+
+            rows = [*(w.transpose(0, 1) for w in weights.values()), real.T]
+            if self.layers > 1 and as_loop:
+                return tuple(run_loop(body, leaves, rows, self.layers)[0])
+            for i in range(self.layers):
+                leaves = tuple(body(*leaves, *(x[i] for x in rows))[0])
+            return leaves
 
         if recompute:
             return [*checkpoint(all_stages, weights, *state, use_reentrant=False)]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
-from ...compat.private_apis import TorchDispatchMode
+from ...compat.private_apis import TorchDispatchMode, is_functorch_wrapped_tensor
 from ...compat.private_apis import _pytree as pytree
 from ...custom_ops.loops import (
     Loop,
@@ -144,6 +144,7 @@ def trace_body(
         carried, results = body(*entries[:at], *entries[at:inner])
     traced.carries = list(entries[:at])
     leaving = [replaced.get(id(x), x) for x in (*carried, *results)]
+    _note(leaving)  # no mode sees what torch.vmap returns
     passing = traced.carries if traced.loop.ends == "?" else []
     exits = _Exits.apply(traced, len(carry), len(leaving), *leaving, *passing)
     _note(exits)
@@ -254,8 +255,9 @@ class Record(TorchFunctionMode):
     def use(self, operands: Sequence[Any]) -> None:
         """Note operands."""
         for x in operands:
-            noted = isinstance(x, Tensor) and (self.every or x.requires_grad)
-            if noted and id(x) not in self.of_the_body:
+            if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
+                continue  # torch.vmap wraps what is noted
+            if (self.every or x.requires_grad) and id(x) not in self.of_the_body:
                 self.outer.setdefault(id(x), x)
 
     def add(self, results: Sequence[Any]) -> None:
