@@ -19,7 +19,14 @@ setup(
         "transformers": ["transformers>=5", "torchvision", "torchaudio"],
         "dev": ["ruff==0.17.*", "pyright[nodejs]==1.1.414"],
         # pytest 9.2 ignores the groups of pytest-xdist 3.8, which keep ranks together.
-        "test": ["pytest<9.2", "pytest-xdist", "hypothesis", "expecttest", "scikit-learn"],
+        "test": [
+            "pytest<9.2",
+            "pytest-xdist",
+            "hypothesis",
+            "expecttest",
+            "scikit-learn",
+            "highspy",
+        ],
         "examples": ["rich", "matplotlib"],
         "auto": ["highspy"],
         "xla": ["torch==2.9.*", "torch_xla==2.9.*"],

@@ -1,6 +1,7 @@
 """suggest finds what trying everything finds, keeps to the memory, and its code runs."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torchgspmd.hardware import Link
 from torchgspmd.suggest import search
 from torchgspmd.suggest.judge import Judge
 from torchgspmd.suggest.layers import Layers
-from torchgspmd.suggest.proposal import Marks, Proposal, Savings, patterns_of
+from torchgspmd.suggest.proposal import Group, Marks, Proposal, Savings, patterns_of
+from torchgspmd.suggest.recompute import has_solver
 
 # Slow products and fast links: weights are worth dividing. The other way round: they are not.
 SLOW_PRODUCTS = Hardware("slow", {4: 1e9}, 1e12, 1e9, (Link(8, 1e9, 1e-7),), launch=0.0)
@@ -182,11 +184,14 @@ def test_as_many_layers_are_recomputed_as_memory_asks(layers):
     batch = torch.zeros(4096, 16)
     judge = Judge(Wide(layers), (batch,), {}, SLOW_LINKS)
     mesh, marks = gspmd.Mesh(data=2, model=1), Marks()
-    known = [judge.numbers(mesh, marks, Savings(recomputed=n)) for n in range(layers + 1)]
+    known = [
+        judge.numbers(mesh, marks, Savings(recomputed=(("", n),) if n else ()))
+        for n in range(layers + 1)
+    ]
     truth = []
     for number in range(layers + 1):
         model = Wide(layers)
-        with Layers.of(model).recomputed(number):
+        with Layers.of(model).recomputed((("", number),)):
             plan = gspmd.plan(model, batch, mesh=mesh, in_specs="data _", grad=True)
         memory = plan.report(SLOW_LINKS, tried=False).memory
         truth.append((memory.peak + memory.optimizer, plan.estimate(SLOW_LINKS).seconds))
@@ -203,7 +208,7 @@ def test_a_batch_is_divided_where_nothing_fits():
     model, batch = Wide(2), torch.zeros(4096, 16)
     options = {"devices": 1, "hardware": SLOW_LINKS, "seconds": 600}
     free = gspmd.suggest(model, (batch,), **options)[0]
-    assert free.largest_batch >= len(batch) and free.savings == Savings()
+    assert free.largest_batch and free.largest_batch >= len(batch) and free.savings == Savings()
     limit = free.memory / 5
     found = gspmd.suggest(model, (batch,), memory=limit, **options)[0]
     assert found.memory <= limit and found.savings.microbatches > 1
@@ -227,3 +232,86 @@ def test_like_parameters_have_one_shape():
     globs = patterns_of(shapes)
     assert globs["a.1.0.weight"] == "a.*.0.weight" and globs["a.1.1.weight"] == "a.*.1.weight"
     assert globs["b.0.weight"] == "b.*.weight"
+
+
+class Costly(nn.Module):
+    """Of a layer, one part takes time and the other one memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.product, self.chain = nn.Linear(64, 64), Chain()
+
+    def forward(self, x):
+        return x + self.chain(self.product(x))
+
+
+class Chain(nn.Module):
+    def forward(self, x):
+        for _ in range(3):
+            x = x.sin().exp()
+        return x
+
+
+class Costlies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Costly() for _ in range(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.skipif(not has_solver(), reason="needs highspy: pip install highspy")
+def test_what_is_recomputed_is_the_best_of_all_choices():
+    """Of nothing, a layer, and each part, for each layer."""
+    judge = Judge(Costlies(), (torch.zeros(2048, 64),), {}, SLOW_PRODUCTS)
+    mesh, marks = gspmd.Mesh(data=1, model=1), Marks()
+    paths = [None, "", "product", "chain"]
+    uniform = {
+        path: judge.numbers(mesh, marks, Savings(recomputed=() if path is None else ((path, 5),)))
+        for path in paths
+    }
+    smallest, largest = min(n.memory for n in uniform.values()), uniform[None].memory
+    for share in (0.8, 0.5, 0.1):
+        limit = smallest + share * (largest - smallest)
+        least = min(
+            sum(uniform[path].seconds for path in each) / 5
+            for each in itertools.combinations_with_replacement(paths, 5)
+            if sum(uniform[path].memory for path in each) / 5 <= limit
+        )
+        solved = judge.best_recomputed(mesh, marks, Savings(), limit)
+        assert solved
+        savings, bound = solved
+        found = judge.numbers(mesh, marks, savings)
+        assert found.memory <= limit and found.seconds == pytest.approx(least)
+        assert bound <= found.seconds * 1.0001
+        assert any(path == "chain" for path, _ in savings.recomputed)
+        model = Costlies()
+        with Layers.of(model).recomputed(savings.recomputed):
+            plan = gspmd.plan(model, torch.zeros(2048, 64), mesh=mesh, grad=True)
+        memory = plan.report(SLOW_PRODUCTS, tried=False).memory
+        assert memory.peak + memory.optimizer <= limit * 1.001
+
+
+def test_the_code_of_layers():
+    layers = Layers.of(Costlies())
+    assert layers.code((("", 5),)) == "model.layers"
+    code = layers.code((("", 1), ("chain", 3)))
+    assert code == "[*model.layers[:1], *(each.chain for each in model.layers[1:4])]"
+
+
+def test_marks_of_arguments_and_of_stacks_of_matrices():
+    mesh, image, stack = gspmd.Mesh(data=2, model=4), (8, 3, 64, 66), Group("w", (8, 6, 4), 1)
+    rows = Marks().with_arguments((0,), 2)
+    assert str(rows.argument_spec(0, image, mesh)) == "data _ model _"
+    assert str(rows.argument_spec(1, image, mesh)) == "data _ _ _"
+    assert str(Marks().with_arguments((0,), 0).argument_spec(0, image, mesh)) == "data+model _ _ _"
+    assert str(rows.with_arguments((0,), 3).argument_spec(0, image, mesh)) == "data _ _ _"
+    experts = Marks(stacked=frozenset(["w"]))
+    assert str(experts.spec(stack, mesh)) == "data _ _"
+    assert str(replace(experts, zero=True).with_dim("w", 2).spec(stack, mesh)) == "data _ model"
+    assert (
+        experts.on(gspmd.Mesh(data=1, model=4)) == Marks() == rows.on(gspmd.Mesh(data=4, model=1))
+    )

@@ -22,8 +22,9 @@ from ..layout_rules import Layout, Unmarked, bound
 from ..mesh import Mesh
 from ..report.report import Report
 from ..shard_spec import ShardSpec
-from .layers import Layers
+from .layers import Layers, Recomputed
 from .proposal import DATA, Group, Marks, Savings, groups_of
+from .recompute import Way, choose, has_solver
 
 ONE_DEVICE = Mesh(data=1, model=1)
 ACCUMULATION = 3  # times a gradient is read or written to add it to the one of other microbatches
@@ -56,6 +57,12 @@ class Numbers:
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return Numbers(*(a + share * (b - a) for a, b in pairs))
 
+    def plus(self, other: Numbers, less: Numbers) -> Numbers:
+        """Return these, and what others have more than a third."""
+        names = [f.name for f in fields(self)]
+        change = {n: getattr(other, n) - getattr(less, n) for n in names}
+        return Numbers(*(getattr(self, n) + change[n] for n in names))
+
     def repeated(self, count: int, hardware: Hardware) -> Numbers:
         """Return those of so many microbatches, whose gradients add up."""
         if count == 1:
@@ -87,12 +94,12 @@ class Judge:
     members: dict[str, Group] = field(init=False)  # the groups by the name of a parameter
     flops: float = field(init=False)  # of a step of the model, on all devices
     shared: Shared = field(default_factory=Shared)
-    captures: dict[tuple[int, int], tuple[Captured, ...]] = field(default_factory=dict)
+    captures: dict[tuple[Recomputed, int], tuple[Captured, ...]] = field(default_factory=dict)
     known: dict[tuple[Mesh, Marks, Savings, int], Numbers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.recomputable = self.layers = Layers.of(self.model)
-        programs = self.programs(0, self.rows)
+        programs = self.programs((), self.rows)
         written = [
             p.inputs[out.input] for p in programs for out in p.outputs if out.kind == MUTATION
         ]
@@ -120,7 +127,7 @@ class Judge:
             return self.args
         return tuple(arg.new_empty((rows, *arg.shape[1:])) for arg in self.args)
 
-    def programs(self, recomputed: int, rows: int) -> tuple[Captured, ...]:
+    def programs(self, recomputed: Recomputed, rows: int) -> tuple[Captured, ...]:
         """Return the programs that stand for the model, captured once."""
         key = recomputed, rows
         if key not in self.captures:
@@ -128,7 +135,7 @@ class Judge:
             self.captures[key] = tuple(self._capture(size, *key) for size in sizes)
         return self.captures[key]
 
-    def _capture(self, size: int, recomputed: int, rows: int) -> Captured:
+    def _capture(self, size: int, recomputed: Recomputed, rows: int) -> Captured:
         with ExitStack() as block:
             if size:
                 block.enter_context(self.layers.shortened(size))
@@ -139,7 +146,7 @@ class Judge:
     def can_take(self, rows: int) -> bool:
         """Return whether the model takes a batch of so many rows."""
         try:
-            self.programs(0, rows)
+            self.programs((), rows)
         except ShardingError:
             return False
         return True
@@ -156,17 +163,19 @@ class Judge:
         Where two layers stand for all, some recomputed layers are between none and all: at most so
         much memory, as the peak is the largest of sums to which a layer adds the same.
         """
-        total, number = self.recomputable.length, savings.recomputed
-        rows = rows or self.rows // savings.microbatches
-        if self.layers.alike and 0 < number < total:
-            none = self.numbers(mesh, marks, replace(savings, recomputed=0), rows)
-            every = self.numbers(mesh, marks, replace(savings, recomputed=total), rows)
-            return none.towards(every, number / total)
+        total, rows = self.recomputable.length, rows or self.rows // savings.microbatches
+        if self.layers.alike and any(number < total for _, number in savings.recomputed):
+            none = mixed = self.numbers(mesh, marks, replace(savings, recomputed=()), rows)
+            for path, number in savings.recomputed:
+                uniform = replace(savings, recomputed=((path, total),))
+                every = self.numbers(mesh, marks, uniform, rows)
+                mixed = mixed.plus(none.towards(every, number / total), none)
+            return mixed
         key = mesh, marks, savings, rows
         if key not in self.known:
             each = [
                 self._plan(program, mesh, marks, savings.regather, rows)
-                for program in self.programs(number, rows)
+                for program in self.programs(savings.recomputed, rows)
             ]
             self.known[key] = self._whole(each).repeated(savings.microbatches, self.hardware)
         return self.known[key]
@@ -180,14 +189,40 @@ class Judge:
         """
         total = self.recomputable.length
 
-        def memory(number: int) -> float:
-            return self.numbers(mesh, marks, replace(savings, recomputed=number)).memory
+        def ways(number: int) -> Savings:
+            return replace(savings, recomputed=(("", number),) if number else ())
+
+        def fits(number: int) -> bool:
+            return self.numbers(mesh, marks, ways(number)).memory <= limit
 
         try:
-            fewest = bisect_left(range(total), True, key=lambda number: memory(number) <= limit)
+            return ways(bisect_left(range(total), True, key=fits))
         except (ShardingError, CheckpointError):  # of the model: it cannot be recomputed
             return savings
-        return replace(savings, recomputed=fewest)
+
+    def best_recomputed(
+        self, mesh: Mesh, marks: Marks, savings: Savings, limit: float
+    ) -> tuple[Savings, float] | None:
+        """Return the fastest savings that recompute layers or submodules of theirs, and a bound.
+
+        None where layers are not alike, where nothing fits, and without HiGHS.
+        """
+        total = self.recomputable.length
+        if not has_solver() or not self.layers.alike or not total:
+            return None
+        known: dict[str | None, Numbers] = {}
+        for path in [None, "", *self.recomputable.submodules()]:
+            recomputed = () if path is None else ((path, total),)
+            try:
+                known[path] = self.numbers(mesh, marks, replace(savings, recomputed=recomputed))
+            except (ShardingError, CheckpointError):  # of the model
+                continue
+        ways = [Way(each.seconds / total, each.memory / total) for each in known.values()]
+        choice = choose(ways, total, limit)
+        if choice is None:
+            return None
+        counts = [(path, n) for path, n in zip(known, choice.counts) if path is not None and n]
+        return replace(savings, recomputed=tuple(counts)), choice.bound
 
     def most_rows(self, mesh: Mesh, marks: Marks, savings: Savings, limit: float) -> int:
         """Return the rows of the largest batch that keeps to the limit; at least those of now.
@@ -221,7 +256,7 @@ class Judge:
             else inp
             for inp in program.inputs
         ]
-        inputs = self.in_specs(mesh, rows)
+        inputs = self.in_specs(mesh, marks, rows)
         result = compile_plan(
             replace(program, inputs=marked),
             mesh,
@@ -237,13 +272,15 @@ class Judge:
         specs = {group.pattern: marks.spec(group, mesh) for group in self.groups}
         return {pattern: str(spec) for pattern, spec in specs.items() if spec is not None}
 
-    def in_specs(self, mesh: Mesh, rows: int) -> list[ShardSpec | None]:
+    def in_specs(self, mesh: Mesh, marks: Marks, rows: int) -> list[ShardSpec | None]:
         """Return the layouts of the arguments, of so many rows."""
-        return [_batch_spec(tensor, mesh) for tensor in self.arguments(rows)]
+        tensors = enumerate(self.arguments(rows))
+        return [marks.argument_spec(i, tensor.shape, mesh) for i, tensor in tensors]
 
-
-def _batch_spec(tensor: Tensor, mesh: Mesh) -> ShardSpec | None:
-    """Return the layout of an argument: its first dimension along DATA, if that divides it."""
-    if not tensor.dim() or tensor.shape[0] % mesh.count((DATA,)):
-        return None
-    return ShardSpec(((DATA,), *[()] * (tensor.dim() - 1)))
+    def like_arguments(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Return the numbers of the arguments by shape."""
+        numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for i, tensor in enumerate(self.arguments(self.rows)):
+            shape = tuple(tensor.shape)
+            numbers[shape] = (*numbers.get(shape, ()), i)
+        return numbers

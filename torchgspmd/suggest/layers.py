@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 MIN_LAYERS = 4  # of a list that is shortened
 LISTS = (nn.ModuleList, nn.Sequential)
 
+Recomputed = tuple[tuple[str, int], ...]  # of Savings
+
 
 @dataclass(frozen=True)
 class Layers:
@@ -50,22 +52,37 @@ class Layers:
         }
         return Layers(kept, self.alike)
 
-    def counts(self, number: int) -> dict[str, int]:
-        """Return how many layers of each list are the first `number` layers."""
-        counts: dict[str, int] = {}
-        for path, layers in self.lists.items():
-            counts[path] = min(number, len(_children(layers)))
-            number -= 0 if self.alike else counts[path]
-        return counts
+    def slices(self, recomputed: Recomputed) -> Iterator[tuple[str, str, int, int]]:
+        """Yield list, submodule, first and end of the layers that something is done with."""
+        first = 0
+        for submodule, number in recomputed:
+            before = 0
+            for path, layers in self.lists.items():
+                size = len(_children(layers))
+                low, high = (max(n - before, 0) for n in (first, first + number))
+                if min(high, size) > low:
+                    yield path, submodule, low, min(high, size)
+                before += 0 if self.alike else size
+            first += number
 
-    def code(self, number: int) -> str:
-        """Return the code of the first `number` layers, such as model.layers[:8]."""
+    def code(self, recomputed: Recomputed) -> str:
+        """Return the code of layers, such as model.layers[:8]."""
         parts = []
-        for path, count in self.counts(number).items():
-            if count:
-                whole = count == len(_children(self.lists[path]))
-                parts.append(_code(path) + ("" if whole else f"[:{count}]"))
+        for path, submodule, low, high in self.slices(recomputed):
+            size = len(_children(self.lists[path]))
+            ends = f"{low or ''}:{high if high < size else ''}"
+            part = _code(path) + (f"[{ends}]" if ends != ":" else "")
+            name = _code(submodule, "each")
+            parts.append(f"({name} for each in {part})" if submodule else part)
         return parts[0] if len(parts) == 1 else f"[{', '.join(f'*{part}' for part in parts)}]"
+
+    def submodules(self) -> list[str]:
+        """Return the names of what a layer consists of."""
+        layers = next(iter(self.lists.values()), None)
+        if layers is None or not self.alike:
+            return []
+        children = _children(layers)[0].named_children()
+        return [name for name, child in children if not isinstance(child, nn.ModuleList)]
 
     @contextmanager
     def shortened(self, count: int) -> Generator[None]:
@@ -80,12 +97,12 @@ class Layers:
                 layers._modules = modules
 
     @contextmanager
-    def recomputed(self, number: int) -> Generator[None]:
-        """Have the backward compute the first `number` layers again, in the block."""
+    def recomputed(self, recomputed: Recomputed) -> Generator[None]:
+        """Have the backward compute layers, or submodules of theirs, again in the block."""
         chosen = [
-            layer
-            for path, count in self.counts(number).items()
-            for layer in _children(self.lists[path])[:count]
+            layer.get_submodule(submodule)
+            for path, submodule, low, high in self.slices(recomputed)
+            for layer in _children(self.lists[path])[low:high]
         ]
         saved: list[tuple[dict[str, Any], Any]] = []
         for layer in dict.fromkeys(chosen):
@@ -122,6 +139,6 @@ def _children(layers: nn.Module) -> list[nn.Module]:
     return [module for module in layers._modules.values() if module is not None]
 
 
-def _code(path: str) -> str:
+def _code(path: str, owner: str = "model") -> str:
     parts = path.split(".") if path else []
-    return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in parts)
+    return owner + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in parts)

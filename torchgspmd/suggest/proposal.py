@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..capture import PARAMETER, Captured
 from ..hardware import Hardware
@@ -76,21 +76,40 @@ def groups_of(captured: Captured) -> dict[str, Group]:
 
 @dataclass(frozen=True)
 class Marks:
-    """What a search decides: the dimension of each group on MODEL, and whether DATA shards weights.
+    """What a search decides: which dimensions MODEL and DATA shard.
 
-    model: dimensions by pattern; patterns without a mark are missing. zero: every parameter is
-    sharded along DATA too (ZeRO-3, arXiv 1910.02054): gathered before its use, its gradient reduced
-    to shards.
+    model: dimensions of groups on MODEL, by pattern; patterns without a mark are missing. zero:
+    every parameter is sharded along DATA too (ZeRO-3, arXiv 1910.02054): gathered before its use,
+    its gradient reduced to shards. stacked: groups of matrices of which DATA shards the first
+    dimension, such as experts. arguments: dimensions on MODEL, by the number of an argument.
     """
 
     model: tuple[tuple[str, int], ...] = ()
     zero: bool = False
+    stacked: frozenset[str] = frozenset()
+    arguments: tuple[tuple[int, int], ...] = ()
 
     def with_dim(self, pattern: str, dim: int | None) -> Marks:
         """Return the marks with another dimension of a group on MODEL, or none."""
         others = {p: d for p, d in self.model if p != pattern}
         chosen = others if dim is None else {**others, pattern: dim}
-        return Marks(tuple(sorted(chosen.items())), self.zero)
+        return replace(self, model=tuple(sorted(chosen.items())))
+
+    def with_arguments(self, numbers: tuple[int, ...], dim: int | None) -> Marks:
+        """Return the marks with another dimension of arguments on MODEL, or none."""
+        others = {n: d for n, d in self.arguments if n not in numbers}
+        chosen = others if dim is None else {**others, **dict.fromkeys(numbers, dim)}
+        return replace(self, arguments=tuple(sorted(chosen.items())))
+
+    def on(self, mesh: Mesh) -> Marks:
+        """Return those whose axes have more than one device."""
+        model, data = (mesh.count((axis,)) > 1 for axis in (MODEL, DATA))
+        return Marks(
+            self.model if model else (),
+            self.zero and data,
+            self.stacked if data else frozenset(),
+            self.arguments if model else (),
+        )
 
     def spec(self, group: Group, mesh: Mesh) -> ShardSpec | None:
         """Return the mark of a group on a mesh; None for no mark."""
@@ -98,8 +117,21 @@ class Marks:
         dim = dict(self.model).get(group.pattern)
         if dim is not None and group.shape[dim] % mesh.count((MODEL,)) == 0:
             dims[dim] = (MODEL,)
-        if self.zero and (free := self._zero_dim(group, mesh, dims)) is not None:
+        free = 0 if group.pattern in self.stacked else None
+        if free is None and self.zero:
+            free = self._zero_dim(group, mesh, dims)
+        if free is not None and group.shape[free] % mesh.count((*dims[free], DATA)) == 0:
             dims[free] = (*dims[free], DATA)
+        return ShardSpec(tuple(dims)) if any(dims) else None
+
+    def argument_spec(self, number: int, shape: Sequence[int], mesh: Mesh) -> ShardSpec | None:
+        """Return the layout of an argument: its first dimension along DATA, if that divides it."""
+        dims: list[tuple[str, ...]] = [()] * len(shape)
+        if shape and shape[0] % mesh.count((DATA,)) == 0:
+            dims[0] = (DATA,)
+        dim = dict(self.arguments).get(number)
+        if dim is not None and shape[dim] % mesh.count((*dims[dim], MODEL)) == 0:
+            dims[dim] = (*dims[dim], MODEL)
         return ShardSpec(tuple(dims)) if any(dims) else None
 
     def _zero_dim(self, group: Group, mesh: Mesh, dims: list[tuple[str, ...]]) -> int | None:
@@ -111,13 +143,14 @@ class Marks:
 
 @dataclass(frozen=True)
 class Savings:
-    """How a plan saves memory. regather: an option of parallelize. recomputed: layers.
+    """How a plan saves memory. regather: an option of parallelize.
 
-    microbatches: that a batch is divided into; their gradients add up.
+    recomputed: what is computed again of so many layers, the first ones, the next ones and so on: a
+    submodule, or all of them (""). microbatches: that a batch is divided into; gradients add up.
     """
 
     regather: str = "auto"
-    recomputed: int = 0
+    recomputed: tuple[tuple[str, int], ...] = ()
     microbatches: int = 1
 
 
@@ -140,6 +173,8 @@ class Proposal:
             it computes again, microbatches.
         recomputed: The code of these layers, such as model.layers[:8]; none if empty.
         largest_batch: Rows of a batch that fit, if it was searched.
+        recompute_bound: Seconds that no choice of layers and of their submodules to recompute is
+            below, on this mesh with these marks in this memory, if HiGHS is there.
 
     Example:
         >>> model = torch.nn.Linear(64, 64, device="meta")
@@ -162,6 +197,7 @@ class Proposal:
     savings: Savings = Savings()
     recomputed: str = ""
     largest_batch: int | None = None
+    recompute_bound: float | None = None
 
     @property
     def code(self) -> str:
@@ -181,14 +217,17 @@ class Proposal:
 
     def __str__(self) -> str:
         kind = re.sub(r"\s+", " ", " ".join(f"{n}={s}" for n, s in self.mesh.axes))
-        planned = largest = ""
+        planned = largest = least = ""
         if self.layers:
             planned = f"; extrapolated from {self.layers[0]} of {self.layers[1]} layers"
         if self.largest_batch:
             largest = f"; a batch of {self.largest_batch} rows fits"
+        if self.recompute_bound:
+            ratio = self.seconds / self.recompute_bound
+            least = f"; {ratio:.3f} of the bound of recomputing (a linear program)"
         return (
             f"{kind} of {self.hardware.name}: step {time_text(self.seconds)}, MFU {self.mfu:.1%}, "
             f"memory {size_text(self.memory)}, {size_text(self.sent_bytes)} sent by a device, "
             f"{self.seconds / self.bound:.2f} of the bound (products alone, divided evenly)"
-            f"{planned}{largest}\n{self.code}"
+            f"{planned}{largest}{least}\n{self.code}"
         )

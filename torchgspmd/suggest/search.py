@@ -1,15 +1,19 @@
 """The search: mesh shapes, then marks group by group, while a step gets shorter.
 
 A mesh has two axes: DATA for the batch, MODEL for weights. On the first with both, each group of
-like parameters is tried along each of its dimensions on MODEL, and all together along DATA. A
-change stays if it makes the step shorter, or a program that needs too much memory smaller. These
-marks are the start on the other meshes, of which the best are searched in turn. A plan that needs
-too much memory gathers weights again for the backward, then computes layers again; where no plan
-fits, the batch is divided. Propagation and partition decide all else, so that few marks say much.
+like parameters is tried along each of its dimensions on MODEL, so are the arguments (rows of an
+image, the sequence), and all parameters together along DATA; stacks of matrices (experts) along
+DATA by themselves. A change stays if it makes the step shorter, or a program that needs too much
+memory smaller. These marks are the start on the other meshes, of which the best are searched in
+turn. A plan that needs too much memory gathers weights again for the backward, then computes layers
+again; where no plan fits, the batch is divided. Propagation and partition decide all else, so that
+few marks say much.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,7 +167,7 @@ class _Search:
             if self.is_over():
                 return
             found[mesh] = self._best_start(mesh, marks)
-            if not marks.model:
+            if not marks.model and not marks.arguments:
                 marks = found[mesh] = self._descend(mesh, found[mesh])
         for mesh in sorted(meshes, key=lambda mesh: self.score(mesh, found[mesh])):
             if not self._is_hopeless(self.propose(mesh, found[mesh])):
@@ -171,21 +175,35 @@ class _Search:
 
     def _refine(self) -> None:
         """Try what else saves memory, for the best proposals that save some at a cost."""
-        for mesh, marks, count in self._best_keys():
-            proposal = self.tried[mesh, marks, count]
+        for key in self._best_keys():
+            mesh, marks, _ = key
+            proposal = self.tried[key]
             for savings in self._others(proposal):
                 if self.is_over():
                     return
-                other = self._proposal(mesh, marks, savings)
-                if self._order(other) < self._order(self.tried[mesh, marks, count]):
-                    self.tried[mesh, marks, count] = other
+                self._improve(key, self._proposal(mesh, marks, savings))
+            if proposal.savings.recomputed:
+                self._solve(key, proposal.savings)
+
+    def _solve(self, key: tuple[Mesh, Marks, int], savings: Savings) -> None:
+        """Recompute what is fastest to, of layers or of their submodules, if HiGHS is there."""
+        mesh, marks, _ = key
+        solved = self.judge.best_recomputed(mesh, marks, savings, self.limit)
+        if solved is not None:
+            proposal = self._proposal(mesh, marks, solved[0])
+            self._improve(key, replace(proposal, recompute_bound=solved[1]))
+
+    def _improve(self, key: tuple[Mesh, Marks, int], other: Proposal) -> None:
+        """Take another proposal in place of one, if it is better."""
+        if self._order(other) <= self._order(self.tried[key]):
+            self.tried[key] = other
 
     def _others(self, proposal: Proposal) -> Iterator[Savings]:
         """Yield more microbatches in place of recomputed layers."""
         savings = proposal.savings
         for count in self._divisions() if savings.recomputed else ():
             if count > savings.microbatches and self._is_divisible(proposal.mesh, count):
-                yield Savings(savings.regather, 0, count)
+                yield Savings(savings.regather, (), count)
 
     def _enlarge(self) -> None:
         """Say of the best proposal how large a batch may be."""
@@ -207,10 +225,9 @@ class _Search:
 
     def _best_start(self, mesh: Mesh, marks: Marks) -> Marks:
         """Return the best of no marks and those of another mesh, with and without ZeRO."""
-        zeros = (False, True) if mesh.count((DATA,)) > 1 else (False,)
-        model = marks.model if mesh.count((MODEL,)) > 1 else ()
-        starts = dict.fromkeys(Marks(m, zero) for m in ((), model) for zero in zeros)
-        return min(starts, key=lambda marks: self.score(mesh, marks))
+        pairs = itertools.product((Marks(), marks), (False, True))
+        starts = [replace(start, zero=zero).on(mesh) for start, zero in pairs]
+        return min(dict.fromkeys(starts), key=lambda marks: self.score(mesh, marks))
 
     def _descend(self, mesh: Mesh, best: Marks) -> Marks:
         """Return the marks that single changes lead to, each of which makes the step shorter."""
@@ -227,14 +244,20 @@ class _Search:
 
     def _changes(self, mesh: Mesh) -> Iterator[Callable[[Marks], Marks]]:
         """Yield functions that change marks."""
-        count = mesh.count((MODEL,))
+        model, data = mesh.count((MODEL,)), mesh.count((DATA,))
         smallest = MIN_SHARE * sum(group.bytes for group in self.judge.groups)
         matrices = [g for g in self.judge.groups if len(g.shape) > 1 and g.bytes >= smallest]
-        for group in matrices if count > 1 else ():
-            for dim in [*range(len(group.shape)), None]:
-                if dim is None or group.shape[dim] % count == 0:
-                    yield lambda marks, group=group, dim=dim: marks.with_dim(group.pattern, dim)
-        if mesh.count((DATA,)) > 1:
+        for group in matrices if model > 1 else ():
+            for dim in _divisible(group.shape, model):
+                yield lambda marks, group=group, dim=dim: marks.with_dim(group.pattern, dim)
+        for shape, numbers in self.judge.like_arguments().items() if model > 1 else ():
+            for dim in _divisible(shape, model):
+                yield lambda marks, numbers=numbers, dim=dim: marks.with_arguments(numbers, dim)
+        for group in matrices if data > 1 else ():
+            if len(group.shape) > 2 and group.shape[0] % data == 0:
+                this = frozenset([group.pattern])
+                yield lambda marks, this=this: replace(marks, stacked=marks.stacked ^ this)
+        if data > 1:
             yield lambda marks: replace(marks, zero=not marks.zero)
 
     def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
@@ -253,26 +276,29 @@ class _Search:
 
     def _plan(self, mesh: Mesh, marks: Marks) -> Proposal:
         """Plan marks on a mesh; save memory where it is too little, at what costs least."""
-        ways = [Savings("auto", 0, self.microbatches)]
+        ways = [Savings("auto", (), self.microbatches)]
         if marks.zero:
-            ways.append(Savings("always", 0, self.microbatches))
+            ways.append(Savings("always", (), self.microbatches))
         tried = []
         for savings in ways:
             tried.append(self._proposal(mesh, marks, savings))
             if tried[-1].memory <= self.limit:
                 return tried[-1]
-        for savings in ways:
-            least = self.judge.numbers(mesh, marks, savings)
-            if least.memory - least.saved <= self.limit:
-                savings = self.judge.fewest_recomputed(mesh, marks, savings, self.limit)
-                tried.append(self._proposal(mesh, marks, savings))
+        savings, kept = ways[-1], self.judge.numbers(mesh, marks, ways[-1])
+        if kept.memory - kept.saved <= self.limit and not self._is_slower(tried[0]):
+            savings = self.judge.fewest_recomputed(mesh, marks, savings, self.limit)
+            tried.append(self._proposal(mesh, marks, savings))
         return min(tried, key=self._order)
+
+    def _is_slower(self, proposal: Proposal) -> bool:
+        """Return whether one that fits is faster: what is recomputed makes none faster."""
+        fitting = (each.seconds for each in self.tried.values() if each.memory <= self.limit)
+        return min(fitting, default=math.inf) < proposal.seconds
 
     def _proposal(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
         judge, speed = self.judge, self.judge.hardware
         numbers, flops = judge.numbers(mesh, marks, savings), judge.flops / mesh.size
-        in_specs = judge.in_specs(mesh, judge.rows // savings.microbatches)
-        number = savings.recomputed
+        in_specs = judge.in_specs(mesh, marks, judge.rows // savings.microbatches)
         return Proposal(
             mesh,
             judge.marks(mesh, marks),
@@ -285,7 +311,7 @@ class _Search:
             flops / (speed.efficiency * speed.peak),
             (2, judge.layers.length) if judge.layers.alike else None,
             savings,
-            judge.recomputable.code(number) if number else "",
+            judge.recomputable.code(savings.recomputed) if savings.recomputed else "",
         )
 
     def _best_keys(self) -> list[tuple[Mesh, Marks, int]]:
@@ -297,3 +323,8 @@ class _Search:
     def best(self) -> list[Proposal]:
         """Return the best proposals: one of each mesh, with and without ZeRO."""
         return sorted((self.tried[key] for key in self._best_keys()), key=self._order)
+
+
+def _divisible(shape: tuple[int, ...], count: int) -> list[int | None]:
+    """Return the dimensions of which so many devices have equal parts; and None, for no mark."""
+    return [*(dim for dim, size in enumerate(shape) if size % count == 0), None]
