@@ -223,6 +223,11 @@ sample(ours.take_blocks.default, real(7, 4), ends(2, 2, 5, 6, 7), 2)
 sample(ours.put_blocks.default, real(3, 7, 4), ends(2, 2, 5, 6, 7), 3)
 sample(ours.block_mm.default, real(2, 7, 4), real(2, 3, 4, 5), ends(2, 2, 5, 6, 7), 2)
 sample(ours.block_outer.default, real(4, 7, 4), real(4, 7, 3), ends(2, 4, 7), 4)
+for choice in (lambda: torch.tensor([4, -1, 0, 2, 2, 0, 0]),):  # the group of each row, of five
+    sample(ours.take_blocks.default, real(7, 4), choice, 2, 5)
+    sample(ours.put_blocks.default, real(3, 7, 4), choice, 3, 5)
+    sample(ours.block_mm.default, real(2, 7, 4), real(2, 3, 4, 5), choice, 2, 5)
+    sample(ours.block_outer.default, real(2, 7, 4), real(2, 7, 3), choice, 2, 5)
 sample(ours.attention.default, real(2, 4, 5, 8), real(2, 4, 5, 8), real(2, 4, 5, 8), True, 0.3)
 sample(ours.attention.default, real(3, 2, 5, 8), real(3, 2, 7, 8), real(3, 2, 7, 8), False, 0.3)
 

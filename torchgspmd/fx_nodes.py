@@ -6,7 +6,7 @@ Programs have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -42,3 +42,18 @@ def drop_unused(graph: fx.Graph) -> None:
     for node in reversed(nodes):
         if not node.users and not node.is_impure():
             graph.erase_node(node)
+
+
+def inline(
+    graph: fx.Graph, inner: fx.Graph, inputs: Sequence[fx.Node], meta: Mapping[str, Any]
+) -> Any:
+    """Copy a graph of calls to the insert point of another one. Return what its output has.
+
+    inputs: in place of its placeholders. meta: of all copies, besides their values.
+    """
+    values: dict[fx.Node, Any] = dict(zip(inner.find_nodes(op="placeholder"), inputs))
+    for step in inner.nodes:
+        if step.op == "call_function":
+            values[step] = graph.node_copy(step, values.__getitem__)
+            values[step].meta = {**meta, "val": step.meta["val"]}
+    return fx.map_arg(inner.output_node().args[0], values.__getitem__)

@@ -10,7 +10,10 @@ and rows behind the last group are 0. Experts on several devices are blocks of g
     block_mm(xs, ws, ends, 2)       [2, t, n]: each block by its own matrices
     put_blocks(ys, ends, 2)         [t, n]: the rows of all blocks, each back at its place
 
-A block has room for all rows, as all may choose its experts; a device multiplies only its own.
+A block has room for all rows, as all may choose its experts; a device multiplies only its own. Rows
+that are not sorted come with the group of each in place of the ends, and with the number of groups:
+
+    take_blocks(x, index, 2, 8)     block b begins with the rows of its groups, sorted
 """
 
 from __future__ import annotations
@@ -117,6 +120,18 @@ def groups_of_block(groups: int, blocks: int) -> int:
     return -(-groups // blocks)
 
 
+def sorted_groups(ends: Tensor, groups: int) -> tuple[Tensor | None, Tensor]:
+    """Return (the rows in the order of their groups, or None, the ends of the groups then).
+
+    groups: 0, if the rows are sorted. Else `ends` is the group of each row, of so many.
+    """
+    if not groups:
+        return None, ends
+    index = ends.remainder(groups)  # negative ones count from the end
+    counts = index.new_zeros(groups).scatter_add(0, index, torch.ones_like(index))
+    return index.argsort(stable=True), counts.cumsum(0)
+
+
 def block_ends(ends: Tensor, blocks: int, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Return of `count` blocks from `first` on: (first row [count], ends [count, p] from there)."""
     width = groups_of_block(ends.shape[0], blocks)
@@ -129,58 +144,67 @@ def block_ends(ends: Tensor, blocks: int, first: int, count: int) -> tuple[Tenso
 
 @torch.library.custom_op("torchgspmd::take_blocks", mutates_args=())
 def take_blocks(
-    x: Tensor, ends: Tensor, blocks: int, first: int = 0, count: int | None = None
+    x: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0, count: int | None = None
 ) -> Tensor:
     """Return [count, t, ...]: x [t, ...], turned so that each block begins at row 0.
 
     The groups are cut into `blocks`; those from `first` on are taken.
     """
+    order, ends = sorted_groups(ends, groups)
     start, _ = block_ends(ends, blocks, first, blocks if count is None else count)
     rows = torch.arange(len(x), device=x.device)
-    return x[(rows + start.unsqueeze(1)) % max(len(x), 1)]
+    rows = (rows + start.unsqueeze(1)) % max(len(x), 1)
+    return x[rows if order is None else order[rows]]
 
 
 @torch.library.custom_op("torchgspmd::put_blocks", mutates_args=())
-def put_blocks(ys: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
+def put_blocks(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
     """Return [t, ...]: the rows of each block of ys [count, t, ...], where take_blocks read them.
 
     Rows that no block has are 0.
     """
+    order, ends = sorted_groups(ends, groups)
     start, last = block_ends(ends, blocks, first, len(ys))
     out = ys.new_zeros(ys.shape[1:])
     for y, begin, size in zip(ys, start, last[:, -1]):
         rows = torch.arange(len(out), device=out.device) - begin
         inside = ((rows >= 0) & (rows < size)).reshape([-1] + [1] * (out.dim() - 1))
         out = torch.where(inside, y[rows.clamp(0)], out)
-    return out
+    return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
 
 @torch.library.custom_op("torchgspmd::block_mm", mutates_args=())
-def block_mm(xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
+def block_mm(
+    xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
+) -> Tensor:
     """Return [d, t, n]: grouped_mm of each block of xs [d, t, k] and ws [d, p, k, n]."""
-    last = block_ends(ends, blocks, first, len(xs))[1]
+    last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
     return torch.stack([grouped_mm(*block) for block in zip(xs, ws, last)])
 
 
 @torch.library.custom_op("torchgspmd::block_outer", mutates_args=())
-def block_outer(xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
+def block_outer(
+    xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
+) -> Tensor:
     """Return [d, p, k, n]: grouped_outer of each block of xs [d, t, k] and ys [d, t, n]."""
-    last = block_ends(ends, blocks, first, len(xs))[1]
+    last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
     return torch.stack([grouped_outer(*block) for block in zip(xs, ys, last)])
 
 
 @take_blocks.register_fake
-def _(x: Tensor, ends: Tensor, blocks: int, first: int = 0, count: int | None = None) -> Tensor:
+def _(
+    x: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0, count: int | None = None
+) -> Tensor:
     return x.new_empty([blocks if count is None else count, *x.shape])
 
 
 @put_blocks.register_fake
-def _(ys: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
+def _(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
     return ys.new_empty(ys.shape[1:])
 
 
 @block_mm.register_fake
-def _(xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
+def _(xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
     return xs.new_empty(*xs.shape[:2], ws.shape[3])
 
 
@@ -202,6 +226,6 @@ block_mm.register_autograd(_blocks_backward, setup_context=_save_blocks)
 
 
 @block_outer.register_fake
-def _(xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
-    width = groups_of_block(ends.shape[0], blocks)
+def _(xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
+    width = groups_of_block(groups or ends.shape[0], blocks)
     return xs.new_empty(xs.shape[0], width, xs.shape[2], ys.shape[2])

@@ -16,6 +16,7 @@ from .expand import reduce_dtype as reductions
 from .expand import split_axes as sub_axes
 from .expand import split_fused as fused
 from .expand import split_products as products
+from .expand.group_choices import group_choices
 from .expand.split_groups import keep_blocks
 from .ir import runs
 from .localize.localize import localize as localize_graph
@@ -31,7 +32,8 @@ from .schedule.overlap import overlap as overlap_graph
 def split_groups(program: Program) -> fx.Graph | None:
     """Compute groups of rows where the matrices of the groups are, as those of experts."""
     splitting = fused.block_ops_to_split(program.graph, program.layouts, program.rules)
-    if not splitting:
+    chosen = group_choices(program.graph, program.layouts, program.rules, splitting)
+    if not chosen and not splitting:
         return None
     return keep_blocks(program.request.expand(program.graph, splitting), program.rules)
 

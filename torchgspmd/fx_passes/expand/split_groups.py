@@ -11,21 +11,23 @@ needs    a propagated graph, rules
 source   ours
 
 What lies between two products is computed for each block too, if it computes each row from the same
-row of its operands. So between them nothing is reduced.
+row of its operands. So between them nothing is reduced. Sums of what is put back are put back once.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ...compat.private_apis import _pytree as pytree
+from ...fx_nodes import inline
 from ...rules import DECLINED, FactorRule, trace
-from ...rules.ops.fused.grouped import put_blocks_of, taken_blocks_of
-from ..ir import Op, Rules, is_operation
+from ...rules.ops.fused.grouped import Cut, put_blocks_of, taken_blocks_of
+from ..ir import Op, Rules, is_operation, operands_of
 
 MAX_DEPTH = 32  # Operations between two products of groups; a layer has fewer.
 
@@ -36,8 +38,23 @@ def keep_blocks(graph: fx.Graph, rules: Rules) -> fx.Graph:
     for node in list(graph.nodes):
         if (taken := taken_blocks_of(node)) and (blocks := lifter.lift(*taken, node)):
             node.replace_all_uses_with(blocks)
+        elif put := put_blocks_of(node):
+            for addition in _additions_after(node, rules):
+                lifter.add_by_blocks(addition, put[1])
     graph.eliminate_dead_code()
     return graph
+
+
+def _additions_after(node: fx.Node, rules: Rules) -> Iterator[fx.Node]:
+    """Yield the additions that take in a value, or what one row of it becomes by itself."""
+    for user in node.users:
+        if user.op != "call_function" or not is_operation(user):
+            continue
+        op = rules.op(user)
+        if op.rule.joins:
+            yield user
+        elif len(op.operands) == 1 and op.results == (user,) and _operands_with_rows(op):
+            yield from _additions_after(user, rules)
 
 
 class _Lifter:
@@ -45,25 +62,31 @@ class _Lifter:
 
     def __init__(self, graph: fx.Graph, rules: Rules) -> None:
         self.graph, self.rules = graph, rules
-        self.lifted: dict[tuple[fx.Node, fx.Node, int], fx.Node | None] = {}
+        self.lifted: dict[tuple[fx.Node, Cut], fx.Node | None] = {}
 
-    def lift(
-        self, value: fx.Node, ends: fx.Node, blocks: int, before: fx.Node, depth: int = 0
-    ) -> fx.Node | None:
+    def lift(self, value: fx.Node, cut: Cut, before: fx.Node, depth: int = 0) -> fx.Node | None:
         """Return the blocks of a value; None if it is not computed from blocks of these groups."""
-        key = value, ends, blocks
+        key = value, cut
         if key not in self.lifted:
             put = put_blocks_of(value)
             if put is not None:
-                self.lifted[key] = put[0] if put[1:] == (ends, blocks) else None
+                self.lifted[key] = put[0] if put[1] == cut else None
             else:
                 self.lifted[key] = None
-                self._lift_operation(value, ends, blocks, before, depth)
+                self._lift_operation(value, cut, before, depth)
         return self.lifted[key]
 
-    def _lift_operation(
-        self, value: fx.Node, ends: fx.Node, blocks: int, before: fx.Node, depth: int
-    ) -> None:
+    def add_by_blocks(self, node: fx.Node, cut: Cut) -> None:
+        """Add up blocks, if all summands are blocks that were put back."""
+        if all(self.lift(value, cut, node) for value in operands_of(node)):
+            blocks = self.lift(node, cut, node)
+            if blocks is not None:
+                with self.graph.inserting_before(node):
+                    put = put_blocks_node(self.graph, node, blocks, cut)
+                node.replace_all_uses_with(put)
+                self.lifted[put, cut] = blocks
+
+    def _lift_operation(self, value: fx.Node, cut: Cut, before: fx.Node, depth: int) -> None:
         """Note the blocks of all results of the operation that computes a value."""
         node: Any = value.args[0] if value.target is operator.getitem else value
         if depth >= MAX_DEPTH or not is_operation(node):
@@ -73,7 +96,7 @@ class _Lifter:
         if has_rows is None:
             return
         operands: list[fx.Node | None] = [
-            self.lift(v, ends, blocks, before, depth + 1) if rows else None
+            self.lift(v, cut, before, depth + 1) if rows else None
             for v, rows in zip(op.operands, has_rows)
         ]
         if not any(operands):
@@ -81,15 +104,15 @@ class _Lifter:
         with self.graph.inserting_before(before):
             for i, (v, rows) in enumerate(zip(op.operands, has_rows)):
                 if rows and operands[i] is None:
-                    operands[i] = self._take(v, ends, blocks)
+                    operands[i] = self._take(v, cut)
             results = self._emit(op, has_rows, operands)
         for result, lifted in zip(op.results, results or ()):
             if result is not None:
-                self.lifted[result, ends, blocks] = lifted
+                self.lifted[result, cut] = lifted
 
-    def _take(self, value: fx.Node, ends: fx.Node, blocks: int) -> fx.Node:
+    def _take(self, value: fx.Node, cut: Cut) -> fx.Node:
         """Return the blocks of a value that exists as a whole."""
-        key = value, ends, blocks
+        key = value, cut
         if self.lifted.get(key) is None:
             self.lifted[key] = take_blocks_node(self.graph, *key)
         lifted = self.lifted[key]
@@ -105,7 +128,7 @@ class _Lifter:
             copy = self.graph.node_copy(op.node, dict(zip(op.operands, inputs)).__getitem__)
             val, lead = op.node.meta["val"], next(v for v, r in zip(inputs, has_rows) if r)
             copy.meta = {
-                **_carried(op.node),
+                **carried_meta(op.node),
                 "val": val.new_empty([lead.meta["val"].shape[0], *val.shape]),
             }
             return [copy]
@@ -125,25 +148,28 @@ class _Lifter:
             return None  # as for random numbers, and operators without a rule for vmap
         if inner is DECLINED or any(map(_writes, inner.nodes)):
             return None
-        values: dict[fx.Node, Any] = dict(zip(inner.find_nodes(op="placeholder"), inputs))
-        for step in inner.nodes:
-            if step.op == "call_function":
-                values[step] = self.graph.node_copy(step, values.__getitem__)
-                values[step].meta = {**_carried(op.node), "val": step.meta["val"]}
-        out = fx.map_arg(inner.output_node().args[0], values.__getitem__)
+        out = inline(self.graph, inner, inputs, carried_meta(op.node))
         return list(out) if isinstance(out, (tuple, list)) else [out]
 
 
-def take_blocks_node(graph: fx.Graph, value: fx.Node, ends: fx.Node, blocks: int) -> fx.Node:
+def take_blocks_node(graph: fx.Graph, value: fx.Node, cut: Cut) -> fx.Node:
     """Return a new node that takes the blocks of a value."""
     target = torch.ops.torchgspmd.take_blocks.default
-    node = graph.call_function(target, (value, ends, blocks))
+    node = graph.call_function(target, (value, *cut.arguments))
     val = value.meta["val"]
-    node.meta = {**_carried(value), "val": val.new_empty([blocks, *val.shape])}
+    node.meta = {**carried_meta(value), "val": val.new_empty([cut.blocks, *val.shape])}
     return node
 
 
-def _carried(node: fx.Node) -> dict[str, Any]:
+def put_blocks_node(graph: fx.Graph, value: fx.Node, blocks: fx.Node, cut: Cut) -> fx.Node:
+    """Return a new node that puts the blocks of a value back."""
+    target = torch.ops.torchgspmd.put_blocks.default
+    node = graph.call_function(target, (blocks, *cut.arguments))
+    node.meta = {**carried_meta(value), "val": value.meta["val"]}
+    return node
+
+
+def carried_meta(node: fx.Node) -> dict[str, Any]:
     """Return the metadata that a node of other shapes takes over."""
     return {k: v for k, v in node.meta.items() if k in ("source", "backward")}
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from ....compat.operators import aten
-from ....custom_ops.grouped import block_ends, groups_of_block, put_blocks, take_blocks
+from ....custom_ops.grouped import (
+    block_ends,
+    groups_of_block,
+    put_blocks,
+    sorted_groups,
+    take_blocks,
+)
 from ....custom_ops.nd import einsum
 from ....errors import ShardingError
 from ...local_builder import LocalBuilder
@@ -30,7 +36,8 @@ def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
 def _emit_blocks(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     """Compute the device's blocks."""
     count = [local.size("d")] if local.node.target is take_blocks._opoverload else []
-    return local.call(local.node.target, *args, local.start("d"), *count)
+    groups = [0] if len(args) == len(local.rule.operands) + 1 else []
+    return local.call(local.node.target, *args, *groups, local.start("d"), *count)
 
 
 _GROUPS = {
@@ -54,31 +61,53 @@ rule(ours.take_blocks.default, "t ..., 1 -> d t ...", linear=[[0]], **_BLOCKS)
 rule(ours.put_blocks.default, "d t ..., 1 -> t ...", reduce="d", linear=[[0]], **_BLOCKS)
 
 
-def taken_blocks_of(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
-    """Return (x, ends, number of blocks) of a call of take_blocks, else None."""
-    return node.args[:3] if node.target is take_blocks._opoverload else None
+class Cut(NamedTuple):
+    """Rows in blocks of groups: what take_blocks and put_blocks name besides the rows."""
+
+    ends: fx.Node
+    blocks: int
+    groups: int  # 0: the rows are sorted
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What a call has behind the rows."""
+        return (*self[:2], *((self.groups,) if self.groups else ()))
 
 
-def put_blocks_of(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
-    """Return (blocks, ends, number of blocks) of a call of put_blocks, else None."""
-    return node.args[:3] if node.target is put_blocks._opoverload else None
+def taken_blocks_of(node: fx.Node) -> tuple[fx.Node, Cut] | None:
+    """Return (x, how it is cut) of a call of take_blocks, else None."""
+    return _cut_of(node) if node.target is take_blocks._opoverload else None
+
+
+def put_blocks_of(node: fx.Node) -> tuple[fx.Node, Cut] | None:
+    """Return (blocks, how they are cut) of a call of put_blocks, else None."""
+    return _cut_of(node) if node.target is put_blocks._opoverload else None
+
+
+def _cut_of(node: fx.Node) -> tuple[fx.Node, Cut]:
+    args: Any = (*node.args, 0)
+    rows, ends, blocks, groups = args[:4]
+    return rows, Cut(ends, blocks, groups)
 
 
 @rewrite("split", ours.grouped_mm.default)
-def _split_groups(x: Tensor, w: Tensor, ends: Tensor, *, shards: int = 1) -> Tensor:
+def mm_by_blocks(x: Tensor, w: Tensor, ends: Tensor, *, shards: int = 1, groups: int = 0) -> Tensor:
     """Compute each block of groups by itself, as if each had all rows."""
     width = groups_of_block(len(w), shards)
     padded = aten.constant_pad_nd(w, [0, 0, 0, 0, 0, shards * width - len(w)])
     blocks = padded.reshape(shards, width, *w.shape[1:])
-    ys = ours.block_mm(ours.take_blocks(x, ends, shards), blocks, ends, shards)
-    return ours.put_blocks(ys, ends, shards)
+    ys = ours.block_mm(ours.take_blocks(x, ends, shards, groups), blocks, ends, shards, groups)
+    return ours.put_blocks(ys, ends, shards, groups)
 
 
 @rewrite("split", ours.grouped_outer.default)
-def _split_outer(x: Tensor, y: Tensor, ends: Tensor, *, shards: int = 1) -> Tensor:
+def outer_by_blocks(
+    x: Tensor, y: Tensor, ends: Tensor, *, shards: int = 1, groups: int = 0
+) -> Tensor:
     """Compute the products of each block of groups by itself."""
-    xs, ys = (ours.take_blocks(t, ends, shards) for t in (x, y))
-    return ours.block_outer(xs, ys, ends, shards).flatten(0, 1)[: len(ends)]
+    xs, ys = (ours.take_blocks(t, ends, shards, groups) for t in (x, y))
+    blocks = ours.block_outer(xs, ys, ends, shards, groups)
+    return blocks.flatten(0, 1)[: groups or len(ends)]
 
 
 @rewrite("xla", ours.grouped_mm.default)
@@ -102,18 +131,24 @@ def _in_group(rows: int, ends: Tensor) -> Tensor:
 
 
 @rewrite("xla", ours.block_mm.default)
-def _masked_blocks(xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, first: int = 0) -> Tensor:
+def _masked_blocks(
+    xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
+) -> Tensor:
     """Multiply the rows of each block by all its matrices, and take those of each row's group."""
     products = einsum("dtk,dpkn->dptn", xs, ws)
-    return torch.where(_in_block(xs, ends, blocks, first), products, 0).sum(1)
+    return torch.where(
+        _in_block(xs, sorted_groups(ends, groups)[1], blocks, first), products, 0
+    ).sum(1)
 
 
 @rewrite("xla", ours.block_outer.default)
 def _masked_block_outer(
-    xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, first: int = 0
+    xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
     """Multiply the rows of each group of a block, and zeros in place of all others."""
-    rows = torch.where(_in_block(xs, ends, blocks, first), xs.unsqueeze(1), 0)
+    rows = torch.where(
+        _in_block(xs, sorted_groups(ends, groups)[1], blocks, first), xs.unsqueeze(1), 0
+    )
     return einsum("dptk,dtn->dpkn", rows, ys)
 
 

@@ -1,0 +1,99 @@
+"""Rows with chosen matrices: numbers of one device, no matrix gathered, no sum between products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same
+from torch import Tensor, nn
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh
+
+WIDTH, HIDDEN = 8, 96
+
+
+def by_bmm(x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    return torch.bmm(w[chosen], x.unsqueeze(2)).squeeze(2)
+
+
+def by_matmul(x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    return (x.unsqueeze(1) @ w[chosen].mT).squeeze(1)
+
+
+def by_einsum(x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    return torch.einsum("tm,thm->th", x, w.index_select(0, chosen))
+
+
+class Experts(nn.Module):
+    """Gated experts with biases: a matrix for each row, by an index."""
+
+    def __init__(self, experts: int, multiply: Callable):
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Parameter(torch.randn(WIDTH, experts))
+        self.up = nn.Parameter(torch.randn(experts, 2 * HIDDEN, WIDTH) / 4)
+        self.up_bias = nn.Parameter(torch.randn(experts, 2 * HIDDEN))
+        self.down = nn.Parameter(torch.randn(experts, WIDTH, HIDDEN) / 8)
+        self.down_bias = nn.Parameter(torch.randn(experts, WIDTH))
+        self.multiply = multiply
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """x [t, m], chosen [t, 2], a negative one counts from the last expert."""
+        weights = (x @ self.router).softmax(-1).gather(1, chosen % len(self.up))
+        rows, chosen = x.repeat_interleave(2, 0), chosen.flatten()
+        gate, h = (self.multiply(rows, self.up, chosen) + self.up_bias[chosen]).chunk(2, -1)
+        y = self.multiply(F.silu(gate) * (h + 1), self.down, chosen) + self.down_bias[chosen]
+        return (y * weights.flatten().unsqueeze(1)).unflatten(0, (-1, 2)).sum(1)
+
+
+ALL = {"up": "expert _ _", "down": "expert _ _"}
+BIASES = {"up_bias": "expert _", "down_bias": "expert _"}
+
+
+@pytest.mark.parametrize(
+    "multiply, experts, high, mesh, marks, rows",
+    [
+        (by_bmm, 8, 8, Mesh(expert=4), ALL, "_ _"),
+        (by_matmul, 8, 3, Mesh(expert=2), ALL | BIASES, "_ _"),  # five are empty
+        (by_einsum, 5, 5, Mesh(expert=2), ALL, "expert _"),
+        (by_bmm, 3, 3, Mesh(expert=4), ALL | BIASES, "_ _"),  # a device has none
+        (by_bmm, 8, 1, Mesh(data=2, expert=2), ALL, "data _"),  # all to one
+    ],
+)
+def test_matrices_stay_where_they_are(multiply, experts, high, mesh, marks, rows):
+    model = Experts(experts, multiply).double()
+    x = torch.randn(14, WIDTH, dtype=torch.float64, requires_grad=True)
+    low = 0 if multiply is by_einsum else -1  # index_select takes no negative ones
+    chosen = torch.randint(low, high, (14, 2))
+    out = model(x, chosen)
+    out.sum().backward()
+    gradients = {name: p.grad for name, p in [*model.named_parameters(), ("x", x)]}
+    gspmd.annotate(model, mesh, marks)
+    plan = gspmd.plan(model, x, chosen, mesh=mesh, in_specs=(rows, rows), out_specs=rows, grad=True)
+    got, found = plan.simulate(x, chosen, _poison=True)
+    assert_same([got], [out], "result")
+    assert_same(found, gradients, "gradients")
+    largest = max(c.payload_bytes for c in plan.collectives)
+    assert largest <= 2 * x.nbytes < 14 * HIDDEN * 8
+
+
+def test_small_matrices_are_gathered_and_the_plan_says_so():
+    x, w = torch.randn(512, WIDTH), nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+    model = Chosen(w)
+    gspmd.annotate(model, Mesh(expert=2), {"w": "expert _ _"})
+    plan = gspmd.plan(model, x, torch.randint(0, 2, (512,)), mesh=Mesh(expert=2))
+    assert [c.kind for c in plan.collectives] == ["all_gather"]
+    assert [r.value for r in plan.replicated_ops] == ["w"]
+
+
+class Chosen(nn.Module):
+    def __init__(self, w: nn.Parameter):
+        super().__init__()
+        self.w = w
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return by_bmm(x, self.w, chosen)

@@ -1,0 +1,263 @@
+"""Products of rows with one matrix each, which an index chooses from a table.
+
+    %ws = index(%table, [%index])                       table [e, k, n], index [t]
+    %y  = einsum(tk,tkn->tn, %x, %ws)                   a row of x by the matrix of its choice
+    %g  = index_put(0, [%index], einsum(tk,tn->tkn, %x, %gy), True)      the gradient of the table
+
+Nobody has to copy a matrix for each row, nor to have all of them: groups of rows with the same
+choice are multiplied where their matrix is (grouped.py), and put back at their places.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from string import ascii_letters
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ....compat.operators import aten
+from ....custom_ops.grouped import KERNEL_BYTES
+from ....custom_ops.nd import split_equation
+from ...algebra import constant_of
+from .grouped import mm_by_blocks, outer_by_blocks
+
+ours = torch.ops.torchgspmd
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A value that is computed from rows and from what an index chooses for them.
+
+    table: the value whose first dimension are the groups: a table, or its gradient.
+    operands: what the value is computed from, the index last.
+    compute: the value by blocks, from the operands and the number of blocks.
+    """
+
+    table: fx.Node
+    index: fx.Node
+    operands: tuple[fx.Node, ...]
+    compute: Callable[..., Tensor]
+
+
+def product_of_choices(node: fx.Node) -> Choices | None:
+    """Return what a node multiplies, if it is a product with chosen matrices, or its gradient."""
+    if node.target is ours.einsum.default:
+        a, b, out = split_equation(node.args[0])
+        left, right = node.args[1:]
+        for matrices, letters, x, x_letters in ((left, a, right, b), (right, b, left, a)):
+            source, letters = _unmoved(matrices, letters)
+            if chosen := _chosen_from(source):
+                return _product(chosen, x, letters, x_letters, out)
+    if added := _added_to(node):
+        index, values = added
+        product, order = _unmoved(values, ascii_letters[: values.meta["val"].dim()])
+        if product.target is ours.einsum.default:
+            return _gradient(node, index, product, order)
+    return None
+
+
+def rows_of_choices(node: fx.Node, ends: fx.Node | None = None) -> Choices | None:
+    """Return what a node reads of a table for each row, or adds up as a gradient of that.
+
+    As a bias, which is a product of a one and a matrix of one row. ends: those of the groups, if
+    the index is sorted.
+    """
+    by = () if ends is None else (ends,)
+    if not isinstance(node.meta.get("val"), Tensor) or not node.meta["val"].is_floating_point():
+        return None
+    if chosen := _chosen_from(node):
+        table, index = chosen
+        return Choices(table, index, (table, index, *by), _read_rows)
+    if added := _added_to(node):
+        index, values = added
+        compute = partial(_add_rows, groups=len(node.meta["val"]))
+        return Choices(node, index, (values, index, *by), compute)
+    return None
+
+
+def sorted_index_of(ends: fx.Node) -> fx.Node | None:
+    """Return the sorted index whose groups end there, if they were counted in the program."""
+    counted = _uncast(ends)
+    if counted.target is not aten.cumsum.default or _uncast(counted.args[0]).target is not _COUNT:
+        return None
+    x, *bins = _uncast(counted.args[0]).args
+    index, groups = _uncast(x), len(ends.meta["val"])
+    is_sorted = index.target is operator.getitem and index.args[0].target in _SORTS
+    if bins != [groups, 0, groups - 1] or not is_sorted or index.args[1] != 0:
+        return None
+    return index if list(index.args[0].args[1:]) in _ASCENDING else None
+
+
+_COUNT, _SORTS = aten.histc.default, (aten.sort.default, aten.sort.stable)
+_ASCENDING: list[list[Any]] = [[], [-1], [0]]
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    """Return what a value was before it got another type."""
+    while node.target is aten._to_copy.default:
+        node = node.args[0]
+    return node
+
+
+def _chosen_from(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """Return (table, index) of table[index] with an index of one dimension, else None."""
+    if not isinstance(node, fx.Node) or node.meta.get("dynamic"):
+        return None
+    args: Any = node.args
+    if node.target in (aten.index.Tensor, aten._unsafe_index.Tensor):
+        table, indices = args
+        index, fits = indices[0], _is_first_alone(indices)
+    elif node.target is aten.index_select.default:
+        table, dim, index = args
+        fits = dim == 0
+    else:
+        return None
+    return (table, index) if fits and _is_index(index) and table.meta["val"].dim() > 1 else None
+
+
+def _is_first_alone(indices: list[fx.Node | None]) -> bool:
+    """Return whether nothing but the first dimension is indexed."""
+    return [i is not None for i in indices] == [True] + [False] * (len(indices) - 1)
+
+
+def _is_index(index: fx.Node) -> bool:
+    val = index.meta["val"]
+    return val.dim() == 1 and val.numel() > 0 and val.dtype in (torch.int32, torch.int64)
+
+
+def _added_to(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return (index, values) of values that are added to rows of zeros, else None."""
+    if node.meta.get("dynamic"):
+        return None
+    args: Any = node.args
+    if node.target in (aten.index_put.default, aten._unsafe_index_put.default):
+        table, indices, values, *accumulate = args
+        index, fits = indices[0], _is_first_alone(indices) and accumulate == [True]
+    elif node.target is aten.index_add.default and not node.kwargs:
+        table, dim, index, values = args
+        fits = dim == 0
+    else:
+        return None
+    if not fits or constant_of(table) != 0 or not _is_index(index):
+        return None
+    shape = [*index.meta["val"].shape, *node.meta["val"].shape[1:]]
+    return (index, values) if list(values.meta["val"].shape) == shape else None
+
+
+def _unmoved(node: fx.Node, letters: str) -> tuple[fx.Node, str]:
+    """Return a value before it was permuted and cast, and the letters of its dimensions there."""
+    order = list(letters)
+    while isinstance(node, fx.Node):
+        if node.target is aten.permute.default:
+            order = [order[node.args[1].index(d)] for d in range(len(order))]
+        elif node.target is aten.transpose.int:
+            one, other = node.args[1:]
+            order[one], order[other] = order[other], order[one]
+        elif node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
+            break
+        node = node.args[0]
+    return node, "".join(order)
+
+
+def _product(
+    chosen: tuple[fx.Node, fx.Node], x: fx.Node, w_letters: str, x_letters: str, out: str
+) -> Choices | None:
+    """Return a product with chosen matrices, if each row meets one matrix."""
+    table, index = chosen
+    row = w_letters[0]
+    k = "".join(c for c in x_letters if c in w_letters and c not in out)
+    n = "".join(c for c in out if c in w_letters and c != row)
+    ones = "".join(c for c in x_letters if c != row and c not in k)
+    sizes = dict(zip(w_letters, (len(index.meta["val"]), *table.meta["val"].shape[1:])))
+    sizes |= dict(zip(x_letters, x.meta["val"].shape))
+    if row not in x_letters or row not in out or set(n) & set(x_letters):
+        return None
+    if any(sizes[c] != 1 for c in ones) or 0 in sizes.values():
+        return None
+
+    def compute(x: Tensor, table: Tensor, index: Tensor, shards: int) -> Tensor:
+        rows = _ordered(x, x_letters, row + ones + k).reshape(len(index), _count(k, sizes))
+        matrices = _ordered(table.to(x.dtype), w_letters, row + k + n)
+        matrices = matrices.reshape(len(table), _count(k, sizes), _count(n, sizes))
+        y = mm_by_blocks(rows, matrices, index, shards=shards, groups=len(table))
+        return _ordered(y.reshape([sizes[c] for c in row + ones + n]), row + ones + n, out)
+
+    return Choices(table, index, (x, table, index), compute)
+
+
+def _gradient(node: fx.Node, index: fx.Node, product: fx.Node, order: str) -> Choices | None:
+    """Return the sum of the outer products of the rows of each choice.
+
+    order: of the dimensions of the product, as the letters of the gradient's.
+    """
+    x, y = product.args[1:]
+    a, b, out = split_equation(product.args[0])
+    back = dict(zip(order, out))  # a letter of the gradient -> that of the product
+    dims = "".join(back[c] for c in sorted(order))
+    row, groups, dtype = dims[0], len(node.meta["val"]), node.meta["val"].dtype
+    k = "".join(c for c in a if c in out and c != row)
+    n = "".join(c for c in b if c in out and c != row)
+    ones = "".join(c for c in a if c in b and c not in out)
+    sizes = dict(zip(a, x.meta["val"].shape)) | dict(zip(b, y.meta["val"].shape))
+    if row not in a or row not in b or set(k) & set(n) or 0 in sizes.values():
+        return None
+    if any(sizes[c] != 1 for c in ones):
+        return None
+
+    def compute(x: Tensor, y: Tensor, index: Tensor, shards: int) -> Tensor:
+        xs = _ordered(x, a, row + ones + k).reshape(len(index), _count(k, sizes))
+        ys = _ordered(y, b, row + ones + n).reshape(len(index), _count(n, sizes))
+        sums = outer_by_blocks(xs, ys, index, shards=shards, groups=groups)
+        shape = [sizes[c] for c in k + n]
+        return _ordered(sums.reshape(groups, *shape), row + k + n, dims).to(dtype)
+
+    return Choices(node, index, (x, y, index), compute)
+
+
+def _read_rows(table: Tensor, index: Tensor, *rest: Any) -> Tensor:
+    """Return the row of a table [e, ...] that each of an index [t] chooses."""
+    by, groups, shards = _grouped_by(index, len(table), *rest)
+    rows = table.reshape(len(table), 1, -1)
+    rows = aten.constant_pad_nd(rows, [0, 0, 0, _lanes(table) - 1])
+    out = mm_by_blocks(_ones(index, table), rows, by, shards=shards, groups=groups)
+    return out.reshape(len(index), *table.shape[1:])
+
+
+def _add_rows(values: Tensor, index: Tensor, *rest: Any, groups: int) -> Tensor:
+    """Return [e, ...]: the sum of the rows of values [t, ...] for each choice."""
+    by, named, shards = _grouped_by(index, groups, *rest)
+    flat = values.reshape(len(index), -1)
+    sums = outer_by_blocks(_ones(index, values), flat, by, shards=shards, groups=named)
+    return sums[:, 0].reshape(groups, *values.shape[1:])
+
+
+def _grouped_by(index: Tensor, groups: int, *rest: Any) -> tuple[Tensor, int, int]:
+    """Return (index or ends, number of groups or 0, number of shards). rest: [ends,] shards."""
+    *ends, shards = rest
+    return (ends[0], 0, shards) if ends else (index, groups, shards)
+
+
+def _lanes(like: Tensor) -> int:
+    """Return how long a row is that PyTorch's kernel takes."""
+    return KERNEL_BYTES // like.element_size()
+
+
+def _ones(index: Tensor, like: Tensor) -> Tensor:
+    """Return [t, lanes]: a one for each row, with zeros behind it."""
+    ones = (torch.arange(_lanes(like), device=like.device) == 0).to(like.dtype)
+    return ones.expand(len(index), -1).clone()
+
+
+def _ordered(x: Tensor, letters: str, order: str) -> Tensor:
+    """Return x with its dimensions in another order."""
+    return x if letters == order else x.permute([letters.index(c) for c in order])
+
+
+def _count(letters: str, sizes: dict[str, int]) -> int:
+    return math.prod(sizes[c] for c in letters)
