@@ -1,8 +1,14 @@
-"""A layer of experts by torchgspmd.moe, the same by a loop over all experts, and routings."""
+"""Layers of experts: by torchgspmd.moe, by a loop over all, and by a matrix for each choice.
+
+And routings.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchgspmd import moe
@@ -54,3 +60,38 @@ def batch(kind: str, tokens: int, width: int, experts: int) -> tuple[Tensor, Ten
     x = torch.randn(tokens, width, dtype=torch.float64)
     weights = torch.rand(tokens, CHOICES, dtype=torch.float64)
     return x.requires_grad_(), routing(kind, tokens, experts), weights.requires_grad_()
+
+
+def by_bmm(x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    return torch.bmm(w[chosen], x.unsqueeze(2)).squeeze(2)
+
+
+def by_matmul(x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    return (x.unsqueeze(1) @ w[chosen].mT).squeeze(1)
+
+
+def by_einsum(x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
+    return torch.einsum("tm,thm->th", x, w.index_select(0, chosen))
+
+
+class ChosenExperts(nn.Module):
+    """Gated experts with biases: a matrix for each row, by an index."""
+
+    def __init__(self, experts: int, width: int, hidden: int, multiply: Callable = by_bmm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Parameter(torch.randn(width, experts))
+        self.up = nn.Parameter(torch.randn(experts, 2 * hidden, width) / 4)
+        self.up_bias = nn.Parameter(torch.randn(experts, 2 * hidden))
+        self.down = nn.Parameter(torch.randn(experts, width, hidden) / 8)
+        self.down_bias = nn.Parameter(torch.randn(experts, width))
+        self.multiply = multiply
+        self.double()
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """x [t, m], chosen [t, 2], a negative one counts from the last expert."""
+        weights = (x @ self.router).softmax(-1).gather(1, chosen % len(self.up))
+        rows, chosen = x.repeat_interleave(2, 0), chosen.flatten()
+        gate, h = (self.multiply(rows, self.up, chosen) + self.up_bias[chosen]).chunk(2, -1)
+        y = self.multiply(F.silu(gate) * (h + 1), self.down, chosen) + self.down_bias[chosen]
+        return (y * weights.flatten().unsqueeze(1)).unflatten(0, (-1, 2)).sum(1)

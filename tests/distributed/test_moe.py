@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from expert_layer import Experts, batch
+from expert_layer import ChosenExperts, Experts, batch
 from ranks import distributed
 
 import torchgspmd as gspmd
@@ -37,6 +37,21 @@ def test_experts_compute_what_one_device_does(mesh):
             for p, q in zip(model.parameters(), alone.parameters()):
                 close(p.grad, q.grad)
                 p.grad = q.grad = None
+
+
+@distributed("expert=2", "data=2,expert=2")
+def test_matrices_that_an_index_chooses(mesh):
+    model, alone = ChosenExperts(5, 8, 64), ChosenExperts(5, 8, 64)
+    gspmd.annotate(model, mesh, {"up": "expert _ _", "down": "expert _ _", "up_bias": "expert _"})
+    rows = "+".join(dict(mesh.axes)) + " _"
+    model = gspmd.parallelize(model, mesh, in_specs=(rows, rows), out_specs=rows)
+    x, chosen = torch.randn(12, 8, dtype=torch.float64), torch.randint(-1, 5, (12, 2))
+    y, expected = model(x, chosen), alone(x, chosen)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    close(y, expected)
+    for p, q in zip(model.parameters(), alone.parameters()):
+        close(p.grad, q.grad)
 
 
 @distributed("expert=2")

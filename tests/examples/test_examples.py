@@ -280,12 +280,19 @@ def test_training_on_processes(
 
 @pytest.mark.distributed
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("router", ("capacity", "dropless"))
-def test_training_of_experts(router: str, runs: Path) -> None:
+@pytest.mark.parametrize(
+    "router, layouts",
+    [
+        ("capacity", {"ep": "expert=4"}),
+        ("dropless", {"ep": "expert=4", "ep_tp": "expert=2,model=2"}),
+    ],
+)
+def test_training_of_experts(router: str, layouts: dict[str, str], runs: Path) -> None:
     options = ("--router", router, "--steps", "8", "--warmup", "1", "--lr", "0.01")
     one = train(runs, "moe", router, *options)
-    four = train(runs, "moe", f"{router}-4", *options, mesh="expert=4")
-    assert len(one) == 8 and max(abs(a - b) / b for a, b in zip(four, one)) <= 1e-5
+    for name, mesh in layouts.items():
+        four = train(runs, "moe", f"{router}-{name}", *options, "--layout", name, mesh=mesh)
+        assert len(one) == 8 and max(abs(a - b) / b for a, b in zip(four, one)) <= 1e-5
     assert one[-1] < one[0] - 0.1
 
 

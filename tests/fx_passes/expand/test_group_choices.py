@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-import torch.nn.functional as F
+from expert_layer import ChosenExperts, by_bmm, by_einsum, by_matmul
 from helpers import assert_same
 from torch import Tensor, nn
 
@@ -14,42 +12,6 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh
 
 WIDTH, HIDDEN = 8, 96
-
-
-def by_bmm(x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
-    return torch.bmm(w[chosen], x.unsqueeze(2)).squeeze(2)
-
-
-def by_matmul(x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
-    return (x.unsqueeze(1) @ w[chosen].mT).squeeze(1)
-
-
-def by_einsum(x: Tensor, w: Tensor, chosen: Tensor) -> Tensor:
-    return torch.einsum("tm,thm->th", x, w.index_select(0, chosen))
-
-
-class Experts(nn.Module):
-    """Gated experts with biases: a matrix for each row, by an index."""
-
-    def __init__(self, experts: int, multiply: Callable):
-        super().__init__()
-        torch.manual_seed(0)
-        self.router = nn.Parameter(torch.randn(WIDTH, experts))
-        self.up = nn.Parameter(torch.randn(experts, 2 * HIDDEN, WIDTH) / 4)
-        self.up_bias = nn.Parameter(torch.randn(experts, 2 * HIDDEN))
-        self.down = nn.Parameter(torch.randn(experts, WIDTH, HIDDEN) / 8)
-        self.down_bias = nn.Parameter(torch.randn(experts, WIDTH))
-        self.multiply = multiply
-
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """x [t, m], chosen [t, 2], a negative one counts from the last expert."""
-        weights = (x @ self.router).softmax(-1).gather(1, chosen % len(self.up))
-        rows, chosen = x.repeat_interleave(2, 0), chosen.flatten()
-        gate, h = (self.multiply(rows, self.up, chosen) + self.up_bias[chosen]).chunk(2, -1)
-        y = self.multiply(F.silu(gate) * (h + 1), self.down, chosen) + self.down_bias[chosen]
-        return (y * weights.flatten().unsqueeze(1)).unflatten(0, (-1, 2)).sum(1)
-
-
 ALL = {"up": "expert _ _", "down": "expert _ _"}
 BIASES = {"up_bias": "expert _", "down_bias": "expert _"}
 
@@ -65,7 +27,7 @@ BIASES = {"up_bias": "expert _", "down_bias": "expert _"}
     ],
 )
 def test_matrices_stay_where_they_are(multiply, experts, high, mesh, marks, rows):
-    model = Experts(experts, multiply).double()
+    model = ChosenExperts(experts, WIDTH, HIDDEN, multiply)
     x = torch.randn(14, WIDTH, dtype=torch.float64, requires_grad=True)
     low = 0 if multiply is by_einsum else -1  # index_select takes no negative ones
     chosen = torch.randint(low, high, (14, 2))
