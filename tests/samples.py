@@ -328,7 +328,7 @@ for _op in (ours.loop_carry.default, ours.loop_stack.default, ours.loop_total.de
     sample(_op, real(4, 5), "1x3")
 sample(ours.loop_const.default, real(4, 5), "1x?")
 sample(ours.loop_row.default, real(3, 4, 5), "1x3")
-sample(ours.stage_send.default, real(4, 5), 1, "stage", "1f1b")
+sample(ours.stage_send.default, real(4, 5), 1, [0, 0], "stage", "1f1b")
 sample(ours.stage_head.default, real(4, 5))
 
 # ----------------------------------------------------------------------------------- linear algebra

@@ -142,8 +142,8 @@ def test_errors():
         gspmd.pipeline(blocks, mesh, microbatches=2, schedule="1b1f")
     with pytest.raises(gspmd.ShardingError, match="'circular' with a loss"):
         gspmd.pipeline(blocks, mesh, microbatches=2, schedule="circular", loss=F.mse_loss)
-    with pytest.raises(gspmd.ShardingError, match="its loss and 2 repeats"):
-        gspmd.pipeline(blocks, mesh, microbatches=2, repeats=2, loss=F.mse_loss)
+    with pytest.raises(gspmd.ShardingError, match="'gpipe' with 2 repeats"):
+        gspmd.pipeline(blocks, mesh, microbatches=2, schedule="gpipe", repeats=2)
     with pytest.raises(gspmd.ShardingError, match="blocks 0 and 1 of a pipeline differ"):
         gspmd.pipeline([Block(), Block(6)], mesh, microbatches=2)
     with pytest.raises(gspmd.ShardingError, match="1 microbatches"):

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import torchgspmd as gspmd
+from torchgspmd.comm.list_scheduler import curve, list_schedule
 from torchgspmd.comm.loop_call import loop_calls
-from torchgspmd.comm.stage_schedule import Piece, Times, curve, in_ticks, list_schedule, needed_by
+from torchgspmd.comm.stage_order import Order
+from torchgspmd.comm.stage_schedule import Piece, Times, in_ticks, needed_by
 
 TIMES = (Times(), Times(10, 11, 9), Times(1, 1, 0.5))
 SIZES = ((2, 2), (2, 6), (4, 8), (8, 24))
@@ -54,6 +56,32 @@ def test_less_time_is_lost_with_more_memory():
     assert all(a >= b for (_, a), (_, b) in zip(points, points[1:]))
     with pytest.raises(gspmd.ShardingError, match="keeps 0 activations"):
         list_schedule(2, 2, memory=0)
+
+
+@pytest.mark.parametrize("p, m", ((2, 4), (4, 8), (4, 16)))
+def test_two_rounds(p, m):
+    """Interleaved 1F1B is at its formula; ZBV has no bubble where F=B=W."""
+    one = Order.parse(f"1f1b {p}x{m} rounds 2").schedule
+    assert one.idle == pytest.approx((p - 1) / (2 * m + p - 1))
+    assert max(one.kept) <= 3 * p - 1
+    vee = list_schedule(p, m, split=True, memory=3 * p - 1, rounds=2)
+    assert vee.bubble == 0 and max(vee.kept) <= 3 * p - 1
+    same = list_schedule(p, m, split=True, memory=2 * p, rounds=2)  # as much as 1F1B keeps
+    assert same.bubble <= 3 and max(same.kept) == 2 * p
+    assert curve(p, m, rounds=2)[p - 1] == (2 * p, same.bubble)
+    for schedule in (one, vee, same):
+        slots = {slot.piece: slot for row in schedule.rows for slot in row}
+        assert len(slots) == sum(map(len, schedule.rows)) == (4 if schedule is one else 6) * p * m
+        for piece, slot in slots.items():
+            assert all(slots[n].end <= slot.begin for n in needed_by(piece, 2 * p - 1))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ("1f1b 4x8", "zero_bubble 2x4 rounds 2 keeps 8 vee", "auto 4x8 within 4096 recompute"),
+)
+def test_the_text_of_an_order(text):
+    assert str(Order.parse(text)) == text
 
 
 def test_text_and_picture():

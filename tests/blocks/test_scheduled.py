@@ -1,6 +1,7 @@
 """pipeline(loss=...): backwards between forwards. Numbers, what is sent and kept, the schedules."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.comm.loop_call import loop_calls
+from torchgspmd.comm.stage_order import Order, order_within
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64
 
@@ -78,11 +80,11 @@ def check_gradients(model, gradients, alone):
     "count, mesh, options",
     (
         (4, "stage=4", {"microbatches": 8, "schedule": "1f1b"}),
-        (4, "stage=4", {"microbatches": 4, "schedule": "zero_bubble"}),
+        (7, "stage=4", {"microbatches": 8, "schedule": "zero_bubble", "repeats": 2}),  # ZBV
+        (4, "stage=2", {"microbatches": 4, "schedule": "1f1b", "repeats": 2}),  # interleaved
         (3, "stage=2", {"microbatches": 4, "schedule": "gpipe"}),  # 2 blocks and 1
-        (4, "stage=2", {"microbatches": 4, "schedule": "zero_bubble", "recompute": True}),
-        (4, "stage=2,model=2", {"microbatches": 4, "schedule": "auto"}),
-        (2, "data=2,stage=2", {"microbatches": 8, "schedule": "1f1b", "recompute": True}),
+        (4, "stage=2,model=2", {"microbatches": 4, "schedule": "auto", "recompute": True}),
+        (2, "data=2,stage=2", {"microbatches": 8, "schedule": "zero_bubble"}),
     ),
 )
 def test_loss_and_gradients(count, mesh, options):
@@ -156,12 +158,12 @@ def test_bubbles_and_activations_of_the_program():
         plan = planned(m, schedule=name)
         call = call_of(plan)
         assert call.most_kept == kept and call.order.schedule.idle == pytest.approx(share)
-        assert {body.name for body in call.bodies} == {"forward", "loss", "backward"} | (
+        assert {body.__name__ for body in call.bodies} == {"forward", "loss", "backward"} | (
             {"weights"} if name == "zero_bubble" else set()
         )
         assert call.kept_bytes == 2 * ROW  # what the block takes, and its result
         assert f"{share:.0%} of the time idle, activations of {kept} x 1.00 KiB" in plan.summary()
-    assert "1 to 7: 67%, 43%, 25%, 11%, 8%, 4%, 0% idle" in planned(m, schedule="auto").summary()
+    assert "1 to 7: 67%, 43%, 25%, 11%, 8%, 4%, 0% idle" in plan.summary()
 
 
 def test_memory_and_program_do_not_grow_with_microbatches():
@@ -174,17 +176,28 @@ def test_memory_and_program_do_not_grow_with_microbatches():
     assert len(few.sharded.nodes) == len(many.sharded.nodes)
 
 
+def within(text, memory):
+    """The order of a text within a memory, if a microbatch takes 1024 bytes."""
+    return order_within(replace(Order.parse(text), memory=memory), 1024, True)
+
+
 def test_memory_chooses_the_schedule():
+    call = call_of(planned(8, memory=7 * 2 * ROW, recompute=True))
+    assert call.kept_bytes == 2 * ROW  # of a gradient of weights: what it multiplies
+    assert call.order.limit == call.most_kept == 7
     for kept in (1, 2, 4, 7):
-        call = call_of(planned(8, memory=kept * 2 * ROW))
-        assert call.order.limit == kept and call.most_kept == kept
-    assert call_of(planned(8, memory=100 * ROW)).most_kept == 7  # no more are of use
-    assert call_of(planned(8, schedule="1f1b", memory=5 * ROW)).most_kept == 2
-    assert call_of(planned(8, schedule="1f1b", recompute=True)).kept_bytes == ROW
+        order = within("auto 4x8", kept * 1024 + 1023)
+        assert (order.name, order.limit) == ("zero_bubble", kept)
+        assert max(order.schedule.kept) == kept
+    assert within("auto 4x8", 1 << 20).limit == 7  # no more are of use
+    assert within("1f1b 4x8", 2 * 1024).limit == 2 and within("1f1b 4x8", 1 << 20).limit == 4
+    assert within("auto 4x8 rounds 2 vee", 9 * 1024).limit == 8
     with pytest.raises(gspmd.ShardingError, match="memory=1023 .*takes 1024(\n.*)*recompute"):
-        planned(8, memory=2 * ROW - 1)
+        within("auto 4x8", 1023)
+    with pytest.raises(gspmd.ShardingError, match="memory=1024 .*in each of 2 rounds"):
+        within("auto 4x8 rounds 2 vee", 1024)
     with pytest.raises(gspmd.ShardingError, match="memory=2048 (.*\n)*.*1f1b"):
-        planned(8, schedule="gpipe", memory=4 * ROW)
+        within("gpipe 4x8", 2048)
     with pytest.raises(gspmd.ShardingError, match="memory=1 .*without a loss"):
         gspmd.pipeline([Block(), Block()], gspmd.Mesh(stage=2), microbatches=2, memory=1)
 
@@ -196,4 +209,14 @@ def test_a_plan_without_gradients_has_forwards_alone():
     with torch.no_grad():
         plan = gspmd.plan(model, tokens, mesh=mesh)
         torch.testing.assert_close(plan.simulate(tokens), alone(tokens), **EXACT)
-    assert [body.name for body in call_of(plan).bodies] == ["forward", "loss"]
+    assert [body.__name__ for body in call_of(plan).bodies] == ["forward", "loss"]
+
+
+def test_forwards_alone_in_two_rounds():
+    mesh = gspmd.Mesh(stage=2)
+    alone, model = pair(4, mesh, microbatches=4, repeats=2)
+    tokens = torch.randint(5, (8, 3))
+    with torch.no_grad():
+        plan = gspmd.plan(model, tokens, mesh=mesh)
+        torch.testing.assert_close(plan.simulate(tokens), alone(tokens), **EXACT)
+    assert [body.__name__ for body in call_of(plan).bodies] == ["forward", "forward 1", "loss 1"]

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import torchgspmd as gspmd
 
 WIDTH = 4
+SCHEDULES = ("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("1f1b", 2), ("zero_bubble", 2)
 
 
 class Block(nn.Module):
@@ -45,11 +46,12 @@ class Model(nn.Module):
 @distributed("stage=2", "stage=4", "stage=2,model=2")
 def test_schedules(mesh):
     torch.manual_seed(0)
-    alone, m = Model(nn.ModuleList(Block() for _ in range(4))), 4
+    count = 2 * mesh.count(("stage",))
+    alone = Model(nn.ModuleList(Block() for _ in range(count)))
     tokens = torch.randint(5, (8, 3))
     expected = alone(tokens)
     expected.backward()
-    for schedule in ("gpipe", "1f1b", "zero_bubble"):
+    for schedule, repeats in SCHEDULES:
         model = copy.deepcopy(alone)
         if "model" in mesh.names:
             marks = {"up.weight": "model _", "down.weight": "_ model"}
@@ -58,7 +60,8 @@ def test_schedules(mesh):
         blocks = gspmd.pipeline(
             model.blocks,
             mesh,
-            microbatches=m,
+            microbatches=4,
+            repeats=repeats,
             schedule=schedule,
             loss=model.loss,
         )
@@ -74,6 +77,6 @@ def test_schedules(mesh):
                 if rows == name:
                     close(p.grad, alone.get_parameter(name).grad)
                     continue
-                for layer in range(4):
+                for layer in range(count):
                     gradient = alone.get_parameter(f"blocks.{layer}.{rows}").grad
                     close(p.grad.full_tensor()[blocks.place(layer)], gradient)

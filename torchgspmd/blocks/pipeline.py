@@ -28,7 +28,9 @@ from torch.utils.checkpoint import checkpoint
 from ..annotate import mark_sharding
 from ..capture import is_capturing
 from ..capture.rewrites.loop_trace import is_unrolling, run_loop
-from ..comm.stage_schedule import Order, Schedule, Times, in_ticks, order_within
+from ..comm.list_scheduler import Places
+from ..comm.stage_order import Order, order_within
+from ..comm.stage_schedule import Schedule, Times, in_ticks
 from ..compat.private_apis import _pytree as pytree
 from ..device_mesh import mesh_of
 from ..errors import ShardingError, did_you_mean, user_line
@@ -74,7 +76,8 @@ def pipeline(
             microbatch, and of its part of the keyword arguments of the call, to a loss. The module
             returns the mean over the microbatches then, and backwards run between forwards:
             "1f1b", "zero_bubble" (gradients of weights fill gaps), "gpipe" (all forwards first).
-            "auto" is the zero-bubble schedule that loses least time within `memory`.
+            "auto" is the zero-bubble schedule that loses least time within `memory`. With two
+            repeats 1F1B is interleaved, and zero-bubble is a V: the second round goes back.
         memory: With a loss, the bytes that a device may keep for backwards; None: with "auto" and
             "zero_bubble" the activations of 1F1B, one for each stage.
 
@@ -109,7 +112,9 @@ def pipeline(
             why="a microbatch comes round when all others have been begun",
             fix="as many microbatches as stages, or more",
         )
-    order = Order(schedule, mesh.count((axis,)), microbatches, 0, memory or 0, recompute)
+    vee = loss is not None and schedule in ("auto", "zero_bubble") and repeats == 2
+    stages = mesh.count((axis,))
+    order = Order(schedule, stages, microbatches, 0, memory or 0, recompute, repeats, vee)
     return Pipeline(list(blocks), mesh, axis, microbatches, repeats, recompute, order, loss)
 
 
@@ -135,25 +140,18 @@ def _check_schedule(
             if loss is None
             else "leave loss= out, or schedule='zero_bubble'",
         )
-    if (schedule != "circular" and schedule != "auto" and repeats > 1) or min(
-        repeats, microbatches
-    ) < 1:
+    if (schedule == "gpipe" and repeats > 1) or min(repeats, microbatches) < 1:
         raise ShardingError(
             f"schedule '{schedule}' with {repeats} repeats and {microbatches} microbatches",
             where=user_line(),
-            fix="schedule='circular' has repeats; both numbers are at least 1",
+            fix="schedule='circular' has repeats, with a loss '1f1b' and 'zero_bubble' have; both "
+            "numbers are at least 1",
         )
     if memory is not None and (loss is None or memory < 1):
         raise ShardingError(
             f"memory={memory} of a pipeline with{'out' if loss is None else ''} a loss",
             where=user_line(),
             fix="a number of bytes, and loss=fn: without it all forwards come before all backwards",
-        )
-    if loss is not None and repeats > 1:
-        raise ShardingError(
-            f"a pipeline with its loss and {repeats} repeats",
-            where=user_line(),
-            fix="leave repeats out: schedule='zero_bubble' loses less time; or leave loss= out",
         )
 
 
@@ -173,7 +171,7 @@ class Pipeline(StackedBlocks):
     ) -> None:
         stages = mesh.count((axis,))
         layers = -(-len(blocks) // (stages * repeats))  # of a stage, in one round
-        places = [_place(layer, layers, stages, repeats) for layer in range(len(blocks))]
+        places = [_place(layer, layers, order.places) for layer in range(len(blocks))]
         super().__init__(blocks, "pipeline", places, stages * repeats * layers, mesh, axis)
         self.mesh, self.axis, self.microbatches = mesh, axis, microbatches
         self.repeats, self.recompute, self.stages, self.layers = repeats, recompute, stages, layers
@@ -218,15 +216,24 @@ class Pipeline(StackedBlocks):
         leaves, tree = pytree.tree_flatten(x)
         others, of_targets = pytree.tree_flatten(targets)
         tensors = [t for t in others if isinstance(t, Tensor)]
-        block = torch.arange(self.stages * self.layers, device=leaves[0].device)
-        real = block.view(self.stages, self.layers) < self.count
+        places, shape = self.order.places, (self.stages, self.repeats, self.layers)
+        numbers = [
+            [
+                [places.stage(device, r) * self.layers + n for n in range(self.layers)]
+                for device in range(self.stages)
+            ]
+            for r in range(self.repeats)
+        ]
+        real = torch.tensor(numbers, device=leaves[0].device) < self.count
+        weights = {
+            name: [each.flatten(0, 1) for each in w.unflatten(0, shape).unbind(1)]
+            for name, w in self.weights().items()
+        }
 
-        def stages(state: Sequence[Tensor]) -> list[Tensor]:
-            present = {
-                name: w.unflatten(0, (self.stages, self.layers))
-                for name, w in self.weights().items()
-            }
-            return self._stage_of_all(present, real, [*state], tree, shared, False)
+        def stages(round_: int, state: Sequence[Tensor]) -> list[Tensor]:
+            rows = self.stages, self.layers
+            present = {name: w[round_].unflatten(0, rows) for name, w in weights.items()}
+            return self._stage_of_all(present, real[round_], [*state], tree, shared, False)
 
         def losses(state: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
             remaining = iter(rows)
@@ -239,9 +246,9 @@ class Pipeline(StackedBlocks):
 
             return torch.vmap(one, randomness="different")(*state)
 
-        run = ScheduledStages(stages, losses, self._along, self.axis, str(self.order))
+        run = ScheduledStages(stages, losses, self._along, self.axis, self.order)
         parts = [self._divided(each) for each in leaves]
-        return run(self.stages, parts, [self._divided(t) for t in tensors])
+        return run(parts, [self._divided(t) for t in tensors])
 
     def _results(self, x: Any, shared: tuple) -> Any:
         """Return what the last block returns for the batch."""
@@ -372,8 +379,7 @@ def _rows(weight: Tensor, round_of: Tensor) -> Tensor:
     return weight[torch.arange(len(round_of), device=round_of.device), round_of]
 
 
-def _place(layer: int, layers: int, stages: int, repeats: int) -> int:
-    """Return the row of a block's weights: those of a stage are together, round by round."""
-    group, position = divmod(layer, layers)
-    round_, stage = divmod(group, stages)
-    return (stage * repeats + round_) * layers + position
+def _place(layer: int, layers: int, places: Places) -> int:
+    """Return the row of a block's weights: those of a device are together, round by round."""
+    stage, position = divmod(layer, layers)
+    return (places.device(stage) * places.rounds + places.round(stage)) * layers + position

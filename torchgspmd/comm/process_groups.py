@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -36,7 +36,7 @@ class ProcessGroups:
         self.rank = self.processes.index(dist.get_rank())  # its position in the mesh
         self.coordinates: Coordinates = mesh.coordinates(self.rank)
         self.by_axes: dict[tuple[str, ...], tuple[str, list[int]]] = {}
-        self.directions: dict[tuple[str, int], Any] = {}  # by axis and shift
+        self.directions: dict[tuple[str, Hashable], Any] = {}  # of stages, by axis and key
         # A gloo group compares numbers without waiting for a GPU.
         needs_gloo = device_type != "cpu" and dist.is_gloo_available()
         self.timeout: timedelta | None = None  # None: that of the default group
@@ -85,26 +85,17 @@ class ProcessGroups:
         mine = next(g for g in self.mesh.groups(axes) if self.rank in g)
         return name, [ranks.index(r) for r in mine]
 
-    def between_stages(self, axis: str, shift: int) -> Any:
-        """Return the group in which stages along an axis send in a direction.
+    def between_stages(self, axis: str, keys: Sequence[Hashable]) -> dict[Hashable, Any]:
+        """Return groups for the messages between stages along an axis, one for each key.
 
         On a GPU each has its own: the messages of a group are sent one after the other.
         """
         if self.device_type == "cpu":
-            return self.device_mesh.get_group(axis)
-        key = (axis, shift)
-        if key not in self.directions:
-            for ranks in self.mesh.groups((axis,)):
-                if len(self.processes) == dist.get_world_size():
-                    group = dist.new_group(ranks, timeout=self.timeout)
-                elif self.rank in ranks:
-                    group = self._new_group(ranks)
-                else:
-                    continue
-                if self.rank in ranks:
-                    self.directions[key] = group
-                    self.created.append(group)
-        return self.directions[key]
+            return dict.fromkeys(keys, self.device_mesh.get_group(axis))
+        for key in keys:
+            if (axis, key) not in self.directions:
+                self.directions[axis, key] = self._new_groups((axis,))
+        return {key: self.directions[axis, key] for key in keys}
 
     def size(self, name: str) -> int:
         """Return the number of ranks in a group."""
@@ -122,6 +113,10 @@ class ProcessGroups:
         if len(axes) == 1 and axes[0] in self.mesh.names:
             whole: Any = self.device_mesh.get_group(axes[0])
             return whole.group_name
+        return self._new_groups(axes).group_name
+
+    def _new_groups(self, axes: tuple[str, ...]) -> Any:
+        """Create new groups over some axes, and return that of this rank."""
         mine: Any = None
         for ranks in self.mesh.groups(axes):
             if len(self.processes) == dist.get_world_size():
@@ -131,7 +126,7 @@ class ProcessGroups:
                 mine = self._new_group(ranks)
         assert mine is not None
         self.created.append(mine)
-        return mine.group_name
+        return mine
 
     def _new_group(self, positions: Iterable[int], backend: str | None = None) -> Any:
         """Return a group of processes of this part, which they alone create."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..mesh import Mesh
-from .stage_call import StageCall, StageRun
+from .stage_call import Link, StageCall, StageRun
 from .stage_schedule import Piece
 
 RunBody = Callable[[fx.Graph, Sequence[list]], list[list]]
@@ -29,7 +29,7 @@ def simulate_stages(
 
 
 class _Simulation:
-    """The devices of a pipeline, and the messages between their stages."""
+    """The devices of a pipeline, and the messages between them."""
 
     def __init__(
         self, call: StageCall, mesh: Mesh, arguments: Sequence[Sequence], run_body: RunBody
@@ -40,7 +40,7 @@ class _Simulation:
         self.runs = [StageRun(call, place, *args) for place, args in zip(places, arguments)]
         groups = {device: group for group in mesh.groups(axes) for device in group}
         self.at = [dict(enumerate(groups[device])) for device in self.devices]
-        self.messages: dict[tuple[int, int], deque[Tensor]] = {}  # by device and link
+        self.messages: dict[tuple[int, int, Link], deque[Tensor]] = {}  # to, from, link
         self.done = [0] * mesh.size
 
     def run(self) -> list[list[Tensor]]:
@@ -49,22 +49,27 @@ class _Simulation:
             ready = {d: piece for d, piece in left.items() if self._has_arrived(d, piece)}
             assert ready, "a stage waits for a piece that comes later"
             kind = next(iter(ready.values())).kind
-            self._do({d: piece for d, piece in ready.items() if piece.kind == kind})
+            round_ = self.call.order.places.round(next(iter(ready.values())).stage)
+            self._do({d: p for d, p in ready.items() if self._is_of(p, kind, round_)})
         return [run.results() for run in self.runs]
+
+    def _is_of(self, piece: Piece, kind: str, round_: int) -> bool:
+        return piece.kind == kind and self.call.order.places.round(piece.stage) == round_
 
     def _next(self, device: int) -> Piece | None:
         pieces, done = self.runs[device].pieces, self.done[device]
         return pieces[done] if done < len(pieces) else None
 
     def _has_arrived(self, device: int, piece: Piece) -> bool:
-        links = self.runs[device].links(piece, -1)
-        return all(self.messages.get((device, i)) for i, _ in links)
+        received = self.runs[device].received(piece)
+        return all(self.messages.get((device, self.at[device][d], x)) for x, _, d in received)
 
     def _do(self, pieces: dict[int, Piece]) -> None:
         """Do pieces of one kind, each device its own."""
         for device, piece in pieces.items():
-            for i, link in self.runs[device].links(piece, -1):
-                self.runs[device].arrive(piece, link, self.messages[device, i].popleft())
+            for link, carry, source in self.runs[device].received(piece):
+                message = self.messages[device, self.at[device][source], link].popleft()
+                self.runs[device].arrive(piece, carry, message)
         lists = {d: self.call.bodies_of(p.kind, p.stage) for d, p in pieces.items()}
         for body in max(lists.values(), key=len):
             active = [d for d in pieces if body in lists[d]]
@@ -81,11 +86,11 @@ class _Simulation:
                 self.runs[device].take(pieces[device], body, results[device])
         for device, piece in pieces.items():
             run = self.runs[device]
-            for i, link in run.links(piece, 1):
-                to = self.at[device][run.stage + link.shift]
+            for link, _, to in run.sent(piece):
                 value = run.value(piece.microbatch, link.sent)
-                self.messages.setdefault((to, i), deque()).append(value)
-            run.free(piece)
+                key = self.at[device][to], device, link
+                self.messages.setdefault(key, deque()).append(value)
+            run.finish(piece)
             self.done[device] += 1
 
 

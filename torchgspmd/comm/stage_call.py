@@ -21,23 +21,25 @@ from torch import Tensor, fx
 
 from ..custom_ops.loops import Loop
 from .loop_call import BodyCall, copy_of
-from .stage_schedule import Order, Piece
+from .stage_order import Order
+from .stage_schedule import Piece
 
 FORWARD, LOSS, BACKWARD, WEIGHTS = "forward", "loss", "backward", "weights"
 
 
 @dataclass(eq=False)
 class StageBody:
-    """A piece of work. graph: from the coordinates and the `inputs` to the `outputs`, by name."""
+    """A piece of work in a round. graph: from the coordinates and `inputs` to `outputs`."""
 
-    name: str
+    kind: str
+    round: int
     graph: fx.Graph
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
     @property
     def __name__(self) -> str:
-        return self.name
+        return f"{self.kind} {self.round}" if self.round else self.kind
 
     @cached_property
     def run(self) -> Callable[..., Any]:
@@ -47,29 +49,35 @@ class StageBody:
 
 @dataclass(frozen=True)
 class Link:
-    """What a stage has `sent` is the `carry` of the one that is `shift` behind it."""
+    """What the stages of a round send to their neighbors.
 
-    carry: str
+    kind: F, to the next stage, or B, to the one before. round: of who sends. leaf: which value of
+    several. sent: its name. carries: the name that it has where it arrives, by the round there.
+    """
+
+    kind: str
+    round: int
+    leaf: int
     sent: str
-    shift: int
+    carries: tuple[str, ...]
 
     @property
-    def kind(self) -> str:
-        """The pieces that send it, and those that take it."""
-        return "F" if self.shift > 0 else "B"
+    def step(self) -> int:
+        """How many stages behind the sender it arrives."""
+        return 1 if self.kind == "F" else -1
 
 
 class Transport(Protocol):
-    """How a stage sends to its neighbors, and receives from them."""
+    """How the stages of a device send to those of others, and receive from them."""
 
-    stage: int
+    device: int
 
-    def send(self, link: int, shift: int, x: Tensor) -> None:
-        """Send a value of a link to the next stage; it may arrive later."""
+    def send(self, link: Link, to: int, x: Tensor) -> None:
+        """Send a value to a device; it may arrive later."""
         ...
 
-    def receive(self, link: int, shift: int, like: Tensor) -> Tensor:
-        """Return the next value of a link, from the stage before."""
+    def receive(self, link: Link, source: int, like: Tensor) -> Tensor:
+        """Return the next value of a link, from a device."""
         ...
 
     def finish(self) -> None:
@@ -81,9 +89,9 @@ class Transport(Protocol):
 class StageCall(BodyCall):
     """A pipeline with the programs of its pieces.
 
-    rows, others: names of the stacked rows, and of values of outside, in the bodies. stacks,
-    totals: names of results that are stacked, and of those that are added up. kept_bytes: what a
-    stage keeps of a microbatch between its pieces. transport: of the rank that runs it.
+    carries, rows, others: names of its arguments in the bodies. stacks, totals: names of results
+    that are stacked, and of those that are added up. kept_bytes: what a stage keeps of a microbatch
+    between its pieces. transport: of the rank that runs it.
     """
 
     loop: Loop
@@ -91,6 +99,7 @@ class StageCall(BodyCall):
     order: Order
     pieces: tuple[StageBody, ...]
     links: tuple[Link, ...]
+    carries: tuple[str, ...]
     rows: tuple[str, ...]
     others: tuple[str, ...]
     stacks: tuple[str, ...]
@@ -114,82 +123,107 @@ class StageCall(BodyCall):
 
     @property
     def most_kept(self) -> int:
-        """The most activations that a stage keeps at once."""
+        """The most activations that a device keeps at once."""
         return max(self.order.schedule.kept)
 
-    def body(self, name: str) -> StageBody | None:
-        """Return the body of a name, if there is work of its kind."""
-        return next((body for body in self.bodies if body.name == name), None)
+    def body(self, kind: str, round_: int) -> StageBody | None:
+        """Return the body of a kind in a round, if there is work of it."""
+        each = (body for body in self.pieces if (body.kind, body.round) == (kind, round_))
+        return next(each, None)
 
     def bodies_of(self, kind: str, stage: int) -> list[StageBody]:
         """Return the bodies that a piece of a stage runs, in order. The loss comes late."""
-        names = [{"F": FORWARD, "B": BACKWARD, "W": WEIGHTS}[kind]]
-        if stage == self.order.stages - 1:
+        places = self.order.places
+        round_ = places.round(stage)
+        kinds = [{"F": FORWARD, "B": BACKWARD, "W": WEIGHTS}[kind]]
+        if stage == places.stages - 1:
             if kind == "B":
-                names = [LOSS, BACKWARD]
-            elif kind == "F" and self.body(BACKWARD) is None:
-                names = [FORWARD, LOSS]
-        return [body for name in names if (body := self.body(name)) is not None]
+                kinds = [LOSS, BACKWARD]
+            elif kind == "F" and self.body(BACKWARD, round_) is None:
+                kinds = [FORWARD, LOSS]
+        return [body for each in kinds if (body := self.body(each, round_)) is not None]
 
     def kind_of(self, body: StageBody) -> str:
         """Return the kind of the pieces that have a body."""
-        last = self.order.stages - 1
-        return next(kind for kind in "FBW" if body in self.bodies_of(kind, last))
+        stage = (
+            self.order.places.stages
+            - 1
+            - (self.order.rounds - 1 - body.round) * (self.order.devices)
+        )
+        return next(kind for kind in "FBW" if body in self.bodies_of(kind, stage))
 
     def __call__(
         self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[Any]
     ) -> list[Tensor]:
-        """Run the pieces of this rank's stage."""
+        """Run the pieces of this rank's device."""
         assert (transport := self.transport) is not None, "a rank has a transport"
-        run = StageRun(self, transport.stage, carries, rows, others)
+        run = StageRun(self, transport.device, carries, rows, others)
         for piece in run.pieces:
-            for i, link in run.links(piece, -1):
-                run.arrive(piece, link, transport.receive(i, link.shift, carries[i]))
+            for link, carry, source in run.received(piece):
+                run.arrive(piece, carry, transport.receive(link, source, run.blank[carry]))
             for body in self.bodies_of(piece.kind, piece.stage):
                 run.take(piece, body, body.run(*run.inputs(piece, body)))
-            for i, link in run.links(piece, 1):
-                transport.send(i, link.shift, run.value(piece.microbatch, link.sent))
-            run.free(piece)
+            for link, _, to in run.sent(piece):
+                transport.send(link, to, run.value(piece.microbatch, link.sent))
+            run.finish(piece)
         transport.finish()
         return run.results()
 
 
 class StageRun:
-    """What one stage has while it does its pieces."""
+    """What one device has while it does the pieces of its stages."""
 
     def __init__(
         self,
         call: StageCall,
-        stage: int,
+        device: int,
         carries: Sequence[Tensor],
         rows: Sequence[Tensor],
         others: Sequence[Any],
     ) -> None:
-        self.call, self.stage = call, stage
-        self.pieces = [slot.piece for slot in call.order.schedule.rows[stage]]
+        self.call, self.device, self.places = call, device, call.order.places
+        self.pieces = [slot.piece for slot in call.order.schedule.rows[device]]
         self.first = carries[0]
         self.rows = dict(zip(call.rows, rows))
         self.others = dict(zip(call.others, others))
         # values that other stages have: the first one receives nothing, the last one has the loss
-        self.blank = {link.carry: x for link, x in zip(call.links, carries)}
+        self.blank = dict(zip(call.carries, carries))
         self.values: list[dict[str, Any]] = [{} for _ in range(call.loop.length)]
         self.stacked: dict[str, Tensor] = {}
         self.added: dict[str, Tensor] = {}
-        self.last_use: dict[str, str] = {}  # the kind of piece
-        for kind in "FBW":
+        self.last_use: dict[str, tuple[str, int]] = {}  # the kind and the stage of a piece
+        order = [(kind, stage) for kind in "FBW" for stage in self._own_stages()]
+        for kind, stage in order:
             for body in call.bodies_of(kind, stage):
-                self.last_use |= dict.fromkeys((*body.inputs, *body.outputs), kind)
+                self.last_use |= dict.fromkeys((*body.inputs, *body.outputs), (kind, stage))
 
-    def links(self, piece: Piece, direction: int) -> Iterator[tuple[int, Link]]:
-        """Yield the links that a piece sends along, or with direction -1 receives along."""
-        for i, link in enumerate(self.call.links):
-            other = self.stage + direction * link.shift
-            if link.kind == piece.kind and 0 <= other < self.call.order.stages:
-                yield i, link
+    def _own_stages(self) -> list[int]:
+        return [self.places.stage(self.device, r) for r in range(self.places.rounds)]
 
-    def arrive(self, piece: Piece, link: Link, x: Tensor) -> None:
-        """Take what another stage has sent for a piece."""
-        self.values[piece.microbatch][link.carry] = x
+    def links(self, piece: Piece, direction: int) -> Iterator[tuple[Link, str, int]]:
+        """Yield the links that a piece has to a stage (1) or from one (-1).
+
+        With the name that the value has where it arrives, and the device of the other stage.
+        """
+        for link in self.call.links:
+            other = piece.stage + direction * link.step
+            if link.kind == piece.kind and 0 <= other < self.places.stages:
+                sender, receiver = (piece.stage, other)[::direction]
+                if link.round == self.places.round(sender):
+                    carry = link.carries[self.places.round(receiver)]
+                    yield link, carry, self.places.device(other)
+
+    def received(self, piece: Piece) -> list[tuple[Link, str, int]]:
+        """Return what a piece takes from other devices."""
+        return [each for each in self.links(piece, -1) if each[-1] != self.device]
+
+    def sent(self, piece: Piece) -> list[tuple[Link, str, int]]:
+        """Return what a piece sends to other devices."""
+        return [each for each in self.links(piece, 1) if each[-1] != self.device]
+
+    def arrive(self, piece: Piece, carry: str, x: Tensor) -> None:
+        """Take what another device has sent for a piece."""
+        self.values[piece.microbatch][carry] = x
 
     def inputs(self, piece: Piece, body: StageBody) -> list[Any]:
         """Return the inputs of a body."""
@@ -204,9 +238,9 @@ class StageRun:
         return self.others[name] if name in self.others else self._blank(name)
 
     def _blank(self, name: str) -> Tensor:
-        """Return zeros in place of a value of the loss, of which another stage has the real one."""
+        """Return zeros in place of a value of the loss, which another device computes."""
         if name not in self.blank:
-            loss = self.call.body(LOSS)
+            loss = self.call.body(LOSS, self.places.rounds - 1)
             assert loss is not None and name in loss.outputs, name
             meta = loss.graph.output_node().args[0][loss.outputs.index(name)].meta  # pyright: ignore
             self.blank[name] = self.first.new_zeros(meta["shape"], dtype=meta["dtype"])
@@ -224,11 +258,14 @@ class StageRun:
             if name in self.call.totals:
                 self.added[name] = self.added[name].add_(x) if name in self.added else x.clone()
 
-    def free(self, piece: Piece) -> None:
-        """Free what no later piece reads."""
+    def finish(self, piece: Piece) -> None:
+        """Pass what the next stage of this device takes; free what no later piece reads."""
         own = self.values[piece.microbatch]
-        kinds = "FBW"[: "FBW".index(piece.kind) + 1]
-        for name in [n for n in own if self.last_use.get(n, "F") in kinds]:
+        for link, carry, to in self.links(piece, 1):
+            if to == self.device:
+                own[carry] = own[link.sent]
+        now = piece.kind, piece.stage
+        for name in [n for n in own if self.last_use.get(n, now) == now]:
             del own[name]
 
     def results(self) -> list[Tensor]:

@@ -6,21 +6,16 @@
 
 Where backwards are whole, B has W in it. A microbatch's activations are kept from F to W.
 
-list_schedule is a list scheduler: a device that is free does the most urgent piece that is ready,
-F and B in turn, W if there is nothing else, within a limit of the activations that it keeps. With
-p stages and a limit of p it is 1F1B; with pieces W it is ZB-H1, and with a limit of 2p - 1 ZB-H2:
-points of one curve, bubble against memory. Sources: PipeDream-Flush
-(arXiv 2006.09503), Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
+A device may have several stages: with `rounds` of them there are p x rounds. list_scheduler.py has
+1F1B, interleaved and zero-bubble schedules.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-
-from ..errors import ShardingError, user_line
 
 _COLORS = {"F": "#7aa6d8", "B": "#8cc58a", "W": "#e3b464"}
 
@@ -181,60 +176,11 @@ def in_ticks(
     )
 
 
-def list_schedule(
-    stages: int,
-    microbatches: int,
-    *,
-    split: bool = False,
-    memory: int | None = None,
-    times: Times | None = None,
-) -> Schedule:
-    """Return the schedule of a list scheduler. Orders are chosen as if all pieces took as long.
-
-    Args:
-        stages: One a device.
-        microbatches: How many parts the batch is divided into.
-        split: Whether gradients of weights are pieces of their own, which fill gaps.
-        memory: The most activations of microbatches that a device keeps at once; None: no limit.
-        times: How long the pieces take.
-
-    Returns:
-        The schedule.
-
-    Raises:
-        ShardingError: There is no memory for a microbatch.
-
-    Example:
-        >>> print(list_schedule(2, 3, memory=2))
-        0  F0 F1    B0... F2 B1... B2...
-        1     F0 B0... F1 B1... F2 B2...
-    """
-    if memory is not None and memory < 1:
-        raise ShardingError(
-            f"a schedule that keeps {memory} activations",
-            where=user_line(),
-            fix="memory=1, or more",
-        )
-    order = _Order(stages, microbatches, split, memory).run()
-    return timed(order, times or Times())
-
-
-def curve(stages: int, microbatches: int, times: Times | None = None) -> list[tuple[int, float]]:
-    """Return the bubble for each number of activations that a device may keep, until it is 0."""
-    result: list[tuple[int, float]] = []
-    for memory in range(1, microbatches + 1):
-        schedule = list_schedule(stages, microbatches, split=True, memory=memory, times=times)
-        result.append((memory, schedule.bubble))
-        if not schedule.bubble:
-            break
-    return result
-
-
 def timed(table: Sequence[Sequence[Piece]], times: Times) -> Schedule:
     """Return the schedule in which each device does its pieces in order, as early as it can."""
     split = any(piece.kind == "W" for row in table for piece in row)
     last = max(piece.stage for row in table for piece in row)
-    seconds = _seconds(split, times)
+    seconds = seconds_of(split, times)
     done: dict[Piece, float] = {}
     rows: list[list[Slot]] = [[] for _ in table]
     left = sum(map(len, table))
@@ -255,92 +201,6 @@ def timed(table: Sequence[Sequence[Piece]], times: Times) -> Schedule:
     return Schedule(tuple(map(tuple, rows)), kept)
 
 
-@dataclass(frozen=True)
-class Order:
-    """Which schedule a pipeline has. Its text: `1f1b 4x8` has 4 stages and 8 microbatches.
-
-    name: forward (no backward), gpipe, 1f1b, zero_bubble, or auto while it is not chosen.
-    limit: the most activations that a device keeps; 0: as many as there are stages, of gpipe all.
-    memory: bytes that these may take; 0: any number. recompute: whether a backward computes the
-    forward again.
-    """
-
-    name: str
-    stages: int
-    microbatches: int
-    limit: int = 0
-    memory: int = 0
-    recompute: bool = False
-
-    def __str__(self) -> str:
-        words = [self.name, f"{self.stages}x{self.microbatches}"]
-        words += [f"keeps {self.limit}"] if self.limit else []
-        words += [f"within {self.memory}"] if self.memory else []
-        return " ".join(words + ["recompute"] * self.recompute)
-
-    @classmethod
-    def parse(cls, text: str) -> Order:
-        """Return the order of a text."""
-        name, sizes, *words = text.split()
-        numbers = dict(zip(words, words[1:]))
-        limit, memory = (int(numbers.get(word, 0)) for word in ("keeps", "within"))
-        stages, microbatches = map(int, sizes.split("x"))
-        return cls(name, stages, microbatches, limit, memory, "recompute" in words)
-
-    @property
-    def splits(self) -> bool:
-        """Whether gradients of weights are pieces of their own."""
-        return self.name == "zero_bubble"
-
-    def zero_bubble(self, limit: int) -> Order:
-        """Return the zero-bubble schedule with a limit of activations."""
-        return replace(self, name="zero_bubble", limit=limit)
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """Who does what when, if all pieces take as long."""
-        return self.timed(Times())
-
-    def timed(self, times: Times) -> Schedule:
-        """Return who does what when. times: of the pieces of a stage."""
-        p, m = self.stages, self.microbatches
-        if self.name == "forward":
-            return timed([[Piece("F", s, i) for i in range(m)] for s in range(p)], times)
-        if self.name == "gpipe":
-            return in_ticks(p, m, 1, times)
-        return list_schedule(p, m, split=self.splits, memory=self.limit or p, times=times)
-
-
-def order_within(order: Order, activation: int, has_backward: bool) -> Order:
-    """Return the order that a pipeline runs. activation: bytes that a stage keeps of a microbatch.
-
-    Without a backward there are forwards alone. "auto" is the zero-bubble schedule with the
-    shortest step within the memory; without a limit of it, with the activations of 1F1B.
-
-    Raises:
-        ShardingError: The memory does not suffice.
-    """
-    p, m = order.stages, order.microbatches
-    if not has_backward:
-        return replace(order, name="forward", limit=0, memory=0)
-    if not order.memory:
-        return replace(order, name="zero_bubble") if order.name == "auto" else order
-    most = order.memory // activation if activation else m
-    if most < (m if order.name == "gpipe" else 1):
-        raise ShardingError(
-            f"memory={order.memory} bytes for activations of a pipeline, of which a microbatch "
-            f"takes {activation}",
-            where=user_line(),
-            fix="more microbatches, recompute=True or more memory"
-            + ("; schedule='1f1b' keeps fewer" if order.name == "gpipe" else ""),
-        )
-    if order.name in ("gpipe", "1f1b"):
-        return replace(order, limit=0 if order.name == "gpipe" else min(most, p))
-    points = [point for point in curve(p, m) if point[0] <= most]
-    limit, _ = min(points, key=lambda point: (point[1], point[0]))
-    return order.zero_bubble(limit)
-
-
 def needed_by(piece: Piece, last: int) -> tuple[Piece, ...]:
     """Return the pieces that come before one. last: the last stage."""
     kind, stage, microbatch = piece.kind, piece.stage, piece.microbatch
@@ -352,7 +212,7 @@ def needed_by(piece: Piece, last: int) -> tuple[Piece, ...]:
     return (own,) if stage == last else (own, Piece("B", stage + 1, microbatch))
 
 
-def _seconds(split: bool, times: Times) -> dict[str, float]:
+def seconds_of(split: bool, times: Times) -> dict[str, float]:
     backward = times.backward + (0 if split else times.weights)
     return {"F": times.forward, "B": backward, "W": times.weights}
 
@@ -363,46 +223,3 @@ def _kept(row: Sequence[Slot], last: str) -> Iterator[int]:
     for slot in row:
         yield kept + (slot.piece.kind == "F")
         kept += (slot.piece.kind == "F") - (slot.piece.kind == last)
-
-
-class _Order:
-    """The list scheduler. done: when each piece ends, of those that have begun."""
-
-    def __init__(self, stages: int, microbatches: int, split: bool, memory: int | None) -> None:
-        self.stages, self.microbatches, self.memory = stages, microbatches, memory
-        self.kinds, self.seconds = "FBW" if split else "FB", _seconds(split, Times())
-        self.done: dict[Piece, float] = {}
-        self.rows: list[list[Piece]] = [[] for _ in range(stages)]
-        self.counts = [dict.fromkeys(self.kinds, 0) for _ in range(stages)]
-
-    def run(self) -> list[list[Piece]]:
-        """Return the pieces of each device in order. A device that is free chooses."""
-        now, total = 0.0, self.stages * self.microbatches * len(self.kinds)
-        while len(self.done) < total:
-            for device, row in enumerate(self.rows):
-                is_free = not row or self.done[row[-1]] <= now
-                if is_free and (piece := self.choose(device, now)):
-                    row.append(piece)
-                    self.counts[device][piece.kind] += 1
-                    self.done[piece] = now + self.seconds[piece.kind]
-            now = min(end for row in self.rows if row and (end := self.done[row[-1]]) > now)
-        return self.rows
-
-    def limit(self, device: int) -> int:
-        """Return the most activations that a device keeps: more are of no use without pieces W."""
-        useful = self.microbatches if "W" in self.kinds else self.stages - device
-        return useful if self.memory is None else min(self.memory, useful)
-
-    def choose(self, device: int, now: float) -> Piece | None:
-        """Return the most urgent piece that is ready: F and B in turn, or else W."""
-        row, count = self.rows[device], self.counts[device]
-        turn = next((piece.kind for piece in reversed(row) if piece.kind != "W"), "F")
-        is_full = count["F"] - count[self.kinds[-1]] >= self.limit(device)
-        for kind in dict.fromkeys(("F" if turn == "B" else "B", *self.kinds)):
-            piece = Piece(kind, device, count[kind])
-            if count[kind] == self.microbatches or (kind == "F" and is_full):
-                continue
-            needs = needed_by(piece, self.stages - 1)
-            if all(self.done.get(other, now + 1) <= now for other in needs):
-                return piece
-        return None

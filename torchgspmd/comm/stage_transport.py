@@ -10,36 +10,56 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .process_groups import ProcessGroups
+from .stage_call import Link, StageCall
 
 
 class StageTransport:
-    """The neighbors of a rank along the axis of the stages; see stage_call.Transport.
+    """The devices of a rank along the axis of the stages; see stage_call.Transport."""
 
-    Both directions have a group of their own on a GPU: messages of one group wait for each other.
-    """
-
-    def __init__(self, groups: ProcessGroups, axis: str) -> None:
-        self.stage = groups.coordinates[axis]
+    def __init__(self, groups: ProcessGroups, call: StageCall) -> None:
+        axis = call.axis
+        self.device, self.groups = (
+            groups.coordinates[axis],
+            groups.between_stages(axis, _keys(call)),
+        )
         (ranks,) = (group for group in groups.mesh.groups((axis,)) if groups.rank in group)
         self.processes = [groups.processes[rank] for rank in ranks]
-        self.groups = {shift: groups.between_stages(axis, shift) for shift in (1, -1)}
         self.in_flight: deque[tuple[Any, Tensor]] = deque()
 
-    def send(self, link: int, shift: int, x: Tensor) -> None:
-        """Begin to send a value to the next stage."""
+    def send(self, link: Link, to: int, x: Tensor) -> None:
+        """Begin to send a value to a device."""
+        group, tag = self.groups[link.kind, link.round, to - self.device], _tag(link)
         x = x.contiguous()
-        to, group = self.processes[self.stage + shift], self.groups[shift]
-        self.in_flight.append((dist.isend(x, to, group=group, tag=link), x))
+        self.in_flight.append((dist.isend(x, self.processes[to], group=group, tag=tag), x))
         while self.in_flight and self.in_flight[0][0].is_completed():
             self.in_flight.popleft()
 
-    def receive(self, link: int, shift: int, like: Tensor) -> Tensor:
-        """Return the next value of a link, from the stage before."""
+    def receive(self, link: Link, source: int, like: Tensor) -> Tensor:
+        """Return the next value of a link, from a device."""
+        group, tag = self.groups[link.kind, link.round, self.device - source], _tag(link)
         x = torch.empty_like(like, memory_format=torch.contiguous_format)
-        dist.recv(x, self.processes[self.stage - shift], group=self.groups[shift], tag=link)
+        dist.recv(x, self.processes[source], group=group, tag=tag)
         return x
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
         while self.in_flight:
             self.in_flight.popleft()[0].wait()
+
+
+def _keys(call: StageCall) -> list[tuple[str, int, int]]:
+    """Return the kinds, rounds and directions of messages: each has its group."""
+    places = call.order.places
+    keys: dict[tuple[str, int, int], None] = {}
+    for link in call.links:
+        for stage in range(places.stages):
+            other = stage + link.step
+            if places.round(stage) == link.round and 0 <= other < places.stages:
+                step = places.device(other) - places.device(stage)
+                keys |= {(link.kind, link.round, step): None} if step else {}
+    return [*keys]
+
+
+def _tag(link: Link) -> int:
+    """Return the tag of a link's messages: those of one are in order."""
+    return (link.leaf * 64 + link.round) * 2 + (link.kind == "F")

@@ -5,8 +5,8 @@
     %h   = stage_head(%y)                               the loss begins here, on the last stage
     %g   = carry(%zeros, 1x8)                           what the next stage has sent back
     %dx  = ...                                          backward, from %g and the loss
-    %s   = stage_send(%y, 1, stage, 1f1b);   next(%s, %s, %c, 1x8)
-    %t   = stage_send(%dx, -1, stage, 1f1b); next(%t, %t, %g, 1x8)
+    %s   = stage_send(%y, 1, [0, 0], stage, 1f1b); next(%s, %s, %c, 1x8)
+    %t   = stage_send(%dx, -1, [0, 0], stage, 1f1b); next(%t, %t, %g, 1x8)
 
 It is a loop over microbatches whose carries go to the next stage, not to the next iteration. When
 the program of one device exists, the body is cut into pieces (localize/outline_stages.py).
@@ -19,10 +19,11 @@ from torch import Tensor
 
 
 @torch.library.custom_op("torchgspmd::stage_send", mutates_args=())
-def stage_send(x: Tensor, shift: int, axis: str, schedule: str) -> Tensor:
-    """Return x [stages, ...]: each stage has sent it to the one that is `shift` behind.
+def stage_send(x: Tensor, shift: int, place: list[int], axis: str, schedule: str) -> Tensor:
+    """Return x [devices, ...]: each stage has sent it to the one that is `shift` behind.
 
-    schedule: the order of the pieces, as text (comm/stage_schedule.py).
+    place: the round of the stages, and which of several values it is. schedule: the order of the
+    pieces, as text (comm/stage_order.py).
     """
     return x.clone()
 
@@ -34,7 +35,7 @@ def stage_head(x: Tensor) -> Tensor:
 
 
 @stage_send.register_fake
-def _(x: Tensor, shift: int, axis: str, schedule: str) -> Tensor:
+def _(x: Tensor, shift: int, place: list[int], axis: str, schedule: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

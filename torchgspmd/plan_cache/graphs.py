@@ -8,13 +8,14 @@ from torch import fx
 
 from ..comm.loop_call import LoopCall
 from ..comm.stage_call import Link, StageBody, StageCall
-from ..comm.stage_schedule import Order
+from ..comm.stage_order import Order
 from ..custom_ops.loops import Loop
 from ..fx_nodes import add_node
 from .values import Decoder, Encoder
 
 # What only `Plan.explain` reads, or the passes that have run.
 _COUNTS = "carries", "rows", "others", "stacks"  # of a LoopCall
+_LINK = "kind", "round", "leaf", "sent", "carries"  # of a StageCall
 _LEFT_OUT = {"rule", "assignment", "operand_specs", "decisions"}
 
 
@@ -36,11 +37,17 @@ def _encode_target(node: fx.Node, encoder: Encoder) -> Any:
     call = node.target
     if isinstance(call, StageCall):
         pieces = [
-            [body.name, encode_graph(body.graph, encoder), body.inputs, body.outputs]
+            [
+                body.kind,
+                body.round,
+                encode_graph(body.graph, encoder),
+                body.inputs,
+                body.outputs,
+            ]
             for body in call.pieces
         ]
-        links = [[link.carry, link.sent, link.shift] for link in call.links]
-        names = [call.rows, call.others, call.stacks, call.totals]
+        links = [[*map(link.__dict__.get, _LINK)] for link in call.links]
+        names = [call.carries, call.rows, call.others, call.stacks, call.totals]
         return [
             "stages",
             str(call.loop),
@@ -92,16 +99,17 @@ def _decode_stages(target: list[Any], decoder: Decoder) -> StageCall:
     """Return the pipeline of a row."""
     _, loop, axis, order, pieces, links, names, kept_bytes = target
     bodies = (
-        StageBody(name, decode_graph(rows, decoder), tuple(inputs), tuple(outputs))
-        for name, rows, inputs, outputs in pieces
+        StageBody(kind, number, decode_graph(rows, decoder), tuple(inputs), tuple(outputs))
+        for kind, number, rows, inputs, outputs in pieces
     )
-    rows, others, stacks, totals = map(tuple, names)
+    carries, rows, others, stacks, totals = map(tuple, names)
     return StageCall(
         loop=Loop.parse(loop),
         axis=axis,
         order=Order.parse(order),
         pieces=tuple(bodies),
-        links=tuple(Link(*link) for link in links),
+        links=tuple(Link(a, b, c, sent, tuple(to)) for a, b, c, sent, to in links),
+        carries=carries,
         rows=rows,
         others=others,
         stacks=stacks,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from ..comm.list_scheduler import curve
 from ..comm.loop_call import loop_calls
 from ..comm.stage_call import StageCall
-from ..comm.stage_schedule import curve
 from .units import size_text
 
 
@@ -28,6 +28,6 @@ def _lines(call: StageCall) -> Iterator[str]:
         f"pipeline over {call.axis}: {order}, {order.schedule.idle:.0%} of the time idle, "
         f"activations of {kept} x {size_text(call.kept_bytes)}"
     )
-    limits = [limit for limit, _ in curve(order.stages, order.microbatches)]
+    limits = [n for n, _ in curve(order.devices, order.microbatches, rounds=order.rounds)]
     shares = [f"{order.zero_bubble(limit).schedule.idle:.0%}" for limit in limits]
-    yield f"  zero_bubble with activations of 1 to {limits[-1]}: {', '.join(shares)} idle"
+    yield f"  zero_bubble with activations of {limits[0]} to {limits[-1]}: {', '.join(shares)} idle"

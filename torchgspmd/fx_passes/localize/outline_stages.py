@@ -25,14 +25,14 @@ from torch import fx
 from ...comm.kinds import CollectiveKind
 from ...comm.loop_call import LoopCall, loop_calls
 from ...comm.stage_call import BACKWARD, FORWARD, LOSS, WEIGHTS, Link, StageBody, StageCall
-from ...comm.stage_schedule import Order, order_within
+from ...comm.stage_order import Order, order_within
 from ...custom_ops.stages import HEAD, SEND
 from ...errors import ShardingError
 from ...mesh import Mesh
 from ..schedule.arithmetic import is_view
 from ..schedule.liveness import bytes_of
 
-_NAMES = FORWARD, LOSS, BACKWARD, WEIGHTS
+_KINDS = FORWARD, LOSS, BACKWARD, WEIGHTS
 
 
 def outline_stages(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:
@@ -88,8 +88,12 @@ class _Cut:
         )
         for value in self.ends.sends:
             assert value.target is SEND, "a pipeline has no other carries"
-        self.axis, self.text = self.ends.sends[0].args[2:]
+        self.axis, self.text = self.ends.sends[0].args[3:]
         self.shifts = [value.args[1] for value in self.ends.sends]
+        self.spots = [tuple(value.args[2]) for value in self.ends.sends]  # pyright: ignore
+        self.rounds = 1 + max(round_ for round_, _ in self.spots)
+        # A carry is of the round in which it arrives if stages send to the next or last round.
+        self.arrives = [(r + s) % self.rounds for (r, _), s in zip(self.spots, self.shifts)]
         self.of_coordinates = self._of_coordinates()
         self.place = self._places()
 
@@ -105,31 +109,52 @@ class _Cut:
         return result
 
     def _places(self) -> dict[fx.Node, int]:
-        """Return the piece of each node, by its position in _NAMES."""
-        back = [c for c, shift in zip(self.carries, self.shifts) if shift < 0]
-        heads = [n for n in self.graph.nodes if n.target is HEAD]
-        of_gradients, of_heads = _reached(back, "users"), _reached(heads, "users")
-        ahead = [v for v, shift in zip(self.ends.sends, self.shifts) if shift > 0]
-        behind = [v for v, shift in zip(self.ends.sends, self.shifts) if shift < 0]
-        before_heads = [x for head in heads for x in head.all_input_nodes]
-        forward = _reached([*ahead, *before_heads], "all_input_nodes")
-        backward = _reached([*behind, *self.ends.stacks], "all_input_nodes")
+        """Return the piece of each node: four for each round, in the order of _KINDS."""
         place: dict[fx.Node, int] = {}
+        heads = [n for n in self.graph.nodes if n.target is HEAD]
+        of_heads, last = _reached(heads, "users"), 4 * (self.rounds - 1)
+        before_heads = [x for head in heads for x in head.all_input_nodes]
+        backward = _reached([*self._sends(-1), *self.ends.stacks], "all_input_nodes")
+        of_gradients = [_reached(self._carries(-1, r), "users") for r in range(self.rounds)]
+        forward = [
+            _reached(
+                [*self._sends(1, r), *before_heads * (r == self.rounds - 1)], "all_input_nodes"
+            )
+            for r in range(self.rounds)
+        ]
         for node in reversed(self.graph.nodes):
             if node.op != "call_function" or node in self.of_coordinates:
                 continue
-            if node in of_gradients:
-                place[node] = 2 if node in backward else 3
+            after = next((r for r, nodes in enumerate(of_gradients) if node in nodes), None)
+            ahead = next((r for r, nodes in enumerate(forward) if node in nodes), None)
+            if after is not None:
+                place[node] = 4 * after + (2 if node in backward else 3)
             elif node in of_heads:
-                place[node] = 1
-            elif node in forward:
-                place[node] = 0
+                place[node] = last + 1
+            elif ahead is not None:
+                place[node] = 4 * ahead
             else:
-                place[node] = min((place[user] for user in node.users if user in place), default=3)
+                users = [place[user] for user in node.users if user in place]
+                place[node] = min(users, key=self._moment, default=3)
         for node in self.graph.nodes:  # the results of an operation stay together
             if node.target is getitem and node in place:
                 place[node] = place.get(node.args[0], place[node])
         return place
+
+    def _moment(self, piece: int) -> tuple[int, int, int]:
+        """Return when a microbatch passes a piece: forwards by round, then back, weights last."""
+        round_, kind = divmod(piece, 4)
+        return (0, round_, kind) if kind == 0 else (1, -round_, kind)
+
+    def _sends(self, shift: int, round_: int | None = None) -> list[fx.Node]:
+        """Return what is sent in a direction, by the stages of a round or of all."""
+        each = zip(self.ends.sends, self.shifts, self.spots)
+        return [v for v, s, (r, _) in each if s == shift and round_ in (r, None)]
+
+    def _carries(self, shift: int, round_: int | None = None) -> list[fx.Node]:
+        """Return what arrives from a direction, at the stages of a round or of all."""
+        each = zip(self.carries, self.shifts, self.arrives)
+        return [c for c, s, r in each if s == shift and round_ in (r, None)]
 
     # ----------------------------------------------------------------------------------- the pieces
 
@@ -138,18 +163,17 @@ class _Cut:
         self._check()
         self.order = Order.parse(self.text)
         self._fill()
-        back = [shift for shift in self.shifts if shift < 0]
-        self.order = order_within(self.order, self._kept_bytes(), bool(back))
+        self.order = order_within(self.order, self._kept_bytes(), bool(self._carries(-1)))
         if not self.order.splits:
-            self.place = {node: min(place, 2) for node, place in self.place.items()}
+            self.place = {n: p - 1 if p % 4 == 3 else p for n, p in self.place.items()}
             self._fill()
-        carries = zip(self.carries, self.ends.sends, self.shifts)
         return StageCall(
             loop=self.call.loop,
             axis=self.axis,
             order=self.order,
             pieces=tuple(self._piece(i) for i, nodes in enumerate(self.nodes) if nodes),
-            links=tuple(Link(c.name, _source(v).name, shift) for c, v, shift in carries),
+            links=tuple(map(self._link, range(len(self.carries)))),
+            carries=_names(self.carries),
             rows=_names(self.rows),
             others=_names(self.others),
             stacks=_names(self.ends.stacks),
@@ -157,21 +181,37 @@ class _Cut:
             kept_bytes=self._kept_bytes(),
         )
 
+    def _link(self, i: int) -> Link:
+        """Return what the stages of a round send."""
+        shift, (round_, leaf) = self.shifts[i], self.spots[i]
+        names = {
+            r: carry.name
+            for carry, r, other, (_, which) in zip(
+                self.carries, self.arrives, self.shifts, self.spots
+            )
+            if other == shift and which == leaf
+        }
+        carries = tuple(names[r] for r in range(self.rounds))
+        sent = _source(self.ends.sends[i]).name
+        return Link("F" if shift > 0 else "B", round_, leaf, sent, carries)
+
     def _fill(self) -> None:
         """Collect the nodes of each piece, and what they take from outside of it."""
-        self.nodes: list[list[fx.Node]] = [[], [], [], []]
+        self.nodes: list[list[fx.Node]] = [[] for _ in range(4 * self.rounds)]
         for node in self.graph.nodes:
             if node in self.place and not _is_mark(node):
                 self.nodes[self.place[node]].append(node)
         if self.order.recompute:
-            self._recompute()
+            for round_ in range(self.rounds):
+                self._recompute(4 * round_)
         self.inputs = [self._taken(nodes) for nodes in self.nodes]
+        self.moments = sorted(range(len(self.nodes)), key=self._moment)
 
-    def _recompute(self) -> None:
+    def _recompute(self, first: int) -> None:
         """Let the backward compute again what it and the gradients of weights take of forward."""
-        forward, back = set(self.nodes[0]), self.nodes[2] + self.nodes[3]
+        forward, back = set(self.nodes[first]), self.nodes[first + 2] + self.nodes[first + 3]
         again = _reached(self._taken(back), "all_input_nodes") & forward
-        self.nodes[2] = [n for n in self.graph.nodes if n in again] + self.nodes[2]
+        self.nodes[first + 2] = [n for n in self.graph.nodes if n in again] + self.nodes[first + 2]
 
     def _taken(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """Return what nodes take from others."""
@@ -181,12 +221,14 @@ class _Cut:
 
     def _outputs(self, piece: int) -> list[fx.Node]:
         """Return what a piece leaves for later ones, or for outside."""
+        at = self.moments.index(piece)
         used: set[fx.Node] = set()
-        for later in range(piece + 1, len(self.nodes)):
-            between = {n for nodes in self.nodes[piece + 1 : later] for n in nodes}
+        between: set[fx.Node] = set()
+        for later in self.moments[at + 1 :]:
             used |= {x for x in self.inputs[later] if x not in between}
+            between |= {*self.nodes[later]}
         ends = map(_source, (*self.ends.sends, *self.ends.stacks, *self.ends.totals))
-        before = {n for nodes in self.nodes[:piece] for n in nodes}
+        before = {n for i in self.moments[:at] for n in self.nodes[i]}
         used |= {x for x in ends if x not in before}
         return [node for node in self.nodes[piece] if node in used]
 
@@ -203,7 +245,8 @@ class _Cut:
                     self._copy_number(graph, value, new)
             new[node] = graph.node_copy(node, lambda n: new[_source(n)])
         graph.output(tuple(new[node] for node in outputs))
-        return StageBody(_NAMES[piece], graph, _names(inputs), _names(outputs))
+        round_, kind = divmod(piece, 4)
+        return StageBody(_KINDS[kind], round_, graph, _names(inputs), _names(outputs))
 
     def _copy_number(self, graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
         """Copy arithmetic on coordinates into a piece."""
@@ -215,12 +258,14 @@ class _Cut:
 
     def _kept_bytes(self) -> int:
         """Return the most bytes that a stage keeps of a microbatch between two of its pieces."""
-        received = {c for c, shift in zip(self.carries, self.shifts) if shift > 0}
-        left = {*self._outputs(0), *received} & {*self.inputs[2], *self.inputs[3]}
-        if self.order.name not in ("zero_bubble", "auto"):
-            return _bytes_of_all(left)
-        outside = {*self.rows, *self.others}
-        return max(_bytes_of_all(left), _bytes_of_all({*self.inputs[3]} - outside))
+        outside, most = {*self.rows, *self.others}, 0
+        for first in range(0, len(self.nodes), 4):
+            received = self._carries(1, first // 4)
+            back = {*self.inputs[first + 2], *self.inputs[first + 3]}
+            most = max(most, _bytes_of_all({*self._outputs(first), *received} & back))
+            if self.order.name in ("zero_bubble", "auto"):
+                most = max(most, _bytes_of_all({*self.inputs[first + 3]} - outside))
+        return most
 
     def _check(self) -> None:
         """Raise ShardingError if stages would have to communicate inside of a piece."""

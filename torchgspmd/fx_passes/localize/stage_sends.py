@@ -1,6 +1,6 @@
 """What stages of a pipeline send to each other, as steps that a plan counts.
 
-before   %s : f32[4@stage, 2, 16] = stage_send(%y, 1, stage, 1f1b 4x8)
+before   %s : f32[4@stage, 2, 16] = stage_send(%y, 1, [0, 0], stage, 1f1b 4x8)
 after    the same, with meta["step"]: a permute of a stage's value
 needs    the graph on the mesh that was asked for
 ensures  the first dimension of what is sent is the stages, divided along their axis
@@ -22,7 +22,7 @@ def stage_sends(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:
     """Annotate a graph in place and return it; None if it has no pipeline."""
     nodes = graph.find_nodes(op="call_function", target=SEND)
     for node in nodes:
-        axis, spec, val = node.args[2], node.meta["spec"], node.meta["val"]
+        axis, spec, val = node.args[3], node.meta["spec"], node.meta["val"]
         if spec.dims[0] != (axis,) or spec.pending:
             raise ShardingError(
                 f"what a stage of a pipeline along '{axis}' sends is laid out as '{spec}'",

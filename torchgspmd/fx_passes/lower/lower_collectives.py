@@ -114,7 +114,7 @@ class _Lowerer(CollectiveBuilder):
         copy = add_node(self.graph, node.op, node.target, args, kwargs, node.name)
         copy.meta.update(node.meta)
         if isinstance(node.target, StageCall):
-            node.target.transport = StageTransport(self.groups, node.target.axis)
+            node.target.transport = StageTransport(self.groups, node.target)
         return copy
 
     def _with_meta(self, result: fx.Node) -> fx.Node:

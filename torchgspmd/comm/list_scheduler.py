@@ -1,0 +1,217 @@
+"""The list scheduler of pipelines: a device that is free does the most urgent piece that is ready.
+
+The rule is F and B in turn, W if there is nothing else, within a limit of the activations that a
+device keeps. With p stages and a limit of p it is 1F1B; with pieces W it is ZB-H1, and with a limit
+of 2p - 1 ZB-H2: points of one curve, bubble against memory.
+
+A device may have several stages: those of rounds that go round (interleaved), or of one that goes
+there and back (the V of ZBV). Then a few rules are tried, and the best schedule is taken: first by
+its end, then by what it keeps. Sources: PipeDream-Flush (arXiv 2006.09503), Megatron's interleaved
+schedule (arXiv 2104.04473), Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import ShardingError, user_line
+from .stage_schedule import Piece, Schedule, Times, needed_by, seconds_of, timed
+
+
+@dataclass(frozen=True)
+class Places:
+    """On which device a stage is. vee: the second round goes back, from the last device."""
+
+    devices: int
+    rounds: int = 1
+    vee: bool = False
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of all devices."""
+        return self.devices * self.rounds
+
+    def device(self, stage: int) -> int:
+        """Return the device of a stage."""
+        round_, at = divmod(stage, self.devices)
+        return self.devices - 1 - at if self.vee and round_ % 2 else at
+
+    def round(self, stage: int) -> int:
+        """Return the round that a stage is in."""
+        return stage // self.devices
+
+    def stage(self, device: int, round_: int) -> int:
+        """Return the stage of a device in a round."""
+        at = self.devices - 1 - device if self.vee and round_ % 2 else device
+        return round_ * self.devices + at
+
+
+def list_schedule(
+    stages: int,
+    microbatches: int,
+    *,
+    split: bool = False,
+    memory: int | None = None,
+    times: Times | None = None,
+    rounds: int = 1,
+) -> Schedule:
+    """Return the schedule of a list scheduler. Orders are chosen as if all pieces took as long.
+
+    Args:
+        stages: One a device, in each round.
+        microbatches: How many parts the batch is divided into.
+        split: Whether gradients of weights are pieces of their own, which fill gaps.
+        memory: The most activations of microbatches that a device keeps at once; None: no limit.
+        times: How long the pieces take.
+        rounds: How many stages a device has, neighbors in a round. Two rounds of split backwards
+            are a V: the second one goes back.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ShardingError: There is no memory for a microbatch.
+
+    Example:
+        >>> print(list_schedule(2, 3, memory=2))
+        0  F0 F1    B0... F2 B1... B2...
+        1     F0 B0... F1 B1... F2 B2...
+    """
+    if memory is not None and memory < rounds:
+        raise ShardingError(
+            f"a schedule that keeps {memory} activations",
+            where=user_line(),
+            fix=f"memory={rounds}, or more",
+        )
+    places = Places(stages, rounds, split and rounds == 2)
+    rules = _RULES[1:] if rounds > 1 else _RULES[:1]
+    kinds = "FBW" if split else "FB"
+    tables = [_Order(places, microbatches, kinds, memory, rule).run() for rule in rules]
+    schedules = [timed(table, times or Times()) for table in tables]
+    return min(schedules, key=lambda schedule: (schedule.end, schedule.bubble, max(schedule.kept)))
+
+
+def forward_schedule(places: Places, microbatches: int, times: Times) -> Schedule:
+    """Return the schedule of forwards alone."""
+    return timed(_Order(places, microbatches, "F", None, _RULES[-1]).run(), times)
+
+
+def curve(
+    stages: int, microbatches: int, times: Times | None = None, rounds: int = 1
+) -> list[tuple[int, float]]:
+    """Return the bubble for each number of activations that a device may keep, until it is 0.
+
+    With rounds they are those of one, in steps of all.
+    """
+    result: list[tuple[int, float]] = []
+    for memory in range(rounds, rounds * microbatches + 1, rounds):
+        schedule = list_schedule(
+            stages, microbatches, split=True, memory=memory, times=times, rounds=rounds
+        )
+        result.append((memory, schedule.bubble))
+        if not schedule.bubble:
+            break
+    return result
+
+
+class _Order:
+    """The list scheduler. done: when each piece ends, of those that have begun."""
+
+    def __init__(
+        self, places: Places, microbatches: int, kinds: str, memory: int | None, rule: _Rule
+    ) -> None:
+        self.places, self.microbatches, self.memory, self.rule = places, microbatches, memory, rule
+        self.kinds, self.seconds = kinds, seconds_of("W" in kinds, Times())
+        self.done: dict[Piece, float] = {}
+        self.rows: list[list[Piece]] = [[] for _ in range(places.devices)]
+        self.turns = ["F"] * places.devices  # the last kind of F and B
+        self.kept = [0] * places.devices
+        self.next = [
+            {
+                (kind, places.stage(device, round_)): 0
+                for kind in self.kinds
+                for round_ in range(places.rounds)
+            }
+            for device in range(places.devices)
+        ]
+
+    def run(self) -> list[list[Piece]]:
+        """Return the pieces of each device in order. A device that is free chooses."""
+        now, total = 0.0, self.places.stages * self.microbatches * len(self.kinds)
+        while len(self.done) < total:
+            for device, row in enumerate(self.rows):
+                is_free = not row or self.done[row[-1]] <= now
+                if is_free and (piece := self.choose(device, now)):
+                    self.add(device, piece)
+                    self.done[piece] = now + self.seconds[piece.kind]
+            now = min(end for row in self.rows if row and (end := self.done[row[-1]]) > now)
+        return self.rows
+
+    def add(self, device: int, piece: Piece) -> None:
+        """Let a device do a piece."""
+        self.rows[device].append(piece)
+        self.next[device][piece.kind, piece.stage] += 1
+        self.kept[device] += (piece.kind == "F") - (piece.kind == self.kinds[-1])
+        if piece.kind != "W":
+            self.turns[device] = piece.kind
+
+    def may_begin(self, device: int, stage: int) -> bool:
+        """Return whether a device may keep an activation more.
+
+        Later rounds have to find a place: without that nothing would leave. Without pieces W more
+        than what is on the way is of no use.
+        """
+        later = self.places.rounds - 1 - self.places.round(stage)
+        limit = self.microbatches * self.places.rounds if self.memory is None else self.memory
+        if self.places.rounds == 1 and self.kinds == "FB":
+            limit = min(limit, self.places.devices - device)
+        return self.kept[device] + later < limit
+
+    def choose(self, device: int, now: float) -> Piece | None:
+        """Return the most urgent piece that is ready."""
+        ready = [
+            Piece(kind, stage, i)
+            for (kind, stage), i in self.next[device].items()
+            if i < self.microbatches and (kind != "F" or self.may_begin(device, stage))
+        ]
+        last = self.places.stages - 1
+        ready = [
+            piece
+            for piece in ready
+            if all(self.done.get(other, now + 1) <= now for other in needed_by(piece, last))
+        ]
+        if not ready:
+            return None
+        return min(ready, key=lambda piece: self.rule(piece, self.turns[device], self.places))
+
+
+_Rule = Callable[[Piece, str, Places], tuple]  # (piece, last kind of F and B) -> what is urgent
+
+
+def _rank(piece: Piece, kinds: str) -> int:
+    return kinds.index(piece.kind)
+
+
+def _in_turn(turn: str) -> str:
+    return "FBW" if turn == "B" else "BFW"
+
+
+def _depth(piece: Piece) -> int:
+    """Return how early a piece is: forwards that are near the end, backwards near the start."""
+    return piece.stage if piece.kind == "B" else -piece.stage
+
+
+def _group(piece: Piece, places: Places) -> tuple[int, int]:
+    """Return groups of as many microbatches as devices: round by round."""
+    return piece.microbatch // places.devices, -_depth(piece)
+
+
+_RULES: Sequence[_Rule] = (
+    lambda piece, turn, places: (_rank(piece, _in_turn(turn)),),
+    lambda piece, turn, places: (_rank(piece, _in_turn(turn)), _depth(piece)),
+    lambda piece, turn, places: (_rank(piece, "BFW"), _depth(piece)),
+    lambda piece, turn, places: (_rank(piece, "FBW"), _depth(piece)),
+    lambda piece, turn, places: (_rank(piece, _in_turn(turn)), _group(piece, places)),
+    lambda piece, turn, places: (_rank(piece, "BFW"), _group(piece, places)),
+)
