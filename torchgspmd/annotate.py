@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -158,13 +159,28 @@ def raw_mark(tensor: Tensor) -> tuple[Mesh | None, ShardSpec | str, str] | None:
     """Return the mark on a parameter or buffer, (None, names, file:line) if it has names alone."""
     mark = getattr(tensor, _MARK, None)
     if mark is None and (followed := getattr(tensor, _FOLLOWED, None)) is not None:
-        return raw_mark(followed)
+        mark = raw_mark(followed)
+        if mark is not None and tensor.shape != followed.shape:
+            return mark[0], _of_state(mark[1], tensor, followed), mark[2]
     return mark
 
 
+def _of_state(spec: ShardSpec | str, state: Tensor, parameter: Tensor) -> ShardSpec | str:
+    """Return the layout of a state that has 1 in place of some sizes of its parameter."""
+    reduced = [n != m for n, m in zip(state.shape, parameter.shape)]
+    if isinstance(spec, str):
+        return " ".join("_" if one else word for one, word in zip(reduced, spec.split()))
+    return replace(spec, dims=tuple(() if one else d for one, d in zip(reduced, spec.dims)))
+
+
 def follow_mark(state: Tensor, parameter: Tensor) -> None:
-    """Let a state of a parameter have the mark of it, unless it is marked itself."""
-    setattr(state, _FOLLOWED, parameter)
+    """Let a state of a parameter have the mark of it, unless it is marked itself.
+
+    Sizes of the state are those of the parameter, or 1. Others, as a count of steps, have no mark.
+    """
+    sizes = [*zip(state.shape, parameter.shape)]
+    if state.dim() == parameter.dim() and all(n in (m, 1) for n, m in sizes):
+        setattr(state, _FOLLOWED, parameter)
 
 
 def recorded_mark(tensor: Tensor) -> tuple[Mesh, ShardSpec, str] | None:

@@ -18,11 +18,18 @@ import torchgspmd as gspmd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save, whole_weights
+from common.lamb import Lamb
 from common.report import print_plan
 from common.run import RANK, Run, leave, options, train
 from common.text import load_text
 from data import MASK, OTHER, Words
 from model import LAYOUTS, Bert, Config
+
+OPTIMIZERS = {
+    "adamw": lambda weights, lr: torch.optim.AdamW(weights, lr, weight_decay=0.01),
+    "lamb": Lamb,
+    "adafactor": torch.optim.Adafactor,
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -38,6 +45,7 @@ def arguments() -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--width", type=int, default=96)
     add("--context", type=int, default=32, help="length of a sequence")
+    add("--optimizer", choices=list(OPTIMIZERS), default="adamw")
     add("--blanks", type=int, default=12, help="hidden words to show at the end")
     parser.set_defaults(batch=32, steps=5000, lr=2e-3, warmup=50)
     return parser.parse_args()
@@ -57,11 +65,11 @@ def main() -> None:
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(text.tokens):,} words of "
         f"{args.text}; {run}"
     )
-    optimizer = adamw(model, args)
+    optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr)
     step = model
     if run.mesh:
         layout = LAYOUTS[args.layout].on(run.mesh)
-        step = gspmd.train_step(model, optimizer, clip=args.clip)  # AdamW is in the program
+        step = gspmd.train_step(model, optimizer, clip=args.clip)  # its update is in the program
         step = gspmd.parallelize(step, layout, backend=args.backend, **run.precision)
     first = load(model, optimizer, args.resume) if args.resume else 0
 
@@ -85,15 +93,12 @@ def main() -> None:
     run.write(losses, first, "nats per hidden word")
 
 
-def adamw(model: torch.nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
-
-
 def plan(args: argparse.Namespace, config: Config) -> None:
     with torch.device("meta"):
         model, tokens = Bert(config), torch.empty(args.batch, args.context, dtype=torch.long)
         places = torch.empty(args.batch, max(1, round(0.15 * args.context)), dtype=torch.long)
-        step = gspmd.train_step(model, adamw(model, args), clip=args.clip)
+        optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr)
+        step = gspmd.train_step(model, optimizer, clip=args.clip)
     title = f"{sum(p.numel() for p in model.parameters()):,} parameters; {args.layout}"
     layout = LAYOUTS[args.layout].on(args.mesh or gspmd.Mesh(data=1))
     print_plan(title, layout, step, tokens, places, places, grad=False)

@@ -3,6 +3,7 @@
 import torch
 import zero_step
 from ranks import distributed
+from step_cases import averaged, check, loop, pair
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgspmd as gspmd
@@ -32,7 +33,7 @@ class Wire(TorchDispatchMode):
 def test_bytes_of_zero_on_the_wire(mesh):
     layers = 3
     for stage in zero_step.STAGES:
-        for dtype in (None, torch.bfloat16):
+        for dtype in (None, torch.bfloat16)[: 2 if stage == "3" else 1]:
             step, x, options = zero_step.case(stage, layers, dtype)
             alone, _, _ = zero_step.case(stage, layers, dtype)
             alone.load_state_dict(step.state_dict())
@@ -47,3 +48,23 @@ def test_bytes_of_zero_on_the_wire(mesh):
             (update,) = [n for n in calls if n.target is adam_]
             if stage != "1":  # there a part of the weights is updated, and gathered
                 assert all(x.op == "placeholder" for i in (0, 2, 3) for x in update.args[i])
+
+
+@distributed("data=2")
+def test_optimizers(mesh):
+    """Norms are of whole tensors; clipping, averages and a schedule are in the program."""
+    table = gspmd.Layout({"batch": "data", "hidden": None, "embed": "data"})
+    for name in ("adafactor", "lamb"):
+        model, reference, optimizer, other, x = pair(name)
+        average = averaged(reference)
+        step = gspmd.train_step(model, optimizer, clip=0.1, average=0.9)
+        step = gspmd.parallelize(step, table.on(mesh), in_specs="batch _")
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, other)]
+        for _ in range(4):
+            torch.testing.assert_close(step(x), loop(reference, other, x), rtol=1e-10, atol=1e-10)
+            average.update_parameters(reference)
+            for schedule in schedules:
+                schedule.step()
+        check(step.model, reference)
+        check(step.average, average.module)
+        assert len(step._all_programs()) == 2, name  # of the first rate, and of all others

@@ -1,56 +1,15 @@
 """train_step: the numbers of a training loop, as one program whose updates are sharded."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import zero_step
-from torch import nn
+from step_cases import OPTIMIZERS, Net, check, loop, pair
 
 import torchgspmd as gspmd
 from torchgspmd import Layout, Mesh, ShardingError
 
-OPTIMIZERS = {
-    "adamw": lambda ps: torch.optim.AdamW(ps, 1e-2, foreach=False),
-    "adam": lambda ps: torch.optim.Adam(ps, 1e-2, weight_decay=0.1, maximize=True, foreach=False),
-    "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
-    "nesterov": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, nesterov=True),
-}
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64).double(), nn.Linear(64, 16).double()
-        gspmd.annotate(self, {"up.weight": "hidden embed", "down.weight": "embed hidden"})
-
-    def forward(self, x):
-        return (self.down(F.gelu(self.up(x))) - x).square().mean()
-
-
-def loop(model, optimizer, x, clip=0.1):
-    loss = model(x)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def pair(name):
-    torch.manual_seed(0)
-    model = Net()
-    reference = copy.deepcopy(model)
-    optimizers = [OPTIMIZERS[name](m.parameters()) for m in (model, reference)]
-    return model, reference, *optimizers, torch.randn(12, 16, dtype=torch.float64)
-
-
-def check(model, reference):
-    for (name, got), want in zip(model.named_parameters(), reference.parameters()):
-        got = got.full_tensor() if hasattr(got, "full_tensor") else got
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7, msg=name)  # clip is in 1e-6
+SIMULATED = ("adafactor", "lamb", "amsgrad", "rmsprop", "asgd", "adamw", "nesterov")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -64,7 +23,7 @@ def test_a_step_on_one_device_is_that_of_a_loop(name):
     check(model, reference)
 
 
-@pytest.mark.parametrize("name", ["adamw", "nesterov"])
+@pytest.mark.parametrize("name", SIMULATED)
 def test_a_simulated_step(name):
     model, reference, optimizer, other, x = pair(name)
     step = gspmd.train_step(model, optimizer, clip=0.1)
@@ -94,12 +53,24 @@ def test_bytes_of_zero(stage, dtype):
     assert len(states) == layers * (2 if stage == "1" else 3) + 1  # and the batch
 
 
+class Reading(torch.optim.Optimizer):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad.norm().item() > 0:
+                p.data.sub_(p.grad)
+
+
 def test_errors():
     model = Net()
-    with pytest.raises(ShardingError, match="no rule for Adagrad"):
-        gspmd.train_step(model, torch.optim.Adagrad(model.parameters()))
-    with pytest.raises(ShardingError, match="no rule for amsgrad=True"):
-        gspmd.train_step(model, torch.optim.AdamW(model.parameters(), amsgrad=True))
+    with pytest.raises(ShardingError, match="LBFGS steps by a closure"):
+        gspmd.train_step(model, torch.optim.LBFGS(model.parameters()))
+    step = gspmd.train_step(model, Reading(model.parameters(), {}))
+    with pytest.raises(ShardingError, match="depends on values"):
+        gspmd.plan(
+            step,
+            torch.ones(4, 16).double(),
+            mesh=Layout({"hidden": "data", "embed": None}).on(Mesh(data=2)),
+        )
     with pytest.raises(ShardingError, match="that is not the model's"):
         gspmd.train_step(model, torch.optim.AdamW(Net().parameters()))
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..annotate import follow_mark
-from ..errors import ShardingError, did_you_mean, user_line
-from .update_rules import RULES, Rule
+from ..errors import ShardingError, user_line
+from .update_rules import rule_of
 
 
 class TrainStep(nn.Module):
@@ -42,23 +42,23 @@ class TrainStep(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.optimizer, self.loss = model, optimizer, loss
-        self.clip, self.average, self.param_dtype = clip, average, param_dtype
-        self.rule = _rule_of(optimizer)
+        self.clip, self.decay, self.param_dtype = clip, average, param_dtype
         self.names = _names_of(model, optimizer)  # of the parameters, by group
+        rule = rule_of(optimizer)
+        self.update, self.counts = rule.update, rule.counts
         self.register_buffer("steps", torch.zeros((), dtype=torch.float32, device=_device(model)))
         self.states: dict[str, list[str]] = {}  # of each parameter: names of its states
         for group, names in zip(optimizer.param_groups, self.names):
-            self.rule.check(group)
             for name in names:
-                self._add_states(name, group)
+                self._add_states(name, rule.states(tensor_of(model, name), group))
         self._adopt()
+        vars(optimizer)["_opt_called"] = True  # for schedules of torch, which warn otherwise
         optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
 
-    def _add_states(self, name: str, group: Mapping[str, Any]) -> None:
+    def _add_states(self, name: str, states: dict[str, Tensor]) -> None:
         parameter = tensor_of(self.model, name)
-        states = dict(self.rule.states(parameter.detach(), group))
         self.states[name] = [*states]
-        if self.average is not None:
+        if self.decay is not None:
             states["average"] = parameter.detach().clone()
         for kind, state in states.items():
             follow_mark(state, parameter)
@@ -69,7 +69,8 @@ class TrainStep(nn.Module):
         """Take over the states that the optimizer has, and give it the buffers in their place."""
         for name, kinds in self.states.items():
             state = self.optimizer.state[tensor_of(self.model, name)]
-            for kind, key in [*((kind, f"{kind}.{name}") for kind in kinds), ("step", "steps")]:
+            shared = [("step", "steps")] if self.counts else []
+            for kind, key in [*((kind, f"{kind}.{name}") for kind in kinds), *shared]:
                 buffer, present = tensor_of(self, key), state.get(kind)
                 if isinstance(present, Tensor) and present is not buffer:
                     buffer.copy_(present)
@@ -99,7 +100,7 @@ class TrainStep(nn.Module):
         self.steps.add_(1)
         for group, names in zip(self.optimizer.param_groups, self.names):
             trained = {name: g for name in names if (g := gradients[name]) is not None}
-            self.rule.update(
+            self.update(
                 [tensor_of(self.model, name) for name in trained],
                 [g if scale is None else g * scale.to(g.dtype) for g in trained.values()],
                 [
@@ -109,13 +110,13 @@ class TrainStep(nn.Module):
                 tensor_of(self, "steps"),
                 group,
             )
-            if self.average is not None:
+            if self.decay is not None:
                 for name in names:
                     average, parameter = (
                         tensor_of(self, f"average.{name}"),
                         tensor_of(self.model, name),
                     )
-                    average.lerp_(parameter, 1 - self.average)
+                    average.lerp_(parameter, 1 - self.decay)
 
 
 def train_step(
@@ -135,7 +136,8 @@ def train_step(
 
     Args:
         model: The model, before `parallelize`.
-        optimizer: AdamW, Adam or SGD of torch.optim, of its parameters.
+        optimizer: AdamW, Adam, SGD or Adafactor of torch.optim, of its parameters. Of any other
+            the own `step` is in the program, which may compute with tensors only.
         loss: A function of the model and the batch that returns the loss, or a tuple whose first
             entry it is. By default the model returns it.
         clip: The largest norm of all gradients together.
@@ -147,7 +149,7 @@ def train_step(
         The module. Its arguments are the batch; it returns what `loss` does, detached.
 
     Raises:
-        ShardingError: There is no rule for the optimizer, or it has parameters of other models.
+        ShardingError: The optimizer has parameters of other models.
 
     Example:
         >>> import torch
@@ -161,18 +163,6 @@ def train_step(
         ['all_gather', 'reduce_scatter', 'all_reduce']
     """
     return TrainStep(model, optimizer, loss, clip, average, param_dtype)
-
-
-def _rule_of(optimizer: Optimizer) -> Rule:
-    kind = type(optimizer)
-    if kind not in RULES:
-        raise ShardingError(
-            f"train_step has no rule for {kind.__name__}",
-            where=user_line(),
-            fix=did_you_mean(kind.__name__, [known.__name__ for known in RULES])
-            + "; or parallelize the model alone, and step the optimizer as usual",
-        )
-    return RULES[kind]
 
 
 def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

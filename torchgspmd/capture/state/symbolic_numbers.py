@@ -48,6 +48,17 @@ _BESIDE_TENSORS = {
     for name in "add radd iadd sub rsub isub mul rmul imul gt ge lt le".split()
     + "truediv rtruediv itruediv".split()
 }
+# x.add_(y, alpha=number), x.addcdiv_(y, z, value=number): (keyword, sum, how a term is computed)
+_FACTORS = {
+    getattr(of, f"{name}{end}"): (keyword, getattr(of, f"{total}{end}"), combine)
+    for of, end in ((torch, ""), (Tensor, ""), (Tensor, "_"))
+    for name, keyword, total, combine in (
+        ("add", "alpha", "add", None),
+        ("sub", "alpha", "sub", None),
+        ("addcmul", "value", "add", operator.mul),
+        ("addcdiv", "value", "add", operator.truediv),
+    )
+}
 
 
 @dataclass(eq=False)
@@ -132,7 +143,13 @@ class SymbolicNumber:
                 _tensor_operand(a, b) if type(a) is SymbolicNumber and isinstance(b, Tensor) else a
                 for a, b in zip(args, args[::-1])
             )
-        return func(*specialize_tree(args), **specialize_tree(kwargs or {}))
+        row, kwargs = _FACTORS.get(func), kwargs or {}
+        if row is not None and type(kwargs.get(row[0])) is SymbolicNumber:
+            keyword, total, combine = row
+            x, *terms = args
+            term = terms[0] if combine is None else combine(*terms)
+            return total(x, term * kwargs[keyword])
+        return func(*specialize_tree(args), **specialize_tree(kwargs))
 
 
 def of(symbol: SymbolicNumber) -> Expression:
