@@ -158,7 +158,7 @@ def write_page(path: Path, layers: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=192)
     parser.add_argument("--page", type=Path, help="measure this page")
     args = parser.parse_args()

@@ -12,7 +12,7 @@ import torchgspmd as gspmd
 from torchgspmd import Hardware
 from torchgspmd.hardware import Link
 from torchgspmd.suggest import search
-from torchgspmd.suggest.judge import Judge
+from torchgspmd.suggest.judge import Judge, Numbers
 from torchgspmd.suggest.layers import Layers
 from torchgspmd.suggest.proposal import Group, Marks, Proposal, Savings, patterns_of
 from torchgspmd.suggest.recompute import has_solver
@@ -315,3 +315,12 @@ def test_marks_of_arguments_and_of_stacks_of_matrices():
     assert (
         experts.on(gspmd.Mesh(data=1, model=4)) == Marks() == rows.on(gspmd.Mesh(data=4, model=1))
     )
+
+
+def test_two_layers_that_are_less_than_one_are_not_extrapolated():
+    """A plan of one layer may be a worse one than that of two."""
+    judge = Judge(Deep(6), (torch.zeros(8, 16),), {}, SLOW_PRODUCTS)
+    mesh, one = gspmd.Mesh(data=1, model=1), Numbers(2.0, 10.0, 4.0, 1.0, 2.0)
+    assert judge._whole((one, Numbers(3.0, 11.0, 5.0, 2.0, 3.0)), mesh).seconds == 7.0
+    assert judge._whole((one, Numbers(1.5, 11.0, 5.0, 2.0, 3.0)), mesh).seconds == 4.5
+    assert judge._whole((one, Numbers(3.0, 9.0, 5.0, 2.0, 3.0)), mesh).memory == 27.0

@@ -93,6 +93,7 @@ class Judge:
     groups: tuple[Group, ...] = field(init=False)
     members: dict[str, Group] = field(init=False)  # the groups by the name of a parameter
     flops: float = field(init=False)  # of a step of the model, on all devices
+    layer_flops: float = field(init=False)  # of a layer
     shared: Shared = field(default_factory=Shared)
     captures: dict[tuple[Recomputed, int], tuple[Captured, ...]] = field(default_factory=dict)
     known: dict[tuple[Mesh, Marks, Savings, int], Numbers] = field(default_factory=dict)
@@ -107,8 +108,9 @@ class Judge:
         self.recomputable = self.layers.without(buffers)
         self.members = groups_of(programs[-1])
         self.groups = tuple(dict.fromkeys(self.members.values()))
-        each = [Numbers(float(graph_flops(p.graph, ONE_DEVICE)), 0, 0, 0, 0) for p in programs]
-        self.flops = self._whole(each).seconds
+        counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
+        self.layer_flops = counts[-1] - counts[0]
+        self.flops = counts[-1] + max(self.layers.length - len(programs), 0) * self.layer_flops
 
     @property
     def rows(self) -> int:
@@ -151,11 +153,19 @@ class Judge:
             return False
         return True
 
-    def _whole(self, values: Sequence[Numbers]) -> Numbers:
-        """Return the numbers of the whole model from those of the programs."""
+    def _whole(self, values: Sequence[Numbers], mesh: Mesh) -> Numbers:
+        """Return the numbers of the whole model from those of the programs.
+
+        If two layers are not one and a like one (one has less than its products cost), no more can
+        be said than that all are so many times two.
+        """
         if len(values) == 1:
             return values[0]
-        return values[0].towards(values[1], self.layers.length - 1)
+        one, two = values
+        least = self.layer_flops / mesh.size / self.hardware.peak
+        if two.seconds - one.seconds < least or two.memory < one.memory:
+            return Numbers(0, 0, 0, 0, 0).towards(two, self.layers.length / 2)
+        return one.towards(two, self.layers.length - 1)
 
     def numbers(self, mesh: Mesh, marks: Marks, savings: Savings, rows: int = 0) -> Numbers:
         """Return the numbers of a plan. rows: of a call; by default those of a microbatch.
@@ -177,7 +187,7 @@ class Judge:
                 self._plan(program, mesh, marks, savings.regather, rows)
                 for program in self.programs(savings.recomputed, rows)
             ]
-            self.known[key] = self._whole(each).repeated(savings.microbatches, self.hardware)
+            self.known[key] = self._whole(each, mesh).repeated(savings.microbatches, self.hardware)
         return self.known[key]
 
     def fewest_recomputed(

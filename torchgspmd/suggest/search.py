@@ -120,6 +120,7 @@ class _Search:
     deadline: float
     tried: dict[tuple[Mesh, Marks, int], Proposal] = field(default_factory=dict)
     microbatches: int = 1
+    tight: set[Mesh] = field(default_factory=set)  # on which weights with ZeRO are gathered again
 
     def run(self, meshes: Sequence[Mesh]) -> None:
         """Search; where nothing fits, search again with the fewest microbatches that may fit."""
@@ -152,6 +153,7 @@ class _Search:
                 self.propose(mesh, marks)
         if not self._fits():
             self.microbatches = before
+        self.tight.clear()
         return self._fits()
 
     def _is_divisible(self, mesh: Mesh, count: int) -> bool:
@@ -199,8 +201,10 @@ class _Search:
             self.tried[key] = other
 
     def _others(self, proposal: Proposal) -> Iterator[Savings]:
-        """Yield more microbatches in place of recomputed layers."""
+        """Yield ways with less work: more microbatches, weights that are not gathered again."""
         savings = proposal.savings
+        if savings.regather != "auto":
+            yield replace(savings, regather="auto")
         for count in self._divisions() if savings.recomputed else ():
             if count > savings.microbatches and self._is_divisible(proposal.mesh, count):
                 yield Savings(savings.regather, (), count)
@@ -279,11 +283,15 @@ class _Search:
         ways = [Savings("auto", (), self.microbatches)]
         if marks.zero:
             ways.append(Savings("always", (), self.microbatches))
+        if marks.zero and mesh in self.tight:
+            ways = ways[1:]
         tried = []
         for savings in ways:
             tried.append(self._proposal(mesh, marks, savings))
             if tried[-1].memory <= self.limit:
                 return tried[-1]
+            if len(ways) > 1:
+                self.tight.add(mesh)
         savings, kept = ways[-1], self.judge.numbers(mesh, marks, ways[-1])
         if kept.memory - kept.saved <= self.limit and not self._is_slower(tried[0]):
             savings = self.judge.fewest_recomputed(mesh, marks, savings, self.limit)
