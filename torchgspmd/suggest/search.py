@@ -30,6 +30,7 @@ from .proposal import DATA, MODEL, Marks, Proposal, Savings
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MIN_SHARE = 0.005  # of the parameters' bytes, that a group has which is searched by itself
 MIN_GAIN = 0.005  # of a step's time: a mark that brings less is left out
+POOR = 1.1  # times the time of the best of a pass: a change that is slower is not tried again
 HOPELESS = 1.5  # times the time or memory of the best: a mesh that starts so is not searched
 BEST = 5
 
@@ -236,14 +237,23 @@ class _Search:
     def _descend(self, mesh: Mesh, best: Marks) -> Marks:
         """Return the marks that single changes lead to, each of which makes the step shorter."""
         settled: set[Marks] = set()
+        poor: set[int] = set()  # the numbers of changes that are not tried again
         while best not in settled:
             settled.add(best)
-            for change in self._changes(mesh):
+            steps: dict[int, float] = {}
+            for number, change in enumerate(self._changes(mesh)):
+                if number in poor or change(best) == best:
+                    continue
                 if self.is_over():
                     return best
                 excess, step = self.score(mesh, best)
-                if self.score(mesh, change(best)) < (excess, step * (1 - MIN_GAIN)):
+                changed = self.score(mesh, change(best))
+                steps[number] = changed[1]
+                if changed < (excess, step * (1 - MIN_GAIN)):
                     best = change(best)
+            excess, step = self.score(mesh, best)
+            if not excess:
+                poor |= {number for number, each in steps.items() if each > POOR * step}
         return best
 
     def _changes(self, mesh: Mesh) -> Iterator[Callable[[Marks], Marks]]:
