@@ -122,6 +122,7 @@ class _Search:
     tried: dict[tuple[Mesh, Marks, int], Proposal] = field(default_factory=dict)
     microbatches: int = 1
     tight: set[Mesh] = field(default_factory=set)  # on which weights with ZeRO are gathered again
+    unhelpful: set[Mesh] = field(default_factory=set)  # on which recomputing is too slow
 
     def run(self, meshes: Sequence[Mesh]) -> None:
         """Search; where nothing fits, search again with the fewest microbatches that may fit."""
@@ -155,6 +156,7 @@ class _Search:
         if not self._fits():
             self.microbatches = before
         self.tight.clear()
+        self.unhelpful.clear()
         return self._fits()
 
     def _is_divisible(self, mesh: Mesh, count: int) -> bool:
@@ -303,15 +305,18 @@ class _Search:
             if len(ways) > 1:
                 self.tight.add(mesh)
         savings, kept = ways[-1], self.judge.numbers(mesh, marks, ways[-1])
-        if kept.memory - kept.saved <= self.limit and not self._is_slower(tried[0]):
+        hopeless = self._is_slower(tried[0]) or mesh in self.unhelpful
+        if kept.memory - kept.saved <= self.limit and not hopeless:
             savings = self.judge.fewest_recomputed(mesh, marks, savings, self.limit)
             tried.append(self._proposal(mesh, marks, savings))
+            if self._is_slower(tried[-1], POOR):
+                self.unhelpful.add(mesh)
         return min(tried, key=self._order)
 
-    def _is_slower(self, proposal: Proposal) -> bool:
-        """Return whether one that fits is faster: what is recomputed makes none faster."""
+    def _is_slower(self, proposal: Proposal, ratio: float = 1.0) -> bool:
+        """Return whether one that fits is faster, so many times: recomputing makes none faster."""
         fitting = (each.seconds for each in self.tried.values() if each.memory <= self.limit)
-        return min(fitting, default=math.inf) < proposal.seconds
+        return ratio * min(fitting, default=math.inf) < proposal.seconds
 
     def _proposal(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
         judge, speed = self.judge, self.judge.hardware
