@@ -324,3 +324,22 @@ def test_two_layers_that_are_less_than_one_are_not_extrapolated():
     assert judge._whole((one, Numbers(3.0, 11.0, 5.0, 2.0, 3.0)), mesh).seconds == 7.0
     assert judge._whole((one, Numbers(1.5, 11.0, 5.0, 2.0, 3.0)), mesh).seconds == 4.5
     assert judge._whole((one, Numbers(3.0, 9.0, 5.0, 2.0, 3.0)), mesh).memory == 27.0
+
+
+class Fixed(nn.Module):
+    """A model of eight rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16)])
+        self.register_buffer("place", torch.zeros(8, 16))
+
+    def forward(self, x):
+        return (self.layers[0](x) + self.place).square().mean()
+
+
+def test_a_model_that_takes_one_batch_alone():
+    for memory in (None, 1500):
+        options = {"devices": 1, "memory": memory, "seconds": 600}
+        found = gspmd.suggest(Fixed(), (torch.zeros(8, 16),), **options)[0]
+        assert found.savings.microbatches == 1 and found.largest_batch in (8, None)

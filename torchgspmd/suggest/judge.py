@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
 from ..api import compile_plan
 from ..capture import BUFFER, MUTATION, PARAMETER, Captured, capture
@@ -130,11 +129,21 @@ class Judge:
         return tuple(arg.new_empty((rows, *arg.shape[1:])) for arg in self.args)
 
     def programs(self, recomputed: Recomputed, rows: int) -> tuple[Captured, ...]:
-        """Return the programs that stand for the model, captured once."""
+        """Return the programs that stand for the model, captured once.
+
+        Raises ShardingError if the model cannot be called in another way than it was.
+        """
         key = recomputed, rows
         if key not in self.captures:
             sizes = (1, 2) if self.layers.alike else (0,)
-            self.captures[key] = tuple(self._capture(size, *key) for size in sizes)
+            try:
+                self.captures[key] = tuple(self._capture(size, *key) for size in sizes)
+            except Exception:  # whatever the code of a model raises
+                if key == ((), self.rows):
+                    raise
+                self.captures[key] = ()
+        if not self.captures[key]:
+            raise ShardingError(f"the model takes no {rows} rows, or cannot be recomputed")
         return self.captures[key]
 
     def _capture(self, size: int, recomputed: Recomputed, rows: int) -> Captured:
@@ -207,7 +216,7 @@ class Judge:
 
         try:
             return ways(bisect_left(range(total), True, key=fits))
-        except (ShardingError, CheckpointError):  # of the model: it cannot be recomputed
+        except ShardingError:  # of the model: it cannot be recomputed
             return savings
 
     def best_recomputed(
@@ -225,7 +234,7 @@ class Judge:
             recomputed = () if path is None else ((path, total),)
             try:
                 known[path] = self.numbers(mesh, marks, replace(savings, recomputed=recomputed))
-            except (ShardingError, CheckpointError):  # of the model
+            except ShardingError:  # of the model
                 continue
         ways = [Way(each.seconds / total, each.memory / total) for each in known.values()]
         choice = choose(ways, total, limit)
