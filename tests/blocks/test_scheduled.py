@@ -11,6 +11,7 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd.comm.loop_call import loop_calls
 from torchgspmd.comm.stage_order import Order, order_within
+from torchgspmd.report.estimate import EXPOSED
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64
 
@@ -125,14 +126,14 @@ class Regression(nn.Module):
         return self.blocks(x, target=x)
 
 
-def planned(microbatches, p=4, **options):
+def planned(microbatches, p=4, blocks=4, **options):
     """The plan of a pipeline whose microbatches are 2 rows of 64 numbers, in float32."""
     mesh = gspmd.Mesh(stage=p)
     with torch.device("meta"):
-        blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(p)]
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(blocks)]
         x = torch.empty(2 * microbatches, 64)
     options |= {"microbatches": microbatches, "loss": F.mse_loss}
-    model = Regression(gspmd.pipeline(blocks, mesh, **options))
+    model = Regression(gspmd.pipeline(layers, mesh, **options))
     return gspmd.plan(model, x, mesh=mesh, grad=True)
 
 
@@ -220,3 +221,13 @@ def test_forwards_alone_in_two_rounds():
         plan = gspmd.plan(model, tokens, mesh=mesh)
         torch.testing.assert_close(plan.simulate(tokens), alone(tokens), **EXACT)
     assert [body.__name__ for body in call_of(plan).bodies] == ["forward", "forward 1", "loss 1"]
+
+
+def test_an_estimate_has_the_time_that_stages_wait():
+    """Two rounds of half the blocks: the same work, and less of the step is idle."""
+    one, two = (planned(8, blocks=8, schedule="1f1b", repeats=n) for n in (1, 2))
+    waits = []
+    for plan in (one, two):
+        estimate = plan.report(hardware="h100").estimate
+        waits.append(estimate.busy(EXPOSED) / estimate.seconds)
+    assert 0.1 < waits[1] < 0.75 * waits[0]

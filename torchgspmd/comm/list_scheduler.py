@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..errors import ShardingError, user_line
 from .stage_schedule import Piece, Schedule, Times, needed_by, seconds_of, timed
@@ -85,10 +86,17 @@ def list_schedule(
             fix=f"memory={rounds}, or more",
         )
     places = Places(stages, rounds, split and rounds == 2)
-    rules = _RULES[1:] if rounds > 1 else _RULES[:1]
-    kinds = "FBW" if split else "FB"
+    return _shortest(places, microbatches, "FBW" if split else "FB", memory, times or Times())
+
+
+@lru_cache(maxsize=256)
+def _shortest(
+    places: Places, microbatches: int, kinds: str, memory: int | None, times: Times
+) -> Schedule:
+    """Return the shortest schedule that a rule leads to."""
+    rules = _RULES[1:] if places.rounds > 1 else _RULES[:1]
     tables = [_Order(places, microbatches, kinds, memory, rule).run() for rule in rules]
-    schedules = [timed(table, times or Times()) for table in tables]
+    schedules = [timed(table, times) for table in tables]
     return min(schedules, key=lambda schedule: (schedule.end, schedule.bubble, max(schedule.kept)))
 
 

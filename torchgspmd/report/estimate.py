@@ -260,8 +260,9 @@ class _Streams:
                 )
             self.now = begin + one.now * count
             seconds[call.kind_of(body)] += one.now
-        times = Times(seconds["F"], seconds["B"], seconds["W"])
-        idle = call.order.timed(times).end - count * times.whole
+        rounds = call.order.rounds  # whose pieces are taken to be alike
+        times = Times(*(seconds[kind] / rounds for kind in "FBW"))
+        idle = call.order.timed(times).end - count * rounds * times.whole
         yield self.event(node, EXPOSED, self.now, idle, alive)
         self.now += idle
 
