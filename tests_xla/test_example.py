@@ -25,6 +25,8 @@ SMALL = {
         "--sample",
         "0",
     ],
+    "moe": "--text pydoc --layers 1 --width 32 --context 32 --batch 12".split(),
+    "multimodal": "--data digits --channels 4 --layers 1 --width 16 --batch 12".split(),
     "vit": ["--data", "digits", "--patch", "2", "--layers", "1", "--width", "32", "--batch", "13"],
 }
 
@@ -71,8 +73,16 @@ def test_from_gloo_to_xla_and_back(tmp_path: Path) -> None:
     assert furthest(losses, train(tmp_path, "single", "--steps", "12")) <= 1e-5
 
 
-@pytest.mark.parametrize("example, layout", [("gpt", "sp"), ("vit", "spatial")])
-def test_losses_of_an_example(example, layout, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "example, layout, mesh",
+    [
+        ("gpt", "sp", "data=4,model=2"),
+        ("vit", "spatial", "data=4,model=2"),
+        ("moe", "ep_tp", "expert=4,model=2"),
+        ("multimodal", "space", "data=2,model=4"),
+    ],
+)
+def test_losses_of_an_example(example, layout, mesh, tmp_path: Path) -> None:
     """13 images and 103 different characters divide over nothing."""
     four = ["--steps", "4", "--dtype", "float64"]
     losses = train(
@@ -82,7 +92,7 @@ def test_losses_of_an_example(example, layout, tmp_path: Path) -> None:
         "--backend",
         "xla",
         "--mesh",
-        "data=4,model=2",
+        mesh,
         "--layout",
         layout,
         example=example,

@@ -2,7 +2,8 @@
 
 Steps of small models, whose weights are whole, give the speed of one device while all
 devices work: their times are fitted by operations of products, bytes of all else, a launch for each
-operation and a constant for a step. Then collectives of two sizes are timed, over axes and all.
+operation, and constants for an attention, for its operations and for a step. Then collectives of
+two sizes are timed, over axes and all.
 """
 
 from __future__ import annotations
@@ -27,20 +28,25 @@ from .comm.kinds import (
     reduce_scatter,
 )
 from .comm.process_groups import ProcessGroups, groups_of
+from .compat.private_apis import OpOverload
 from .device_mesh import mesh_of
 from .errors import ShardingError, user_line
 from .fx_passes.lower.lower_collectives import CollectiveOfAnySize
-from .fx_passes.schedule.arithmetic import flops, traffic
+from .fx_passes.schedule.arithmetic import flops, is_attention, traffic
 from .hardware import Hardware, Link, hardware_of
 from .mesh import Mesh
 from .plan import Plan
 from .runtime.parallelize import parallelize
 from .spec_notation import Axes
 
-SHAPES = ((16, 16), (64, 64), (256, 128), (512, 256), (1024, 256))  # (rows, width) of the models
+# (rows, width, layers) of the models: launches and what a step costs besides differ by the layers
+SHAPES = ((16, 16, 1), (16, 16, 8), (64, 64, 4), (256, 128, 2), (512, 256, 2), (1024, 256, 1))
+SEQUENCES = ((8, 32, 16), (32, 64, 16), (32, 128, 32))  # of attentions: (heads, length, width)
+ROWS = ((64, 256), (512, 256), (512, 1024))  # of models without products
 DTYPES = (torch.float64, torch.bfloat16)  # whose products are compared with those of float32
 SIDES = (32, 512)  # of the square tensors that are sent
-PRIOR = 0.2  # weight of what is measured alone beside a model
+PRIOR = 0.3  # weight of what is measured alone beside a model
+RANGE = 0.4, 4.0  # of a coefficient, over what is measured alone
 SECONDS = 0.2  # that each measurement takes at least
 
 
@@ -77,17 +83,45 @@ def calibrate(mesh: Mesh | DeviceMesh | None = None) -> Hardware:
 
 
 class _Model(nn.Module):
-    """A norm, two products and a softmax."""
+    """Layers of a norm and two products, and a softmax."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, layers: int) -> None:
         super().__init__()
+        self.layers = layers
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
+        for _ in range(self.layers):
             x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
         return x.log_softmax(-1).square().mean()
+
+
+class _Pointwise(nn.Module):
+    """Norms, activations and a softmax, without products."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + nn.functional.gelu(self.norm(x))
+        return x.log_softmax(-1).square().mean()
+
+
+class _Attention(nn.Module):
+    """Causal attentions of a tensor that is scaled."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            q = x * self.scale
+            x = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return x.square().mean()
 
 
 def _step(model: nn.Module, x: Tensor) -> None:
@@ -106,11 +140,12 @@ class _Calibration:
 
     def __init__(self, mesh: Mesh, device: str) -> None:
         self.mesh, self.device = mesh, device
+        self.view = 0.0  # of a launch
         self.groups: ProcessGroups = groups_of(mesh, torch.device(device).type)
 
     def run(self) -> Hardware:
         """Return the measured hardware."""
-        launch, step, product, moved = self._device()
+        launch, step, product, moved, attention, score = self._device()
         groups = {key: link for axes in self._axes() for key, link in self._collectives(axes)}
         reduction = groups.get((all_reduce.name, self.mesh.size), Link(1, math.inf, 0.0))
         steps = math.ceil(math.log2(max(self.mesh.size, 2)))
@@ -126,28 +161,48 @@ class _Calibration:
             source="measured by calibrate",
             step=step,
             groups=groups,
+            view=launch * self.view if self.device == "cpu" else 0.0,
+            attention=(attention, 1 / score),
         )
 
     def _device(self) -> tuple[float, ...]:
-        """Return the seconds of a launch, of a step, of an operation and of a byte moved."""
-        rows, seconds = [], []
-        for model, x in [(_Model(width), _input(size, width)) for size, width in SHAPES]:
+        """Return the seconds of a launch, of a step, of an operation and of a byte moved; of the
+        start of an attention and of one of its operations.
+        """
+        alone, rows, seconds = self._alone(), [], []
+        models: list[tuple[nn.Module, Tensor]] = [
+            *((_Model(width, layers), _input(size, width)) for size, width, layers in SHAPES),
+            *((_Pointwise(width), _input(size, width)) for size, width in ROWS),
+            *((_Attention(n[-1]), _input(n[0] * n[1], n[2]).view(1, *n)) for n in SEQUENCES),
+        ]
+        for model, x in models:
             module, x = parallelize(model.to(self.device), self.mesh), x.to(self.device)
             seconds.append(self._time(lambda module=module, x=x: _step(module, x)))
-            rows.append(_work(cast(Plan, module.plan)))
-        fit = _fit(rows, seconds, self._alone())
+            rows.append(_work(cast(Plan, module.plan), self.view))
+        fit = _fit(rows, seconds, alone)
         return tuple(map(self._most, fit))  # the last bit of a fit may differ between processes
 
     def _alone(self) -> tuple[float, ...]:
-        """Return the same, each measured by itself."""
-        small, large, square = (torch.zeros(n, device=self.device) for n in (8, 1 << 19, 1 << 16))
-        square = square.view(256, 256)
+        """Return the same, each measured by itself. A view takes `view` of a launch."""
+        small, large, square = (
+            _input(*n).to(self.device) for n in ((2, 4), (512, 1024), (256, 256))
+        )
         launch = self._time(lambda: [small + 1 for _ in range(100)]) / 100
+        view = self._time(lambda: [small.view(8) for _ in range(100)]) / 100
+        self.view = view / launch if self.device == "cpu" else 0.0
         empty = parallelize(nn.Linear(2, 2).to(self.device), self.mesh)
         step = self._time(lambda x=_input(2, 2).to(self.device): _step(empty, x))
         product = self._time(lambda: square @ square) / (2 * 256**3)
         mixed = self._time(lambda: nn.functional.gelu(large + large)) / (5 * large.nbytes)
-        return launch, step, product, mixed
+        begin, end = (self._attention_seconds(*n) for n in (SEQUENCES[0], SEQUENCES[-1]))
+        score = max(end[0] - begin[0], 0.1 * end[0]) / (end[1] - begin[1])
+        return launch, step, product, mixed, begin[0], score
+
+    def _attention_seconds(self, heads: int, length: int, width: int) -> tuple[float, float]:
+        """Return the seconds of an attention without backward, and its operations."""
+        x = _input(heads * length, width).view(1, heads, length, width).to(self.device)
+        attend = nn.functional.scaled_dot_product_attention
+        return self._time(lambda: attend(x, x, x, is_causal=True)), 4 * x.numel() * length
 
     def _other_products(self, rate: float) -> dict[int, float]:
         """Return the operations per second of other dtypes, by bytes of an element."""
@@ -223,15 +278,20 @@ def _wire(kind: Any) -> Sequence[Any]:
     return kind.wire if isinstance(kind, CollectiveKind) else ()
 
 
-def _work(plan: Plan) -> tuple[float, ...]:
-    """Return the launches of a program, 1, its operations, and the bytes that the others move."""
-    launches = products = moved = 0
-    for node in plan.program_graph.nodes:
+def _work(plan: Plan, view: float) -> tuple[float, ...]:
+    """Return the launches of a program, 1, its operations, and the bytes that the others move; its
+    attentions and their operations. view: the share of a launch that a view takes.
+    """
+    launches = products = moved = attentions = scores = 0.0
+    for node in plan.program.graph.nodes:
         count, size = flops(node, plan.mesh), traffic(node)
-        launches += bool(count or size)
+        if is_attention(node):
+            attentions, scores = attentions + 1, scores + count
+            continue
+        launches += 1 if count or size else view * isinstance(node.target, OpOverload)
         products += count
         moved += 0 if count else size
-    return launches, 1.0, products, moved
+    return launches, 1.0, products, moved, attentions, scores
 
 
 def _fit(
@@ -239,11 +299,20 @@ def _fit(
 ) -> tuple[float, ...]:
     """Return coefficients that give the seconds of the rows, and are near those measured alone.
 
-    The sum of squared relative errors is least, of coefficients above a tenth of those.
+    The sum of squared relative errors is least, of coefficients within RANGE of those.
     """
     scale = torch.tensor(alone, dtype=torch.float64)
     models = torch.tensor(rows, dtype=torch.float64) * scale / torch.tensor(seconds)[:, None]
     matrix = torch.cat([models, PRIOR * torch.eye(len(alone), dtype=torch.float64)])
     ones = torch.cat([torch.ones(len(rows)), torch.full((len(alone),), PRIOR)]).double()
-    factors = torch.linalg.lstsq(matrix, ones[:, None]).solution.flatten().clamp(min=0.1)
+    factors, free = torch.ones(len(alone), dtype=torch.float64), [*range(len(alone))]
+    while free:  # until all others are within; those that are not stay at the end of the range
+        fixed = [i for i in range(len(alone)) if i not in free]
+        rest = ones - matrix[:, fixed] @ factors[fixed]
+        factors[free] = torch.linalg.lstsq(matrix[:, free], rest[:, None]).solution.flatten()
+        within = [i for i in free if RANGE[0] <= factors[i] <= RANGE[1]]
+        factors = factors.clamp(*RANGE)
+        if within == free:
+            break
+        free = within
     return tuple((factors * scale).tolist())

@@ -49,6 +49,9 @@ class Hardware:
         step: Seconds of a run besides its operations.
         groups: Measured links, by kind of collective and devices of a group; their latency is that
             of a whole collective. Others follow from `links`.
+        view: Seconds of an operation that moves nothing; on GPUs it costs no time of the device.
+        attention: Seconds to start an attention, and operations per second that it reaches; None if
+            it is as other products.
 
     Example:
         >>> Hardware.of("h100").memory
@@ -66,6 +69,8 @@ class Hardware:
     source: str = "ours"
     step: float = 0.0
     groups: Mapping[tuple[str, int], Link] = field(default_factory=dict)
+    view: float = 0.0
+    attention: tuple[float, float] | None = None
 
     @property
     def peak(self) -> float:

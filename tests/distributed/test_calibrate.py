@@ -14,7 +14,9 @@ from torchgspmd.hardware import Hardware
 @distributed("data=2")
 def test_all_ranks_get_the_same(mesh):
     module = sys.modules[calibrate_function.__module__]
-    module.SECONDS, module.SHAPES, module.SIDES = 0.0, ((8, 8), (16, 16), (64, 32)), (4, 64)
+    module.SECONDS, module.SIDES = 0.0, (4, 64)
+    module.SHAPES, module.ROWS = ((8, 8, 1), (16, 16, 2), (64, 32, 1)), ((8, 8), (64, 64))
+    module.SEQUENCES = (2, 4, 8), (4, 8, 8)
     hardware = gspmd.calibrate(mesh)
     others = [None] * dist.get_world_size()
     dist.all_gather_object(others, hardware)
@@ -22,6 +24,7 @@ def test_all_ranks_get_the_same(mesh):
     assert {kind for kind, _ in hardware.groups} >= {"all_reduce", "all_to_all", "permute", "halo"}
     assert all(n == 2 and link.bandwidth > 0 for (_, n), link in hardware.groups.items())
     assert min(hardware.launch, hardware.step, *hardware.flops.values()) > 0
+    assert 0 < hardware.view and hardware.attention and min(hardware.attention) > 0
     x, w = torch.ones(4, 8), torch.ones(8, 4)
     plan = gspmd.plan(torch.matmul, x, w, mesh=mesh, in_specs=("_ data", "data _"))
     (sent,) = [e for e in plan.estimate(hardware).events if e.stream == "communication"]

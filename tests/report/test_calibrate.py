@@ -1,6 +1,9 @@
 """The fit of calibrate, and what it says without a process group."""
 
+import dataclasses
+
 import pytest
+import torch
 
 import torchgspmd as gspmd
 from torchgspmd.calibrate import _fit
@@ -20,3 +23,17 @@ def test_the_fit_returns_what_the_times_follow_from():
 def test_there_is_nothing_to_measure():
     with pytest.raises(gspmd.ShardingError, match="(?s)no process group.*torchrun"):
         gspmd.calibrate()
+
+
+def test_attention_and_views_have_times_of_their_own():
+    """An estimate takes the measured attention instead of products, and counts views."""
+    mesh, q = gspmd.Mesh(data=2), torch.ones(2, 2, 8, 4)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    plan = gspmd.plan(lambda q: attend(q, q, q).flatten(2), q, mesh=mesh, in_specs="data _ _ _")
+    hardware = dataclasses.replace(
+        gspmd.Hardware.of("cpu_gloo"), attention=(3.0, 1e6), view=0.5, launch=0.0
+    )
+    count = 4 * (2 * 2 * 8 * 4) // 2 * 8  # of the products of scores and of values, on one device
+    seconds = {event.name: event.seconds for event in plan.estimate(hardware).events}
+    assert 3.0 + count / 1e6 in seconds.values(), seconds
+    assert 0.5 in seconds.values(), seconds

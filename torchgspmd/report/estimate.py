@@ -20,7 +20,8 @@ from ..comm.kinds import FusedKind, Step
 from ..comm.loop_call import LoopCall
 from ..comm.stage_call import StageCall
 from ..comm.stage_schedule import Times
-from ..fx_passes.schedule.arithmetic import flops, graph_flops, traffic
+from ..compat.private_apis import OpOverload
+from ..fx_passes.schedule.arithmetic import flops, graph_flops, is_attention, traffic
 from ..fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
 from ..hardware import Hardware
 from ..mesh import Mesh
@@ -189,7 +190,10 @@ class _Streams:
         """Return the seconds of an operation."""
         count, moved = flops(node, self.mesh), traffic(node)
         if not count and not moved:
-            return 0.0
+            return self.hardware.view if isinstance(node.target, OpOverload) else 0.0
+        if self.hardware.attention is not None and is_attention(node):
+            begin, rate = self.hardware.attention
+            return begin + count / rate
         dtypes = (each.meta.get("dtype") for each in (node, *node.all_input_nodes))
         itemsize = next((dtype.itemsize for dtype in dtypes if dtype), 4)
         product = self.hardware.product_seconds(count, itemsize)

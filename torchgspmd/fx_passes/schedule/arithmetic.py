@@ -55,6 +55,11 @@ def _example(node: fx.Node) -> Any:
     return node.target(*args, **{**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
 
 
+def is_attention(node: fx.Node) -> bool:
+    """Return True for a node that computes attention, forward or backward."""
+    return "attention" in str(node.target) and not is_view(node)
+
+
 def is_view(node: fx.Node) -> bool:
     """Return True for a node that computes nothing: a view, or the choice of a result."""
     if not isinstance(node.target, OpOverload):
