@@ -46,10 +46,12 @@ class BodyCall:
 class LoopCall(BodyCall):
     """A loop over the rows of tensors, with the program of its body.
 
-    graph: from the coordinates, as long as a program has them, the carries, a row of each stacked
-    tensor, and values of outside, to the carries of the next iteration, the carries as they leave
-    the loop, the results to be stacked, those to be added up. empty: the shapes and dtypes of the
-    last two, for a loop that a value ends before its first iteration.
+    graph: from the coordinates, as long as a program has them, the carries, what is held, a row of
+    each stacked tensor, and values of outside, to the carries of the next iteration, what is held
+    for it, the carries as they leave the loop, the results to be stacked, those to be added up.
+    held: how many values an iteration computes for the next one from rows and values of outside.
+    ahead: of how many rows, the last ones, a body gets those of the next iteration. empty: the
+    shapes and dtypes of what is stacked or added up, for a loop that a value ends at once.
     """
 
     loop: Loop
@@ -59,6 +61,8 @@ class LoopCall(BodyCall):
     others: int
     stacks: int
     empty: Sequence[tuple[Sequence[int], torch.dtype]] = ()
+    ahead: int = 0
+    held: int = 0
 
     @property
     def __name__(self) -> str:
@@ -79,45 +83,63 @@ class LoopCall(BodyCall):
     @property
     def inputs(self) -> int:
         """The number of inputs of the body behind the coordinates."""
-        return self.carries + self.rows + self.others
+        return self.carries + self.held + self.rows + self.others
 
     def copy(self) -> LoopCall:
         """Return a copy with a graph of its own, down to the loops in it."""
         return replace(self, graph=copy_of(self.graph))
 
+    def graphs(self) -> tuple[fx.Graph, fx.Graph, fx.Graph]:
+        """Return what runs before the first iteration, in each one, and in the last.
+
+        The first computes what the body computes for the next iteration, and the last does not.
+        """
+        if not self.held:
+            return self.graph, self.graph, self.graph
+        at, end = self.carries, self.carries + self.held
+        last = _copy_returning(self.graph, lambda values: [*values[:at], *values[end:]])
+        return _copy_returning(self.graph, lambda values: values[at:end]), self.graph, last
+
     @cached_property
-    def body(self) -> Callable[..., Any]:
-        """The compiled body."""
-        return fx.GraphModule(torch.nn.Module(), self.graph).forward
+    def compiled(self) -> list[Callable[..., Any]]:
+        """The compiled graphs."""
+        return [fx.GraphModule(torch.nn.Module(), graph).forward for graph in self.graphs()]
 
     def __call__(
         self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[Any]
     ) -> tuple[Tensor, ...]:
         """Run the loop."""
-        iterations = self.iterations(carries, rows, others)
+        runs = self.runs(carries, rows, others)
         try:
-            inputs = next(iterations)
+            which, inputs = next(runs)
             while True:
-                inputs = iterations.send(self.body(*inputs))
+                which, inputs = runs.send(self.compiled[which](*inputs))
         except StopIteration as done:
             return done.value
 
-    def iterations(
+    def runs(
         self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[Any]
-    ) -> Generator[list[Any], Sequence[Tensor], tuple[Tensor, ...]]:
-        """Yield the inputs of the body, for each iteration; take its results. Return the loop's."""
-        at, inner = self.carries, 2 * self.carries + self.stacks
-        last, results = carries, list[Tensor]()
-        for i in self.order(carries, rows):
+    ) -> Generator[tuple[int, list[Any]], Sequence[Tensor], tuple[Tensor, ...]]:
+        """Yield which of the graphs runs on which inputs; take its results. Return the loop's."""
+        now, ahead = rows[: len(rows) - self.ahead], rows[len(rows) - self.ahead :]
+        at, step = self.carries, -1 if self.loop.reverse else 1
+        held, last, results = list[Any](), carries, list[Tensor]()
+
+        def inputs(row: int, following: int) -> list[Any]:
+            chosen = [*(x[row] for x in now), *(x[following] for x in ahead)]
+            return [*carries, *(held or [None] * self.held), *chosen, *others]
+
+        if self.held:
+            first = self.loop.length - 1 if self.loop.reverse else 0
+            held = [*(yield 0, inputs(first, first))]
+        for i in self.order(rows):
             if self.loop.ends and not carries[0]:
                 break
-            values = yield [*carries, *(x[i] for x in rows), *others]
-            carries, last, stacked, summed = (
-                values[:at],
-                values[at : 2 * at],
-                values[2 * at : inner],
-                values[inner:],
-            )
+            is_last = self.held > 0 and not 0 <= i + step < self.loop.length
+            values = yield 2 if is_last else 1, inputs(i, i if is_last else i + step)
+            end = at if is_last else at + self.held
+            carries, held, last = values[:at], values[at:end], values[end : end + at]
+            stacked, summed = values[end + at :][: self.stacks], values[end + at + self.stacks :]
             if not results:
                 length = 0 if self.loop.ends == "*" else self.loop.length
                 results = [x.new_empty([length, *x.shape]) for x in stacked]
@@ -132,7 +154,7 @@ class LoopCall(BodyCall):
                     results[k][i] = x
         return (*last, *(results or self._without_iterations((*others, *carries))))
 
-    def order(self, carries: Sequence[Tensor], rows: Sequence[Tensor]) -> Iterable[int]:
+    def order(self, rows: Sequence[Tensor]) -> Iterable[int]:
         """Return the rows, in the order of the iterations. A while_loop stacks those it has had."""
         if self.loop.ends == "*" and not rows:
             return count()
@@ -148,6 +170,25 @@ class LoopCall(BodyCall):
             )
             for i, (shape, dtype) in enumerate(self.empty)
         ]
+
+
+def _copy_returning(graph: fx.Graph, returned: Callable[[Sequence], Sequence]) -> fx.Graph:
+    """Return a copy of a graph with a part of its results, without what the others need alone."""
+    copy = copy_of(graph)
+    output = copy.output_node()
+    values, rest = output.args[0], [*returned(output.args[0])]
+    output.args = (tuple(rest),)
+    stack = [v for v in values if isinstance(v, fx.Node) and v not in rest]
+    needless: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in needless:
+            needless.add(node)
+            stack += node.all_input_nodes
+    for node in reversed(copy.nodes):
+        if node in needless and not node.users and node.op == "call_function":
+            copy.erase_node(node)
+    return copy
 
 
 def loop_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, BodyCall]]:

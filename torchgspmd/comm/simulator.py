@@ -71,16 +71,20 @@ class Simulator(fx.Interpreter):
 
     def run_loop(self, call: LoopCall, args: tuple, where: str | None) -> list:
         """Run a loop, each iteration on all devices."""
-        body = Simulator(fx.GraphModule(torch.nn.Module(), call.graph), self.mesh)
+        bodies = [
+            Simulator(fx.GraphModule(torch.nn.Module(), graph), self.mesh)
+            for graph in call.graphs()
+        ]
         devices = range(self.mesh.size)
-        loops = [call.iterations(*_map(args, operator.itemgetter(i))) for i in devices]
+        loops = [call.runs(*_map(args, operator.itemgetter(i))) for i in devices]
         values: list[list] | None = None
         while True:
-            inputs, results = [], []
+            inputs, results, which = [], [], 1
             for i, loop in enumerate(loops):
                 try:
                     sent = None if values is None else [column[i] for column in values]
-                    inputs.append(next(loop) if sent is None else loop.send(sent))
+                    which, values_in = next(loop) if sent is None else loop.send(sent)
+                    inputs.append(values_in)
                 except StopIteration as done:
                     results.append(done.value)
             if not inputs:
@@ -92,7 +96,7 @@ class Simulator(fx.Interpreter):
                     why="what decides on a branch or a loop has other values on other devices",
                     fix="reduce it before",
                 )
-            values = body.run_devices([list(column) for column in zip(*inputs)])
+            values = bodies[which].run_devices([list(column) for column in zip(*inputs)])
 
     def run_body(self, graph: fx.Graph, inputs: Sequence[list]) -> list[list]:
         """Run a body on all devices; return the results of each device."""

@@ -186,7 +186,6 @@ PIPELINE: tuple[Step, ...] = (
                 SCHEDULED,
                 SCHEDULED,
                 optional=("overlap", "prefetch"),
-                in_loops=True,
             ),
         ),
     ),

@@ -27,6 +27,7 @@ from .partition.insert_collectives import inserted
 from .program import Program
 from .schedule.liveness import peak
 from .schedule.overlap import overlap as overlap_graph
+from .schedule.prefetch_rows import prefetch_rows
 
 
 def split_groups(program: Program) -> fx.Graph | None:
@@ -117,6 +118,8 @@ def localize(program: Program) -> fx.Graph:
 def overlap(program: Program) -> fx.Graph:
     """Move starts up and waits down, for the reasons that are not skipped."""
     skip = program.request.skip_passes
+    if "prefetch" not in skip:
+        prefetch_rows(program.graph, program.mesh)
     return overlap_graph(
         program.graph, early="overlap" not in skip, prefetch="prefetch" not in skip
     )

@@ -14,7 +14,7 @@ from ..fx_nodes import add_node
 from .values import Decoder, Encoder
 
 # What only `Plan.explain` reads, or the passes that have run.
-_COUNTS = "carries", "rows", "others", "stacks"  # of a LoopCall
+_COUNTS = "carries", "rows", "others", "stacks", "ahead", "held"  # of a LoopCall
 _LINK = "kind", "round", "leaf", "sent", "carries"  # of a StageCall
 _LEFT_OUT = {"rule", "assignment", "operand_specs", "decisions"}
 

@@ -226,6 +226,12 @@ class _Streams:
             self.now,
         )
         before = alive - self.ledger.iterations[node]
+        if call.held:  # what the first iteration needs has nothing to travel beside
+            waits = call.graph.output_node().args[0][call.carries :][: call.held]
+            steps = [x.meta["step"] for x in waits]
+            late = self.event(node, EXPOSED, self.now, self.transfer(steps), alive)
+            yield late
+            self.now = begin = self.now + late.seconds
         outside = inputs_bytes(call.graph)
         for event in one.run(call.graph):
             yield replace(
@@ -237,7 +243,7 @@ class _Streams:
             )
         self.now += one.now * count
         self.free = max(self.free, begin + one.free * count)
-        written = call.graph.output_node().args[0][2 * call.carries :]
+        written = call.graph.output_node().args[0][2 * call.carries + call.held :]
         if written:
             moved = sum(2 * bytes_of(value) for value in written)
             each = len(written) * self.hardware.launch + moved / self.hardware.memory_bandwidth

@@ -45,7 +45,7 @@ def iteration_bytes(call: BodyCall) -> int:
         pieces = [peak(body.graph) - inputs_bytes(body.graph) for body in call.bodies]
         return call.kept_bytes * call.most_kept + max(pieces)
     assert isinstance(call, LoopCall)
-    carries = call.graph.find_nodes(op="placeholder")[-call.inputs :][: call.carries]
+    carries = call.graph.find_nodes(op="placeholder")[-call.inputs :][: call.carries + call.held]
     return peak(call.graph) - inputs_bytes(call.graph) + sum(map(bytes_of, carries))
 
 

@@ -28,14 +28,23 @@ import torch
 from torch import fx
 
 from ...comm.collective import start, wait
+from ...comm.loop_call import loop_calls
 from .liveness import Ledger, peak
 
 EXTRA = 0.1  # Memory that overlapping may cost, as a fraction of the peak.
 
 
-def overlap(graph: fx.Graph, early: bool = True, prefetch: bool = True) -> fx.Graph:
-    """Reorder the graph in place and return it."""
-    limit = (1 + EXTRA) * peak(graph)
+def overlap(
+    graph: fx.Graph, early: bool = True, prefetch: bool = True, room: float | None = None
+) -> fx.Graph:
+    """Reorder the graph, and the bodies of its loops, in place and return it.
+
+    room: bytes that it may cost, for a body those that the whole program may.
+    """
+    room = EXTRA * peak(graph) if room is None else room
+    for body in (body for _, call in loop_calls(graph) for body in call.bodies):
+        overlap(body.graph, early, prefetch, room)
+    limit = peak(graph) + room
     inputs = graph.find_nodes(op="placeholder")
     order = [n for n in graph.nodes if n.op != "placeholder"]
     if early and max(_profile(graph, urgent := _urgent_first(order))) <= limit:
@@ -120,7 +129,8 @@ class _Scheduler:
 
     def run(self) -> Iterable[fx.Node]:
         """Return the nodes in their new order."""
-        self.ready.update({chain[0]: 0 for chain in self.chains if not chain[0].meta["backward"]})
+        begins = bool(self.order[0].meta.get("backward"))  # a body, or an update
+        self.ready.update({c[0]: 0 for c in self.chains if bool(c[0].meta["backward"]) == begins})
         for i, node in enumerate(self.order):
             if node in self.scheduled:
                 self.extra -= node.meta["bytes"] if node.target is start else 0
@@ -191,9 +201,14 @@ class _Scheduler:
 
 
 def _chains(starts: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Return the collectives whose operands exist since the forward, or the backward, began."""
+    """Return the collectives whose operands exist since the forward, or the backward, began.
+
+    Without those that the next iteration of a loop needs: they begin first, and end last.
+    """
     phases: list[list[fx.Node]] = [[], []]
     for node in starts:
+        if all(user.op == "output" for each in node.users for user in each.users):
+            continue
         backward = bool(node.meta["backward"])
         if all(
             x.op == "placeholder" or backward and not x.meta.get("backward")

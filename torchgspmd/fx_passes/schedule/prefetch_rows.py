@@ -1,0 +1,129 @@
+"""Send what an iteration gathers of its rows first one iteration earlier.
+
+before   body: %w = row;  %s = start(all_gather, [%w]);  %g = wait(%s, 0);  %h1 = mm(%h, %g)
+after    body: %g = held;  %w = row of the next iteration;  %s = start(all_gather, [%w])
+               %h1 = mm(%h, %g);  %next = wait(%s, 0)
+needs    start_wait, outline_loops
+ensures  the same messages: those of the first iteration are sent before it, the last sends none;
+         the peak memory grows by what is gathered of one row, at most EXTRA of it
+
+These are the gathers before the first product: they have nothing to travel beside in their own
+iteration. Those of later weights travel while it computes (overlap.py). Source: software pipelining
+of a loop's body (Lam, 1988).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ...comm.collective import start, wait
+from ...comm.kinds import all_gather
+from ...comm.loop_call import BodyCall, LoopCall, loop_calls
+from ...mesh import Mesh
+from .arithmetic import flops
+from .liveness import peak
+from .overlap import EXTRA
+
+
+def prefetch_rows(graph: fx.Graph, mesh: Mesh, room: float | None = None) -> None:
+    """Rewrite a program, and the bodies of its loops, in place.
+
+    room: bytes that a loop may take more.
+    """
+    room = EXTRA * peak(graph) if room is None else room
+    for node, call in [*loop_calls(graph)]:
+        if not isinstance(call, LoopCall):
+            continue
+        if call.loop.length > 1 and not call.loop.ends:
+            body = _Body(node, call, mesh)
+            if body.starts and body.bytes <= room:
+                body.rewrite()
+        prefetch_rows(call.graph, mesh, room)
+
+
+class _Body:
+    """A loop's body, and the collectives of it that need rows and values of outside alone."""
+
+    def __init__(self, node: fx.Node, call: LoopCall, mesh: Mesh) -> None:
+        self.node, self.call, self.graph = node, call, call.graph
+        inputs, coordinates = self.graph.find_nodes(op="placeholder"), len(mesh.names)
+        self.coordinates, inputs = inputs[:coordinates], inputs[coordinates:]
+        self.carries = inputs[: call.carries]
+        self.rows = inputs[call.carries : call.carries + call.rows]
+        self.others = inputs[call.carries + call.rows :]
+        self.needs: dict[fx.Node, list[fx.Node]] = {}  # start -> what it is computed by, in order
+        self._find(mesh)
+        self.starts = [*self.needs]
+        self.bytes = sum(each.meta["bytes"] for each in self.starts)
+
+    def _find(self, mesh: Mesh) -> None:
+        fixed = {*self.coordinates, *self.rows, *self.others}
+        below: dict[fx.Node, dict[fx.Node, None]] = {node: {} for node in fixed}
+        for node in self.graph.nodes:
+            if flops(node, mesh) or isinstance(node.target, BodyCall):
+                break
+            if node.op != "call_function" or not all(x in below for x in node.all_input_nodes):
+                continue
+            before = {n: None for x in node.all_input_nodes for n in below[x]}
+            if node.target is start and node.args[0] == all_gather.name:
+                if any(x in self.rows for n in (node, *before) for x in n.all_input_nodes):
+                    self.needs[node] = [*before]
+            elif _is_plain(node):
+                below[node] = {**before, node: None}
+
+    def rewrite(self) -> None:
+        """Move the collectives one iteration ahead."""
+        waits = [user for each in self.starts for user in each.users]
+        rows = [r for r in self.rows if any(r in n.all_input_nodes for n in self._nodes())]
+        held = self._inputs(self.carries or self.coordinates, waits, "held")
+        table = dict(zip(rows, self._inputs(self.rows, rows, "ahead")))
+        after = self._for_the_next({n: table.get(n, n) for n in self._fixed()}, waits)
+        for value, holder in zip(waits, held):
+            value.replace_all_uses_with(holder)
+        for node in reversed([*self._nodes(), *waits]):
+            if not node.users:
+                self.graph.erase_node(node)
+        output, at = self.graph.output_node(), self.call.carries
+        output.args = ((*output.args[0][:at], *after, *output.args[0][at:]),)
+        carries, stacked, others = self.node.args
+        self.node.args = carries, [*stacked, *(stacked[self.rows.index(r)] for r in rows)], others
+        self.call.rows, self.call.ahead, self.call.held = (
+            len(stacked) + len(rows),
+            len(rows),
+            len(held),
+        )
+
+    def _fixed(self) -> list[fx.Node]:
+        return [*self.coordinates, *self.rows, *self.others]
+
+    def _nodes(self) -> list[fx.Node]:
+        """Return the collectives with all that they are computed by, in the order of the body."""
+        moved = {n for each, needs in self.needs.items() for n in (*needs, each)}
+        return [n for n in self.graph.nodes if n in moved]
+
+    def _for_the_next(self, table: dict[fx.Node, fx.Node], waits: list[fx.Node]) -> list[fx.Node]:
+        """Add the collectives of the next iteration: they begin first, and are waited for last."""
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(first):
+            for node in self._nodes():
+                table[node] = self.graph.node_copy(node, table.__getitem__)
+        with self.graph.inserting_before(self.graph.output_node()):
+            return [self.graph.node_copy(node, table.__getitem__) for node in waits]
+
+    def _inputs(self, behind: list[fx.Node], like: list[fx.Node], name: str) -> list[fx.Node]:
+        """Add inputs behind others, with the metadata of values."""
+        place, result = behind[-1], []
+        for value in like:
+            with self.graph.inserting_after(place):
+                place = self.graph.placeholder(f"{value.name}_{name}")
+            place.meta = {k: v for k, v in value.meta.items() if k != "step"}
+            result.append(place)
+        return result
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Return whether an operation may be computed an iteration earlier."""
+    tags = getattr(node.target, "tags", ())
+    is_sent = node.target in (start, wait)
+    return not (is_sent or node.meta.get("dynamic") or torch.Tag.nondeterministic_seeded in tags)
