@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -265,10 +265,21 @@ def annotate(
         **dict(module.named_buffers(remove_duplicate=False)),
     }
     modules = dict(module.named_modules())
+    rows = {
+        f"{prefix}.{name}".lstrip("."): row
+        for prefix, each in modules.items()
+        if isinstance(each, StackedRows)
+        for name, row in each.named_rows()
+    }
+    of_rows: dict[str, Any] = {}
     for pattern, spec in layouts.items():  # pyright: ignore[reportOptionalMemberAccess]
         matches = _glob(pattern).fullmatch
+        found = [name for name in rows if matches(name)]
+        of_rows |= dict.fromkeys(found, spec)
+        stacked = {id(rows[name].tensor) for name in found}
         names = [name for name in (*tensors, *modules) if matches(name)]
-        if not names:
+        names = [name for name in names if id(tensors.get(name)) not in stacked]
+        if not names and not found:
             raise ShardingError(
                 f"'{pattern}' matches no parameter, buffer or module",
                 where=user_line(),
@@ -281,7 +292,45 @@ def annotate(
             else:
                 hook = _mark_outputs(devices, words)  # pyright: ignore[reportArgumentType]
                 modules[name].register_forward_hook(hook)
+    _mark_stacked(rows, of_rows, devices)
     return module
+
+
+class Row(NamedTuple):
+    """A tensor of one of many like modules: a row of a stacked tensor, sharded over `axis`."""
+
+    tensor: Tensor
+    axis: str
+
+
+@runtime_checkable
+class StackedRows(Protocol):
+    """A module that has the tensors of like modules as rows of its own."""
+
+    def named_rows(self) -> Iterator[tuple[str, Row]]:
+        """Yield the tensors of the like modules, by their names."""
+        ...
+
+
+def _mark_stacked(rows: dict[str, Row], specs: dict[str, Any], mesh: Mesh | None) -> None:
+    """Mark stacked tensors as each of their rows is marked."""
+    names: dict[int, list[str]] = {}
+    for name, row in rows.items():
+        names.setdefault(id(row.tensor), []).append(name)
+    for group in names.values():
+        wanted = {str(specs.get(name)) for name in group}
+        if len(wanted) > 1:
+            marked = [name for name in group if name in specs]
+            raise ShardingError(
+                f"'{marked[0]}' has another layout than the same weight of another block",
+                where=user_line(),
+                why="the weights of all blocks are one tensor, which has one layout",
+                fix=f"mark all of {group[0]!r} to {group[-1]!r} alike, by a glob",
+            )
+        if group[0] in specs:
+            tensor, axis = rows[group[0]]
+            spec = specs[group[0]] if mesh is None else ShardSpec.parse(specs[group[0]])
+            _marked(tensor, mesh, f"{axis} {spec}".strip())
 
 
 def _marked(tensor: Tensor, mesh: Mesh | None, spec: Any) -> Tensor:

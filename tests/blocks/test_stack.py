@@ -182,6 +182,15 @@ def test_names_of_the_blocks():
         assert torch.equal(one, two)
 
 
+def test_marks_after_stacking_by_the_names_of_the_blocks():
+    before, after = (Model(blocks_of(3, marks)) for marks in (TENSOR_PARALLEL, None))
+    gspmd.annotate(after, MESH, {f"blocks.*.{name}": s for name, s in TENSOR_PARALLEL.items()})
+    plans = [gspmd.plan(m, torch.ones(4, 4).double(), mesh=MESH) for m in (before, after)]
+    assert plans[0].in_specs == plans[1].in_specs
+    with pytest.raises(gspmd.ShardingError, match="'blocks.1.up.weight' has another layout"):
+        gspmd.annotate(after, MESH, {"blocks.1.up.weight": "_ model"})
+
+
 def test_errors():
     with pytest.raises(gspmd.ShardingError, match="a stack of no blocks"):
         gspmd.stack([])

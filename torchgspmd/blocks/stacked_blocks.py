@@ -8,7 +8,7 @@ its state_dict          0.up.weight [h, m], 1.up.weight [h, m], ...
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..annotate import mark_sharding, raw_mark
+from ..annotate import Row, mark_sharding, raw_mark
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
 
@@ -45,6 +45,7 @@ class StackedBlocks(nn.Module):
         """
         super().__init__()
         self.places, self.rows, self.count = tuple(places), rows, len(blocks)
+        self.row_axis = axis
         self.names = _common_names(blocks, what)
         stacked = {
             name: self._stacked([b.get_parameter(name) for b in blocks]) for name in self.names
@@ -71,6 +72,12 @@ class StackedBlocks(nn.Module):
     def place(self, layer: int) -> int:
         """Return the row of a block's weights."""
         return self.places[layer]
+
+    def named_rows(self) -> Iterator[tuple[str, Row]]:
+        """Yield the weights of all blocks, by their names."""
+        for name, tensor in self.weights().items():
+            for layer in range(self.count):
+                yield f"{layer}.{name}", Row(tensor, self.row_axis)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the stacked weights by their names in a block."""
