@@ -114,4 +114,7 @@ def _step(optimizer: Optimizer, groups: list[dict[str, Any]], states: Any) -> No
     twin = object.__new__(type(optimizer))
     hooks = {name: {} for name in vars(optimizer) if name.endswith("_hooks")}
     twin.__dict__.update({**vars(optimizer), **hooks, "param_groups": groups, "state": states})
-    type(optimizer).step(twin)
+    step: Any = type(optimizer).step
+    with torch.no_grad():
+        # Without the hooks of all optimizers: one of ours follows a step on XLA.
+        getattr(step, "__wrapped__" if getattr(step, "hooked", False) else "__call__")(twin)

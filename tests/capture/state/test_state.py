@@ -99,7 +99,8 @@ class Uses(nn.Module):
         return self.use(x, self.calls + 1)
 
 
-INPUTS = {"product", "quotient", "float", "truth"}  # that need no other program for another number
+# that need no other program for another number
+INPUTS = {"product", "quotient", "float", "truth", "alpha"}
 
 
 @pytest.mark.parametrize("name", USES)
