@@ -70,6 +70,18 @@ def test_even_layouts_are_at_the_bound(mesh):
         assert busiest(mesh, (24, 48), before, after)[0] == found
 
 
+@pytest.mark.parametrize("sizes", [(5, 7, 24), (24, 5, 7), (5, 64, 7), (9, 24, 24)], ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_size_that_does_not_change_is_a_factor_of_what_is_counted(mesh, sizes):
+    """Uneven exchanges that differ in it alone are counted once; here each is counted itself."""
+    every = layouts(3, mesh.names, pending=False)
+    for before, after in [*itertools.product(every, every)][::5]:
+        if before.dims != after.dims:
+            received, most = counted(mesh, sizes, before, after)
+            assert lacking(mesh, sizes, before, after) == received, f"{before} -> {after}"
+            assert busiest(mesh, sizes, before, after)[0] == most, f"{before} -> {after}"
+
+
 THREE = layouts(3, ("a", "b", "c"), pending=False)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -66,9 +66,8 @@ class Exchange:
 
     def busiest(self) -> int:
         """Return the elements that the busiest device sends or receives, whichever is more."""
-        return max(
-            self.received(), int(self._sent(self._group(dict.fromkeys(self.mesh.names, 0))).max())
-        )
+        sharing = tuple(a for axes in self.duty for a in axes)
+        return max(self.received(), *self.sent(sharing, [self.duty]))
 
     def received(self) -> int:
         """Return the largest number of elements that a device receives."""
@@ -128,8 +127,12 @@ class Exchange:
 
     def _duty_boxes(self, group: dict[str, Any]) -> Boxes:
         """Return the part of each member's box that this member sends."""
-        lows, highs = self._rows(self.before, group)
-        for d, axes in enumerate(self.duty):
+        return self._divided(self.duty, group, self._rows(self.before, group))
+
+    def _divided(self, duty: Sequence[Axes], group: dict[str, Any], boxes: Boxes) -> Boxes:
+        """Return the part of each member's box that this member sends if duty is so divided."""
+        lows, highs = boxes[0].copy(), boxes[1].copy()
+        for d, axes in enumerate(duty):
             if axes:
                 rows = -(
                     -self.shape[d] // self.mesh.count(self.before.dims[d]) // self.mesh.count(axes)
@@ -138,20 +141,25 @@ class Exchange:
                 highs[d] = np.minimum(lows[d] + rows, highs[d])
         return lows, highs
 
-    def _sent(self, group: dict[str, np.ndarray]) -> np.ndarray:
-        """Return the elements that each member sends, without copies to devices that have them."""
-        duty = self._duty_boxes(group)
-        total = self.mesh.count(
-            a for a in self.axes if a not in self.after.sharding_axes
-        ) * _volume(duty)
-        sharing = tuple(a for axes in self.duty for a in axes)
-        for places in itertools.product(*(range(self.mesh.count((a,))) for a in sharing)):
-            holders = {
-                **group,
-                **{a: np.full_like(group[a], place) for a, place in zip(sharing, places)},
-            }
-            total = total - _volume(_intersection(duty, self._rows(self.after, holders)))
-        return total
+    def sent(self, sharing: Axes, duties: Iterable[tuple[Axes, ...]]) -> Iterator[int]:
+        """Yield the elements that the busiest device of the first group sends, by duty.
+
+        Without copies to devices that have them. sharing: the axes that each duty divides among.
+        """
+        group = self._group(dict.fromkeys(self.mesh.names, 0))
+        boxes = self._rows(self.before, group)
+        copies = self.mesh.count(a for a in self.axes if a not in self.after.sharding_axes)
+        holders = [
+            self._rows(
+                self.after,
+                {**group, **{a: np.full_like(group[a], n) for a, n in zip(sharing, places)}},
+            )
+            for places in itertools.product(*(range(self.mesh.count((a,))) for a in sharing))
+        ]
+        for duty in duties:
+            parts = self._divided(duty, group, boxes)
+            had = sum(_volume(_intersection(parts, rows)) for rows in holders)
+            yield int((copies * _volume(parts) - had).max())
 
 
 @lru_cache(maxsize=65536)
@@ -167,35 +175,42 @@ def _blocks(mesh: Mesh, members: Axes, size: int, axes: Axes) -> tuple[np.ndarra
     return low, np.minimum(low + rows, size)
 
 
-@lru_cache(maxsize=65536)
 def exchange(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec) -> Exchange:
     """Return the exchange with the least load on its busiest device."""
-    undivided = _undivided(mesh, shape, before, after)
-    sharing = [a for a in undivided.axes if a not in undivided.before.sharding_axes]
-    dims = sorted(range(len(shape)), key=lambda d: before.dims[d] == after.dims[d])
-    ways = itertools.islice(itertools.product(dims, repeat=len(sharing)), MAX_WAYS)
-    return min(
-        (
-            replace(
-                undivided,
-                duty=tuple(
-                    tuple(a for a, place in zip(sharing, way) if place == d)
-                    for d in range(len(shape))
-                ),
-            )
-            for way in ways
-        ),
-        key=Exchange.busiest,
-    )
+    return _least_busy(mesh, shape, before, after)[1]
 
 
 @lru_cache(maxsize=65536)
+def _least_busy(
+    mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec
+) -> tuple[int, Exchange]:
+    """Return what the busiest device of the best exchange sends or receives, and the exchange."""
+    undivided = _undivided(mesh, shape, before, after)
+    sharing = tuple(a for a in undivided.axes if a not in undivided.before.sharding_axes)
+    dims = sorted(range(len(shape)), key=lambda d: before.dims[d] == after.dims[d])
+    duties = [
+        tuple(tuple(a for a, place in zip(sharing, way) if place == d) for d in range(len(shape)))
+        for way in itertools.islice(itertools.product(dims, repeat=len(sharing)), MAX_WAYS)
+    ]
+    received, least, best = undivided.received(), -1, duties[0]
+    for duty, sent in zip(duties, undivided.sent(sharing, duties)):
+        if least < 0 or max(sent, received) < least:
+            least, best = max(sent, received), duty
+        if least == received:  # No way is less busy.
+            break
+    return least, replace(undivided, duty=best)
+
+
+@lru_cache(maxsize=2**18)
 def lacking(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec) -> int:
     """Return the least number of elements that some device must receive in any reshard."""
     changed = [d for d, (b, a) in enumerate(zip(before.dims, after.dims)) if b != a]
     if any(
         shape[d] % mesh.count(axes) for d in changed for axes in (before.dims[d], after.dims[d])
     ):
+        scale, small = _shrink(mesh, shape, before, after, 1)
+        if scale > 1:
+            return lacking(mesh, small, before, after) * scale
         undivided = _undivided(mesh, shape, before, after)
         return undivided.received() if mesh.count(undivided.axes) <= MAX_COUNTED_DEVICES else 0
     required, local = math.prod(after.local_shape(shape, mesh)), 1
@@ -222,14 +237,28 @@ def busiest(
         if b != a
         for axes in (b, a)
     ):
-        few = mesh.count(undivided.axes) <= MAX_COUNTED_DEVICES
-        count = (
-            exchange(mesh, shape, before, after).busiest()
-            if few
-            else math.prod(after.local_shape(shape, mesh))
-        )
-        return count, undivided.axes
+        if mesh.count(undivided.axes) > MAX_COUNTED_DEVICES:
+            return math.prod(after.local_shape(shape, mesh)), undivided.axes
+        scale, small = _shrink(mesh, shape, before, after, mesh.size)
+        return _least_busy(mesh, small, before, after)[0] * scale, undivided.axes
     return lacking(mesh, shape, before, after), undivided.axes
+
+
+def _shrink(
+    mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec, parts: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return a smaller shape, and how much more elements there are of all boxes in the given one.
+
+    A dimension with the same axes before and after counts by its size alone, if each of its shards
+    divides into so many equal parts. Exchanges that differ in such sizes are counted once.
+    """
+    scale, small = 1, []
+    for n, b, a in zip(shape, before.dims, after.dims):
+        least = mesh.count(b) * parts
+        divides = b == a and n and n % least == 0
+        scale *= n // least if divides else 1
+        small.append(least if divides else n)
+    return scale, tuple(small)
 
 
 def _undivided(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec) -> Exchange:

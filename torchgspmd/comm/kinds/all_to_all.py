@@ -22,17 +22,23 @@ ALL_TO_ALL = WireOp(c10d.all_to_all_single.default)
 
 def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[Step]:
     """Yield exchanges that move minor axes from one dimension to another."""
+    after = problem.after.dims
     for d, axes in enumerate(spec.dims):
         for k, e in itertools.product(range(len(axes)), range(len(problem.shape))):
             major, moved = axes[:k], axes[k:]
             fine = spec.dims[e] + moved
+            if not left and (major, fine) != (after[d], after[e]):
+                continue
             if e != d and problem.nests(d, major, axes) and problem.nests(e, spec.dims[e], fine):
+                payload = problem.padded_bytes(spec, e, moved)
+                if 0 < left <= all_to_all.sent(payload, problem.mesh.count(moved)):
+                    continue
                 yield all_to_all.step(
                     problem.mesh,
                     (d, e, "+".join(moved)),
                     spec.with_dim(d, major).with_dim(e, fine),
                     moved,
-                    problem.padded_bytes(spec, e, moved),
+                    payload,
                 )
 
 

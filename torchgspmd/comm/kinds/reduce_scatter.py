@@ -34,13 +34,18 @@ def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[St
             itertools.permutations(subset), range(len(problem.shape))
         ):
             fine = spec.dims[d] + order
+            if not left and fine != problem.after.dims[d]:
+                continue
             if problem.shape[d] > 1 and problem.nests(d, spec.dims[d], fine):
+                payload = problem.padded_bytes(spec, d, order)
+                if 0 < left <= reduce_scatter.sent(payload, problem.mesh.count(order)):
+                    continue
                 yield reduce_scatter.step(
                     problem.mesh,
                     (spec.reduction, d, "+".join(order)),
                     rest.with_dim(d, fine),
                     order,
-                    problem.padded_bytes(spec, d, order),
+                    payload,
                 )
 
 

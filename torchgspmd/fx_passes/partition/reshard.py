@@ -82,9 +82,10 @@ class Resharder:
             bound = self.bounds[key] = (
                 0.0
                 if has_no_bound
-                else on_average(self.mesh, shape, itemsize, before, after)
-                if uneven
-                else at_least(self.mesh, shape, itemsize, before, after, self.constants)
+                else max(
+                    on_average(self.mesh, shape, itemsize, before, after) if uneven else 0.0,
+                    at_least(self.mesh, shape, itemsize, before, after, self.constants),
+                )
             )
         return bound
 

@@ -23,6 +23,8 @@ from ...mesh import Mesh
 from ...shard_spec import Axes, ShardSpec, nests
 from .cost_constants import CostConstants
 
+MOST_CHANGED = 2  # Dimensions that a step may change, as an all_to_all does; a permute changes all.
+
 
 class ReshardSearch:
     """Searches steps to one layout of one tensor.
@@ -60,7 +62,8 @@ class ReshardSearch:
     def run(self, before: ShardSpec) -> tuple[Step, ...]:
         """Return the cheapest steps from a layout."""
         least = self.remaining_cost(before)
-        for move in self._moves(before, 0.0):
+        changed = sum(b != a for b, a in zip(before.dims, self.after.dims))
+        for move in self._moves(before, 0.0) if changed <= MOST_CHANGED else ():
             if (
                 move.spec == self.after and step_cost(move, self.constants) <= least
             ):  # no path sends less
@@ -125,7 +128,10 @@ class ReshardSearch:
         return nests(self.shape[dim], coarse, fine, self.mesh)
 
     def _moves(self, spec: ShardSpec, left: float) -> Iterator[Step]:
-        """Yield the steps that cost less than `left`; those that are cheap to price in any case."""
+        """Yield the steps that cost less than `left`, and some others.
+
+        If `left` is 0: the steps to `after`, and some others, but for those that are dear to price.
+        """
         for kind in SEARCHED:
             yield from kind.moves(self, spec, left)
 
