@@ -124,14 +124,17 @@ class BodySearch(RegionProposals):
 
         Reductions of results of the program do not count.
         """
-        return {
-            axis
-            for value, uses in self.assignment.required.items()
-            if value.meta["val"].numel() > 1
-            for (user, _), spec in uses.items()
-            if user is not self.assignment.output
-            for axis in _removed_axes(self.assignment.layout_of[value], spec)
-        }
+        busy: set[str] = set()
+        for value, uses in self.assignment.required.items():
+            layout = self.assignment.layout_of[value]
+            for (user, _), spec in uses.items():
+                if spec is not layout and user is not self.assignment.output:
+                    removed = _removed_axes(layout, spec)
+                    if not removed <= busy and value.meta["val"].numel() > 1:
+                        busy |= removed
+            if len(busy) == len(self.assignment.mesh.names):
+                break
+        return busy
 
     def _try_layout(
         self, body: Body, axis: str, factor_class: int | None, min_saving: float = 0.0

@@ -204,9 +204,20 @@ class CostModel:
         return sum(map(self._transport, values))
 
     def _transport(self, value: fx.Node) -> float:
-        """Return what moves a value from its operation to all of its users."""
-        uses = self.assignment.required.get(value, {}).values()
-        return self._distribution_cost(value, self.assignment.layout_of[value], uses)
+        """Return what moves a value from its operation to all of its users.
+
+        Windows may be computed from operands, wherever these are; other moves are priced once.
+        """
+        at = self.assignment
+        layout, uses = at.layout_of[value], at.required_layouts(value, False)
+        if uses in ((), (layout,)):
+            return 0.0
+        transports, key = self.resharder.transports, (at.sizes[value], runs(value), layout, uses)
+        if (cost := transports.get(key)) is None:
+            cost = self._distribution_cost(value, layout, uses)
+            if not any(spec.windows for spec in uses):
+                transports[key] = cost
+        return cost
 
     def gathers(self, axis: str) -> float:
         """Return the cost of all moves after which an axis no longer shards a value."""

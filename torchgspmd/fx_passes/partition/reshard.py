@@ -31,6 +31,8 @@ class Resharder:
         self.paths: dict[ReshardKey, Path] = {}
         self.costs: dict[ReshardKey, float] = {}
         self.bounds: dict[ReshardKey, float] = {}
+        # what moves a value to several layouts, by shape and bytes, runs, layout and these
+        self.transports: dict[tuple, float] = {}
 
     def cost(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec

@@ -146,7 +146,8 @@ class _Propagation:
     def __init__(self, layouts: Layouts, ops: list[Op]) -> None:
         self.layouts, self.ops, self.mesh = layouts, ops, layouts.mesh
         self.values = [(*op.operands, *(v for v in op.results if v is not None)) for op in ops]
-        self.op_kinds = [_op_kind(op) for op in ops]
+        numbers: dict[tuple, int] = {}
+        self.op_kinds = [numbers.setdefault(_op_kind(op), len(numbers)) for op in ops]
         # by kind of operation, stage and layouts
         self.extension_cache: dict[tuple, list[_Extension]] = {}
         self.crowded = crowded(
@@ -197,7 +198,7 @@ class _Propagation:
         if (
             stage == ELEMENTWISE
             and (op.rule.reduce or op.rule.contraction)
-            or not any(any(spec[v].dims) for v in values)
+            or not any(spec[v].sharding_axes for v in values)
         ):
             return []
         key = (
