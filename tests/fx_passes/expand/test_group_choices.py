@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from expert_layer import ChosenExperts, by_bmm, by_einsum, by_matmul
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
+from torchgspmd.fx_passes import pipeline
 
 WIDTH, HIDDEN = 8, 96
 ALL = {"up": "expert _ _", "down": "expert _ _"}
@@ -59,3 +62,26 @@ class Chosen(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         return by_bmm(x, self.w, chosen)
+
+
+class Normalized(ChosenExperts):
+    """Between the products, operations that name dimensions."""
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        h = by_bmm(x, self.up, chosen)[:, : self.down.shape[2]].softmax(1).cumsum(1).flip(1)
+        return by_bmm(h, self.down, chosen)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_dimensions_and_sizes_that_operations_name(width):
+    model, x = Normalized(4, width, 3), torch.randn(3, width, dtype=torch.float64)
+    chosen = torch.tensor([2, 0, 3])
+    gspmd.annotate(model, Mesh(expert=2), ALL)
+    new = replace(pipeline.PIPELINE[0], cost=lambda program: -len(program.changed))
+    token = pipeline._current.set((new, *pipeline.PIPELINE[1:]))
+    try:
+        plan = gspmd.plan(model, x, chosen, mesh=Mesh(expert=2))
+    finally:
+        pipeline._current.reset(token)
+    assert "block_mm" in plan.program.code
+    assert_same([plan.simulate(x, chosen)], [model(x, chosen)])

@@ -175,10 +175,13 @@ def carried_meta(node: fx.Node) -> dict[str, Any]:
 
 
 def _is_elementwise(op: Op) -> bool:
-    """Return whether all operands and results have the same dimensions and sizes, or none."""
+    """Return whether all operands and results have the same dimensions and sizes, or none.
+
+    Operations that name dimensions or sizes, as a softmax, do not count.
+    """
     tensors = [*zip(op.rule.operands, op.operands), *zip(op.rule.results, op.results)]
     whole = {(dims, v.meta["val"].shape) for dims, v in tensors if dims and v is not None}
-    return len(whole) == 1
+    return len(whole) == 1 and torch.Tag.pointwise in getattr(op.node.target, "tags", ())
 
 
 def _writes(node: fx.Node) -> bool:
