@@ -26,6 +26,7 @@ setup(
             "expecttest",
             "scikit-learn",
             "highspy",
+            "torchmetrics",
         ],
         "examples": ["rich", "matplotlib"],
         "auto": ["highspy"],

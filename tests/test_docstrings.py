@@ -19,13 +19,19 @@ GLOBALS = {"torch": torch, **{name: getattr(torchgspmd, name) for name in torchg
 NAMES = [name for name in torchgspmd.__all__ if name != "UNCONSTRAINED"]
 
 
-def functions() -> Iterator[tuple[str, Callable]]:
-    """Yield (name, function) of public functions, and of public methods of public classes."""
+def public() -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of public names, those of namespaces too."""
     for name in NAMES:
         value = getattr(torchgspmd, name)
         if inspect.ismodule(value):
             yield from ((f"{name}.{each.__name__}", each) for each in value.PUBLIC)
-            continue
+        else:
+            yield name, value
+
+
+def functions() -> Iterator[tuple[str, Callable]]:
+    """Yield (name, function) of public functions, and of public methods of public classes."""
+    for name, value in public():
         if not inspect.isclass(value):
             yield name, value
             continue
@@ -36,7 +42,7 @@ def functions() -> Iterator[tuple[str, Callable]]:
 
 
 FUNCTIONS = dict(functions())
-CLASSES = {name: getattr(torchgspmd, name) for name in NAMES if name[0].isupper()}
+CLASSES = {name: value for name, value in public() if inspect.isclass(value)}
 
 
 def sections(value: Any) -> set[str]:

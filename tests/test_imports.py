@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (  # a file imports only from the lines below its own
     ("__main__",),
     ("__init__",),
-    ("calibrate",),
+    ("calibrate", "evaluation"),
     ("runtime.parallelize",),
     (
         "runtime.sharded_module",

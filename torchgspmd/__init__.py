@@ -2,7 +2,7 @@
 tensors, run it on a mesh.
 """
 
-from . import collectives, moe
+from . import collectives, evaluation, moe
 from .annotate import annotate, mark_sharding
 from .api import Plan, plan
 from .blocks import pipeline, stack
@@ -37,6 +37,7 @@ __all__ = [
     "collectives",
     "compare_with_xla",
     "doctor",
+    "evaluation",
     "manual",
     "mark_sharding",
     "moe",

@@ -27,6 +27,7 @@ from .fx_passes.pipeline import run, skippable
 from .fx_passes.program import Request, Shared
 from .fx_passes.replication_report import data_axes
 from .fx_passes.stages import SCHEDULED
+from .hardware import Hardware
 from .layout_rules import MeshLayout, bound
 from .mesh import Mesh
 from .plan import Plan
@@ -49,6 +50,7 @@ def plan(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     dynamic: Mapping[str, Any] | None = None,
+    hardware: Hardware | str | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Compile a function or module for a mesh, without devices.
@@ -80,6 +82,9 @@ def plan(
         dynamic: Dimensions that have another size in each run, by argument, as {"tokens": {1}};
             a name may be a pattern. Sizes that are equal here are one size, unless they have
             names: {"tokens": {1: "length"}}.
+        hardware: Speeds and links of the devices, a name ("h100") or a Hardware. Sums over axes of
+            which some leave a host are then reduced within hosts first, where that takes less
+            time, and collectives are scheduled by these numbers.
         kwargs: Keyword arguments of fn.
 
     Returns:
@@ -143,6 +148,7 @@ def plan(
         skip_passes=skip_passes,
         costs=costs,
         reduce_dtype=reduce_dtype,
+        hardware=hardware,
         device="meta" if has_meta_tensor else None,
     )
     result.seconds = {"capture": seconds, **result.seconds}
@@ -165,6 +171,7 @@ def compile_plan(
     device: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     shard_updates: str | None = None,
+    hardware: Hardware | str | None = None,
     shared: Shared | None = None,
 ) -> Plan:
     """Run the passes over a captured program.
@@ -195,6 +202,7 @@ def compile_plan(
         device=device or _device_of(captured),
         reduce_dtype=reduce_dtype,
         stored_over=frozenset([shard_updates] if shard_updates else []),
+        hardware=None if hardware is None else Hardware.of(hardware),
         shared=shared or Shared(),
     )
     result = _plan(request)

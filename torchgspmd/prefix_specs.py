@@ -11,14 +11,18 @@ from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, user_line
 from .mesh import Mesh
 from .shard_spec import ShardSpec
+from .spec_notation import UNCONSTRAINED
 
 
 def spread(prefix: Any, tree: Any, mesh: Mesh, what: str) -> list[ShardSpec | None]:
     """Return a spec, or None, for every tensor leaf of `tree`.
 
-    A leaf of the prefix is a string, a ShardSpec or None; it applies to every tensor below it.
-    Containers of the prefix must be those of the tree.
+    A leaf of the prefix is a string, a ShardSpec, None or UNCONSTRAINED; it applies to every tensor
+    below it. Containers of the prefix must be those of the tree.
     """
+    if prefix is UNCONSTRAINED:
+        leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        return [ShardSpec.unconstrained(leaf.dim()) for leaf in leaves]
     if prefix is None or isinstance(prefix, (str, ShardSpec)):
         leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
         parsed = None if prefix is None else ShardSpec.parse(prefix)

@@ -84,34 +84,42 @@ def main() -> None:
     add("--steps", type=int, default=20)
     add("--dtype", choices=("float32", "float64"), default="float32")
     add("--tolerance", type=float, default=1e-4, help="largest relative difference of a loss")
+    add("--score-tolerance", type=float, default=1e-2, help="and of what is evaluated at the end")
     args = parser.parse_args()
     console, failed = Console(highlight=False), False
     for name in args.only:
         with tempfile.TemporaryDirectory() as folder:
-            alone: dict[str, list[float]] = {}  # by the options of the run
+            alone: dict[str, tuple] = {}  # losses and scores, by the options of the run
             for run in ALL[name].runs:
                 layout, mesh, *options = run.split()
                 if (key := " ".join((name, *options))) not in alone:
-                    alone[key] = losses(name, Path(folder), args, options)
-                    first, last = alone[key][0], alone[key][-1]
-                    console.print(f"{key}: one process, loss {first:.4f} to {last:.4f}")
-                four = losses(name, Path(folder), args, options, layout, mesh)
-                worst = max(abs(b - a) / abs(a) for a, b in zip(alone[key], four, strict=True))
+                    alone[key] = results(name, Path(folder), args, options)
+                    first, *_, last = alone[key][0]
+                    text = "".join(f", {metric} {s:.4f}" for metric, s in alone[key][1].items())
+                    console.print(f"{key}: one process, loss {first:.4f} to {last:.4f}{text}")
+                one, scores = alone[key]
+                four, found = results(name, Path(folder), args, options, layout, mesh)
+                worst = max(abs(b - a) / abs(a) for a, b in zip(one, four, strict=True))
                 equal = worst <= args.tolerance  # NaN is not
+                equal &= all(
+                    abs(found[metric] - score) <= args.score_tolerance * abs(score)
+                    for metric, score in scores.items()
+                )
                 failed |= not equal
-                console.print(f"    {run:40} {worst:.1e} {'equal' if equal else 'DIFFERENT'}")
+                text = "".join(f" {score:.4f}" for score in found.values())
+                console.print(f"    {run:40} {worst:.1e}{text} {'equal' if equal else 'DIFFERENT'}")
     raise SystemExit(failed)
 
 
-def losses(
+def results(
     name: str,
     folder: Path,
     args: argparse.Namespace,
     options: list[str],
     layout: str = "",
     mesh: str = "",
-) -> list[float]:
-    """The losses of a run: on one process, or on as many as the mesh has."""
+) -> tuple[list[float], dict[str, float]]:
+    """The losses of a run, and its scores: on one process, or on as many as the mesh has."""
     count = 1
     for axis in mesh.split(",") if mesh else ():
         count *= int(axis.split("=")[1])
@@ -133,7 +141,8 @@ def losses(
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if not path.exists():
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return json.loads(path.read_text())["losses"]
+    found = json.loads(path.read_text())
+    return found["losses"], found["scores"]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from torchgspmd import Mesh
+from torchgspmd.evaluation import evaluate
 
 from .report import plot_losses, show_plan
 
@@ -147,14 +148,43 @@ class Run:
             dist.barrier()
         return load() if found is None else found
 
-    def write(self, losses: list[float], first: int, unit: str) -> None:
+    def batches(self, size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Parts of tensors, `size` rows each; the last one may have fewer."""
+        for part in zip(*(t.split(size) for t in tensors)):
+            yield tuple(
+                t.to(self.device, self.dtype if t.is_floating_point() else None) for t in part
+            )
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        batches: Iterable[tuple[Tensor, ...]],
+        metrics: dict[str, Any],
+        call: Callable[..., tuple[Tensor, ...]],
+    ) -> dict[str, float]:
+        """The metrics of a model, as of one process. call: the outputs and targets of a batch."""
+        with self.autocast():
+            scores = evaluate(model, batches, metrics, call=call)  # the one line
+        self.console.print(", ".join(f"{name} {score:.4f}" for name, score in scores.items()))
+        return scores
+
+    def write(
+        self, losses: list[float], first: int, unit: str, scores: dict[str, float] | None = None
+    ) -> None:
         """The losses as JSON and as a curve. unit: of the loss."""
         if RANK > 0:
             return
         if self.args.losses:
             self.args.losses.parent.mkdir(parents=True, exist_ok=True)
             self.args.losses.write_text(
-                json.dumps({"name": str(self), "first_step": first, "losses": losses})
+                json.dumps(
+                    {
+                        "name": str(self),
+                        "first_step": first,
+                        "losses": losses,
+                        "scores": scores or {},
+                    }
+                )
             )
         plot_losses(losses, first, str(self), unit, self.args.plot)
         self.console.print(f"loss curve: {self.args.plot}")

@@ -63,16 +63,6 @@ def text_of(letters: Tensor, length: Tensor) -> str:
     return "".join(ALPHABET[i] for i in letters[: int(length)].tolist())
 
 
-def edits(a: str, b: str) -> int:
-    """How many letters have to be put in, left out or changed to get b of a."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a):
-        last, row[0] = row[0], i + 1
-        for j, y in enumerate(b):
-            last, row[j + 1] = row[j + 1], min(row[j + 1] + 1, row[j] + 1, last + (x != y))
-    return row[-1]
-
-
 def _energies(samples: Tensor) -> Tensor:
     """[t, f], of mean 0 and deviation 1."""
     window = torch.hann_window(WINDOW)

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import torchgspmd as gspmd
+from torchgspmd.evaluation import error_rate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save
 from common.report import figure, print_plan
 from common.run import RANK, Run, leave, options, train
-from data import ALPHABET, BANDS, Speech, edits, spell, text_of
+from data import ALPHABET, BANDS, Speech, spell, text_of
 from model import LAYOUTS, Config, Conformer
 
 HERE = Path(__file__).resolve().parent
@@ -86,17 +88,27 @@ def main() -> None:
     if args.save:
         save(model, optimizer, first + args.steps, args.save)
         run.console.print(f"checkpoint: {args.save}")
+    recordings = speech.features, speech.frames, speech.letters, speech.lengths
+    scores = run.evaluate(
+        model,
+        run.batches(args.batch, *recordings),
+        {
+            "word error rate": error_rate(lambda *rows: map(words, pairs(*rows)), whole=(0,)),
+            "letter error rate": error_rate(pairs, whole=(0,)),
+        },
+        lambda model, features, frames, *said: (
+            model(features, frames).argmax(-1),  # [t/4, b]
+            frames,
+            *said,
+        ),
+    )
     with torch.no_grad():
         features = speech.features.to(run.device, run.dtype)
         odds = model(features, speech.frames.to(run.device)).float().cpu()  # [t/4, b, v]
-    wrong = 0
-    for i, (heard, said) in enumerate(texts(speech, odds)):
-        wrong += edits(heard, said)
-        if i in (0, len(speech.frames) - 1):
-            run.console.print(f"said   {said}\nheard  {heard}", markup=False)
-    count = int(speech.lengths.sum())
-    run.console.print(f"{wrong} of {count} letters wrong: {wrong / count:.1%}")
-    run.write(losses, first, "nats per letter")
+    heard = list(pairs(odds.argmax(-1), speech.frames, speech.letters, speech.lengths))
+    for text, said in (heard[0], heard[-1]):
+        run.console.print(f"said   {said}\nheard  {text}", markup=False)
+    run.write(losses, first, "nats per letter", scores)
     if RANK == 0:
         i = int(speech.frames.argmax())
         frames, text = -(-int(speech.frames[i]) // 4), text_of(speech.letters[i], speech.lengths[i])
@@ -104,15 +116,16 @@ def main() -> None:
         run.console.print(f"letters of the longest sentence: {args.picture}")
 
 
-def texts(speech: Speech, odds: Tensor) -> list[tuple[str, str]]:
-    """What was heard and what was said."""
-    best = odds.argmax(-1)  # [t/4, b]
-    return [
-        (spell(best[: -(-int(frames) // 4), i]), text_of(letters, length))
-        for i, (frames, letters, length) in enumerate(
-            zip(speech.frames, speech.letters, speech.lengths)
-        )
-    ]
+def pairs(
+    best: Tensor, frames: Tensor, letters: Tensor, lengths: Tensor
+) -> Iterator[tuple[str, str]]:
+    """What was heard in the best letters of frames, [t/4, b], and what was said, [b, u]."""
+    for i, (count, text, length) in enumerate(zip(frames.tolist(), letters, lengths)):
+        yield spell(best[: -(-count // 4), i]), text_of(text, length)
+
+
+def words(pair: tuple[str, str]) -> tuple[list[str], list[str]]:
+    return pair[0].split(), pair[1].split()
 
 
 def plan(args: argparse.Namespace, config: Config) -> None:

@@ -30,3 +30,9 @@ class Characters:
         starts = torch.randint(len(self.tokens) - context, (size,), generator=random)  # [b]
         windows = self.tokens[starts[:, None] + torch.arange(context + 1)]  # [b, s + 1]
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def last(self, count: int, context: int) -> tuple[Tensor, Tensor]:
+        """The last windows of the text: tokens [b, s] and the ones that follow them [b, s]."""
+        count = min(count, (len(self.tokens) - 1) // context)
+        tail = self.tokens[-count * context - 1 :]
+        return tail[:-1].view(count, context), tail[1:].view(count, context)

@@ -156,7 +156,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """tokens [b, s] -> logits [b, s, v], or with targets [b, s] the mean loss."""
+    """tokens [b, s] -> logits [b, s, v], or with targets [b, s] the mean loss; in the mode eval the
+    loss of every token, [b, s].
+    """
 
     def __init__(self, config: Config):
         super().__init__()
@@ -171,7 +173,7 @@ class GPT(nn.Module):
         mark_sharding(self.position, "place width")
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:  # [b, s], [b, s]
-        if targets is not None and self.microbatches > 1:
+        if targets is not None and self.microbatches > 1 and self.training:
             return self.accumulated(tokens, targets)
         return self.once(tokens, targets)
 
@@ -199,7 +201,8 @@ class GPT(nn.Module):
         logits = mark_sharding(logits, "batch length words")
         if targets is None:
             return logits
-        return F.cross_entropy(logits.transpose(1, 2), targets)  # a scalar
+        mean = "mean" if self.training else "none"
+        return F.cross_entropy(logits.transpose(1, 2), targets, reduction=mean)
 
     def divide(
         self, mesh: Mesh | None, microbatches: int, repeats: int = 1, loop: bool = False

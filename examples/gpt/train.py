@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import torchgspmd as gspmd
+from torchgspmd.evaluation import perplexity
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save, whole_weights
@@ -90,12 +91,18 @@ def main() -> None:
     if args.save:
         save(model, optimizer, first + args.steps, args.save)
         run.console.print(f"checkpoint: {args.save}")
+    scores = run.evaluate(
+        model,
+        run.batches(args.batch, *text.last(3 * args.batch - 1, args.context)),
+        {"perplexity of the end of the text": perplexity(classes=None)},
+        lambda model, tokens, targets: (model(tokens, targets), targets),
+    )
     weights = whole_weights(model)
     if args.sample and RANK == 0:
         run.console.rule("sample")
         run.console.print(sample(config, weights, text, args.sample, args.seed), markup=False)
         run.console.rule()
-    run.write(losses, first, "nats per character")
+    run.write(losses, first, "nats per character", scores)
 
 
 def plan(args: argparse.Namespace) -> None:

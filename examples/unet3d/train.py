@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import torchgspmd as gspmd
+from torchgspmd.evaluation import mean_iou
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save
@@ -96,16 +97,23 @@ def main() -> None:
     if args.save:
         save(model, optimizer, first + args.steps, args.save)
         run.console.print(f"checkpoint: {args.save}")
+    image, labels = head.image[None, None], head.labels[None]
+    scores = run.evaluate(
+        model,
+        run.batches(1, image, labels),
+        {"mean IoU": mean_iou(len(TISSUES))},
+        lambda model, image, labels: (model(image), labels),
+    )
     with torch.no_grad():
         logits = model(head.image[None, None].to(run.device, run.dtype)).cpu()  # [1, t, x, y, z]
     found = logits.argmax(1)  # [1, x, y, z]
-    scores = overlap(
+    dice = overlap(
         torch.nn.functional.one_hot(found, len(TISSUES)).movedim(-1, 1).float(), head.labels[None]
     )
     run.console.print(
-        "dice: " + ", ".join(f"{name} {score:.3f}" for name, score in zip(TISSUES, scores.tolist()))
+        "dice: " + ", ".join(f"{name} {score:.3f}" for name, score in zip(TISSUES, dice.tolist()))
     )
-    run.write(losses, first, "cross entropy + 1 - dice")
+    run.write(losses, first, "cross entropy + 1 - dice", scores)
     if RANK == 0:
         draw(head, found[0], args.picture)
         run.console.print(f"a slice: {args.picture}")

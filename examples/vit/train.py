@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import torchgspmd as gspmd
+from torchgspmd.evaluation import accuracy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save
@@ -114,15 +115,17 @@ def main() -> None:
     if args.save:
         save(model, optimizer, first + args.steps, args.save)
         run.console.print(f"checkpoint: {args.save}")
-    predicted = predict(run, model, data.test_images)
-    right = int((predicted == data.test_labels).sum())
-    run.console.print(
-        f"{right:,} of {len(predicted):,} test images right: {right / len(predicted):.2%}"
+    scores = run.evaluate(
+        model,
+        run.batches(500, data.test_images, data.test_labels),
+        {"top-1": accuracy(), "top-5": accuracy(5)},
+        lambda model, images, labels: (model(images), labels),
     )
+    predicted = predict(run, model, data.test_images[:1000])
     if RANK == 0:
         draw(data, predicted, args.picture)
         run.console.print(f"some of them: {args.picture}")
-    run.write(losses, first, "nats per image")
+    run.write(losses, first, "nats per image", scores)
 
 
 @torch.no_grad()
@@ -142,7 +145,12 @@ def draw(data: Digits, predicted: Tensor, path: Path, rows: int = 4, columns: in
     """Test digits, and below each what it was taken for: the first ones, then mistakes, with what
     it is.
     """
-    wrong = (predicted != data.test_labels).nonzero().flatten().tolist()[: rows * columns // 2]
+    wrong = (
+        (predicted != data.test_labels[: len(predicted)])
+        .nonzero()
+        .flatten()
+        .tolist()[: rows * columns // 2]
+    )
     first = [i for i in range(len(predicted)) if i not in wrong][: rows * columns - len(wrong)]
     path.parent.mkdir(parents=True, exist_ok=True)
     picture, axes = figure(rows, columns, (columns, 1.25 * rows))

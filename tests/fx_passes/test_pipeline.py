@@ -26,7 +26,13 @@ MESH = Mesh(data=2)
 PLANNED = [p.name for step in PIPELINE[:3] for p in getattr(step, "passes", (step,))]
 LOWERED = [p.name for p in PIPELINE[3:]]
 # not for every program
-ELSEWHERE = {"reduce_dtype", "draw_natively", "regather_weights", "functional_reductions"}
+ELSEWHERE = {
+    "reduce_dtype",
+    "draw_natively",
+    "hierarchical_sums",
+    "regather_weights",
+    "functional_reductions",
+}
 
 
 class Ranks:
@@ -69,7 +75,7 @@ def test_each_pass_begins_at_the_stage_where_the_one_before_it_ends(
 ) -> None:
     program = SimpleNamespace(
         rank=SimpleNamespace(backend=backend),
-        request=SimpleNamespace(rng="native", reduce_dtype=torch.float32),
+        request=SimpleNamespace(rng="native", reduce_dtype=torch.float32, hardware=None),
     )
     stage = CAPTURED
     for step in PIPELINE:
@@ -90,7 +96,7 @@ def test_names_are_unique_and_what_runs_again_comes_before() -> None:
 def test_each_file_of_a_pass_is_a_row() -> None:
     """A file whose header says before and after is a pass; its name is that of the row.
 
-    The folder `partition` is one pass, and regather_weights.
+    The folder `partition` is one pass, and those that run behind it.
     """
     headers = {
         path.stem
@@ -102,6 +108,7 @@ def test_each_file_of_a_pass_is_a_row() -> None:
     rows = {each.name for each in pipeline.passes()}
     assert headers - rows <= {"convert_boundary"}  # two rows
     elsewhere = {"partition", "regather_weights", "ring_keys", "merge_axes", "draw_natively"}
+    elsewhere |= {"hierarchical_sums"}
     assert rows - headers == elsewhere | {"convert_inputs", "convert_outputs"}
 
 

@@ -47,6 +47,7 @@ class Request:
     keep_marks: for XLA, which has no cheap way past a mark. device: a type; "meta" stands for GPUs.
     reduce_dtype: in which gradients of parameters are summed over devices; None: as costs least.
     stored_over: axes over which parameters are stored in parts, though no argument is.
+    hardware: speeds and links, if they are known.
     shared: what plans of like programs share.
     """
 
@@ -68,6 +69,7 @@ class Request:
     device: str = "cpu"
     reduce_dtype: torch.dtype | None = None
     stored_over: frozenset[str] = frozenset()
+    hardware: Hardware | None = None
     shared: Shared = field(default_factory=Shared)
 
 
@@ -163,7 +165,7 @@ class Program:
 
     @property
     def hardware(self) -> Hardware:
-        return hardware_of(self.request.device)
+        return self.request.hardware or hardware_of(self.request.device)
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -28,6 +28,7 @@ from ..layout_rules import bound
 from ..mesh import Mesh
 from ..prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
+from ..spec_notation import UNCONSTRAINED
 from .changing_sizes import (
     Shapes,
     SizeHistory,
@@ -156,6 +157,7 @@ class MeshModule(ModuleProxy):
             self._structure_version(),
             self._modes(),
             self._trainable(),
+            self._out_specs is UNCONSTRAINED,
             torch.is_grad_enabled(),
             torch.is_autocast_enabled(self._device_type),
             torch.get_autocast_dtype(self._device_type),

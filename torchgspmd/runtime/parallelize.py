@@ -17,6 +17,7 @@ from ..compat.versions import check_parallelize
 from ..device_mesh import mesh_of
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError, user_line
+from ..hardware import Hardware
 from ..layout_rules import MeshLayout, bound
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec, SpecLike
@@ -51,6 +52,7 @@ def parallelize(
     check: str = "always",
     timeout: float | timedelta | None = None,
     dynamic: bool | Mapping[str, Any] = True,
+    hardware: Hardware | str | None = None,
 ) -> nn.Module:
     """Return a module with the same forward that computes on a mesh; every process calls it alike.
 
@@ -71,6 +73,7 @@ def parallelize(
         in_specs: Layouts of the arguments.
         out_specs: Layouts of the results. A DTensor has the nearest layout that it can express:
             several axes shard one dimension only in mesh order and if they divide it.
+            UNCONSTRAINED leaves results as they are computed.
         pin: For "xla", the layouts that XLA gets besides those of inputs and results: the marks
             ("user"), every layout that our partitioner chose ("all"), or nothing ("none").
         strict: Whether an operation of replicated_ops is an error. Not for "xla".
@@ -101,6 +104,7 @@ def parallelize(
             of the process groups of the mesh, of one axis those of the default group. None: as
             init_process_group has set it. Before that, ranks say on stderr for whom they wait.
             Not for "xla".
+        hardware: As in plan(). Not for "xla".
 
     Returns:
         A ShardedModule, or an XlaModule for backend "xla".
@@ -141,6 +145,7 @@ def parallelize(
         "check": check != "always",
         "timeout": timeout is not None,
         "dynamic": isinstance(dynamic, Mapping),
+        "hardware": hardware is not None,
     }
     if check not in CHECKS:
         raise ShardingError(
@@ -191,6 +196,7 @@ def parallelize(
                 costs=costs,
                 reduce_dtype=reduce_dtype,
                 shard_updates=shard_updates,
+                hardware=hardware,
             )
     module.__dict__["_layout"] = layout
     carry_optimizers(before, module)

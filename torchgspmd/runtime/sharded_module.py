@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ from ..plan import Plan
 from ..plan_cache.identity import Identity, identity_of
 from ..plan_cache.values import Unshareable
 from ..shard_spec import ShardSpec
+from ..spec_notation import UNCONSTRAINED
 from .joint_program import JointProgram
 from .mesh_module import Call, MeshModule
 from .module_proxy import as_text, mark_on, named_tensors
@@ -124,6 +126,16 @@ class ShardedModule(MeshModule):
             )
         submodule.__dict__["_layout"] = self._layout
         return submodule
+
+    @contextmanager
+    def _open_results(self) -> Iterator[None]:
+        """Leave results as they are laid out, unless out_specs says how: nothing gathers them."""
+        before = self._out_specs
+        self.__dict__["_out_specs"] = UNCONSTRAINED if before is None else before
+        try:
+            yield
+        finally:
+            self.__dict__["_out_specs"] = before
 
     def _read_structure(self) -> None:
         super()._read_structure()

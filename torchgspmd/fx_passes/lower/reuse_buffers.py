@@ -236,8 +236,8 @@ def _alike(graph: fx.Graph) -> list[list[fx.Node]]:
     key, results = None, set()
     for node in graph.nodes:
         if node.target is ADAM:
-            p, *_, step = node.args[:5]
-            if (mine := (step, *node.args[5:], p.meta["dtype"])) != key:
+            p, *_, step = node.args[:5]  # a padded input says no dtype: it gets a call of its own
+            if (mine := (step, *node.args[5:], p.meta.get("dtype", node))) != key:
                 key, results = mine, set()
                 groups.append([])
             groups[-1].append(node)
