@@ -25,7 +25,7 @@ SMALL = {
         "--sample",
         "0",
     ],
-    "moe": "--text pydoc --layers 1 --width 32 --context 32 --batch 12".split(),
+    "moe": "--text pydoc --layers 2 --width 32 --context 32 --batch 12".split(),
     "multimodal": "--data digits --channels 4 --layers 1 --width 16 --batch 12".split(),
     "vit": ["--data", "digits", "--patch", "2", "--layers", "1", "--width", "32", "--batch", "13"],
 }
