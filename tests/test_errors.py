@@ -90,7 +90,7 @@ ERRORS = {
     ),
     "unknown keyword in in_specs": (
         lambda: plan(lambda x, y: x + y, X, y=X, mesh=MESH, in_specs={"z": "data _"}),
-        f"kwargs has no entry 'z'; it has 'y'{WHERE}",
+        f"arguments has no entry 'z'; it has 'x', 'y'{WHERE}",
     ),
     "unknown key in in_specs": (
         lambda: plan(lambda d: d["a"], {"a": X}, mesh=MESH, in_specs=({"b": "data _"},)),

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .annotate import layout_of
-from .capture import Captured, capture, check_dtypes, leaf_names, opened, sizes_of
+from .capture import (
+    Captured,
+    capture,
+    check_dtypes,
+    leaf_names,
+    opened,
+    sizes_of,
+)
 from .capture.without_gc import without_gc
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
@@ -63,8 +70,8 @@ def plan(
         args: Positional arguments of fn. Tensors are real, fake or meta, of global shape.
         mesh: The devices, also as torch's DeviceMesh, or a Layout on a mesh: specs have logical
             names then.
-        in_specs: Layouts of the arguments, as a pytree prefix of args. A mapping is a prefix of
-            kwargs. Leaves are specs in string form, or None where propagation decides.
+        in_specs: Layouts of the arguments, as a pytree prefix of args. A mapping is one of all
+            arguments by name. Leaves are specs in string form, or None where propagation decides.
         out_specs: Layouts of the result, as a pytree prefix of it.
         grad: Compile forward and backward together. fn is a module then.
         strict: Raise an error where the plan would list replicated_ops.
@@ -122,7 +129,7 @@ def plan(
             fix="pass the module, or cast inside of the function",
         )
     args, kwargs = opened((args, kwargs))
-    specs = spread_inputs(in_specs, args, kwargs, mesh)
+    specs = spread_inputs(in_specs, args, kwargs, mesh, fn)
     start = time.perf_counter()
     sizes = sizes_of(dynamic, leaf_names(fn, args, kwargs), pytree.tree_leaves((args, kwargs)))
     with bound(layout):

@@ -73,7 +73,7 @@ def manual(
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        specs = [_own(spec, own) for spec in spread_inputs(in_specs, args, kwargs, devices)]
+        specs = [_own(spec, own) for spec in spread_inputs(in_specs, args, kwargs, devices, fn)]
         region = _Region(fn, devices, own, tree, leaves, out_specs)
         parts = [
             _divide(tensor, spec, devices, own) if spec else tensor

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .compat.private_apis import _pytree as pytree
 from .errors import ShardingError, user_line
@@ -66,14 +67,32 @@ def spread(prefix: Any, tree: Any, mesh: Mesh, what: str) -> list[ShardSpec | No
     )
 
 
-def spread_inputs(prefix: Any, args: tuple, kwargs: dict, mesh: Mesh) -> list[ShardSpec | None]:
+def argument_names(fn: Callable, args: tuple) -> list[str]:
+    """Return the names of positional arguments in the signature of fn; arg3 where it has none."""
+    try:
+        parameters = list(
+            inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()
+        )
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return positional[: len(args)] + [f"arg{i}" for i in range(len(positional), len(args))]
+
+
+def spread_inputs(
+    prefix: Any, args: tuple, kwargs: dict, mesh: Mesh, fn: Callable
+) -> list[ShardSpec | None]:
     """Return a spec, or None, for every tensor of (args, kwargs).
 
-    A tuple or list is a prefix of args, a mapping one of kwargs. A single spec needs a single
-    argument.
+    A tuple or list is a prefix of args, a mapping one of all arguments by name. A single spec needs
+    a single argument. fn: what is called.
     """
     if isinstance(prefix, Mapping):
-        return spread(None, args, mesh, "args") + spread(prefix, kwargs, mesh, "kwargs")
+        return spread(
+            prefix, {**dict(zip(argument_names(fn, args), args)), **kwargs}, mesh, "arguments"
+        )
     if isinstance(prefix, (str, ShardSpec)) and len(args) == 1:
         prefix = (prefix,)
     elif isinstance(prefix, (str, ShardSpec)):

@@ -106,7 +106,7 @@ def test_its_code_gives_its_numbers():
         assert result.estimate(SLOW_PRODUCTS).seconds == pytest.approx(found.seconds)
 
 
-def test_like_layers_are_judged_by_two():
+def test_few_of_like_layers_stand_for_all():
     model, batch = Deep(6), torch.zeros(8, 16)
     layers = Layers.of(model)
     assert layers.lists == {"layers": model.layers} and layers.length == 6
@@ -114,12 +114,49 @@ def test_like_layers_are_judged_by_two():
         assert len(model.layers) == 2
     assert len(model.layers) == 6
     best = gspmd.suggest(model, (batch,), devices=2, hardware=SLOW_PRODUCTS, seconds=30)[0]
-    assert best.layers == (2, 6) and "2 of 6 layers" in str(best)
+    assert best.layers == (3, 6) and "3 of 6 layers" in str(best)
     mesh = best.mesh
     whole = gspmd.plan(
         gspmd.annotate(model, mesh, best.marks), batch, mesh=mesh, in_specs=best.in_specs, grad=True
     )
     assert best.seconds == pytest.approx(whole.estimate(SLOW_PRODUCTS).seconds, rel=0.05)
+
+
+class Labelled(nn.Module):
+    """As transformers' models are called: by keyword, with a large head after small layers."""
+
+    def __init__(self, layers: int):
+        super().__init__()
+        self.table, self.head = nn.Embedding(512, 16), nn.Linear(16, 512)
+        self.layers = nn.ModuleList(Feed(16) for _ in range(layers))
+
+    def forward(self, tokens, labels, scale=1.0):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return scale * F.cross_entropy(self.head(x), labels)
+
+
+@pytest.mark.parametrize("by_name", ["tokens labels", "labels"])
+def test_arguments_by_keyword(by_name):
+    tokens = torch.zeros(64, dtype=torch.long)
+    call = {"tokens": tokens, "labels": tokens}
+    args = () if "tokens" in by_name else tokens
+    kwargs = {name: call[name] for name in by_name.split()}
+    model = Labelled(5)
+    for found in gspmd.suggest(model, args, devices=2, kwargs=kwargs, hardware=SLOW_LINKS):
+        marked = gspmd.annotate(Labelled(5), found.mesh, found.marks)
+        plan = gspmd.plan(
+            marked,
+            *(() if args == () else (args,)),
+            **kwargs,
+            mesh=found.mesh,
+            in_specs=found.in_specs,
+            grad=True,
+        )
+        report = plan.report(SLOW_LINKS, tried=False)
+        assert found.sent_bytes == pytest.approx(plan.sent_bytes, rel=0.01)
+        assert found.memory == pytest.approx(report.memory.peak + report.memory.optimizer, rel=0.05)
 
 
 def test_marks_of_the_model_do_not_count():
@@ -199,7 +236,7 @@ def test_as_many_layers_are_recomputed_as_memory_asks(layers):
         assert memory <= number.memory * 1.001 and number.seconds >= seconds * 0.99
     for limit in (known[1].memory, (known[1].memory + known[2].memory) / 2):
         least = min(seconds for memory, seconds in truth if memory <= limit)
-        found = search._Search(judge, limit, float("inf"))._plan(mesh, marks)
+        found = search._Search(judge, limit, float("inf"))._plan(mesh, marks, 1)
         assert found.memory <= limit and found.seconds <= least * 1.1
     assert plan_of(Wide(layers), found, batch)[1] <= limit
 

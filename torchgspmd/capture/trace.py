@@ -8,7 +8,6 @@ Activation checkpointing is then visible as a second computation in the backward
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,6 +22,7 @@ from ..compat.private_apis import FakeTensorMode, make_fx
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
+from ..prefix_specs import argument_names
 from .argument_sizes import ArgumentSizes
 from .assumed_sizes import AssumingShapeEnv, insert_checks
 from .builtin_numbers import replaced
@@ -314,18 +314,8 @@ def _empty_like(tensor: Tensor, shape: Sequence[Any]) -> Tensor:
 
 def leaf_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:
     """Return a readable name for every leaf of (args, kwargs)."""
-    try:
-        parameters = list(
-            inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()
-        )
-    except (TypeError, ValueError):
-        parameters = []
-    positional = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    names = positional[: len(args)] + [f"arg{i}" for i in range(len(positional), len(args))]
     result = []
-    for name, value in (*zip(names, args), *kwargs.items()):
+    for name, value in (*zip(argument_names(fn, args), args), *kwargs.items()):
         paths, _ = pytree.tree_flatten_with_path(value)
         result += [
             name + "".join(f"_{getattr(k, 'key', getattr(k, 'idx', k))}" for k in path)

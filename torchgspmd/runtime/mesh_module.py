@@ -224,5 +224,5 @@ class MeshModule(ModuleProxy):
             )
         if self._layout is not None and self._hooks:  # no submodule, which has a part of the marks
             self._layout.check_used()
-        specs = spread_inputs(self._in_specs, call.args, call.kwargs, self._mesh)
+        specs = spread_inputs(self._in_specs, call.args, call.kwargs, self._mesh, self._model)
         return captured, [*specs, *(None for _ in captured.state_inputs)]

@@ -70,7 +70,7 @@ def parallelize(
             model on the processes of that part; each part has a model of its own.
         backend: "torch" runs the program operation by operation, "inductor" compiles it. "xla"
             needs no process group: parameters become XLA tensors, and XLA partitions the program.
-        in_specs: Layouts of the arguments.
+        in_specs: Layouts of the arguments: a tuple, or a mapping by name.
         out_specs: Layouts of the results. A DTensor has the nearest layout that it can express:
             several axes shard one dimension only in mesh order and if they divide it.
             UNCONSTRAINED leaves results as they are computed.

@@ -19,6 +19,7 @@ from ..fx_passes.schedule.arithmetic import graph_flops
 from ..hardware import Hardware
 from ..layout_rules import Layout, Unmarked, bound
 from ..mesh import Mesh
+from ..prefix_specs import argument_names
 from ..report.report import Report
 from ..shard_spec import ShardSpec
 from .layers import Layers, Recomputed
@@ -77,10 +78,12 @@ class Numbers:
 
 @dataclass
 class Judge:
-    """Plans programs of a model: of the whole, or of one and of two of its layers.
+    """Plans programs of a model: of the whole, or of few of its layers and of one more.
 
-    layers: of the model. recomputable: those that may be computed twice: none that changes a
-    buffer. arguments: the tensors of the call. shared: what plans of like programs share.
+    first: the layers of the smaller one. With one layer the search often finds another layout, so
+    numbers that are shown are of two and three. layers: of the model. recomputable: those that may
+    be computed twice: none that changes a buffer. arguments: the tensors of the call. shared: what
+    plans of like programs share.
     """
 
     model: nn.Module
@@ -90,12 +93,12 @@ class Judge:
     layers: Layers = field(init=False)
     recomputable: Layers = field(init=False)
     groups: tuple[Group, ...] = field(init=False)
-    members: dict[str, Group] = field(init=False)  # the groups by the name of a parameter
     flops: float = field(init=False)  # of a step of the model, on all devices
     layer_flops: float = field(init=False)  # of a layer
+    first: int = 1
     shared: Shared = field(default_factory=Shared)
-    captures: dict[tuple[Recomputed, int], tuple[Captured, ...]] = field(default_factory=dict)
-    known: dict[tuple[Mesh, Marks, Savings, int], Numbers] = field(default_factory=dict)
+    captures: dict[tuple[int, Recomputed, int], Captured | None] = field(default_factory=dict)
+    known: dict[tuple[Mesh, Marks, Savings, int, int], Numbers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.recomputable = self.layers = Layers.of(self.model)
@@ -105,8 +108,7 @@ class Judge:
         ]
         buffers = [inp.name for inp in written if inp.kind == BUFFER]
         self.recomputable = self.layers.without(buffers)
-        self.members = groups_of(programs[-1])
-        self.groups = tuple(dict.fromkeys(self.members.values()))
+        self.groups = tuple(dict.fromkeys(groups_of(programs[-1]).values()))
         counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
         self.layer_flops = counts[-1] - counts[0]
         self.flops = counts[-1] + max(self.layers.length - len(programs), 0) * self.layer_flops
@@ -133,17 +135,21 @@ class Judge:
 
         Raises ShardingError if the model cannot be called in another way than it was.
         """
-        key = recomputed, rows
-        if key not in self.captures:
-            sizes = (1, 2) if self.layers.alike else (0,)
-            try:
-                self.captures[key] = tuple(self._capture(size, *key) for size in sizes)
-            except Exception:  # whatever the code of a model raises
-                if key == ((), self.rows):
-                    raise
-                self.captures[key] = ()
-        if not self.captures[key]:
+        sizes = (self.first, self.first + 1) if self.layers.alike else (0,)
+        programs = [self._captured(size, recomputed, rows) for size in sizes]
+        if None in programs:
             raise ShardingError(f"the model takes no {rows} rows, or cannot be recomputed")
+        return tuple(program for program in programs if program)
+
+    def _captured(self, size: int, recomputed: Recomputed, rows: int) -> Captured | None:
+        key = size, recomputed, rows
+        if key not in self.captures:
+            try:
+                self.captures[key] = self._capture(*key)
+            except Exception:  # whatever the code of a model raises
+                if not recomputed and rows == self.rows:
+                    raise
+                self.captures[key] = None
         return self.captures[key]
 
     def _capture(self, size: int, recomputed: Recomputed, rows: int) -> Captured:
@@ -165,16 +171,17 @@ class Judge:
     def _whole(self, values: Sequence[Numbers], mesh: Mesh) -> Numbers:
         """Return the numbers of the whole model from those of the programs.
 
-        If two layers are not one and a like one (one has less than its products cost), no more can
-        be said than that all are so many times two.
+        If the larger one is not the smaller one and a like layer (the layer costs less than its
+        products), no more can be said than that all layers are so many times the larger one's.
         """
         if len(values) == 1:
             return values[0]
-        one, two = values
+        few, more = values
         least = self.layer_flops / mesh.size / self.hardware.peak
-        if two.seconds - one.seconds < least or two.memory < one.memory:
-            return Numbers(0, 0, 0, 0, 0).towards(two, self.layers.length / 2)
-        return one.towards(two, self.layers.length - 1)
+        if more.seconds - few.seconds < least or more.memory < few.memory:
+            share = self.layers.length / (self.first + 1)
+            return Numbers(0, 0, 0, 0, 0).towards(more, share)
+        return few.towards(more, self.layers.length - self.first)
 
     def numbers(self, mesh: Mesh, marks: Marks, savings: Savings, rows: int = 0) -> Numbers:
         """Return the numbers of a plan. rows: of a call; by default those of a microbatch.
@@ -190,7 +197,7 @@ class Judge:
                 every = self.numbers(mesh, marks, uniform, rows)
                 mixed = mixed.plus(none.towards(every, number / total), none)
             return mixed
-        key = mesh, marks, savings, rows
+        key = mesh, marks, savings, rows, self.first
         if key not in self.known:
             each = [
                 self._plan(program, mesh, marks, savings.regather, rows)
@@ -269,8 +276,9 @@ class Judge:
     def _plan(
         self, program: Captured, mesh: Mesh, marks: Marks, regather: str, rows: int
     ) -> Numbers:
+        groups = groups_of(program)
         marked = [
-            replace(inp, mark=marks.spec(self.members[inp.name], mesh))
+            replace(inp, mark=marks.spec(groups[inp.name], mesh))
             if inp.kind == PARAMETER and inp.shape
             else inp
             for inp in program.inputs
@@ -295,6 +303,18 @@ class Judge:
         """Return the layouts of the arguments, of so many rows."""
         tensors = enumerate(self.arguments(rows))
         return [marks.argument_spec(i, tensor.shape, mesh) for i, tensor in tensors]
+
+    def call_specs(self, mesh: Mesh, marks: Marks, rows: int) -> tuple[Any, ...] | dict[str, Any]:
+        """Return the in_specs of a call with so many rows, by name if it has keyword arguments."""
+        specs = iter(self.in_specs(mesh, marks, rows))
+
+        def text(leaf: object) -> str | None:
+            spec = next(specs) if isinstance(leaf, Tensor) else None
+            return None if spec is None else str(spec)
+
+        args, kwargs = pytree.tree_map(text, (self._args(rows), self.kwargs))
+        named = {**dict(zip(argument_names(self.model, args), args)), **kwargs}
+        return named if self.kwargs else args
 
     def like_arguments(self) -> dict[tuple[int, ...], tuple[int, ...]]:
         """Return the numbers of the arguments by shape."""

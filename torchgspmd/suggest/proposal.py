@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..capture import PARAMETER, Captured
 from ..hardware import Hardware
@@ -161,7 +162,7 @@ class Proposal:
     Args:
         mesh: The devices.
         marks: Specs by glob, for annotate.
-        in_specs: Layouts of the arguments.
+        in_specs: Layouts of the arguments, as parallelize takes them.
         hardware: What the times are for.
         seconds: Of a step, without the optimizer.
         memory: Bytes of a device: the peak of a step and the states of Adam.
@@ -186,7 +187,7 @@ class Proposal:
 
     mesh: Mesh
     marks: Mapping[str, str]
-    in_specs: tuple[str | None, ...]
+    in_specs: tuple[Any, ...] | Mapping[str, Any]
     hardware: Hardware
     seconds: float
     memory: float
@@ -204,14 +205,14 @@ class Proposal:
         """Return the code that applies the proposal to `model`, and steps, if they need some."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
         marks = "".join(f'    "{name}": "{spec}",\n' for name, spec in self.marks.items())
-        specs = ", ".join(f'"{spec}"' if spec is not None else "None" for spec in self.in_specs)
+        specs = repr(self.in_specs).replace("'", '"')
         how, count = self.savings.regather, self.savings.microbatches
         regather = f', regather="{how}"' if how != "auto" else ""
         return (
             f"mesh = gspmd.Mesh({axes})\n"
             + (f"gspmd.annotate(model, mesh, {{\n{marks}}})\n" if marks else "")
             + (RECOMPUTE.replace("LAYERS", self.recomputed) if self.recomputed else "")
-            + f"model = gspmd.parallelize(model, mesh, in_specs=({specs},){regather})"
+            + f"model = gspmd.parallelize(model, mesh, in_specs={specs}{regather})"
             + (ACCUMULATE.replace("COUNT", str(count)) if count > 1 else "")
         )
 

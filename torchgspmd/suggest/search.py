@@ -33,11 +33,12 @@ MIN_GAIN = 0.005  # of a step's time: a mark that brings less is left out
 POOR = 1.1  # times the time of the best of a pass: a change that is slower is not tried again
 HOPELESS = 1.5  # times the time or memory of the best: a mesh that starts so is not searched
 BEST = 5
+RECHECK = 0.1  # of the time, in which the best are planned again with one layer more
 
 
 def suggest(
     model: nn.Module,
-    args: Sequence[Any] = (),
+    args: Any = (),
     *,
     devices: int,
     hardware: str | Hardware = "h100",
@@ -53,7 +54,7 @@ def suggest(
 
     Args:
         model: Its own marks do not count.
-        args: Positional arguments of a call, of the global batch.
+        args: Positional arguments of a call, of the global batch; a tuple, or the only one.
         devices: How many.
         hardware: A preset, or a Hardware.
         memory: Bytes of a device that may be used, such as "80GB"; by default all it has.
@@ -73,10 +74,11 @@ def suggest(
         mesh = gspmd.Mesh(data=2, model=1)
         model = gspmd.parallelize(model, mesh, in_specs=("data _",))
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * (1 - RECHECK)
+    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     speed = Hardware.of(hardware)
     limit = speed.memory if memory is None else size_of(memory)
-    search = _Search(Judge(model, tuple(args), kwargs or {}, speed), limit, deadline)
+    search = _Search(Judge(model, args, kwargs or {}, speed), limit, deadline)
     search.run(list(_meshes(devices)))
     return search.best()
 
@@ -133,6 +135,7 @@ class _Search:
                     break
             if self.microbatches > 1:
                 self._search(meshes)
+        self._recheck()
         self._refine()
         self._enlarge()
 
@@ -177,6 +180,13 @@ class _Search:
         for mesh in sorted(meshes, key=lambda mesh: self.score(mesh, found[mesh])):
             if not self._is_hopeless(self.propose(mesh, found[mesh])):
                 self._descend(mesh, found[mesh])
+
+    def _recheck(self) -> None:
+        """Leave the best proposals, planned again with one layer more."""
+        keys = self._best_keys()
+        if self.judge.layers.length > self.judge.first + 1:
+            self.judge.first += 1
+            self.tried = {key: self._plan(*key) for key in keys}
 
     def _refine(self) -> None:
         """Try what else saves memory, for the best proposals that save some at a cost."""
@@ -287,14 +297,14 @@ class _Search:
         """Return the proposal of marks on a mesh, planned once."""
         key = mesh, marks, self.microbatches
         if key not in self.tried:
-            self.tried[key] = self._plan(mesh, marks)
+            self.tried[key] = self._plan(*key)
         return self.tried[key]
 
-    def _plan(self, mesh: Mesh, marks: Marks) -> Proposal:
+    def _plan(self, mesh: Mesh, marks: Marks, microbatches: int) -> Proposal:
         """Plan marks on a mesh; save memory where it is too little, at what costs least."""
-        ways = [Savings("auto", (), self.microbatches)]
+        ways = [Savings("auto", (), microbatches)]
         if marks.zero:
-            ways.append(Savings("always", (), self.microbatches))
+            ways.append(Savings("always", (), microbatches))
         if marks.zero and mesh in self.tight:
             ways = ways[1:]
         tried = []
@@ -321,18 +331,18 @@ class _Search:
     def _proposal(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
         judge, speed = self.judge, self.judge.hardware
         numbers, flops = judge.numbers(mesh, marks, savings), judge.flops / mesh.size
-        in_specs = judge.in_specs(mesh, marks, judge.rows // savings.microbatches)
+        in_specs = judge.call_specs(mesh, marks, judge.rows // savings.microbatches)
         return Proposal(
             mesh,
             judge.marks(mesh, marks),
-            tuple(None if spec is None else str(spec) for spec in in_specs),
+            in_specs,
             speed,
             numbers.seconds,
             numbers.memory,
             numbers.sent_bytes,
             flops / (numbers.seconds * speed.peak),
             flops / (speed.efficiency * speed.peak),
-            (2, judge.layers.length) if judge.layers.alike else None,
+            (judge.first + 1, judge.layers.length) if judge.layers.alike else None,
             savings,
             judge.recomputable.code(savings.recomputed) if savings.recomputed else "",
         )
