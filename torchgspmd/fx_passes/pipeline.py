@@ -54,6 +54,7 @@ from .program_passes import (
     localize,
     merge_axes,
     overlap,
+    prefetch_rows,
     reduce_dtype,
     regather_weights,
     ring_keys,
@@ -188,13 +189,8 @@ PIPELINE: tuple[Step, ...] = (
                 in_loops=True,
             ),
             Pass("start_wait", _of(start_wait), LOCAL, SCHEDULED, in_loops=True),
-            Pass(
-                "overlap",
-                overlap,
-                SCHEDULED,
-                SCHEDULED,
-                optional=("overlap", "prefetch"),
-            ),
+            Pass("prefetch_rows", prefetch_rows, SCHEDULED, SCHEDULED, optional=("prefetch",)),
+            Pass("overlap", overlap, SCHEDULED, SCHEDULED, optional=("overlap", "prefetch")),
         ),
     ),
     # A Plan has the program up to here; its text is the same for all ranks. Now for one of them.
@@ -377,7 +373,7 @@ def annotate_for_xla(request: Request, pin: str) -> Program:
 
 def skippable() -> list[str]:
     """Return the names that `skip_passes` takes."""
-    return sorted(name for each in passes() for name in each.optional)
+    return sorted({name for each in passes() for name in each.optional})
 
 
 @contextmanager

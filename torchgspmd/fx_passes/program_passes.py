@@ -27,7 +27,7 @@ from .partition.insert_collectives import inserted
 from .program import Program
 from .schedule.liveness import peak
 from .schedule.overlap import overlap as overlap_graph
-from .schedule.prefetch_rows import prefetch_rows
+from .schedule.prefetch_rows import prefetch_rows as prefetch_rows_of_graph
 
 
 def split_groups(program: Program) -> fx.Graph | None:
@@ -118,11 +118,15 @@ def localize(program: Program) -> fx.Graph:
 def overlap(program: Program) -> fx.Graph:
     """Move starts up and waits down, for the reasons that are not skipped."""
     skip = program.request.skip_passes
-    if "prefetch" not in skip:
-        prefetch_rows(program.graph, program.mesh)
     return overlap_graph(
         program.graph, early="overlap" not in skip, prefetch="prefetch" not in skip
     )
+
+
+def prefetch_rows(program: Program) -> fx.Graph:
+    """Gather what iterations of loops need first one iteration earlier."""
+    prefetch_rows_of_graph(program.graph, program.mesh)
+    return program.graph
 
 
 def split_joint(program: Program) -> fx.Graph:
