@@ -106,7 +106,7 @@ def test_each_file_of_a_pass_is_a_row() -> None:
         <= {line[:6].strip() for line in path.read_text().split('"""')[1].split("\n")}
     }
     rows = {each.name for each in pipeline.passes()}
-    assert headers - rows <= {"convert_boundary", "prefetch_rows"}  # two rows; a half of overlap
+    assert headers - rows <= {"convert_boundary"}  # two rows
     elsewhere = {"partition", "regather_weights", "ring_keys", "merge_axes", "draw_natively"}
     elsewhere |= {"hierarchical_sums"}
     assert rows - headers == elsewhere | {"convert_inputs", "convert_outputs"}
