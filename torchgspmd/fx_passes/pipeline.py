@@ -182,7 +182,7 @@ PIPELINE: tuple[Step, ...] = (
             ),
             Pass(
                 "bucket",
-                lambda p: bucket(p.graph, p.hardware),
+                lambda p: bucket(p.graph, p.hardware, p.captured.has_backward),
                 LOCAL,
                 LOCAL,
                 ("bucket",),

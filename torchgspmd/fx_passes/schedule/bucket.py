@@ -4,7 +4,7 @@ before   %a_r = all_reduce(%a, sum, data);  %b = mm(...);  %b_r = all_reduce(%b,
 after    %b = mm(...);  %a_r_start = start(all_reduce, [%a, %b], ...)
          %a_r = wait(%a_r_start, 0);  %b_r = wait(%a_r_start, 1)
 needs    the program of one device
-ensures  only collectives of equal key() are joined, in the same order on every rank
+ensures  only collectives of equal keys are joined, in the same order on every rank
 
 Reductions, mostly of gradients, fill buckets in the order in which their operands are computed. For
 gradients that is from the last layer to the first. A bucket waits for its last operand. Gathers of
@@ -23,7 +23,7 @@ DistributedDataParallel (arXiv 2006.15704, section 3.2.3), which have 25 MB, the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
@@ -39,30 +39,37 @@ SMALL = 2**20  # About the smallest bucket of a key that fills several, in bytes
 PARTS = 4  # Buckets of one key, if they do not get smaller than SMALL.
 
 
-def key(node: fx.Node) -> Any:
-    """Return what merged collectives have in common, or None if a node cannot be merged.
+Keys = Mapping[fx.Node, tuple[Any, ...]]
 
-    It is the kind, what that asks for (axes, reduction), dtype, and whether the node is of the
-    backward.
+
+def _keys(graph: fx.Graph, halves: bool) -> dict[fx.Node, tuple[Any, ...]]:
+    """Return what collectives that can be merged have in common, by node.
+
+    It is the kind, what that asks for (axes, reduction), and dtype; if forward and backward are
+    programs of their own, also of which the node is.
     """
-    kind = node.target
-    if not isinstance(kind, CollectiveKind) or kind.merged is None or node.meta.get("unknown"):
-        return None
-    shared = (node.args[1 + i] for i in kind.merged.shared)
-    return kind, *shared, node.meta["dtype"], node.meta["backward"]
+    return {
+        node: (
+            node.target,
+            *(node.args[1 + i] for i in node.target.merged.shared),
+            node.meta["dtype"],
+            halves and node.meta["backward"],
+        )
+        for node in graph.nodes
+        if isinstance(node.target, CollectiveKind)
+        and node.target.merged is not None
+        and not node.meta.get("unknown")
+    }
 
 
-def _reduces(node: fx.Node) -> bool:
-    """Return True for a reduction that can be merged."""
-    return key(node) is not None and node.target.reduces
-
-
-def bucket(graph: fx.Graph, hardware: Hardware) -> fx.Graph:
-    """Rewrite the graph in place and return it."""
-    _reduce_before_division(graph)
-    _move_reductions_up(graph)
-    _move_tails_down(graph)
-    caps = _caps(graph, hardware)
+def bucket(graph: fx.Graph, hardware: Hardware, halves: bool) -> fx.Graph:
+    """Rewrite the graph in place and return it. halves: it becomes a forward and a backward."""
+    keys = _keys(graph, halves)
+    reductions = [node for node in keys if node.target.reduces]
+    _reduce_before_division(reductions, keys)
+    _move_reductions_up(reductions)
+    _move_tails_down(graph, reductions)
+    caps = _caps(keys, hardware)
     order = {node: i for i, node in enumerate(graph.nodes)}
     last = len(order)
     deadline = {
@@ -71,20 +78,22 @@ def bucket(graph: fx.Graph, hardware: Hardware) -> fx.Graph:
     _fill_buckets(
         order,
         caps,
-        _reduces,
+        {node: keys[node] for node in reductions},
         lambda members, n: all(deadline[m] > order[n] for m in members),
         _move_to_last,
     )
     _fill_buckets(
         order,
         caps,
-        lambda n: key(n) is not None and n.target.gathers and n.args[0].op == "placeholder",
+        {n: k for n, k in keys.items() if n.target.gathers and n.args[0].op == "placeholder"},
         lambda members, n: True,
         _move_to_first,
     )
     for node in list(graph.nodes):
-        if key(node) is not None and len(run := _adjacent_run(node, caps)) > 1:
+        if node in keys and len(run := _adjacent_run(node, keys, caps)) > 1:
             join(graph, run)
+            for member in run:
+                del keys[member]
     return graph
 
 
@@ -100,12 +109,11 @@ def _move_to_first(members: list[fx.Node]) -> None:
         members[0].append(node)
 
 
-def _caps(graph: fx.Graph, hardware: Hardware) -> dict[Any, float]:
+def _caps(keys: Keys, hardware: Hardware) -> dict[Any, float]:
     """Return the largest size of a bucket in bytes, for every key."""
     totals: dict[Any, float] = defaultdict(float)
-    for node in graph.nodes:
-        if key(node) is not None:
-            totals[key(node)] += _payload(node)
+    for node, key in keys.items():
+        totals[key] += _payload(node)
     buckets = {k: PARTS if hardware.beside or k[0].gathers else 1 for k in totals}
     return {
         k: min(CAP, total / min(buckets[k], max(1, round(total / SMALL))))
@@ -113,15 +121,15 @@ def _caps(graph: fx.Graph, hardware: Hardware) -> dict[Any, float]:
     }
 
 
-def _reduce_before_division(graph: fx.Graph) -> None:
+def _reduce_before_division(reductions: list[fx.Node], keys: Keys) -> None:
     """Reduce a sum before it is divided by another sum that is reduced alike."""
-    for node in filter(_reduces, graph.nodes):
+    for node in reductions:
         divided = node.args[0]
         operands = quotient(divided)
         if operands is None or len(divided.users) > 1 or node.args[1] != "sum":
             continue
         terms, count = operands
-        if key(count) == key(node) and all(
+        if keys.get(count) == keys[node] and all(
             terms.meta[k] == node.meta[k] for k in ("shape", "dtype")
         ):
             node.replace_all_uses_with(divided)
@@ -130,21 +138,21 @@ def _reduce_before_division(graph: fx.Graph) -> None:
             divided.prepend(node)
 
 
-def _move_reductions_up(graph: fx.Graph) -> None:
+def _move_reductions_up(reductions: list[fx.Node]) -> None:
     """Move every reduction up to its operand, from its first use (for gradients, the end)."""
-    for node in list(graph.nodes):
-        if _reduces(node) and node.args[0].op == "call_function":
+    for node in reductions:
+        if node.args[0].op == "call_function":
             node.args[0].append(node)
 
 
-def _move_tails_down(graph: fx.Graph) -> None:
+def _move_tails_down(graph: fx.Graph, reductions: list[fx.Node]) -> None:
     """Move operations on a reduction alone to the first other use, where they close no bucket.
 
     That is the output, or the step of an optimizer.
     """
     end = graph.output_node()
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in list(filter(_reduces, graph.nodes)):
+    for node in reductions:
         chain = []
         while (
             len(node.users) == 1
@@ -161,7 +169,7 @@ def _move_tails_down(graph: fx.Graph) -> None:
 def _fill_buckets(
     order: dict[fx.Node, int],
     caps: dict[Any, float],
-    is_member: Callable[[fx.Node], bool],
+    keys: Keys,
     fits: Callable[[list[fx.Node], fx.Node], bool],
     move: Callable[[list[fx.Node]], None],
 ) -> None:
@@ -169,9 +177,9 @@ def _fill_buckets(
     buckets: dict[Any, list[fx.Node]] = {}
     filled: dict[Any, int] = defaultdict(int)
     for node in order:
-        if not is_member(node):
+        if node not in keys:
             continue
-        kind, size = key(node), _payload(node)
+        kind, size = keys[node], _payload(node)
         members = buckets.setdefault(kind, [])
         if members and not (filled[kind] + size <= caps[kind] and fits(members, node)):
             move(members)
@@ -183,15 +191,15 @@ def _fill_buckets(
         move(members)
 
 
-def _adjacent_run(node: fx.Node, caps: dict[Any, float]) -> list[fx.Node]:
+def _adjacent_run(node: fx.Node, keys: Keys, caps: dict[Any, float]) -> list[fx.Node]:
     """Return the node and the collectives right behind it that can be merged with it.
 
     They have an equal key, and none uses the result of another.
     """
     run, total = [node], _payload(node)
-    while key(run[-1].next) == key(node) and run[-1].next.args[0] not in run:
+    while keys.get(run[-1].next) == keys[node] and run[-1].next.args[0] not in run:
         total += _payload(run[-1].next)
-        if total > caps[key(node)]:
+        if total > caps[keys[node]]:
             break
         run.append(run[-1].next)
     return run
