@@ -238,7 +238,7 @@ class Plan(PlanViews, PlanFiles):
                 *weights_against_marks(self.replicated_ops),
                 f"sent by a device in all: {size_text(self.sent_bytes)}",
                 f"memory of a device: {self.memory}",
-                *pipelines_text(self.program.graph),
+                *pipelines_text(self.program_graph),
             ]
         )
 

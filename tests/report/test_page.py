@@ -85,6 +85,31 @@ def test_the_page_has_the_plan(planned, tmp_path):
         assert all(0 <= line < len(data["lines"]) for line in value["why"])
 
 
+class Pipelined(torch.nn.Module):
+    def __init__(self, mesh):
+        super().__init__()
+        blocks = [torch.nn.Linear(8, 8) for _ in range(2)]
+        self.blocks = gspmd.pipeline(blocks, mesh, microbatches=4, schedule="1f1b", loss=self.loss)
+
+    def loss(self, y):
+        return y.square().mean()
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def test_the_page_has_the_picture_of_a_pipeline(tmp_path):
+    mesh = Mesh(stage=2)
+    plan = gspmd.plan(Pipelined(mesh), torch.zeros(8, 8), mesh=mesh, grad=True)
+    plan.html(tmp_path / "plan.html")
+    data = data_of((tmp_path / "plan.html").read_text())
+    [(title, picture)] = data["pipelines"]
+    assert title in plan.summary() and "1f1b 2x4" in title
+    assert sum(row[4] for row in data["collectives"]) == pytest.approx(plan.sent_bytes)
+    for piece in ("F", "B"):
+        assert len(re.findall(rf"<title>\d{piece}\d", picture)) == 2 * 4
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
 def test_a_browser_shows_it(planned, tmp_path):
     path = tmp_path / "plan.html"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from ..custom_ops.loops import Loop
+from .kinds import Step
 from .loop_call import BodyCall, copy_of
 from .stage_order import Order
 from .stage_schedule import Piece
@@ -53,6 +54,7 @@ class Link:
 
     kind: F, to the next stage, or B, to the one before. round: of who sends. leaf: which value of
     several. sent: its name. carries: the name that it has where it arrives, by the round there.
+    message: the permute of one microbatch.
     """
 
     kind: str
@@ -60,6 +62,7 @@ class Link:
     leaf: int
     sent: str
     carries: tuple[str, ...]
+    message: Step
 
     @property
     def step(self) -> int:

@@ -46,7 +46,9 @@ def _encode_target(node: fx.Node, encoder: Encoder) -> Any:
             ]
             for body in call.pieces
         ]
-        links = [[*map(link.__dict__.get, _LINK)] for link in call.links]
+        links = [
+            [*map(link.__dict__.get, _LINK), encoder.encode(link.message)] for link in call.links
+        ]
         names = [call.carries, call.rows, call.others, call.stacks, call.totals]
         return [
             "stages",
@@ -108,7 +110,10 @@ def _decode_stages(target: list[Any], decoder: Decoder) -> StageCall:
         axis=axis,
         order=Order.parse(order),
         pieces=tuple(bodies),
-        links=tuple(Link(a, b, c, sent, tuple(to)) for a, b, c, sent, to in links),
+        links=tuple(
+            Link(a, b, c, sent, tuple(to), decoder.decode(message))
+            for a, b, c, sent, to, message in links
+        ),
         carries=carries,
         rows=rows,
         others=others,

@@ -255,7 +255,7 @@ class _Streams:
 
         What stages send is taken to arrive while they compute. The last stage has the loss.
         """
-        count, before = call.loop.length, alive - self.ledger.iterations[node]
+        start, count, before = self.now, call.loop.length, alive - self.ledger.iterations[node]
         kept, seconds = before + call.kept_bytes * call.most_kept, dict.fromkeys("FBW", 0.0)
         for body in call.bodies:
             one = _Streams(self.mesh, self.hardware, Ledger(body.graph))
@@ -274,6 +274,10 @@ class _Streams:
         times = Times(*(seconds[kind] / rounds for kind in "FBW"))
         idle = call.order.timed(times).end - count * rounds * times.whole
         yield self.event(node, EXPOSED, self.now, idle, alive)
+        for link in call.links:
+            busy = self.transfer([link.message]) * count
+            sent = self.event(node, COMMUNICATION, start, busy, alive, (link.message,))
+            yield replace(sent, name=link.sent, backward=link.kind == "B", runs=count)
         self.now += idle
 
     def ring(self, node: fx.Node, alive: int) -> Event:

@@ -14,6 +14,7 @@ from ..fx_passes import Layouts
 from ..fx_passes.partition.explain_costs import explain_costs
 from ..fx_passes.printer import call_text, type_text
 from ..shard_spec import ShardSpec
+from .pipelines import pipeline_pictures
 from .report import Report
 from .units import short_source, size_text, time_text
 
@@ -21,7 +22,12 @@ COSTS = 40  # operations whose candidates are on the page: like ones count once
 
 
 def page_text(
-    title: str, captured: Captured, sharded: fx.Graph, layouts: Layouts, report: Report
+    title: str,
+    captured: Captured,
+    sharded: fx.Graph,
+    program: fx.Graph,
+    layouts: Layouts,
+    report: Report,
 ) -> str:
     """Return the page.
 
@@ -29,19 +35,25 @@ def page_text(
         title: Of the page.
         captured: The program before the passes.
         sharded: The partitioned graph.
+        program: That of one device.
         layouts: The propagated layouts and their reasons.
         report: For some hardware.
 
     Returns:
         The text of an HTML file.
     """
-    data = json.dumps(page_data(title, captured, sharded, layouts, report))
+    data = json.dumps(page_data(title, captured, sharded, program, layouts, report))
     template = files("torchgspmd.report").joinpath("page.html").read_text()
     return template.replace("DATA", data.replace("</", "<\\/"), 1)
 
 
 def page_data(
-    title: str, captured: Captured, sharded: fx.Graph, layouts: Layouts, report: Report
+    title: str,
+    captured: Captured,
+    sharded: fx.Graph,
+    program: fx.Graph,
+    layouts: Layouts,
+    report: Report,
 ) -> dict[str, Any]:
     """Return what the page draws, of strings, numbers, lists and dictionaries."""
     times, memory = report.estimate, report.memory
@@ -95,6 +107,7 @@ def page_data(
             )
             for row in report.collectives
         ],
+        "pipelines": pipeline_pictures(program),
         "unasked": [(row.op, row.count, row.bytes, row.source, row.why) for row in report.unasked],
         "whole": [
             (row.name, row.count, str(list(row.shape)), row.bytes, row.proposal)

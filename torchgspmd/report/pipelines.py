@@ -17,9 +17,19 @@ def pipelines_text(program: fx.Graph) -> Iterator[str]:
 
     The second one has other points of the curve, if pieces of work take as long.
     """
+    for call in _pipelines(program):
+        yield from _lines(call)
+
+
+def pipeline_pictures(program: fx.Graph) -> list[tuple[str, str]]:
+    """Return for each such pipeline what it is, and an SVG of what each device does when."""
+    return [(next(_lines(call)), call.order.schedule.svg()) for call in _pipelines(program)]
+
+
+def _pipelines(program: fx.Graph) -> Iterator[StageCall]:
     for _, call in loop_calls(program):
         if isinstance(call, StageCall) and call.order.name != "forward":
-            yield from _lines(call)
+            yield call
 
 
 def _lines(call: StageCall) -> Iterator[str]:

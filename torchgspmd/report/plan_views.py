@@ -128,14 +128,15 @@ class PlanViews:
             >>> os.path.exists(path)
             True
         """
-        report = self.report(hardware)
-        Path(path).write_text(
-            page_text(title, self.captured, self.sharded, self.layouts, report), encoding="utf-8"
-        )
+        Path(path).write_text(self._page(title, self.report(hardware)), encoding="utf-8")
+
+    def _page(self, title: str, report: Report) -> str:
+        graphs = self.captured, self.sharded, self.program_graph
+        return page_text(title, *graphs, self.layouts, report)
 
     def _repr_html_(self) -> str:
         """Return the page, framed, for notebooks."""
-        page = page_text("Plan", self.captured, self.sharded, self.layouts, self.report())
+        page = self._page("Plan", self.report())
         return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="700"></iframe>'
 
     def report(self, hardware: str | Hardware = "h100", tried: bool = True) -> Report:

@@ -192,8 +192,9 @@ class _Cut:
             if other == shift and which == leaf
         }
         carries = tuple(names[r] for r in range(self.rounds))
-        sent = _source(self.ends.sends[i]).name
-        return Link("F" if shift > 0 else "B", round_, leaf, sent, carries)
+        send = self.ends.sends[i]
+        kind, message = "F" if shift > 0 else "B", send.meta["step"]
+        return Link(kind, round_, leaf, _source(send).name, carries, message)
 
     def _fill(self) -> None:
         """Collect the nodes of each piece, and what they take from outside of it."""
