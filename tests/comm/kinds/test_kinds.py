@@ -100,6 +100,8 @@ ASKS_FOR_ONE = {
     "calibrate": {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"},
     "fx_passes.partition.reshard": {"term"},  # it makes a value a sum
     "fx_passes.localize.stage_sends": {"permute"},  # what a plan reports of neighboring stages
+    # one sum in steps, which are these
+    "fx_passes.partition.hierarchical_sums": {"all_gather", "all_reduce", "reduce_scatter"},
     "fx_passes.partition.reshard_search": {"all_reduce"},  # the path that always exists: reduce,
     "fx_passes.partition.halo_reshard": {"window"},  # then permute; and what leads to windows
     "fx_passes.schedule.collective_matmul": {"einsum_scatter", "gather_einsum"},  # its result

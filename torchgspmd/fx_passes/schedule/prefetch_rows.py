@@ -14,11 +14,13 @@ of a loop's body (Lam, 1988).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from ...comm.collective import start, wait
-from ...comm.kinds import all_gather
+from ...comm.kinds import KINDS, CollectiveKind
 from ...comm.loop_call import BodyCall, LoopCall, loop_calls
 from ...mesh import Mesh
 from .arithmetic import flops
@@ -66,7 +68,7 @@ class _Body:
             if node.op != "call_function" or not all(x in below for x in node.all_input_nodes):
                 continue
             before = {n: None for x in node.all_input_nodes for n in below[x]}
-            if node.target is start and node.args[0] == all_gather.name:
+            if node.target is start and _gathers(node.args[0]):
                 if any(x in self.rows for n in (node, *before) for x in n.all_input_nodes):
                     self.needs[node] = [*before]
             elif _is_plain(node):
@@ -127,3 +129,8 @@ def _is_plain(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     is_sent = node.target in (start, wait)
     return not (is_sent or node.meta.get("dynamic") or torch.Tag.nondeterministic_seeded in tags)
+
+
+def _gathers(name: Any) -> bool:
+    kind = KINDS[name]
+    return isinstance(kind, CollectiveKind) and kind.gathers
