@@ -83,7 +83,7 @@ class Judge:
     first: the layers of the smaller one. With one layer the search often finds another layout, so
     numbers that are shown are of two and three. layers: of the model. recomputable: those that may
     be computed twice: none that changes a buffer. arguments: the tensors of the call. shared: what
-    plans of like programs share.
+    plans of like programs share. stored: the layouts of parameters, by glob.
     """
 
     model: nn.Module
@@ -99,6 +99,7 @@ class Judge:
     shared: Shared = field(default_factory=Shared)
     captures: dict[tuple[int, Recomputed, int], Captured | None] = field(default_factory=dict)
     known: dict[tuple[Mesh, Marks, Savings, int, int], Numbers] = field(default_factory=dict)
+    stored: dict[tuple[Mesh, Marks], dict[str, set[ShardSpec]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.recomputable = self.layers = Layers.of(self.model)
@@ -292,12 +293,22 @@ class Judge:
             device="meta" if self.hardware.beside else "cpu",
             shared=self.shared,
         )
+        stored: dict[str, set[ShardSpec]] = {group.pattern: set() for group in self.groups}
+        for inp, spec in zip(program.inputs, result.input_layouts):
+            if inp.name in groups:
+                stored[groups[inp.name].pattern].add(spec)
+        self.stored[mesh, marks] = stored
         return Numbers.of(result.report(self.hardware, tried=False))
 
     def marks(self, mesh: Mesh, marks: Marks) -> dict[str, str]:
-        """Return the marks of the parameters, by glob."""
-        specs = {group.pattern: marks.spec(group, mesh) for group in self.groups}
-        return {pattern: str(spec) for pattern, spec in specs.items() if spec is not None}
+        """Return the layouts of the parameters that are not whole, by glob.
+
+        They are marked, and those that propagation has found: `parallelize` takes no others. None
+        where like layers have different ones.
+        """
+        stored = self.stored[mesh, marks].items()
+        alike = {pattern: next(iter(specs)) for pattern, specs in stored if len(specs) == 1}
+        return {pattern: str(spec) for pattern, spec in alike.items() if any(spec.dims)}
 
     def in_specs(self, mesh: Mesh, marks: Marks, rows: int) -> list[ShardSpec | None]:
         """Return the layouts of the arguments, of so many rows."""
