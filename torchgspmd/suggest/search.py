@@ -33,7 +33,7 @@ MIN_GAIN = 0.005  # of a step's time: a mark that brings less is left out
 POOR = 1.1  # times the time of the best of a pass: a change that is slower is not tried again
 HOPELESS = 1.5  # times the time or memory of the best: a mesh that starts so is not searched
 BEST = 5
-RECHECK = 0.1  # of the time, in which the best are planned again with one layer more
+RECHECK = 0.2  # of the time, in which the best are planned again with one layer more
 
 
 def suggest(
@@ -74,11 +74,11 @@ def suggest(
         mesh = gspmd.Mesh(data=2, model=1)
         model = gspmd.parallelize(model, mesh, in_specs=("data _",))
     """
-    deadline = time.monotonic() + seconds * (1 - RECHECK)
+    end = time.monotonic() + seconds
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     speed = Hardware.of(hardware)
     limit = speed.memory if memory is None else size_of(memory)
-    search = _Search(Judge(model, args, kwargs or {}, speed), limit, deadline)
+    search = _Search(Judge(model, args, kwargs or {}, speed), limit, end - RECHECK * seconds, end)
     search.run(list(_meshes(devices)))
     return search.best()
 
@@ -120,7 +120,8 @@ class _Search:
 
     judge: Judge
     limit: float
-    deadline: float
+    deadline: float  # of the search; what follows it has until the end
+    end: float = math.inf
     tried: dict[tuple[Mesh, Marks, int], Proposal] = field(default_factory=dict)
     microbatches: int = 1
     tight: set[Mesh] = field(default_factory=set)  # on which weights with ZeRO are gathered again
@@ -186,7 +187,10 @@ class _Search:
         keys = self._best_keys()
         if self.judge.layers.length > self.judge.first + 1:
             self.judge.first += 1
-            self.tried = {key: self._plan(*key) for key in keys}
+            self.tried = {}
+            for key in keys:
+                if not self.tried or time.monotonic() < self.end:
+                    self.tried[key] = self._plan(*key)
 
     def _refine(self) -> None:
         """Try what else saves memory, for the best proposals that save some at a cost."""
