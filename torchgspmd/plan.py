@@ -158,14 +158,10 @@ class Plan(PlanViews, PlanFiles):
     @cached_property
     def memory(self) -> Memory:
         """Bytes on one device."""
-        inputs = [n for n in self.program_graph.nodes if n.op == "placeholder"][
-            len(self.mesh.axes) :
-        ]
-        kinds = [inp.kind for inp in self.captured.inputs]
+        inputs = self.program_graph.find_nodes(op="placeholder")[len(self.mesh.axes) :]
+        kinds, held = [inp.kind for inp in self.captured.inputs], {ARGUMENT, BUFFER, TANGENT}
         parameters = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind == PARAMETER)
-        others = sum(
-            bytes_of(n) for n, kind in zip(inputs, kinds) if kind in (ARGUMENT, BUFFER, TANGENT)
-        )
+        others = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind in held)
         return Memory(parameters, others, peak(self.program_graph))
 
     def explain(self, name: str, costs: bool = False) -> str:

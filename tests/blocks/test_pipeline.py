@@ -1,15 +1,12 @@
 """pipeline(): loss and gradients of the loop over the blocks, bytes, names, errors."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelined import check, with_pipeline
 from torch import nn
 
 import torchgspmd as gspmd
-
-EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64
 
 
 class Block(nn.Module):
@@ -45,15 +42,7 @@ def pair(count, mesh, microbatches, **options):
     """The model with a loop, and with a pipeline of the same weights."""
     torch.manual_seed(0)
     alone = Model(nn.ModuleList(Block() for _ in range(count))).double()
-    with torch.no_grad():
-        for parameter in alone.parameters():
-            parameter += 0.3 * torch.randn_like(parameter)  # vectors differ between blocks
-    model = copy.deepcopy(alone)
-    if "model" in mesh.names:
-        marks = {"up.weight": "model _", "down.weight": "_ model"}
-        for block in model.blocks:
-            gspmd.annotate(block, mesh, marks)
-    model.blocks = gspmd.pipeline(model.blocks, mesh, microbatches=microbatches, **options)
+    model = with_pipeline(alone, mesh, microbatches=microbatches, **options)
     return alone, model
 
 
@@ -71,19 +60,7 @@ def test_loss_and_gradients(count, mesh, options):
     mesh = gspmd.Mesh.parse(mesh)
     alone, model = pair(count, mesh, **options)
     tokens, scale = torch.randint(5, (12, 3)), torch.rand(4, dtype=torch.float64)
-    loss = alone(tokens, scale)
-    loss.backward()
-    torch.testing.assert_close(model(tokens, scale), loss, **EXACT)  # on one device: a loop
-    specs = ("data _" if "data" in mesh.names else None, None)
-    plan = gspmd.plan(model, tokens, scale, mesh=mesh, in_specs=specs, grad=True)
-    found, gradients = plan.simulate(tokens, scale)
-    torch.testing.assert_close(found, loss.detach(), **EXACT)
-    for name, parameter in alone.named_parameters():
-        gradient = gradients.get(name)
-        if gradient is None:
-            _, layer, of_block = name.split(".", 2)
-            gradient = gradients[f"blocks.block.{of_block}"][model.blocks.place(int(layer))]
-        torch.testing.assert_close(gradient, parameter.grad, **EXACT)
+    check(alone, model, mesh, tokens, scale)
 
 
 def test_a_tick_sends_one_activation():

@@ -1,19 +1,17 @@
 """pipeline(loss=...): backwards between forwards. Numbers, what is sent and kept, the schedules."""
 
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelined import EXACT, check, with_pipeline
 from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.comm.loop_call import loop_calls
 from torchgspmd.comm.stage_order import Order, order_within
 from torchgspmd.report.estimate import EXPOSED
-
-EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64
 
 
 class Block(nn.Module):
@@ -51,30 +49,13 @@ def pair(count, mesh, dropout=0.0, **options):
     """The model with a loop, and with a pipeline of the same weights."""
     torch.manual_seed(0)
     alone = Model(nn.ModuleList(Block(4, dropout) for _ in range(count))).double()
-    with torch.no_grad():
-        for parameter in alone.parameters():
-            parameter += 0.3 * torch.randn_like(parameter)  # vectors differ between blocks
-    model = copy.deepcopy(alone)
-    if "model" in mesh.names:
-        marks = {"up.weight": "model _", "down.weight": "_ model"}
-        for block in model.blocks:
-            gspmd.annotate(block, mesh, marks)
-    model.blocks = gspmd.pipeline(model.blocks, mesh, loss=model.loss, **options)
+    model = with_pipeline(alone, mesh, **options)
     return alone, model
 
 
 def call_of(plan):
     ((_, call),) = loop_calls(plan.program.graph)
     return call
-
-
-def check_gradients(model, gradients, alone):
-    for name, parameter in alone.named_parameters():
-        gradient = gradients.get(name)
-        if gradient is None:
-            _, layer, of_block = name.split(".", 2)
-            gradient = gradients[f"blocks.block.{of_block}"][model.blocks.place(int(layer))]
-        torch.testing.assert_close(gradient, parameter.grad, **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +73,7 @@ def test_loss_and_gradients(count, mesh, options):
     mesh = gspmd.Mesh.parse(mesh)
     alone, model = pair(count, mesh, **options)
     tokens, scale = torch.randint(5, (16, 3)), torch.rand(4, dtype=torch.float64)
-    loss = alone(tokens, scale)
-    loss.backward()
-    torch.testing.assert_close(model(tokens, scale), loss, **EXACT)  # on one device: a loop
-    specs = ("data _" if "data" in mesh.names else None, None)
-    plan = gspmd.plan(model, tokens, scale, mesh=mesh, in_specs=specs, grad=True)
-    found, gradients = plan.simulate(tokens, scale)
-    torch.testing.assert_close(found, loss.detach(), **EXACT)
-    check_gradients(model, gradients, alone)
+    check(alone, model, mesh, tokens, scale)
 
 
 def test_dropout_is_that_of_the_forward():

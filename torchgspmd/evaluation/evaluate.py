@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..runtime.sharded_module import ShardedModule
+from ..spec_notation import UNCONSTRAINED
 from .meter import Meter
 from .rows import count_rows, pad_rows
 
@@ -65,9 +66,17 @@ def evaluate(
     return meter.compute()
 
 
-def _open_results(model: nn.Module) -> AbstractContextManager:
-    """Let a module on a mesh leave its results where they are computed."""
-    return model._open_results() if isinstance(model, ShardedModule) else nullcontext()
+@contextmanager
+def _open_results(model: nn.Module) -> Iterator[None]:
+    """Let a module on a mesh leave its results where they are computed, if no out_specs say how."""
+    if not isinstance(model, ShardedModule) or model._out_specs is not None:
+        yield
+        return
+    model.__dict__["_out_specs"] = UNCONSTRAINED
+    try:
+        yield
+    finally:
+        model.__dict__["_out_specs"] = None
 
 
 def _on_mesh(outputs: Tensor, model: nn.Module) -> Tensor:

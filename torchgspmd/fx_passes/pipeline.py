@@ -45,12 +45,13 @@ from .lower.reduce_in_bucket import reduce_in_bucket
 from .lower.reuse_buffers import reuse_memory
 from .lower.torch_bindings import torch_bindings
 from .lower.wire_dtypes import wire_dtypes
-from .partition.hierarchical_sums import hierarchical_sums
 from .pass_types import Alternatives, Pass, Step
 from .program import Program, Rank, Request
 from .program_passes import (
     balance_attention,
     fits_device,
+    has_hosts,
+    hierarchical_sums,
     localize,
     merge_axes,
     overlap,
@@ -159,13 +160,7 @@ PIPELINE: tuple[Step, ...] = (
         enough=fits_device,
         cost=None,
         passes=(
-            Pass(
-                "hierarchical_sums",
-                lambda p: hierarchical_sums(p.graph, p.mesh, p.hardware),
-                PARTITIONED,
-                PARTITIONED,
-                when=lambda p: p.request.hardware is not None,
-            ),
+            Pass("hierarchical_sums", hierarchical_sums, PARTITIONED, PARTITIONED, when=has_hosts),
             Pass("regather_weights", regather_weights, PARTITIONED, PARTITIONED),
             Pass("ring_keys", ring_keys, PARTITIONED, PARTITIONED, optional=("attention_rings",)),
             Pass("localize", localize, PARTITIONED, LOCAL),

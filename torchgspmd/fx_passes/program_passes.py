@@ -23,6 +23,7 @@ from .localize.localize import localize as localize_graph
 from .lower.split_joint import split_joint as split_graph
 from .partition import regather_weights as weights
 from .partition import ring_keys as rings
+from .partition.hierarchical_sums import hierarchical_sums as hierarchical_sums_of_graph
 from .partition.insert_collectives import inserted
 from .program import Program
 from .schedule.liveness import peak
@@ -121,6 +122,16 @@ def overlap(program: Program) -> fx.Graph:
     return overlap_graph(
         program.graph, early="overlap" not in skip, prefetch="prefetch" not in skip
     )
+
+
+def has_hosts(program: Program) -> bool:
+    """Return whether the request says what the hardware is."""
+    return program.request.hardware is not None
+
+
+def hierarchical_sums(program: Program) -> fx.Graph | None:
+    """Reduce over hosts in steps."""
+    return hierarchical_sums_of_graph(program.graph, program.mesh, program.hardware)
 
 
 def prefetch_rows(program: Program) -> fx.Graph:

@@ -21,30 +21,10 @@ from .units import short_source, size_text, time_text
 COSTS = 40  # operations whose candidates are on the page: like ones count once
 
 
-def page_text(
-    title: str,
-    captured: Captured,
-    sharded: fx.Graph,
-    program: fx.Graph,
-    layouts: Layouts,
-    report: Report,
-) -> str:
-    """Return the page.
-
-    Args:
-        title: Of the page.
-        captured: The program before the passes.
-        sharded: The partitioned graph.
-        program: That of one device.
-        layouts: The propagated layouts and their reasons.
-        report: For some hardware.
-
-    Returns:
-        The text of an HTML file.
-    """
-    data = json.dumps(page_data(title, captured, sharded, program, layouts, report))
+def page_text(data: dict[str, Any]) -> str:
+    """Return the text of an HTML file that draws what `page_data` returns."""
     template = files("torchgspmd.report").joinpath("page.html").read_text()
-    return template.replace("DATA", data.replace("</", "<\\/"), 1)
+    return template.replace("DATA", json.dumps(data).replace("</", "<\\/"), 1)
 
 
 def page_data(
@@ -55,7 +35,16 @@ def page_data(
     layouts: Layouts,
     report: Report,
 ) -> dict[str, Any]:
-    """Return what the page draws, of strings, numbers, lists and dictionaries."""
+    """Return what the page draws, of strings, numbers, lists and dictionaries.
+
+    Args:
+        title: Of the page.
+        captured: The program before the passes.
+        sharded: The partitioned graph.
+        program: That of one device.
+        layouts: The propagated layouts and their reasons.
+        report: For some hardware.
+    """
     times, memory = report.estimate, report.memory
     values = _Values(sharded, layouts)
     rows = [values.row(node) for node in sharded.nodes if isinstance(_val(node), Tensor)]

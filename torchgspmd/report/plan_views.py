@@ -16,7 +16,7 @@ from ..hardware import Hardware
 from ..mesh import Mesh
 from .diff import PlanDiff, layout_changes
 from .estimate import Estimate, estimate
-from .page import page_text
+from .page import page_data, page_text
 from .report import Report, report
 from .trace import trace_text
 from .tried_marks import try_marks
@@ -132,7 +132,7 @@ class PlanViews:
 
     def _page(self, title: str, report: Report) -> str:
         graphs = self.captured, self.sharded, self.program_graph
-        return page_text(title, *graphs, self.layouts, report)
+        return page_text(page_data(title, *graphs, self.layouts, report))
 
     def _repr_html_(self) -> str:
         """Return the page, framed, for notebooks."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -32,7 +31,6 @@ from ..plan import Plan
 from ..plan_cache.identity import Identity, identity_of
 from ..plan_cache.values import Unshareable
 from ..shard_spec import ShardSpec
-from ..spec_notation import UNCONSTRAINED
 from .joint_program import JointProgram
 from .mesh_module import Call, MeshModule
 from .module_proxy import as_text, mark_on, named_tensors
@@ -126,16 +124,6 @@ class ShardedModule(MeshModule):
             )
         submodule.__dict__["_layout"] = self._layout
         return submodule
-
-    @contextmanager
-    def _open_results(self) -> Iterator[None]:
-        """Leave results as they are laid out, unless out_specs says how: nothing gathers them."""
-        before = self._out_specs
-        self.__dict__["_out_specs"] = UNCONSTRAINED if before is None else before
-        try:
-            yield
-        finally:
-            self.__dict__["_out_specs"] = before
 
     def _read_structure(self) -> None:
         super()._read_structure()
@@ -308,20 +296,14 @@ class ShardedModule(MeshModule):
         def raise_on_difference() -> NoReturn:
             self._raise_difference(call, compiled=captured)
 
-        def signature_of(program: str) -> int:
+        def signature_of(program: str | None = None) -> int:
+            # A plan of a text would have to be decoded for its code once more.
+            program = program or with_bodies(plan.program.code, plan.program_graph)
             guards = [guard.described() for guard in captured.looks]
             return _hash(as_text((text, guards, program, self._check)))
 
-        def code() -> str:  # A plan of a text would have to be decoded for it once more.
-            return with_bodies(plan.program.code, plan.program_graph)
-
         # If one rank has planned for itself, all of them compare what they have planned.
-        signature = compare(
-            self._groups,
-            signature_of(checksum or code()),
-            lambda: signature_of(code()),
-            raise_on_difference,
-        )
+        signature = compare(self._groups, signature_of(checksum), signature_of, raise_on_difference)
         if self._check != "never":
             self._check_tensors_alike(captured, tensors, raise_on_difference)
         return JointProgram(plan, self._groups, self._model, tensors, self._backend, signature)

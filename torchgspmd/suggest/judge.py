@@ -58,7 +58,7 @@ class Numbers:
         return Numbers(*(a + share * (b - a) for a, b in pairs))
 
     def plus(self, other: Numbers, less: Numbers) -> Numbers:
-        """Return these, and what others have more than a third."""
+        """Return these with the change from `less` to `other` added."""
         names = [f.name for f in fields(self)]
         change = {n: getattr(other, n) - getattr(less, n) for n in names}
         return Numbers(*(getattr(self, n) + change[n] for n in names))
@@ -74,6 +74,9 @@ class Numbers:
             memory=self.memory + self.gradients,
             sent_bytes=count * self.sent_bytes,
         )
+
+
+Key = tuple[Mesh, Marks, Savings, int, int]  # of what is planned: rows of a call, and `first`
 
 
 @dataclass
@@ -98,8 +101,8 @@ class Judge:
     first: int = 1
     shared: Shared = field(default_factory=Shared)
     captures: dict[tuple[int, Recomputed, int], Captured | None] = field(default_factory=dict)
-    known: dict[tuple[Mesh, Marks, Savings, int, int], Numbers] = field(default_factory=dict)
-    stored: dict[tuple[Mesh, Marks], dict[str, set[ShardSpec]]] = field(default_factory=dict)
+    known: dict[Key, Numbers] = field(default_factory=dict)
+    stored: dict[Key, dict[str, set[ShardSpec]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.recomputable = self.layers = Layers.of(self.model)
@@ -191,7 +194,7 @@ class Judge:
         much memory, as the peak is the largest of sums to which a layer adds the same.
         """
         total, rows = self.recomputable.length, rows or self.rows // savings.microbatches
-        if self.layers.alike and any(number < total for _, number in savings.recomputed):
+        if self._is_mixed(savings):
             none = mixed = self.numbers(mesh, marks, replace(savings, recomputed=()), rows)
             for path, number in savings.recomputed:
                 uniform = replace(savings, recomputed=((path, total),))
@@ -200,10 +203,7 @@ class Judge:
             return mixed
         key = mesh, marks, savings, rows, self.first
         if key not in self.known:
-            each = [
-                self._plan(program, mesh, marks, savings.regather, rows)
-                for program in self.programs(savings.recomputed, rows)
-            ]
+            each = [self._plan(p, key) for p in self.programs(savings.recomputed, rows)]
             self.known[key] = self._whole(each, mesh).repeated(savings.microbatches, self.hardware)
         return self.known[key]
 
@@ -274,10 +274,13 @@ class Judge:
         fits = self.numbers(mesh, marks, savings, rows).memory <= limit
         return rows if fits else reached(high, rows)
 
-    def _plan(
-        self, program: Captured, mesh: Mesh, marks: Marks, regather: str, rows: int
-    ) -> Numbers:
-        groups = groups_of(program)
+    def _is_mixed(self, savings: Savings) -> bool:
+        """Return whether numbers are between those of plans: some like layers are recomputed."""
+        total = self.recomputable.length
+        return self.layers.alike and any(number < total for _, number in savings.recomputed)
+
+    def _plan(self, program: Captured, key: Key) -> Numbers:
+        (mesh, marks, savings, rows, _), groups = key, groups_of(program)
         marked = [
             replace(inp, mark=marks.spec(groups[inp.name], mesh))
             if inp.kind == PARAMETER and inp.shape
@@ -289,7 +292,7 @@ class Judge:
             replace(program, inputs=marked),
             mesh,
             [*inputs, *[None for _ in program.state_inputs]],
-            regather=regather,
+            regather=savings.regather,
             device="meta" if self.hardware.beside else "cpu",
             shared=self.shared,
         )
@@ -297,17 +300,19 @@ class Judge:
         for inp, spec in zip(program.inputs, result.input_layouts):
             if inp.name in groups:
                 stored[groups[inp.name].pattern].add(spec)
-        self.stored[mesh, marks] = stored
+        self.stored[key] = stored  # of the larger program, which comes last
         return Numbers.of(result.report(self.hardware, tried=False))
 
-    def marks(self, mesh: Mesh, marks: Marks) -> dict[str, str]:
+    def marks(self, mesh: Mesh, marks: Marks, savings: Savings) -> dict[str, str]:
         """Return the layouts of the parameters that are not whole, by glob.
 
         They are marked, and those that propagation has found: `parallelize` takes no others. None
         where like layers have different ones.
         """
-        stored = self.stored[mesh, marks].items()
-        alike = {pattern: next(iter(specs)) for pattern, specs in stored if len(specs) == 1}
+        if self._is_mixed(savings):
+            savings = replace(savings, recomputed=())
+        stored = self.stored[mesh, marks, savings, self.rows // savings.microbatches, self.first]
+        alike = {pattern: next(iter(specs)) for pattern, specs in stored.items() if len(specs) == 1}
         return {pattern: str(spec) for pattern, spec in alike.items() if any(spec.dims)}
 
     def in_specs(self, mesh: Mesh, marks: Marks, rows: int) -> list[ShardSpec | None]:

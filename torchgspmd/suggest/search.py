@@ -338,7 +338,7 @@ class _Search:
         in_specs = judge.call_specs(mesh, marks, judge.rows // savings.microbatches)
         return Proposal(
             mesh,
-            judge.marks(mesh, marks),
+            judge.marks(mesh, marks, savings),
             in_specs,
             speed,
             numbers.seconds,
