@@ -1,13 +1,16 @@
 """Bytes that plans predict against those handed to process groups, for all examples and layouts.
 
     torchrun --nproc-per-node 4 benchmarks/counted_bytes.py [--only gpt moe]
+    torchrun --nproc-per-node 3 benchmarks/counted_bytes.py --only generate
 
-Every example of examples/common/all.py runs two small steps in each of its layouts. In the second
-one all calls of collectives are intercepted on every rank, and their bytes are added up: what
-a rank sends to others, by the sizes of the tensors and splits that it hands over. Of an all_reduce
-these are 2 (n-1)/n of the tensor. Where ranks differ, the plan has the bytes of the one that sends
-most, of a permute those of the one that sends or receives most. Exits with 1 if a plan has other
-bytes than were counted.
+Every example of examples/common/all.py runs two small steps in each of its layouts on four devices.
+examples/generate, which needs transformers, runs its programs of a prompt and of a token, twice and
+with random weights, on each of its meshes that has as many devices as there are processes. The
+second time all calls of collectives are intercepted on every rank, and their bytes are added up:
+what a rank sends to others, by the sizes of the tensors and splits that it hands over. Of an
+all_reduce these are 2 (n-1)/n of the tensor. Where ranks differ, the plan has the bytes of the one
+that sends most, of a permute those of the one that sends or receives most. Exits with 1 if a plan
+has other bytes than were counted.
 
 The comparison of the ranks (comm/rank_check.py) is no part of a plan, and counted by itself. Where
 it carries a small sum, that counts as the all_reduce that it replaces. The optimizer runs behind
@@ -18,13 +21,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import importlib.util
 import io
 import math
 import os
 import runpy
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +57,8 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 from common import run as common_run  # noqa: E402
 from common.all import ALL  # noqa: E402
+
+MESHES_OF_GENERATE = ("model=4", "model=2,seq=2", "model=3", "model=2", "model=3,seq=2")
 
 Splits = tuple[
     tuple[int, ...], tuple[int, ...], str
@@ -158,6 +164,18 @@ class Counted(Exception):
     def __init__(self, plan: gspmd.Plan, traffic: Traffic, sent: float) -> None:
         self.plan, self.traffic, self.sent = plan, traffic, sent
 
+    @property
+    def is_planned(self) -> bool:
+        """Return True if the plan has the bytes that were counted."""
+        return abs(self.plan.sent_bytes - self.sent) < 1e-6
+
+    def row(self, name: str) -> str:
+        """Return a line of the table."""
+        return (
+            f"{name:44}{len(self.traffic.messages):9}{self.plan.sent_bytes:14,.0f}"
+            f"{self.sent:14,.0f}  {'equal' if self.is_planned else 'DIFFERENT'}"
+        )
+
 
 def count_step(
     run: Any,
@@ -203,33 +221,57 @@ def run_example(name: str, layout: str, mesh: str, *options: str) -> Counted:
     raise AssertionError(f"{name} does not train")
 
 
+def run_generate(mesh: gspmd.Mesh) -> Iterator[tuple[str, Counted]]:
+    """Yield what the programs of a prompt and of a token of examples/generate send."""
+    spec = importlib.util.spec_from_file_location("generate", EXAMPLES / "generate" / "model.py")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
+    torch.manual_seed(0)
+    model, (token, position, mask, cache) = example.example(mesh, batch=3, length=24, layers=2)
+    model = gspmd.parallelize(model, mesh)
+    prompt, places = token.expand(3, 8), torch.arange(8).expand(3, 8)
+    for name, arguments in (("prompt", (prompt, places)), ("token", (token, position + 8))):
+        run = functools.partial(model, *arguments, mask, cache)
+        traffic, sent = counted(groups_of(mesh, "cpu"), run)
+        yield name, Counted(model.plan, traffic, sent)
+
+
+def rows(names: list[str], processes: int) -> Iterator[tuple[str, Counted]]:
+    """Yield the name of each program on so many processes, and what it sends."""
+    for name in names:
+        if name != "generate":
+            for choice in (*ALL[name].runs, *ALL[name].more) if processes == 4 else ():
+                yield f"{name} {choice}", run_example(name, *choice.split())
+            continue
+        for mesh in map(gspmd.Mesh.parse, MESHES_OF_GENERATE):
+            for program, row in run_generate(mesh) if mesh.size == processes else ():
+                yield f"{name} {program} {mesh}", row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", choices=list(ALL), default=list(ALL))
+    names = [*ALL, *["generate"] * bool(importlib.util.find_spec("transformers"))]
+    parser.add_argument("--only", nargs="*", choices=names, default=names)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    first, others = dist.get_rank() == 0, 0
+    first, others, count = dist.get_rank() == 0, 0, 0
     if first:
         print(f"{'example, layout, mesh':44}{'messages':>9}{'planned':>14}{'counted':>14}")
-    for name in args.only:
-        for choice in (*ALL[name].runs, *ALL[name].more):
-            begin = time.perf_counter()
-            row = run_example(name, *choice.split())
-            planned, equal = row.plan.sent_bytes, abs(row.plan.sent_bytes - row.sent) < 1e-6
-            others += not equal
-            if first:
-                print(
-                    f"{name + ' ' + choice:44}{len(row.traffic.messages):9}{planned:14,.0f}"
-                    f"{row.sent:14,.0f}  {'equal' if equal else 'DIFFERENT'}"
-                    f"  {time.perf_counter() - begin:5.1f} s",
-                    flush=True,
-                )
+        if "generate" not in names:
+            print("generate: not counted, as transformers is not installed")
+    for name, row in rows(args.only, dist.get_world_size()):
+        count += 1
+        others += not row.is_planned
+        if first:
+            print(row.row(name), flush=True)
+    if first:
+        print(f"{count} runs, {others} of them different")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(bool(others))  # gloo's threads may abort a process that takes its time to exit
+    os._exit(others > 0 or not count)  # gloo's threads may abort a process that exits slowly
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from ranks import distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from counted_bytes import run_example
+from counted_bytes import run_example, run_generate
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,12 @@ def test_planned_bytes_are_counted(mesh, name, layout):
     row = run_example(name, layout, str(mesh))
     assert row.sent > 0
     assert row.sent == pytest.approx(row.plan.sent_bytes, abs=1e-6)
+
+
+@distributed("data=2,model=2")
+def test_planned_bytes_of_a_token_are_counted(mesh):
+    """A prompt and a token of examples/generate: all devices have rows of the cache."""
+    pytest.importorskip("transformers")
+    for _, row in run_generate(mesh):
+        assert row.sent > 0
+        assert row.sent == pytest.approx(row.plan.sent_bytes, abs=1e-6)
