@@ -29,7 +29,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "moe": {"layers": 2, "batch": 16, "experts": 16},
     "unet3d": {"levels": 3, "batch": 2, "size": 128},
 }
-NOT_ALONE = ("pp", "pp_tp")  # microbatches of another program
+NOT_ALONE = ("pp", "pp_dp", "pp_tp")  # microbatches of another program
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ ALL = {
         "--text pydoc --layers 2 --width 32 --context 32 --batch 12 --sample 0",
         ("tp data=2,model=2", "fsdp data=4", "cp seq=4"),
         ("dp data=4", "tp model=4", "sp data=2,model=2", "cp data=2,seq=2", "fsdp data=2,model=2")
-        + ("2d data=2,model=2", "pp stage=4", "pp_tp stage=2,model=2", "tp data=2,model=2 --stack"),
+        + ("2d data=2,model=2", "pp stage=4", "pp_tp stage=2,model=2 --schedule circular")
+        + ("tp data=2,model=2 --stack",),
     ),
     "moe": Example(
         "--text pydoc --layers 2 --width 32 --context 32 --batch 12",

@@ -54,8 +54,10 @@ FSDP = DP | Layout(
     {name: "data" for name in ("hidden", "words", "place", "embed", "width", "head")}
 )
 
-# Pipeline parallel: a device has some of the blocks, and microbatches pass from one to the next.
-PP = DP | Layout({"stage": "stage"})
+# Pipeline parallel: a device has some of the blocks, and microbatches pass from one to the next;
+# alone, with rows of every microbatch on a device, and with Megatron inside of the stages.
+PP = DP | Layout({"batch": None, "stage": "stage"})
+PP_DP = DP | Layout({"stage": "stage"})
 PP_TP = TP | Layout({"stage": "stage"})
 
 # Both axes on every weight and on the stream (GSPMD, arXiv 2105.04663, section 5.1, the "2D
@@ -70,8 +72,13 @@ LAYOUTS = {
     "fsdp": FSDP,
     "2d": TWO_D,
     "pp": PP,
+    "pp_dp": PP_DP,
     "pp_tp": PP_TP,
 }
+
+# Schedules of a pipeline. Where backwards run between forwards the loss is a part of it.
+BETWEEN = ("auto", "1f1b", "zero_bubble")
+SCHEDULES = (*BETWEEN, "gpipe", "circular")
 
 
 # -------------------------------------------------------------------------------------------- model
@@ -163,6 +170,7 @@ class GPT(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config, self.microbatches = config, 1
+        self.ends_in_blocks = False  # whether the loss is a part of a pipeline
         self.embedding = nn.Parameter(
             torch.randn(config.vocabulary, config.width) * 0.02
         )  # [v, m], also the head
@@ -189,7 +197,12 @@ class GPT(nn.Module):
         return total / self.microbatches
 
     def once(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
-        return self.predict(self.blocks(self.embed(tokens)), targets)
+        x = self.embed(tokens)
+        if not self.ends_in_blocks:
+            return self.predict(self.blocks(x), targets)
+        if targets is None or not self.training:
+            return self.predict(self.blocks.outputs(x), targets)
+        return self.blocks(x, targets=targets)
 
     def embed(self, tokens: Tensor) -> Tensor:  # [b, s] -> [b, s, m]
         tokens = mark_sharding(tokens, "batch length")
@@ -205,12 +218,24 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.transpose(1, 2), targets, reduction=mean)
 
     def divide(
-        self, mesh: Mesh | None, microbatches: int, repeats: int = 1, loop: bool = False
+        self,
+        mesh: Mesh | None,
+        microbatches: int,
+        repeats: int = 1,
+        schedule: str = "auto",
+        loop: bool = False,
     ) -> None:
         """Make the blocks a pipeline, if the mesh has an axis for it, or a loop of the program."""
         if mesh is not None and "stage" in mesh.names:
-            blocks = self.blocks.children()
-            self.blocks = pipeline(blocks, mesh, microbatches=microbatches, repeats=repeats)
+            self.ends_in_blocks = schedule in BETWEEN
+            self.blocks = pipeline(
+                self.blocks.children(),
+                mesh,
+                microbatches=microbatches,
+                repeats=repeats,
+                schedule=schedule,
+                loss=self.predict if self.ends_in_blocks else None,
+            )
         elif loop:
             self.blocks = stack(self.blocks.children())
 
@@ -237,8 +262,12 @@ def example(
     heads: int = 16,
     width: int = 1024,
     vocabulary: int = 32000,
+    microbatches: int = 8,
+    schedule: str = "auto",
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The model and a batch for `python -m torchgspmd plan`, in bfloat16."""
     config = Config(vocabulary, context, layers, heads, width)
     tokens = torch.zeros(batch, context, dtype=torch.long)
-    return annotate(GPT(config).bfloat16(), LAYOUTS[layout].on(mesh)), (tokens, tokens)
+    model = GPT(config).bfloat16()
+    model.divide(mesh, microbatches, schedule=schedule)
+    return annotate(model, LAYOUTS[layout].on(mesh)), (tokens, tokens)

@@ -25,7 +25,7 @@ from common.report import print_plan
 from common.run import RANK, Run, leave, options, train
 from common.text import load_text
 from data import Characters
-from model import GPT, LAYOUTS, Config
+from model import GPT, LAYOUTS, SCHEDULES, Config
 
 
 def arguments() -> argparse.Namespace:
@@ -43,6 +43,7 @@ def arguments() -> argparse.Namespace:
     add("--accumulate", type=int, default=1, help="parts of the batch on a mesh, one by one")
     add("--microbatches", type=int, default=4, help="of a pipeline: a mesh with an axis 'stage'")
     add("--repeats", type=int, default=1, help="how often each passes a stage of the pipeline")
+    add("--schedule", choices=SCHEDULES, default="auto", help="of a pipeline")
     add("--stack", action="store_true", help="the blocks are a loop of the program")
     add("--sample", type=int, default=400, help="characters of text to generate at the end")
     add("--letters", type=int, default=84, help="of --plan: size of the alphabet")
@@ -64,7 +65,7 @@ def main() -> None:
         f"characters of {args.text}, "
         f"{len(text.alphabet)} different; {run}"
     )
-    model.divide(run.mesh, args.microbatches, args.repeats, args.stack)
+    model.divide(run.mesh, args.microbatches, args.repeats, args.schedule, args.stack)
     if run.mesh and "stage" in run.mesh.names and RANK == 0:
         draw_schedule(run, model, args.plot.parent / "schedule.svg")
     if run.mesh:
@@ -110,7 +111,7 @@ def plan(args: argparse.Namespace) -> None:
     with torch.device("meta"):
         model = GPT(Config(args.letters, args.context, args.layers, args.heads, args.width))
         tokens = torch.empty(args.batch, args.context, dtype=torch.long)
-        model.divide(mesh, args.microbatches, args.repeats, args.stack)
+        model.divide(mesh, args.microbatches, args.repeats, args.schedule, args.stack)
     model.microbatches = args.accumulate
     title = f"{sum(p.numel() for p in model.parameters()):,} parameters; {args.layout}"
     print_plan(title, LAYOUTS[args.layout].on(mesh), model, tokens, tokens)

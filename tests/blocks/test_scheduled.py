@@ -66,7 +66,7 @@ def call_of(plan):
         (4, "stage=2", {"microbatches": 4, "schedule": "1f1b", "repeats": 2}),  # interleaved
         (3, "stage=2", {"microbatches": 4, "schedule": "gpipe"}),  # 2 blocks and 1
         (4, "stage=2,model=2", {"microbatches": 4, "schedule": "auto", "recompute": True}),
-        (2, "data=2,stage=2", {"microbatches": 8, "schedule": "zero_bubble"}),
+        (4, "data=2,stage=2", {"microbatches": 4, "schedule": "zero_bubble"}),
     ),
 )
 def test_loss_and_gradients(count, mesh, options):
@@ -151,6 +151,19 @@ def test_memory_and_program_do_not_grow_with_microbatches():
     assert len(few.sharded.nodes) == len(many.sharded.nodes)
 
 
+def test_the_program_does_not_grow_with_layers():
+    """Gradients of weights have a loop of their own, and the forward keeps nothing of its layers
+    if they are computed again.
+    """
+    plans = [planned(4, 2, n, schedule="zero_bubble", recompute=True) for n in (4, 8)]
+    few, many = (plan.sharded.nodes for plan in plans)
+    assert len(few) == len(many)
+    forward, _, backward, weights = (dict(loop_calls(b.graph)) for b in call_of(plans[1]).bodies)
+    assert [len(each) for each in (forward, backward, weights)] == [1, 2, 1]
+    ((_, first),) = forward.items()
+    assert (first.carries, first.stacks, first.loop.length) == (1, 0, 4)
+
+
 def within(text, memory):
     """The order of a text within a memory, if a microbatch takes 1024 bytes."""
     return order_within(replace(Order.parse(text), memory=memory), 1024, True)
@@ -187,13 +200,29 @@ def test_a_plan_without_gradients_has_forwards_alone():
     assert [body.__name__ for body in call_of(plan).bodies] == ["forward", "loss"]
 
 
+class Outputs(nn.Module):
+    """What the blocks return, to evaluate a model that is trained with a loss."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model.blocks.outputs(self.model.embed[tokens])
+
+
 def test_forwards_alone_in_two_rounds():
     mesh = gspmd.Mesh(stage=2)
-    alone, model = pair(4, mesh, microbatches=4, repeats=2)
+    alone, model = pair(3, mesh, microbatches=4, repeats=2)
     tokens = torch.randint(5, (8, 3))
     with torch.no_grad():
         plan = gspmd.plan(model, tokens, mesh=mesh)
         torch.testing.assert_close(plan.simulate(tokens), alone(tokens), **EXACT)
+        outputs = gspmd.plan(Outputs(model), tokens, mesh=mesh).simulate(tokens)
+        expected = alone.embed[tokens]
+        for block in alone.blocks:
+            expected = block(expected)
+        torch.testing.assert_close(outputs, expected, **EXACT)
     assert [body.__name__ for body in call_of(plan).bodies] == ["forward", "forward 1", "loss 1"]
 
 

@@ -73,7 +73,7 @@ def check(
         assert error <= 1e-5, f"{name}: {error:.1e}"
 
 
-OTHER_AXES = ("cp", "pp", "pp_tp")  # layouts of axes that no mesh of MESHES has
+OTHER_AXES = ("cp", "pp", "pp_dp", "pp_tp")  # layouts of axes that no mesh of MESHES has
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,9 @@ def single(runs: Path) -> dict[str, list[float]]:
     "example, layout, mesh",
     [("gpt", layout, "data=2,model=2") for layout in LAYOUTS if layout not in OTHER_AXES]
     + [
-        ("gpt", "pp", "stage=4"),
-        ("gpt", "pp_tp", "stage=2,model=2"),
+        ("gpt", "pp --schedule zero_bubble", "stage=4"),
+        ("gpt", "pp_dp --schedule 1f1b --microbatches 3", "data=2,stage=2"),
+        ("gpt", "pp_tp --schedule circular --repeats 2", "stage=2,model=2"),
         ("gpt", "cp", "seq=4"),
         ("gpt", "fsdp", "data=4"),
         ("gpt", "2d", "model=4"),
@@ -272,7 +273,8 @@ def single(runs: Path) -> dict[str, list[float]]:
 def test_training_on_processes(
     example: str, layout: str, mesh: str, runs: Path, single: dict[str, list[float]]
 ) -> None:
-    losses = train(runs, example, f"{example}-{layout}-{mesh}", "--layout", layout, mesh=mesh)
+    options = "--layout", *layout.split()
+    losses = train(runs, example, f"{example}-{layout.split()[0]}-{mesh}", *options, mesh=mesh)
     assert len(losses) == len(single[example]) == 20
     assert max(abs(a - b) / b for a, b in zip(losses, single[example])) <= 1e-4
     assert single[example][-1] < single[example][0] - 0.1

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 from ..annotate import mark_sharding
 from ..capture import is_capturing
-from ..capture.rewrites.loop_trace import is_unrolling, run_loop
+from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
+from ..capture.rewrites.recomputed_loops import recomputed
 from ..comm.list_scheduler import Places
 from ..comm.stage_order import Order, order_within
 from ..comm.stage_schedule import Schedule, Times, in_ticks
@@ -195,9 +195,9 @@ class Pipeline(StackedBlocks):
     def forward(self, x: Any, *shared: Any, **targets: Any) -> Any:
         """Return what the last block returns for the batch; its loss, if there is one."""
         if self.loss is None:
-            return self._results(x, shared)
+            return self.outputs(x, *shared)
         if self.stages == 1 or not is_capturing() or is_unrolling():
-            return self._loss_of(self.loss, self._results(x, shared), targets)
+            return self._loss_of(self.loss, self.outputs(x, *shared), targets)
         return self._scheduled(self.loss, x, shared, targets)
 
     def _loss_of(self, loss: Loss, results: Any, targets: dict[str, Any]) -> Tensor:
@@ -216,15 +216,8 @@ class Pipeline(StackedBlocks):
         leaves, tree = pytree.tree_flatten(x)
         others, of_targets = pytree.tree_flatten(targets)
         tensors = [t for t in others if isinstance(t, Tensor)]
-        places, shape = self.order.places, (self.stages, self.repeats, self.layers)
-        numbers = [
-            [
-                [places.stage(device, r) * self.layers + n for n in range(self.layers)]
-                for device in range(self.stages)
-            ]
-            for r in range(self.repeats)
-        ]
-        real = torch.tensor(numbers, device=leaves[0].device) < self.count
+        shape = self.stages, self.repeats, self.layers
+        is_block = self._is_block(leaves[0].device).unbind(1)
         weights = {
             name: [each.flatten(0, 1) for each in w.unflatten(0, shape).unbind(1)]
             for name, w in self.weights().items()
@@ -233,7 +226,7 @@ class Pipeline(StackedBlocks):
         def stages(round_: int, state: Sequence[Tensor]) -> list[Tensor]:
             rows = self.stages, self.layers
             present = {name: w[round_].unflatten(0, rows) for name, w in weights.items()}
-            return self._stage_of_all(present, real[round_], [*state], tree, shared, False)
+            return self._stage_of_all(present, is_block[round_], [*state], tree, shared, False)
 
         def losses(state: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
             remaining = iter(rows)
@@ -244,28 +237,49 @@ class Pipeline(StackedBlocks):
             def one(*leaves: Tensor) -> Tensor:
                 return loss(pytree.tree_unflatten([*leaves], tree), **kwargs)
 
-            return torch.vmap(one, randomness="different")(*state)
+            return _of_all_stages(one, *state)
 
         run = ScheduledStages(stages, losses, self._along, self.axis, self.order)
         parts = [self._divided(each) for each in leaves]
         return run(parts, [self._divided(t) for t in tensors])
 
-    def _results(self, x: Any, shared: tuple) -> Any:
-        """Return what the last block returns for the batch."""
+    def outputs(self, x: Any, *shared: Any) -> Any:
+        """Return what the last block returns for the batch, without the loss."""
         if self.stages == 1 or not is_capturing():
             return self.one_by_one(x, shared)
         rows = self.stages, self.repeats, self.layers
         weights = {name: w.unflatten(0, rows) for name, w in self.weights().items()}
         leaves, tree = pytree.tree_flatten(x)
         parts = [self._divided(leaf) for leaf in leaves]  # [microbatches, rows, ...]
-        results = self._ticks(weights, parts, tree, shared)
-        return pytree.tree_unflatten([each.transpose(0, 1).flatten(0, 1) for each in results], tree)
+        is_block = self._is_block(leaves[0].device)
+        if self.order.vee:  # the second round begins where the first one ends
+            for r, shift in enumerate((1, -1)):
+                present = {name: w[:, r : r + 1] for name, w in weights.items()}
+                parts = self._ticks(present, is_block[:, r : r + 1], parts, tree, shared, shift)
+        else:
+            parts = self._ticks(weights, is_block, parts, tree, shared)
+        return pytree.tree_unflatten([each.transpose(0, 1).flatten(0, 1) for each in parts], tree)
+
+    def _is_block(self, device: torch.device) -> Tensor:
+        """Return which rows are those of blocks: [stages, repeats, layers]."""
+        rows = torch.tensor([row in self.places for row in range(self.rows)], device=device)
+        return rows.view(self.stages, self.repeats, self.layers)
 
     def _ticks(
-        self, weights: dict[str, Tensor], parts: list[Tensor], tree: Any, shared: tuple
+        self,
+        weights: dict[str, Tensor],
+        is_block: Tensor,
+        parts: list[Tensor],
+        tree: Any,
+        shared: tuple,
+        shift: int = 1,
     ) -> list[Tensor]:
-        """Return the leaves of the last block's results, [microbatches, rows, ...]."""
-        m, p, rounds = self.microbatches, self.stages, self.repeats
+        """Return the leaves of the last block's results, [microbatches, rows, ...].
+
+        weights, is_block: [stages, rounds, layers, ...]. shift: from a stage to the next one.
+        """
+        m, p, rounds = self.microbatches, self.stages, is_block.shape[1]
+        first, last = (0, p - 1)[::shift]
         ticks, waiting = m * rounds + p - 1, max(m - p, 0) if rounds > 1 else 0
         count_up = partial(torch.arange, device=parts[0].device)
         stage = count_up(p)
@@ -279,7 +293,7 @@ class Pipeline(StackedBlocks):
             count = len(parts)
             state, queue = inputs[:count], list(inputs[count : len(carry)])
             number, *new = inputs[len(carry) :]
-            passed = [torch.roll(x, 1, 0) for x in state]
+            passed = [torch.roll(x, shift, 0) for x in state]
             if rounds > 1:
                 again = [q[0] for q in queue] if queue else passed
                 queue = [torch.cat([q[1:], x[None]]) for q, x in zip(queue, passed)]
@@ -287,25 +301,17 @@ class Pipeline(StackedBlocks):
                 new = [torch.where(is_new, x, old) for x, old in zip(new, again)]
             else:
                 new = [x[None] for x in new]
-            moved = [self._along(_first_of(x, old)) for x, old in zip(new, passed)]
+            moved = [self._along(_only(first, x, old)) for x, old in zip(new, passed)]
             round_of = ((number - stage).clamp(min=0) // m).clamp(max=rounds - 1)
             present = {name: _rows(w, round_of) for name, w in weights.items()}
-            block = (round_of * p + stage)[:, None] * self.layers + count_up(self.layers)
-            results = self._stage_of_all(
-                present,
-                block < self.count,
-                moved,
-                tree,
-                shared,
-                self.recompute,
-                as_loop=not self.recompute,
-            )
+            real = _rows(is_block, round_of)
+            results = self._stage_of_all(present, real, moved, tree, shared, self.recompute)
             results = [*map(self._along, results)]
             return [*results, *queue], results
 
         carry = [*state, *queue]
         _, states = run_loop(tick, carry, [count_up(ticks), *entering], ticks)
-        return [leaves[-m:, p - 1] for leaves in states]
+        return [leaves[-m:, last] for leaves in states]
 
     def _stage_of_all(
         self,
@@ -315,9 +321,8 @@ class Pipeline(StackedBlocks):
         tree: Any,
         shared: tuple,
         recompute: bool,
-        as_loop: bool = False,
     ) -> list[Tensor]:
-        """Run the blocks of every stage on what it has, in a loop if they shall be one.
+        """Run the blocks of every stage on what it has, in a loop.
 
         weights: [stages, layers, ...].
         """
@@ -330,25 +335,18 @@ class Pipeline(StackedBlocks):
                 return tuple(computed)
             return tuple(torch.where(real, new, old) for new, old in zip(computed, leaves))
 
-        def layer_of_all(
-            weights: dict[str, Tensor], real: Tensor, *leaves: Tensor
-        ) -> tuple[Tensor, ...]:
-            return torch.vmap(layer, randomness="different")(weights, real, *leaves)
-
         def all_stages(weights: dict[str, Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
             def body(*inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
                 row = dict(zip(weights, inputs[len(leaves) :]))
-                return layer_of_all(row, inputs[-1], *inputs[: len(leaves)]), ()
+                return _of_all_stages(layer, row, inputs[-1], *inputs[: len(leaves)]), ()
 
             rows = [*(w.transpose(0, 1) for w in weights.values()), real.T]
-            if self.layers > 1 and as_loop:
+            if self.layers > 1:
                 return tuple(run_loop(body, leaves, rows, self.layers)[0])
-            for i in range(self.layers):
-                leaves = tuple(body(*leaves, *(x[i] for x in rows))[0])
-            return leaves
+            return tuple(body(*leaves, *(x[0] for x in rows))[0])
 
         if recompute:
-            return [*checkpoint(all_stages, weights, *state, use_reentrant=False)]
+            return [*recomputed(all_stages, weights, *state)]
         return [*all_stages(weights, *state)]
 
     def _along(self, leaf: Tensor) -> Tensor:
@@ -366,10 +364,17 @@ class Pipeline(StackedBlocks):
         return leaf.unflatten(0, (-1, self.microbatches)).transpose(0, 1)
 
 
-def _first_of(new: Tensor, old: Tensor) -> Tensor:
-    """Return what the stages get: the first one `new` [1 or stages, ...], others `old`."""
-    is_first = torch.arange(old.shape[0], device=old.device).view(-1, *[1] * (old.dim() - 1)) == 0
-    return torch.where(is_first, new, old)
+def _of_all_stages(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the results of a function of one stage for values of all."""
+    results = torch.vmap(function, randomness="different")(*args)
+    note_results(pytree.tree_leaves(results))
+    return results
+
+
+def _only(stage: int, new: Tensor, old: Tensor) -> Tensor:
+    """Return what the stages get: one of them `new` [1 or stages, ...], others `old`."""
+    places = torch.arange(old.shape[0], device=old.device).view(-1, *[1] * (old.dim() - 1))
+    return torch.where(places == stage, new, old)
 
 
 def _rows(weight: Tensor, round_of: Tensor) -> Tensor:

@@ -54,6 +54,11 @@ class Order:
         return self.name == "zero_bubble"
 
     @property
+    def may_split(self) -> bool:
+        """Whether they may become pieces of their own: auto chooses among such schedules."""
+        return self.name in ("zero_bubble", "auto")
+
+    @property
     def places(self) -> Places:
         """Which device has which stages."""
         return Places(self.devices, self.rounds, self.vee)

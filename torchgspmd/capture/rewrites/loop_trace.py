@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
-from ...compat.private_apis import TorchDispatchMode, is_functorch_wrapped_tensor
 from ...compat.private_apis import _pytree as pytree
 from ...custom_ops.loops import (
     Loop,
@@ -34,7 +32,7 @@ from ...custom_ops.loops import (
     loop_total,
     nest_text,
 )
-from ...rules import has_own_seed
+from .body_record import Draws, Record
 
 Body = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
 
@@ -43,6 +41,8 @@ _numbers = count()  # normalize numbers the loops of a program anew
 _around: ContextVar[tuple[TracedLoop, ...]] = ContextVar("loops", default=())
 _replaced: ContextVar[tuple[dict[int, Tensor], ...]] = ContextVar("replaced", default=())
 _records: ContextVar[tuple[Record, ...]] = ContextVar("records", default=())
+_Repeats = Callable[["TracedLoop"], "TracedLoop"]
+_repeats: ContextVar[_Repeats | None] = ContextVar("repeats", default=None)
 
 
 class TracedLoop:
@@ -52,7 +52,12 @@ class TracedLoop:
     """
 
     def __init__(self, length: int, reverse: bool = False, ends: str = "") -> None:
-        self.loop = Loop(next(_numbers), 0, length, reverse, ends)
+        repeats = _repeats.get()
+        self.first = repeats(self) if repeats else self  # other than this one if recomputed
+        if self.first is self:
+            self.loop = Loop(next(_numbers), 0, length, reverse, ends)
+        else:
+            self.loop = self.first.next_visit(reverse)
         self.around, self.visits = _around.get(), 0
         self.backward: Loop | None = None
         self.carries: list[Tensor] = []  # entries of the forward
@@ -66,10 +71,14 @@ class TracedLoop:
         nest: Nest = tuple(each.backward or each.loop for each in self.around)
         return nest_text((*nest, loop))
 
+    def next_visit(self, reverse: bool) -> Loop:
+        """Return a loop that walks the rows again."""
+        self.visits += 1
+        return replace(self.loop, visit=self.visits, reverse=reverse)
+
     def start_backward(self) -> str:
         """Return the text of the loop that runs backwards, which begins here."""
-        self.visits += 1
-        self.backward = replace(self.loop, visit=self.visits, reverse=not self.loop.reverse)
+        self.backward = self.first.next_visit(not self.loop.reverse)
         text = self.text(self.backward)
         if self.loop.ends:
             counts = [] if self.count is None else [self.count]
@@ -138,16 +147,16 @@ def trace_body(
         traced, len(carry), len(rows), *carry, *rows, *_of_loops_around(consts)
     )
     at, inner = len(carry), len(carry) + len(rows)
-    _note(entries)
+    note_results(entries)
     replaced = dict(zip(map(id, consts), entries[inner:]))
     with _inside(traced, replaced), _Replace(replaced):
         carried, results = body(*entries[:at], *entries[at:inner])
     traced.carries = list(entries[:at])
     leaving = [replaced.get(id(x), x) for x in (*carried, *results)]
-    _note(leaving)  # no mode sees what torch.vmap returns
+    note_results(leaving)  # no mode sees what torch.vmap returns
     passing = traced.carries if traced.loop.ends == "?" else []
     exits = _Exits.apply(traced, len(carry), len(leaving), *leaving, *passing)
-    _note(exits)
+    note_results(exits)
     return list(exits[:at]), list(exits[at:])
 
 
@@ -178,6 +187,24 @@ def open_loop(length: int) -> Iterator[TracedLoop]:
         yield traced
 
 
+def loops_around() -> tuple[TracedLoop, ...]:
+    """Return the loops in whose bodies the trace is."""
+    return _around.get()
+
+
+@contextmanager
+def repeating(
+    around: tuple[TracedLoop, ...], first: Callable[[TracedLoop], TracedLoop]
+) -> Iterator[None]:
+    """Trace what is in loops in the block. first: the loop that a new one repeats, or itself."""
+    tokens = _around.set(around), _repeats.set(first)
+    try:
+        yield
+    finally:
+        _around.reset(tokens[0])
+        _repeats.reset(tokens[1])
+
+
 @contextmanager
 def replaced(table: dict[int, Tensor]) -> Iterator[None]:
     """Put other tensors into the place of those of these ids in the block."""
@@ -189,7 +216,7 @@ def replaced(table: dict[int, Tensor]) -> Iterator[None]:
         _replaced.reset(token)
 
 
-def _note(results: Sequence[Tensor]) -> None:
+def note_results(results: Sequence[Tensor]) -> None:
     """Tell the bodies around that they compute these: no mode sees the call of a Function."""
     for record in _records.get():
         record.add(results)
@@ -222,70 +249,12 @@ def outer_tensors(
     record = Record(own, every)
     token = _records.set((*_records.get(), record))
     try:
-        with record, _Draws(record):
+        with record, Draws(record):
             record.results = [*itertools.chain(*body(*own))]
             record.use(record.results)
     finally:
         _records.reset(token)
     return record
-
-
-class Record(TorchFunctionMode):
-    """Notes the operands that need a gradient and that nothing has computed since its start.
-
-    draws: whether random numbers are drawn that have no seed of ours. seeds: that have.
-    """
-
-    def __init__(self, own: Sequence[Tensor], every: bool) -> None:
-        super().__init__()
-        self.outer: dict[int, Tensor] = {}
-        self.results: list[Tensor] = []
-        self.draws = self.seeds = False
-        self.every = every
-        self.of_the_body = {id(x): x for x in own}
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        self.use(pytree.tree_leaves((args, kwargs or {})))
-        result = func(*args, **(kwargs or {}))
-        self.add(pytree.tree_leaves(result))
-        return result
-
-    def use(self, operands: Sequence[Any]) -> None:
-        """Note operands."""
-        for x in operands:
-            if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
-                continue  # torch.vmap wraps what is noted
-            if (self.every or x.requires_grad) and id(x) not in self.of_the_body:
-                self.outer.setdefault(id(x), x)
-
-    def add(self, results: Sequence[Any]) -> None:
-        """Note results of the body."""
-        self.of_the_body.update((id(x), x) for x in results if id(x) not in self.outer)
-
-
-class _Draws(TorchDispatchMode):
-    """Notes whether random numbers are drawn; marks what draws them, which nothing uses."""
-
-    def __init__(self, record: Record) -> None:
-        super().__init__()
-        self.record = record
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-            return func(*args, **(kwargs or {}))
-        self.record.draws |= not has_own_seed(func)
-        self.record.seeds = True
-        meta = fx_traceback.get_current_meta()
-        before = meta.get("custom")
-        meta["custom"] = {**(before or {}), "recorded": True}
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            meta["custom"] = before
 
 
 class _Replace(TorchFunctionMode):

@@ -23,7 +23,7 @@ from operator import getitem
 from torch import fx
 
 from ...comm.kinds import CollectiveKind
-from ...comm.loop_call import LoopCall, loop_calls
+from ...comm.loop_call import LoopCall, copy_loops, loop_calls
 from ...comm.stage_call import BACKWARD, FORWARD, LOSS, WEIGHTS, Link, StageBody, StageCall
 from ...comm.stage_order import Order, order_within
 from ...custom_ops.stages import HEAD, SEND
@@ -31,6 +31,7 @@ from ...errors import ShardingError
 from ...mesh import Mesh
 from ..schedule.arithmetic import is_view
 from ..schedule.liveness import bytes_of
+from .split_loops import drop_unused_results, split_loop
 
 _KINDS = FORWARD, LOSS, BACKWARD, WEIGHTS
 
@@ -94,6 +95,9 @@ class _Cut:
         self.rounds = 1 + max(round_ for round_, _ in self.spots)
         # A carry is of the round in which it arrives if stages send to the next or last round.
         self.arrives = [(r + s) % self.rounds for (r, _), s in zip(self.spots, self.shifts)]
+        self.order = Order.parse(self.text)
+        if self.order.may_split:
+            self._split_loops()
         self.of_coordinates = self._of_coordinates()
         self.place = self._places()
 
@@ -107,6 +111,14 @@ class _Cut:
             if node.op == "call_function" and inputs and set(inputs) <= result:
                 result.add(node)
         return result
+
+    def _split_loops(self) -> None:
+        """Give gradients of weights in the backward of a loop a loop of their own."""
+        needed = _reached([*self._sends(-1), *self.ends.stacks], "all_input_nodes")
+        of_gradients = _reached(self._carries(-1), "users")
+        for node, call in list(loop_calls(self.graph)):
+            if isinstance(call, LoopCall) and node in of_gradients & needed:
+                split_loop(node, {u.args[1] for u in node.users if u in needed})  # pyright: ignore
 
     def _places(self) -> dict[fx.Node, int]:
         """Return the piece of each node: four for each round, in the order of _KINDS."""
@@ -161,7 +173,6 @@ class _Cut:
     def run(self) -> StageCall:
         """Return the pipeline."""
         self._check()
-        self.order = Order.parse(self.text)
         self._fill()
         self.order = order_within(self.order, self._kept_bytes(), bool(self._carries(-1)))
         if not self.order.splits:
@@ -246,6 +257,8 @@ class _Cut:
                     self._copy_number(graph, value, new)
             new[node] = graph.node_copy(node, lambda n: new[_source(n)])
         graph.output(tuple(new[node] for node in outputs))
+        copy_loops(graph)  # those that the backward computes again are its own
+        drop_unused_results(graph)
         round_, kind = divmod(piece, 4)
         return StageBody(_KINDS[kind], round_, graph, _names(inputs), _names(outputs))
 
@@ -264,7 +277,7 @@ class _Cut:
             received = self._carries(1, first // 4)
             back = {*self.inputs[first + 2], *self.inputs[first + 3]}
             most = max(most, _bytes_of_all({*self._outputs(first), *received} & back))
-            if self.order.name in ("zero_bubble", "auto"):
+            if self.order.may_split:
                 most = max(most, _bytes_of_all({*self.inputs[first + 3]} - outside))
         return most
 

@@ -1,0 +1,181 @@
+"""Loops in the body of a pipeline: gradients of weights in a loop of their own.
+
+before   %l = loop([%g], [%ws, %xs], [])   body: %g1 = mm(%g, %w);  %dw = mm(%g, %x);  %g1, %dw
+after    %l = loop([%g], [%ws], [])        body: %g1 = mm(%g, %w);  %g1, %g
+         %k = loop([], [%xs, %l[1]], [])   body: %dw = mm(%g, %x);  %dw
+needs    loops outlined
+ensures  the first loop computes what its next iteration needs; what the second one reads of it is
+         stacked; the same operations, but for views
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...comm.loop_call import LoopCall, loop_calls
+from ...compat.private_apis import OpOverload
+from ..schedule.arithmetic import is_view
+from ..schedule.liveness import bytes_of
+
+
+def split_loop(node: fx.Node, first: Collection[int]) -> None:
+    """Split a loop of a graph in place; leave it as it is if all results are of the first loop.
+
+    first: the stacked results and totals, by number, that the first of the two loops has.
+    """
+    body = _Body(node)
+    one, two = ([i for i in body.extra if (i in first) == is_first] for is_first in (True, False))
+    if not two or body.call.held or body.call.loop.ends:
+        return
+    computed = body.reached(body.carried(one))
+    crossing: dict[fx.Node, None] = {}
+
+    def crosses(x: fx.Node) -> bool:
+        is_computed = x.op != "placeholder" and _source(x) in computed
+        if x in body.carries or is_computed and not _is_cheap(x):
+            crossing[x] = None
+        return x in crossing
+
+    later = body.reached(map(body.result, two), crosses)
+    values = [*crossing]
+    with node.graph.inserting_before(node):
+        before = body.add(computed | body.reached(values), [*range(body.call.carries)], one, values)
+        stacked = {
+            x: _stacked(before, body.call.carries + sum(map(body.is_stack, one)) + i, x)
+            for i, x in enumerate(values)
+        }
+        after = body.add(later, [], two, (), stacked)
+    body.replace_results(before, [*range(body.call.carries)], one, len(values))
+    body.replace_results(after, [], two)
+    node.graph.erase_node(node)
+
+
+def drop_unused_results(graph: fx.Graph) -> None:
+    """Let the loops of a graph leave out what nobody reads."""
+    for node, call in list(loop_calls(graph)):
+        if not isinstance(call, LoopCall) or call.held or call.loop.ends:
+            continue
+        for user in [u for u in node.users if not u.users]:
+            graph.erase_node(user)
+        body, users = _Body(node), {u.args[1] for u in node.users}
+        read = [i for i in body.extra if i in users]
+        if len(read) < len(body.extra):
+            carries = [*range(call.carries)]
+            with graph.inserting_before(node):
+                new = body.add(body.reached(body.carried(read)), carries, read)
+            body.replace_results(new, carries, read)
+            graph.erase_node(node)
+
+
+class _Body:
+    """A loop and the nodes of its body. extra: the numbers of its results behind the carries."""
+
+    def __init__(self, node: fx.Node) -> None:
+        call = node.target
+        assert isinstance(call, LoopCall)
+        self.node, self.call, self.graph = node, call, call.graph
+        inputs = list(self.graph.find_nodes(op="placeholder"))
+        at = len(inputs) - call.inputs
+        self.coordinates, inputs = inputs[:at], inputs[at:]
+        self.carries, inputs = inputs[: call.carries], inputs[call.carries :]
+        self.rows, self.others = inputs[: call.rows], inputs[call.rows :]
+        self.values: list[fx.Node] = list(self.graph.output_node().args[0])  # pyright: ignore
+        self.extra = range(call.carries, len(self.values) - call.carries)
+
+    def result(self, i: int) -> fx.Node:
+        """Return what the body returns for a result of the loop."""
+        return self.values[self.call.carries + i]
+
+    def carried(self, extra: Iterable[int]) -> list[fx.Node]:
+        """Return what the body returns for the carries, twice, and for other results."""
+        return [*self.values[: 2 * self.call.carries], *map(self.result, extra)]
+
+    def is_stack(self, i: int) -> bool:
+        """Return whether a result is stacked."""
+        return self.call.carries <= i < self.call.carries + self.call.stacks
+
+    def reached(
+        self, values: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda x: False
+    ) -> set[fx.Node]:
+        """Return what values need, themselves included. ends: what is brought, not computed."""
+        result: set[fx.Node] = set()
+        stack = [*values]
+        while stack:
+            node = stack.pop()
+            if node not in result:
+                result.add(node)
+                stack += () if ends(node) else node.all_input_nodes
+        return result
+
+    def add(
+        self,
+        nodes: Collection[fx.Node],
+        carries: Sequence[int],
+        extra: Sequence[int],
+        stacked: Sequence[fx.Node] = (),
+        brought: dict[fx.Node, fx.Node] | None = None,
+    ) -> fx.Node:
+        """Add a loop with some nodes of the body, with all carries or none.
+
+        extra: its other results. stacked: nodes that it stacks besides. brought: by node of the
+        body, what another loop has stacked.
+        """
+        brought = brought or {}
+        given: Any = self.node.args
+        rows = {x: arg for x, arg in zip(self.rows, given[1]) if x in nodes} | brought
+        others = {x: arg for x, arg in zip(self.others, given[2]) if x in nodes}
+        graph, new = fx.Graph(), {}
+        for x in (*self.coordinates, *(self.carries[i] for i in carries), *rows, *others):
+            new[x] = graph.placeholder(x.name)
+            new[x].meta = {key: value for key, value in x.meta.items() if key != "step"}
+        for x in self.graph.nodes:
+            if x in nodes and x not in new:
+                new[x] = graph.node_copy(x, new.__getitem__)
+        stacks = [*map(self.result, filter(self.is_stack, extra)), *stacked]
+        totals = [self.result(i) for i in extra if not self.is_stack(i)]
+        ends = self.values[: 2 * len(carries)]
+        graph.output(tuple(new[x] for x in (*ends, *stacks, *totals)))
+        call = LoopCall(self.call.loop, graph, len(carries), len(rows), len(others), len(stacks))
+        args = [given[0][i] for i in carries], [*rows.values()], [*others.values()]
+        result = self.node.graph.call_function(call, args)
+        result.meta = dict(self.node.meta)
+        return result
+
+    def replace_results(
+        self, new: fx.Node, carries: Sequence[int], extra: Sequence[int], stacked: int = 0
+    ) -> None:
+        """Let what reads the results of the loop read those of another, as `add` orders them."""
+        totals = [i for i in extra if not self.is_stack(i)]
+        numbers = [*carries, *filter(self.is_stack, extra), *[-1] * stacked, *totals]
+        for user in [*self.node.users]:
+            if user.args[1] in numbers:
+                user.args = (new, numbers.index(user.args[1]))  # pyright: ignore
+
+
+def _stacked(loop: fx.Node, i: int, like: fx.Node) -> fx.Node:
+    """Add what a loop stacks. like: the value of an iteration."""
+    result = loop.graph.call_function(operator.getitem, (loop, i))
+    result.meta = {key: value for key, value in like.meta.items() if key != "step"}
+    result.meta["shape"] = [loop.target.loop.length, *like.meta["shape"]]  # pyright: ignore
+    if (spec := like.meta.get("spec")) is not None:
+        result.meta["spec"] = replace(spec, dims=((), *spec.dims))
+    return result
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the operation that a node is a result of."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Return whether a value is computed again rather than stacked: a view, a number, a filling."""
+    if not isinstance(node.target, OpOverload):
+        return node.target is not operator.getitem and not bytes_of(node)
+    is_random = torch.Tag.nondeterministic_seeded in node.target.tags
+    return is_view(node) or not (is_random or node.all_input_nodes)
