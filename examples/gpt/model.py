@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -200,9 +201,10 @@ class GPT(nn.Module):
         x = self.embed(tokens)
         if not self.ends_in_blocks:
             return self.predict(self.blocks(x), targets)
+        blocks: Any = self.blocks  # a pipeline
         if targets is None or not self.training:
-            return self.predict(self.blocks.outputs(x), targets)
-        return self.blocks(x, targets=targets)
+            return self.predict(blocks.outputs(x), targets)
+        return blocks(x, targets=targets)
 
     def embed(self, tokens: Tensor) -> Tensor:  # [b, s] -> [b, s, m]
         tokens = mark_sharding(tokens, "batch length")
