@@ -120,6 +120,37 @@ def test_one_table_switches_a_model(name):
         assert_same(gradients[name], parameter.grad, name)
 
 
+@pytest.mark.parametrize("rule, counts", [("data", (2, 1, 0)), ("data:p1", (2, 2, 2))])
+def test_weights_of_a_later_round_are_gathered(rule, counts):
+    """By bytes the rows, which are few, would go to the weights: Megatron's layout, not ZeRO's."""
+    layout = Layout({"mlp": rule, "batch": "data", "embed": None}).on(Mesh(data=4))
+    model, x = Net(layout), rand(4, 4)
+    model.up, model.down = nn.Linear(4, 32), nn.Linear(32, 4)
+    gspmd.annotate(model, layout, {"up.weight": "mlp embed", "down.weight": "embed mlp"})
+    options = {"in_specs": "batch _", "out_specs": "batch _"}
+    plan = gspmd.plan(model, x, mesh=layout, grad=True, **options)
+    kinds = [c.kind for c in plan.collectives]
+    assert tuple(map(kinds.count, ("all_gather", "reduce_scatter", "all_reduce"))) == counts
+    assert str(plan.in_specs[0]) == "data _"
+    got, gradients = plan.simulate(x)
+    want = model(x)
+    want.sum().backward()
+    assert_same(got, want.detach())
+    for name, parameter in model.named_parameters():
+        assert_same(gradients[name], parameter.grad, name)
+    if rule == "data:p1":
+        assert all(line.endswith("(p0)") for line in plan.explain("einsum").splitlines())
+        assert plan.explain("up.weight").endswith("(p1)")
+        assert "priorities of marks bind data to c" in plan.explain("einsum", costs=True)
+
+
+def test_priorities_of_rules():
+    layout = Layout({"embed": ("model:p2", "data:p1"), "batch": "data"}).on(Mesh(data=2))
+    assert str(layout.layout) == "embed  model:p2 or data:p1\nbatch  data"
+    assert layout.spec("embed batch _") == "_ data _"  # by priority before the table's order
+    assert layout.spec("embed _") == "data:p1 _" and layout.spec("batch+embed") == "data"
+
+
 def test_a_rule_that_no_mark_uses_is_an_error():
     layout = Layout({"batch": "data", "mpl": "model", "mlp": "model", "embed": None}).on(MESH)
     with pytest.raises(ShardingError, match="rule for 'mpl', which no mark uses") as error:

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchgspmd import UNCONSTRAINED, Mesh, ShardSpec
-from torchgspmd.shard_spec import padding
 
 MESH = Mesh(data=2, model=4)
 
@@ -19,6 +18,7 @@ PARSED = [
     ("data?", ShardSpec((("data",),), (True,))),
     ("data _ sum@model", ShardSpec((("data",), ()), (), ("model",))),
     ("_ max@data+model", ShardSpec(((),), (), ("data", "model"), "max")),
+    ("data:p1 ?:p2 _", ShardSpec((("data",), (), ()), (False, True, False), priorities=(1, 2, 0))),
     ("min@data", ShardSpec((), (), ("data",), "min")),
 ]
 
@@ -115,10 +115,9 @@ def test_local_shape_is_the_same_on_every_device(text, shape, local):
     assert ShardSpec.parse(text).local_shape(shape, MESH) == local
 
 
-def test_shards_and_padding():
+def test_shards():
     assert ShardSpec.parse("data _ sum@model").shards(MESH) == 2
     assert ShardSpec.parse("data+model").shards(MESH) == 8
-    assert [padding(size, 4) for size in (0, 1, 4, 5, 7)] == [0, 3, 0, 3, 1]
 
 
 WORDS = "  fix   one word per dimension: '_', '?', an axis, or axes joined by '+'"

@@ -53,7 +53,10 @@ def _(info: Any, in_dims: tuple, x: Tensor, mesh: str, spec: str) -> tuple[Tenso
     words = ShardSpec.parse(spec)
     dims = (*words.dims[: in_dims[0]], (), *words.dims[in_dims[0] :])
     opened = (*words.open[: in_dims[0]], True, *words.open[in_dims[0] :])
-    return mark_sharding_op(x, mesh, str(ShardSpec(dims, opened))), in_dims[0]
+    priorities = words.priorities or (0,) * words.rank
+    priorities = (*priorities[: in_dims[0]], 0, *priorities[in_dims[0] :])
+    marked = ShardSpec(dims, opened).with_priorities(priorities)
+    return mark_sharding_op(x, mesh, str(marked)), in_dims[0]
 
 
 mark_sharding_op.register_autograd(_mark_gradient, setup_context=_save_layout)

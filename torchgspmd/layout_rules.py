@@ -15,13 +15,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
+from .spec_notation import split_priority
 
 Axes = tuple[str, ...]
 Rule = str | Sequence[str] | None
+
+
+class Choice(NamedTuple):
+    """One alternative of a rule: axes, and the round in which marks propagate them (see below)."""
+
+    axes: Axes
+    priority: int = 0
+
+    def __str__(self) -> str:
+        return ("+".join(self.axes) or "_") + f":p{self.priority}" * (self.priority > 0)
 
 
 class Layout:
@@ -30,7 +41,9 @@ class Layout:
     Args:
         rules: Each value is an axis ("model"), axes joined by "+" (major first), None (whole on
             every device), or a sequence of such, of which the first that can be taken is taken.
-            A name that comes before others takes its axes before them.
+            A name that comes before others takes its axes before them. "data:p1" has priority 1:
+            it yields to axes of priority 0, in a tensor that has both names and, where layouts of
+            two tensors meet, in every operation.
 
     Raises:
         ShardingError: A name or an axis is no identifier.
@@ -45,9 +58,9 @@ class Layout:
     """
 
     def __init__(self, rules: Mapping[str, Rule]) -> None:
-        self.rules: dict[str, tuple[Axes, ...]] = {
+        self.rules: dict[str, tuple[Choice, ...]] = {
             _name(name): tuple(
-                map(_axes, (rule,) if rule is None or isinstance(rule, str) else rule)
+                map(_choice, (rule,) if rule is None or isinstance(rule, str) else rule)
             )
             for name, rule in rules.items()
         }
@@ -65,10 +78,10 @@ class Layout:
         return hash(tuple(self.rules.items()))
 
     def __str__(self) -> str:
-        return _table((n, " or ".join(map(_text, axes))) for n, axes in self.rules.items())
+        return _table((n, " or ".join(map(str, choices))) for n, choices in self.rules.items())
 
     def __repr__(self) -> str:
-        return f"Layout({ {n: [*map(_text, axes)] for n, axes in self.rules.items()} })"
+        return f"Layout({ {n: [*map(str, choices)] for n, choices in self.rules.items()} })"
 
     def on(self, mesh: Mesh) -> MeshLayout:
         """Return the table for a mesh, which marks take in place of the mesh.
@@ -90,7 +103,8 @@ class Layout:
         lost = [
             name
             for name, choices in self.rules.items()
-            if any(choices) and not any(c and _has(mesh, c) for c in choices)
+            if any(c.axes for c in choices)
+            and not any(c.axes and _has(mesh, c.axes) for c in choices)
         ]
         if lost:
             warnings.warn(
@@ -119,7 +133,7 @@ class MeshLayout:
         rows += [
             (f"[{names}]", self.explain(names))
             for names in sorted(self.seen)
-            if any(axes != alone[name] for name, axes in self._choose(names).items())
+            if any(choice != alone[name] for name, choice in self._choose(names).items())
         ]
         return _table(rows)
 
@@ -171,17 +185,19 @@ class MeshLayout:
             "_ model _ ('length' not on model: taken by 'heads')"
         """
         chosen = self._choose(names)
-        owners = {axis: name for name, axes in chosen.items() for axis in axes}
+        owners = {axis: name for name, choice in chosen.items() for axis in choice.axes}
         reasons = []
         for name in chosen:
-            for axes in self.layout.rules[name]:
-                if axes == chosen[name]:
+            for choice in self.layout.rules[name]:
+                if choice == chosen[name]:
                     break
-                lacks = [a for a in axes if a not in self.mesh.names]
-                takers = dict.fromkeys(repr(owners[a]) for a in axes if owners.get(a, name) != name)
+                lacks = [a for a in choice.axes if a not in self.mesh.names]
+                takers = dict.fromkeys(
+                    repr(owners[a]) for a in choice.axes if owners.get(a, name) != name
+                )
                 why = f"the mesh has no {'+'.join(lacks)}" if lacks else "taken by "
                 why += "" if lacks else " and ".join(takers)
-                reasons.append(f"'{name}' not on {_text(axes)}: {why}")
+                reasons.append(f"'{name}' not on {'+'.join(choice.axes)}: {why}")
         return _spec(names, chosen) + (f" ({'; '.join(reasons)})" if reasons else "")
 
     def check_used(self) -> None:
@@ -207,8 +223,8 @@ class MeshLayout:
                     fix=did_you_mean(name, sorted(used)),
                 )
 
-    def _choose(self, names: str) -> dict[str, Axes]:
-        """Return the axes of each name; those that come first in the table choose first."""
+    def _choose(self, names: str) -> dict[str, Choice]:
+        """Return the choice of each name: by priority, then in the order of the table."""
         words = _words(names)
         for name in words:
             if name not in self.layout.rules:
@@ -218,12 +234,13 @@ class MeshLayout:
                     fix=did_you_mean(name, self.layout.rules),
                 )
         taken: set[str] = set()
-        chosen: dict[str, Axes] = dict.fromkeys(words, ())
-        for name, choices in self.layout.rules.items():
-            for axes in choices if name in chosen else ():
-                if _has(self.mesh, axes) and taken.isdisjoint(axes):
-                    chosen[name] = axes
-                    taken.update(axes)
+        chosen = dict.fromkeys(words, Choice(()))
+        rules = [(name, choices) for name, choices in self.layout.rules.items() if name in chosen]
+        for name, choices in sorted(rules, key=lambda rule: rule[1][0].priority if rule[1] else 0):
+            for choice in choices:
+                if _has(self.mesh, choice.axes) and taken.isdisjoint(choice.axes):
+                    chosen[name] = choice
+                    taken.update(choice.axes)
                     break
         return chosen
 
@@ -255,12 +272,16 @@ def _words(names: str) -> list[str]:
     return [name for word in names.split() for name in word.split("+") if name not in ("_", "?")]
 
 
-def _spec(names: str, chosen: Mapping[str, Axes]) -> str:
-    """Return a spec, with the axes of each name where it stands first."""
+def _spec(names: str, chosen: Mapping[str, Choice]) -> str:
+    """Return a spec, with the axes of each name where it stands first.
+
+    A dimension of several names has the priority of the one that comes last.
+    """
     remaining, words = dict(chosen), []
     for word in names.split():
-        axes = [axis for name in word.split("+") for axis in remaining.pop(name, ())]
-        words.append("?" if word == "?" else "+".join(axes) or "_")
+        parts = [remaining.pop(name, Choice(())) for name in word.split("+")]
+        axes = tuple(axis for part in parts for axis in part.axes)
+        words.append("?" if word == "?" else str(Choice(axes, max(p.priority for p in parts))))
     return " ".join(words)
 
 
@@ -274,20 +295,19 @@ def _name(name: Any) -> str:
         raise ShardingError(
             f"{name!r} is no name of a dimension or an axis",
             where=user_line(),
-            fix='a rule is "heads": "model", "model+data", None, or a sequence of these',
+            fix='a rule is "heads": "model", "model+data", "data:p1", None, or a sequence of these',
         )
     return name
 
 
-def _axes(rule: Any) -> Axes:
-    """Return the axes of one alternative."""
+def _choice(rule: Any) -> Choice:
+    """Return one alternative."""
     if rule is None or rule == "_":
-        return ()
-    return tuple(map(_name, rule.split("+") if isinstance(rule, str) else (rule,)))
-
-
-def _text(axes: Axes) -> str:
-    return "+".join(axes) or "_"
+        return Choice(())
+    if not isinstance(rule, str):
+        return Choice((_name(rule),))
+    axes, priority = split_priority(rule)
+    return Choice(tuple(map(_name, axes.split("+"))), priority)
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:

@@ -5,6 +5,7 @@ Notation (GSPMD, arXiv 2105.04663, section 3.1, with named axes): one word per d
     _            not sharded             data          sharded along the axis
     ?            propagation decides     data+model    along two axes, the first one major
     data?        sharded, and propagation may shard it further
+    data:p1      as data, but propagated only after all marks of priority 0, that of the others
 
 and, for a value whose devices hold terms of a reduction that is still to be done, a last word
 `sum@model` (or max@, min@, prod@). The layout of a scalar is the empty string.
@@ -16,7 +17,6 @@ If an operation needs other rows, its operand has a Window of that dimension, su
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -24,34 +24,15 @@ from typing import Any, Union
 
 from .errors import ShardingError, user_line
 from .halo import Window
+from .interned import Interned
 from .mesh import Mesh
 from .spec_notation import Axes, SpecFields, parse_sequence, parse_string
 
 SpecLike = Union[str, "ShardSpec", Sequence[Any]]
 
 
-class _Interned(type):
-    """Metaclass that returns one object for equal fields.
-
-    Instances are then compared and hashed by identity, which planning does millions of times.
-    """
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        instance: Any = None if kwargs else _INTERNED.get(args)
-        if instance is None:
-            instance = super().__call__(*args, **kwargs)
-            instance = _INTERNED.setdefault(instance.fields(), instance)
-            if not kwargs:
-                _INTERNED[args] = instance
-        return instance
-
-
-# By all fields, and by the arguments of former calls, which may leave out the last ones.
-_INTERNED: dict[tuple[Any, ...], Any] = {}
-
-
 @dataclass(frozen=True, eq=False)
-class ShardSpec(metaclass=_Interned):
+class ShardSpec(metaclass=Interned):
     """The layout of a tensor: the mesh axes of every dimension, and of a pending reduction.
 
     Args:
@@ -61,6 +42,7 @@ class ShardSpec(metaclass=_Interned):
         reduction: The kind of that reduction: "sum", "max", "min" or "prod".
         windows: For every dimension None, or the rows that a device holds in place of its shard.
             Empty if there are none.
+        priorities: For every dimension of a mark the round that propagates it; empty if all are 0.
 
     Example:
         >>> str(ShardSpec((("data",), ()), pending=("model",)))
@@ -72,6 +54,7 @@ class ShardSpec(metaclass=_Interned):
     pending: Axes = ()
     reduction: str = "sum"
     windows: tuple[Window | None, ...] = ()
+    priorities: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.open:
@@ -80,18 +63,20 @@ class ShardSpec(metaclass=_Interned):
             object.__setattr__(self, "reduction", "sum")  # without pending axes it means nothing
         if not any(self.windows):
             object.__setattr__(self, "windows", ())
+        if not any(self.priorities):
+            object.__setattr__(self, "priorities", ())
 
     def fields(self) -> SpecFields:
         """Return all fields, the key of an interned spec.
 
         Returns:
-            (dims, open, pending, reduction, windows).
+            (dims, open, pending, reduction, windows, priorities).
 
         Example:
             >>> ShardSpec.parse("data _").fields()
-            ((('data',), ()), (False, False), (), 'sum', ())
+            ((('data',), ()), (False, False), (), 'sum', (), ())
         """
-        return self.dims, self.open, self.pending, self.reduction, self.windows
+        return self.dims, self.open, self.pending, self.reduction, self.windows, self.priorities
 
     def __reduce__(self) -> tuple[type[ShardSpec], SpecFields]:
         return ShardSpec, self.fields()
@@ -155,9 +140,13 @@ class ShardSpec(metaclass=_Interned):
         words = [
             ("+".join(axes) or ("" if is_open else "_"))
             + "?" * is_open
+            + f":p{priority}" * (priority > 0)
             + (f"[{window}]" if window else "")
-            for axes, is_open, window in zip(
-                self.dims, self.open, self.windows or (None,) * self.rank
+            for axes, is_open, window, priority in zip(
+                self.dims,
+                self.open,
+                self.windows or (None,) * self.rank,
+                self.priorities or (0,) * self.rank,
             )
         ]
         return " ".join(
@@ -286,7 +275,23 @@ class ShardSpec(metaclass=_Interned):
             change(self.pending),
             self.reduction,
             self.windows,
+            self.priorities,
         )
+
+    def with_priorities(self, priorities: tuple[int, ...] = ()) -> ShardSpec:
+        """Return the same layout with other priorities of its dimensions.
+
+        Args:
+            priorities: One a dimension; empty for 0 everywhere.
+
+        Returns:
+            The spec.
+
+        Example:
+            >>> str(ShardSpec.parse("data _").with_priorities((1, 0)))
+            'data:p1 _'
+        """
+        return ShardSpec(*self.fields()[:-1], priorities)
 
     def plain(self) -> ShardSpec:
         """Return the same axes without windows.
@@ -388,11 +393,6 @@ def nests(size: int, coarse: Axes, fine: Axes, mesh: Mesh) -> bool:
         return True
     n, m = mesh.count(coarse), mesh.count(fine)
     return -(-size // m) * (m // n) == -(-size // n)
-
-
-def padding(size: int, count: int) -> int:
-    """Return the rows of padding that `count` shards of a dimension of `size` rows hold in all."""
-    return math.ceil(size / count) * count - size if count else 0
 
 
 @lru_cache(maxsize=4096)

@@ -11,8 +11,10 @@ from .halo import Window
 from .sub_axes import sub_axis
 
 Axes = tuple[str, ...]
-# dims, open, pending, reduction, windows
-SpecFields = tuple[tuple[Axes, ...], tuple[bool, ...], Axes, str, tuple[Window | None, ...]]
+# dims, open, pending, reduction, windows, priorities
+SpecFields = tuple[
+    tuple[Axes, ...], tuple[bool, ...], Axes, str, tuple[Window | None, ...], tuple[int, ...]
+]
 REDUCTIONS = ("sum", "max", "min", "prod")
 
 
@@ -33,6 +35,7 @@ def _is_axis(name: Any) -> bool:
 
 
 _WORD = re.compile(r"(?:[^\s\[]|\[[^\]]*\])+")
+_PRIORITY = re.compile(r":p(\d+)$")
 
 
 def parse_string(text: str) -> SpecFields:
@@ -53,10 +56,12 @@ def parse_string(text: str) -> SpecFields:
                 where=user_line(),
                 fix="behind '@' an axis, or axes joined by '+'",
             )
-    dims, opens, windows = [], [], []
+    dims, opens, windows, priorities = [], [], [], []
     for word in words:
         word, window = _split_window(word)
         windows.append(window)
+        word, priority = split_priority(word)
+        priorities.append(priority)
         is_open = word.endswith("?")
         word = word[:-1] if is_open else word
         axes = () if word in ("", "_") else tuple(word.split("+"))
@@ -68,7 +73,13 @@ def parse_string(text: str) -> SpecFields:
             )
         dims.append(axes)
         opens.append(is_open)
-    return tuple(dims), tuple(opens), pending, reduction, tuple(windows)
+    return tuple(dims), tuple(opens), pending, reduction, tuple(windows), tuple(priorities)
+
+
+def split_priority(word: str) -> tuple[str, int]:
+    """Split `data:p1` into axes and priority, which is 0 where none is written."""
+    match = _PRIORITY.search(word)
+    return (word[: match.start()], int(match[1])) if match else (word, 0)
 
 
 def _split_window(word: str) -> tuple[str, Window | None]:
@@ -103,4 +114,4 @@ def parse_sequence(entries: Any) -> SpecFields:
                 "use None, an axis name, a tuple of axis names or UNCONSTRAINED",
                 where=user_line(),
             )
-    return tuple(dims), tuple(opens), (), "sum", ()
+    return tuple(dims), tuple(opens), (), "sum", (), ()

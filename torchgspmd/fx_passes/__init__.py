@@ -5,7 +5,8 @@ from .ir import Rules
 from .localize.localize import localize
 from .partition.partition import partition
 from .partition.regather_weights import regather_weights
-from .propagate.propagate import Layouts, propagate
+from .propagate.layouts import Layouts
+from .propagate.propagate import propagate
 
 __all__ = [
     "Layouts",

@@ -92,7 +92,7 @@ def partition_program(program: Program) -> fx.Graph:
     for node, inp in zip(placeholders, captured.inputs):
         spec = results[inp.output] if inp.kind == TANGENT else None
         if spec is not None and not any(spec.open):
-            fixed[node] = spec
+            fixed[node] = spec.with_priorities()
         elif spec is not None and on_processes:  # a cotangent has the layout of its output
             cotangents[node], outputs[inp.output] = (values[inp.output], spec), node
     return partition(
@@ -117,9 +117,8 @@ def _leaving(mesh: Mesh) -> Callable[[ShardSpec, tuple[int, ...]], ShardSpec]:
 
 def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:
     """Return the spec without axes of size 1, which shard nothing."""
-    return ShardSpec(
-        tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims), spec.open
-    )
+    dims = tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims)
+    return ShardSpec(dims, spec.open).with_priorities(spec.priorities)
 
 
 def _input_specs(
@@ -141,6 +140,8 @@ def _input_specs(
         )
         if spec is None:
             spec = inp.mark
+        elif inp.mark is not None:
+            spec = spec.with_priorities(inp.mark.priorities)
         specs.append(
             _drop_trivial(spec.check(mesh, inp.shape, f"{inp.kind} '{inp.name}'"), mesh)
             if spec is not None
@@ -239,5 +240,5 @@ def _required_outputs(program: Program) -> dict[int, ShardSpec | fx.Node]:
         elif out.kind == OBSERVED and program.request.on_processes:
             required[i] = _unconstrained(program.graph.output_node().args[0][i].meta["val"].dim())
         elif spec is not None:
-            required[i] = spec
+            required[i] = spec.with_priorities()
     return required

@@ -152,6 +152,7 @@ def signature(node: fx.Node) -> tuple:
         node.meta.get("dynamic", False),
         node.meta.get("computed"),
         *((runs(node), *map(runs, operands_of(node))) if _is_looped(node) else ()),
+        *((node.meta["pinned"],) if "pinned" in node.meta else ()),
     )
 
 
@@ -202,7 +203,8 @@ def _sources(op: Op) -> tuple[Any, ...]:
     """Return the objects that an operation follows from; whoever changes it replaces one."""
     node = op.node
     values = [v.meta["val"] for v in op.operands]
-    return node.args, node.kwargs, node.meta["val"], node.meta.get("runs"), *values
+    meta = node.meta
+    return node.args, node.kwargs, meta["val"], meta.get("runs"), meta.get("pinned"), *values
 
 
 def _follows_from_arguments(op: Op) -> bool:

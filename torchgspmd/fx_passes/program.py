@@ -24,7 +24,7 @@ from .ir import Rules
 from .partition.cost_constants import CostConstants
 from .partition.partition import Memories, Solutions
 from .printer import graph_text, program_text
-from .propagate.propagate import Layouts
+from .propagate.layouts import Layouts
 from .stages import CAPTURED, LOCAL, Stage
 
 

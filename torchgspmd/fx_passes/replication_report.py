@@ -24,7 +24,7 @@ from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from ..sub_axes import sub_axis
 from .ir import operands_of, other_shapes, tensors_of
-from .propagate.propagate import Layouts
+from .propagate.layouts import Layouts
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ _ROWS = (
     Key("loop", CAPTURED, PARTITIONED, str, "loops whose bodies draw it anew in each iteration"),
     Key("runs", CAPTURED, PARTITIONED, int, "how often it runs, if a loop's body has it"),
     Key("spec", ANNOTATED, RUNNABLE, ShardSpec, "layout of the value"),
+    Key("pinned", ANNOTATED, PARTITIONED, tuple, "axes, and the factors that each may shard alone"),
     Key("mark", ANNOTATED, PARTITIONED, ShardSpec, "layout that a mark asks for"),
     Key("rule", PARTITIONED, PARTITIONED, FactorRule, "of the operation"),
     Key("assignment", PARTITIONED, PARTITIONED, dict, "factor of the rule: axes that shard it"),

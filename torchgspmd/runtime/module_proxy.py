@@ -64,7 +64,8 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
             fix=did_you_mean(axis, mesh.names),
         )
     for parameter in model.parameters():
-        spec = (mark_on(parameter, mesh) or ShardSpec.replicated(parameter.dim())).closed()
+        mark = mark_on(parameter, mesh) or ShardSpec.replicated(parameter.dim())
+        spec = mark.closed()
         if not parameter.requires_grad or not parameter.dim() or axis in spec.sharding_axes:
             continue
         count = mesh.count((axis,))
@@ -74,7 +75,8 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
             key=lambda d: (rows[d] >= count, not spec.dims[d], rows[d] % count == 0, rows[d]),
         )
         axes = tuple(a for a in mesh.names if a == axis or a in spec.dims[dim])
-        mark_sharding(parameter, mesh, ShardSpec((*spec.dims[:dim], axes, *spec.dims[dim + 1 :])))
+        updated = spec.with_dim(dim, axes).with_priorities(mark.priorities)
+        mark_sharding(parameter, mesh, updated)
 
 
 def leaf_key(leaf: Any) -> Any:

@@ -66,6 +66,30 @@ CASES = {
         {"in_specs": ("a _", "_ a")},
         {"arg0": "a _", "arg1": "_ a", "einsum": "_ a"},
     ),
+    "an earlier round comes before a larger tensor": (
+        torch.matmul,
+        [(4, 6), (6, 80)],
+        {"in_specs": ("a _", "_ a:p1")},
+        {"arg0": "a _", "arg1": "_ a", "einsum": "a _"},
+    ),
+    "a later round fills what is free": (
+        torch.matmul,
+        [(4, 6), (6, 8)],
+        {"in_specs": ("a _", "_ b:p2")},
+        {"einsum": "a b"},
+    ),
+    "a dimension of a later round keeps its axis": (
+        torch.add,
+        [(4, 4), (4, 4)],
+        {"in_specs": ("a _", "? a:p1")},
+        {"arg1": "_ a", "add": "a _"},
+    ),
+    "an open dimension of a later round": (
+        torch.add,
+        [(4, 6), (4, 6)],
+        {"in_specs": ("a b", "a ?:p1")},
+        {"arg1": "a b", "add": "a b"},
+    ),
     "reduction": (lambda x: x.sum(0), [(4, 6)], {"in_specs": "a b"}, {"sum_1": "b"}),
     "transpose": (lambda x: x.t(), [(4, 6)], {"in_specs": "a b"}, {"t": "b a"}),
     "split of a dimension": (

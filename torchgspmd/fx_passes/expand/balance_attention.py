@@ -35,7 +35,7 @@ from ...shard_spec import ShardSpec
 from ..ir import Op, Rules, runs, values
 from ..partition.cost_constants import CostConstants
 from ..partition.cost_model import local_bytes
-from ..propagate.propagate import Layouts
+from ..propagate.layouts import Layouts
 from .min_cut import Cut
 from .split_fused import axes_along
 

@@ -28,7 +28,7 @@ from ...rules.ops.fused.chosen import (
     sorted_index_of,
 )
 from ..ir import Rules
-from ..propagate.propagate import Layouts
+from ..propagate.layouts import Layouts
 from .split_groups import carried_meta
 
 

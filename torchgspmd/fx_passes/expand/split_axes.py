@@ -20,7 +20,7 @@ from torch import fx
 from ...comm.kinds import Step
 from ...mesh import Mesh
 from ..ir import Op, Rules
-from ..propagate.propagate import Layouts
+from ..propagate.layouts import Layouts
 
 
 def required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str, tuple[int, ...]]:

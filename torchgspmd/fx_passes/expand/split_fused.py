@@ -16,7 +16,7 @@ from ...halo import sent_rows
 from ...rules.notation import Split
 from ...rules.ops.concat_slice import goes_by_parts
 from ..ir import Op, Rules
-from ..propagate.propagate import Layouts
+from ..propagate.layouts import Layouts
 
 
 def block_ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Node, int]:

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from ...fx_nodes import copy_node
 from ...rules.ops import concat_slice
 from ..ir import Op, Rules, tensors_of
-from ..propagate.propagate import Layouts
+from ..propagate.layouts import Layouts
 
 Place = tuple[fx.Node, int]  # a value and one of its dimensions
 Span = tuple[int, int]

@@ -164,6 +164,9 @@ def _reason(rows: Sequence[Row], op: Op, decisions: Decisions) -> str:
         return "nobody uses the layout of the mark, so it is left out"
     if marked(op) is not None:
         return "the layout is marked"
+    pinned = ", ".join(f"{axis} to {' or '.join(f)}" for axis, f in op.node.meta.get("pinned", ()))
+    if pinned:
+        return f"priorities of marks bind {pinned}; of what is left it costs least"
     if len(rows) == 1:
         return "there is no other candidate"
     chosen = next(row for row in rows if row.chosen)

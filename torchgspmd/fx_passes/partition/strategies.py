@@ -42,19 +42,29 @@ class Strategies:
     def candidates(
         self, op: Op, neighborhood: Neighborhood, forced: dict[str, tuple] | None = None
     ) -> list[Strategy]:
-        """Return the strategies worth a try. forced: axis -> the only factors it may shard."""
+        """Return the strategies worth a try. forced: axis -> the only factors it may shard.
+
+        So are those that priorities have pinned, unless no layout does.
+        """
         mark = marked(op)
         if mark is not None:
             return [Strategy((), (mark,), (mark,), 0.0)]
+        pinned = dict(op.node.meta.get("pinned", ()))
         options = self.options(op, neighborhood) | (forced or {})
         rows = op.rule.sizes if neighborhood.first else _rows(op)
         key = (op.key, neighborhood.first, tuple(options.items()))
         if key not in self.lists:
-            strategies = (
-                self._cached_strategy(op, *choice) for choice in self._choices(rows, options)
+            self.lists[key] = self._strategies(op, rows, options | pinned) or (
+                self._strategies(op, rows, options)
             )
-            self.lists[key] = list(dict.fromkeys(s for s in strategies if s is not None))
         return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
+
+    def _strategies(
+        self, op: Op, rows: Mapping[str, int], options: dict[str, tuple]
+    ) -> list[Strategy]:
+        """Return the strategies in which each axis does one of its options."""
+        strategies = (self._cached_strategy(op, *choice) for choice in self._choices(rows, options))
+        return list(dict.fromkeys(s for s in strategies if s is not None))
 
     def options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
         """Return what each axis may do: shard a factor, pass through operands, or nothing.

@@ -3,20 +3,20 @@
 before   layouts on some values             %x : f32[8@data, 64]   %w : f32[64, 256@model]
 after    meta["spec"] on every value        %mm : f32[8@data, 256@model]
 needs    only operations whose rules are known to `Rules`
-source   GSPMD (arXiv 2105.04663, section 3.5) for the priorities; Shardy's factors for the
+source   GSPMD (arXiv 2105.04663, section 3.5) for the stages; Shardy's factors for the
          propagation through one operation
 
 In each operation, and for each of its factors, the axes of one tensor extend to the others. A value
 only ever gets more axes. There are three stages, each until nothing changes. The first propagates
 through elementwise operations, the second along factors through any operation. The last adds
-factors that are summed over, and small operands that are broadcast.
+factors that are summed over, and small operands that are broadcast. All three run once for each
+priority of marks, the strongest first (rounds.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -26,73 +26,16 @@ from ...rules import FactorRule, factors, make_rule
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, values
 from .factors import assemble, crowded, is_far, is_roomy, project
+from .layouts import Layouts
+from .rounds import PINNED, Rounds, Seed
 
 ELEMENTWISE, PASSING, ALL = range(3)  # stages
-
-
-@dataclass
-class Layouts:
-    """The propagated layouts.
-
-    fixed: for each dimension of a value whether a mark closes it.
-    origin: (value, axis) -> the value that the axis came from (None: a mark), and why.
-    """
-
-    mesh: Mesh
-    spec: dict[fx.Node, ShardSpec]
-    fixed: dict[fx.Node, tuple[bool, ...]]
-    origin: dict[tuple[fx.Node, str], tuple[fx.Node | None, str]] = field(default_factory=dict)
-
-    def seed(self, value: fx.Node, spec: ShardSpec, why: str) -> None:
-        """Set a layout from outside; fix its closed dimensions, and keep those fixed before."""
-        dims, fixed = list(self.spec[value].dims), list(self.fixed[value])
-        taken = {axis for d, axes in enumerate(dims) if fixed[d] for axis in axes}
-        for d, axes in enumerate(spec.dims):
-            if not fixed[d] and not taken & set(axes):
-                dims[d] = axes
-                taken |= set(axes)
-                fixed[d] = not spec.open[d]
-                self.origin.update({(value, axis): (None, why) for axis in axes})
-        self.spec[value], self.fixed[value] = ShardSpec(tuple(dims)), tuple(fixed)
-
-    def of(self, new: Mapping[fx.Node, fx.Node]) -> Layouts:
-        """Return those of a copy of the graph. new: the nodes of the copy."""
-        return Layouts(
-            self.mesh,
-            {new[value]: spec for value, spec in self.spec.items()},
-            {new[value]: fixed for value, fixed in self.fixed.items()},
-            {
-                (new[value], axis): (source and new[source], why)
-                for (value, axis), (source, why) in self.origin.items()
-            },
-        )
-
-    def explain(self, value: fx.Node) -> list[str]:
-        """Return, for every axis, the chain from a value back to the mark, one line per step."""
-        lines = []
-        for axis in self.spec[value].sharding_axes:
-            at: fx.Node | None = value
-            while at is not None:
-                before, why = self.origin.get((at, axis), (None, "an input that was left open"))
-                lines.append(f"{axis}: %{at.name} {self.describe(at)} <- {why}")
-                at = before
-        return lines or [f"%{value.name} {self.describe(value)}: no mark reaches it"]
-
-    def root(self, value: fx.Node, axis: str) -> fx.Node:
-        """Return the value whose mark gave this value the axis."""
-        while (before := self.origin.get((value, axis), (None, ""))[0]) is not None:
-            value = before
-        return value
-
-    def describe(self, value: fx.Node) -> str:
-        """Return the layout of a value as text, in brackets."""
-        return f"[{self.spec[value]}]"
 
 
 def propagate(
     graph: fx.Graph,
     mesh: Mesh,
-    seeds: Iterable[tuple[fx.Node, ShardSpec, str]],
+    seeds: Sequence[Seed],
     ties: Iterable[tuple[fx.Node, fx.Node, str]] = (),
     rules: Rules | None = None,
 ) -> Layouts:
@@ -102,6 +45,8 @@ def propagate(
     should have one layout, such as a parameter and its gradient.
     """
     rules = rules or Rules()
+    for node in graph.nodes:
+        node.meta.pop(PINNED, None)  # of an earlier propagation
     all_values = list(values(graph))
     layouts = Layouts(
         mesh,
@@ -112,9 +57,13 @@ def propagate(
         layouts.seed(value, spec, why)
     ops = [op for op in rules.ops(graph) if op.rule.described and op.rule.sizes]
     ops += [_tie(a, b, why) for a, b, why in ties]
-    propagation = _Propagation(layouts, ops)
-    for stage in (ELEMENTWISE, PASSING, ALL):
-        propagation.run(stage)
+    propagation, rounds = _Propagation(layouts, ops), Rounds(layouts, seeds)
+    for _ in rounds:
+        for stage in (ELEMENTWISE, PASSING, ALL):
+            propagation.run(stage)
+    for op in ops:
+        if op.key is not None and (pinned := rounds.pinned(op, mesh)):
+            op.node.meta[PINNED] = pinned
     for value in all_values:
         value.meta["spec"] = layouts.spec[value]
     return layouts
@@ -206,6 +155,7 @@ class _Propagation:
             stage,
             *map(spec.__getitem__, values),
             *map(fixed.__getitem__, values),
+            *(map(self.layouts.reserved.get, values) if self.layouts.reserved else ()),
         )
         if key not in self.extension_cache:
             self.extension_cache[key] = list(self._extensions(op, stage))
@@ -303,7 +253,7 @@ class _Propagation:
         ):
             return False
         spec = self.layouts.spec[value]
-        used = set(spec.sharding_axes)
+        used = {*spec.sharding_axes, *self.layouts.reserved.get(value, ())}
         size = value.meta["val"].shape[dim] if len(dims[dim]) == 1 else rule.sizes[factor]
         accepted = None
         for end in range(len(have) + 1, len(longest) + 1):

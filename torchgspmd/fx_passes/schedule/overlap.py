@@ -10,6 +10,7 @@ ensures  one order of collectives for all ranks, as there is one text; the peak 
 
 early    A collective starts when its operand exists, and is waited for before its result's first
          use. Independent operations that stood before it are computed while it runs.
+         So are updates of weights that are gathered only to be returned: see early_updates.py.
 prefetch The operand of some collectives exists since the forward or backward began: mostly they are
          gathers of weights. Each starts when the one before it has arrived. While the device
          computes with one layer's weights, the next layer's are sent.
@@ -29,6 +30,7 @@ from torch import fx
 
 from ...comm.collective import start, wait
 from ...comm.loop_call import loop_calls
+from .early_updates import early_updates
 from .liveness import Ledger, peak
 
 EXTRA = 0.1  # Memory that overlapping may cost, as a fraction of the peak.
@@ -41,7 +43,7 @@ def overlap(
 
     room: bytes that it may cost, for a body those that the whole program may.
     """
-    room = EXTRA * peak(graph) if room is None else room
+    is_whole, room = room is None, EXTRA * peak(graph) if room is None else room
     for body in (body for _, call in loop_calls(graph) for body in call.bodies):
         overlap(body.graph, early, prefetch, room)
     limit = peak(graph) + room
@@ -49,6 +51,8 @@ def overlap(
     order = [n for n in graph.nodes if n.op != "placeholder"]
     if early and max(_profile(graph, urgent := _urgent_first(order))) <= limit:
         order = urgent
+    if early and is_whole and max(_profile(graph, soon := early_updates(order))) <= limit:
+        order = soon
     if early or prefetch:
         _relink(graph, [*inputs, *_Scheduler(graph, order, limit, early, prefetch).run()])
     return graph

@@ -1,0 +1,99 @@
+"""Rounds of propagation by the priorities of marks: batch before model before ZeRO.
+
+    %x : f32[64@data, 256]    %w : f32[512@data, 256], a mark "data:p1 _"    %y = linear(%x, %w)
+
+round 0  %w takes part as f32[512, 256], and may not take `data`: %y is f32[64@data, 512]
+round 1  %w is f32[512@data, 256]; %y has `data` on its rows already
+after    meta["pinned"] of %y: `data` shards the rows, whatever that costs, so %w is gathered
+source   user priorities of Shardy (docs/propagation.md)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import fx
+
+from ...mesh import Mesh
+from ...shard_spec import Axes, ShardSpec
+from ..ir import Op
+from .factors import project
+from .layouts import Layouts
+
+Seed = tuple[fx.Node, ShardSpec, str]
+PINNED = "pinned"
+
+
+class _Later(NamedTuple):
+    """A dimension of a mark whose turn is to come."""
+
+    value: fx.Node
+    dim: int
+    axes: Axes
+    is_fixed: bool
+
+
+class Rounds:
+    """The order in which marks are propagated. layouts: with all marks in place."""
+
+    def __init__(self, layouts: Layouts, seeds: Iterable[Seed]) -> None:
+        self.layouts = layouts
+        self.later: dict[int, list[_Later]] = {}  # by priority
+        self.round_of: dict[tuple[fx.Node, str], int] = {}  # of every axis of a value
+        for value, spec, why in seeds:
+            for d, (axes, priority) in enumerate(zip(spec.dims, spec.priorities)):
+                is_set = all(layouts.origin.get((value, axis)) == (None, why) for axis in axes)
+                if priority and axes == layouts.spec[value].dims[d] and is_set:
+                    row = _Later(value, d, axes, layouts.fixed[value][d])
+                    self.later.setdefault(priority, []).append(row)
+        self.count = 1 + len(self.later)
+        for rows in self.later.values():
+            for row in rows:
+                self._set(row.value, row.dim, (), True)
+                reserved = layouts.reserved.get(row.value, frozenset())
+                layouts.reserved[row.value] = reserved.union(row.axes)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the priorities, the strongest first; set the marks of each before."""
+        for priority in sorted({0, *self.later}):
+            for value, d, axes, is_fixed in self.later.get(priority, ()):
+                self._set(value, d, axes, is_fixed)
+                self.layouts.reserved[value] -= frozenset(axes)
+            yield priority
+            if self.count > 1:
+                self._note(priority)
+
+    def _set(self, value: fx.Node, dim: int, axes: Axes, is_fixed: bool) -> None:
+        layouts, fixed = self.layouts, list(self.layouts.fixed[value])
+        fixed[dim] = is_fixed
+        layouts.spec[value], layouts.fixed[value] = (
+            layouts.spec[value].with_dim(dim, axes),
+            tuple(fixed),
+        )
+
+    def _note(self, priority: int) -> None:
+        """Note, for every axis that a value got in this round, the round."""
+        for key, (source, why) in self.layouts.origin.items():
+            value, axis = key
+            if key not in self.round_of and axis in self.layouts.spec[value].sharding_axes:
+                self.round_of[key] = priority
+                self.layouts.origin[key] = source, f"{why} (p{priority})"
+
+    def pinned(self, op: Op, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Return (axis, the factors of the earliest round) where layouts of several rounds meet."""
+        rounds: dict[str, dict[str, int]] = {}  # axis -> factor -> the first round of the two
+        tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
+        for value, dims in tensors if self.count > 1 else ():
+            spec = ShardSpec(()) if value is None else self.layouts.spec[value]
+            for factor, axes in project(dims, spec, op.rule.sizes, mesh).items():
+                if factor not in op.rule.replicated:
+                    for axis in axes:
+                        of_axis = rounds.setdefault(axis, {})
+                        number = self.round_of[value, axis]  # pyright: ignore[reportArgumentType]
+                        of_axis[factor] = min(number, of_axis.get(factor, number))
+        return tuple(
+            (axis, tuple(f for f, number in of_axis.items() if number == min(of_axis.values())))
+            for axis, of_axis in rounds.items()
+            if len({*of_axis.values()}) > 1
+        )
