@@ -241,7 +241,7 @@ class _Calibration:
         run, points = CollectiveOfAnySize(kind.name, self.groups, torch.float32), []
         for side in SIDES:
             side = -(-side // count) * count  # that the group divides
-            x = torch.zeros(side, side, device=self.device)
+            x = _input(side, side).to(self.device)  # zeros would have no pages of their own
             payload = x.nbytes * (count if kind.gathers else 1)
             seconds = self._time(lambda x=x: run(x, *arguments))
             points.append((kind.sent(payload, count), seconds))
@@ -250,13 +250,15 @@ class _Calibration:
         return Link(count, 1 / slope, max(first - small * slope, 0.0))
 
     def _time(self, run: Callable[[], Any]) -> float:
-        """Return the median of the seconds of a call, on the slowest device."""
+        """Return the median of the seconds of a call, each until the slowest device is through.
+
+        Where devices take turns on few cores, it is another one each time.
+        """
         for _ in range(2):
             run()
-        times, repeats = [], max(5, int(self._most(SECONDS / max(self._once(run), 1e-6))))
-        for _ in range(min(repeats, 200)):
-            times.append(self._once(run))
-        return self._most(statistics.median(times))
+        repeats = min(max(5, int(self._most(SECONDS / max(self._once(run), 1e-6)))), 200)
+        times = [self._once(run) for _ in range(repeats)]
+        return statistics.median(self._slowest(times))
 
     def _once(self, run: Callable[[], Any]) -> float:
         """Return the seconds of one call that all devices begin together."""
@@ -269,9 +271,13 @@ class _Calibration:
 
     def _most(self, value: float) -> float:
         """Return the largest of a number of all devices."""
-        number = torch.tensor(value, dtype=torch.float64, device=self.groups.checked_on)
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-        return number.item()
+        return self._slowest([value])[0]
+
+    def _slowest(self, values: list[float]) -> list[float]:
+        """Return the largest of each of some numbers of all devices."""
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.groups.checked_on)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return numbers.tolist()
 
 
 def _wire(kind: Any) -> Sequence[Any]:

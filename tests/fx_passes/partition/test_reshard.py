@@ -405,3 +405,11 @@ def test_steps_and_bytes(before, after, steps):
         (24, 32), ITEMSIZE, ShardSpec.parse(before), ShardSpec.parse(after)
     )
     assert ", ".join(f"{s.kind} {s.sent:g}" for s in found) == steps
+
+
+@pytest.mark.parametrize("after", ["_ _", "a+b _", "_ a+b"])
+def test_bound_of_a_sum_counts_every_device_that_gets_it(after: str) -> None:
+    mesh = Mesh(a=2, b=4)
+    problem = (16, 8), ITEMSIZE, ShardSpec.parse("_ _ sum@a+b"), ShardSpec.parse(after)
+    resharder = Resharder(mesh)
+    assert resharder.at_least(*problem) == pytest.approx(resharder.cost(*problem))

@@ -18,7 +18,7 @@ from ...mesh import Mesh
 from ...shard_spec import Axes, ShardSpec, nests
 from .cost_constants import CostConstants
 from .halo_reshard import Path, halo_steps, start_of_halos
-from .reshard_search import ReshardSearch, at_least, on_average, step_cost
+from .reshard_search import CommonMoves, ReshardSearch, at_least, on_average, step_cost
 
 ReshardKey = tuple[tuple[int, ...], int, ShardSpec, ShardSpec]  # shape, itemsize, before, after
 
@@ -33,6 +33,8 @@ class Resharder:
         self.bounds: dict[ReshardKey, float] = {}
         # what moves a value to several layouts, by shape and bytes, runs, layout and these
         self.transports: dict[tuple, float] = {}
+        self.searches: dict[tuple[tuple[int, ...], int, ShardSpec], ReshardSearch] = {}
+        self.common_moves: dict[tuple[tuple[int, ...], int], CommonMoves] = {}
 
     def cost(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
@@ -111,13 +113,21 @@ class Resharder:
         elif key not in self.paths:
             steps = self._slices(shape, before, after)
             if steps is None:
-                search = ReshardSearch(self.mesh, shape, itemsize, after, self.constants)
-                steps = search.run(before)
+                steps = self._search(shape, itemsize, after).run(before)
             self.paths[key] = (
                 sum(step_cost(step, self.constants) for step in steps if step.collective),
                 steps,
             )
         return self.paths[key]
+
+    def _search(self, shape: tuple[int, ...], itemsize: int, after: ShardSpec) -> ReshardSearch:
+        """Return the search of steps to a layout, cached."""
+        key = shape, itemsize, after
+        if key not in self.searches:
+            common = self.common_moves.setdefault((shape, itemsize), {})
+            search = ReshardSearch(self.mesh, shape, itemsize, after, self.constants, common)
+            self.searches[key] = search
+        return self.searches[key]
 
     def _path_to_windows(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec

@@ -17,12 +17,13 @@ import math
 from collections.abc import Iterator
 
 from ...comm.box_exchange import lacking
-from ...comm.kinds import SEARCHED, CollectiveKind, Step, all_reduce
+from ...comm.kinds import SEARCHED, CollectiveKind, Step, StepKind, all_reduce
 from ...comm.kinds.permute import permute_step
 from ...mesh import Mesh
 from ...shard_spec import Axes, ShardSpec, nests
 from .cost_constants import CostConstants
 
+CommonMoves = dict[tuple[StepKind, ShardSpec, Axes], tuple[Step, ...]]
 MOST_CHANGED = 2  # Dimensions that a step may change, as an all_to_all does; a permute changes all.
 
 
@@ -30,7 +31,9 @@ class ReshardSearch:
     """Searches steps to one layout of one tensor.
 
     The estimate of the remaining cost is what a device lacks: at least that has to be sent to it.
-    Paths that cannot beat the direct one are not followed.
+    Paths that cannot beat the direct one are not followed. common: by layout, the moves of kinds
+    that have the same ones for all targets with the same pending axes; searches of a tensor share
+    them.
     """
 
     def __init__(
@@ -40,9 +43,12 @@ class ReshardSearch:
         itemsize: int,
         after: ShardSpec,
         constants: CostConstants,
+        common: CommonMoves | None = None,
     ) -> None:
         self.mesh, self.shape, self.itemsize, self.after = mesh, shape, itemsize, after
         self.constants = constants
+        self.common: CommonMoves = {} if common is None else common
+        self.bounds: dict[ShardSpec, float] = {}  # remaining_cost
         self.targets = (after, *self._finer())
         self.bytes_of_shards: dict[tuple[Axes, ...], float] = {}  # by axes of the dimensions
 
@@ -71,11 +77,13 @@ class ReshardSearch:
         direct = self._direct(before)
         bound = sum(step_cost(step, self.constants) for step in direct)
         order = itertools.count()
-        # (estimate, steps so far, ...): of equal estimates the path with fewest steps.
-        queue: list[tuple] = [(0.0, 0, next(order), 0.0, before, ())]
+        # (estimate, steps so far, has all sums, ...): of equal estimates the path with fewest
+        # steps; of these, one that may still reduce later.
+        queue: list[tuple] = [(0.0, 0, False, next(order), 0.0, before, ())]
         seen: set[ShardSpec] = set()
+        best: dict[ShardSpec, tuple[float, int]] = {}  # of those in the queue: their first two
         while queue and len(seen) < self.constants.max_layouts:
-            _, _, _, cost, spec, steps = heapq.heappop(queue)
+            *_, cost, spec, steps = heapq.heappop(queue)
             if spec in seen:
                 continue
             seen.add(spec)
@@ -84,21 +92,17 @@ class ReshardSearch:
             for move in self._moves(spec, bound - cost):
                 total = cost + step_cost(move, self.constants)
                 if (
-                    move.spec not in seen
-                    and total < bound
-                    and (estimate := total + self.remaining_cost(move.spec)) < bound
+                    move.spec in seen
+                    or total >= bound
+                    or (estimate := total + self.remaining_cost(move.spec)) >= bound
                 ):
-                    heapq.heappush(
-                        queue,
-                        (
-                            round(estimate, 3),
-                            len(steps) + 1,
-                            next(order),
-                            total,
-                            move.spec,
-                            (*steps, move),
-                        ),
-                    )
+                    continue
+                rank = round(estimate, 3), len(steps) + 1
+                if move.spec not in best or rank < best[move.spec]:
+                    best[move.spec] = rank
+                    is_reduced = move.spec.pending == self.after.pending
+                    entry = *rank, is_reduced, next(order), total, move.spec, (*steps, move)
+                    heapq.heappush(queue, entry)
         return direct
 
     def _direct(self, before: ShardSpec) -> tuple[Step, ...]:
@@ -113,7 +117,11 @@ class ReshardSearch:
 
     def remaining_cost(self, spec: ShardSpec) -> float:
         """Return a lower bound of the cost from a layout to the target."""
-        return at_least(self.mesh, self.shape, self.itemsize, spec, self.after, self.constants)
+        if (bound := self.bounds.get(spec)) is None:
+            bound = self.bounds[spec] = at_least(
+                self.mesh, self.shape, self.itemsize, spec, self.after, self.constants
+            )
+        return bound
 
     def shard_bytes(self, spec: ShardSpec) -> float:
         """Return the bytes of one shard."""
@@ -128,12 +136,15 @@ class ReshardSearch:
         return nests(self.shape[dim], coarse, fine, self.mesh)
 
     def _moves(self, spec: ShardSpec, left: float) -> Iterator[Step]:
-        """Yield the steps that cost less than `left`, and some others.
-
-        If `left` is 0: the steps to `after`, and some others, but for those that are dear to price.
-        """
+        """Yield the steps that cost less than `left`, and some others."""
         for kind in SEARCHED:
-            yield from kind.moves(self, spec, left)
+            if not kind.common_moves:
+                yield from kind.moves(self, spec, left)
+                continue
+            key = kind, spec, self.after.pending
+            if (moves := self.common.get(key)) is None:
+                moves = self.common[key] = tuple(kind.moves(self, spec, math.inf))
+            yield from moves
 
     def padded_bytes(self, spec: ShardSpec, dim: int, axes: Axes) -> float:
         """Return the bytes of a shard, with a dimension padded to a multiple of further axes."""
@@ -156,14 +167,17 @@ def at_least(
 ) -> float:
     """Return a lower bound of the cost of any path between two layouts.
 
-    Without a reduction that is one collective and what some device lacks. A sum of n terms sends
-    all terms but one, however finely they are cut.
+    Without a reduction that is one collective and what some device lacks. Of n terms of a sum all
+    but one are sent until the first device has the sum, however finely they are cut; then it is
+    sent to each other device that shall have it.
     """
     if before.pending == after.pending:
         missing = lacking(mesh, shape, before, after)
         return missing * itemsize + constants.collective_fee if missing else 0.0
     terms = mesh.count(tuple(a for a in before.pending if a not in after.pending))
-    return (terms - 1) * math.prod(shape) * itemsize / mesh.size + constants.collective_fee
+    devices = 1 if after.pending else mesh.size // mesh.count(after.sharding_axes)
+    sends = terms + devices - 2  # of each element
+    return sends * math.prod(shape) * itemsize / mesh.size + constants.collective_fee
 
 
 def on_average(
