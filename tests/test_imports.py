@@ -21,6 +21,7 @@ LAYERS = (  # a file imports only from the lines below its own
     (
         "runtime.sharded_module",
         "runtime.shared_plan",
+        "runtime.compile_graph",
         "runtime.joint_program",
         "runtime.mesh_module",
         "runtime.compiled_program",

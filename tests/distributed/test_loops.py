@@ -1,9 +1,11 @@
 """Loops on real processes: layers in a loop, in a loop over microbatches; loops that values end."""
 
+from unittest.mock import patch
+
 import torch
 from ranks import distributed
 from tied_model import close
-from torch import nn
+from torch import fx, nn
 from torch._higher_order_ops import scan, while_loop
 from torch.nn import functional as F
 
@@ -44,6 +46,10 @@ class Layers(nn.Module):
 
 @distributed("data=2", "data=2,model=2")
 def test_layers_in_microbatches(mesh):
+    check_layers(mesh, "torch")
+
+
+def check_layers(mesh, backend):
     torch.manual_seed(0)
     model, x = Layers(), torch.randn(4, 6, 5, WIDTH)
     expected = model.by_hand(x)
@@ -54,7 +60,7 @@ def test_layers_in_microbatches(mesh):
         gspmd.annotate(model, mesh, {"up": "_ _ model", "down": "_ model _"})
     else:
         gspmd.annotate(model, mesh, {"up": "_ data _", "down": "_ _ data"})
-    model = gspmd.parallelize(model, mesh, in_specs=("_ data _ _",))
+    model = gspmd.parallelize(model, mesh, in_specs=("_ data _ _",), backend=backend)
     for _ in range(2):
         model.zero_grad()
         loss = model(x)
@@ -88,11 +94,32 @@ class Branches(nn.Module):
 
 @distributed("data=2", "data=2,model=2")
 def test_branches_and_loops_that_values_end(mesh):
+    check_branches(mesh, "torch")
+
+
+@distributed("data=2")
+def test_inductor_compiles_the_body_of_a_loop(mesh):
+    compiled, compile_one = [], torch.compile
+
+    def record(function, **options):
+        if isinstance(function, fx.GraphModule):
+            compiled.extend(str(node.target) for node in function.graph.nodes)
+            options["backend"] = "aot_eager"  # as Inductor, without its C++
+        return compile_one(function, **options)
+
+    with patch.object(torch, "compile", record):
+        check_layers(mesh, "inductor")
+    for op in ("aten.gelu.default", "aten.gelu_backward.default"):
+        assert 0 < compiled.count(op) <= 3, "in the first, the last and all other iterations"
+    check_branches(mesh, "inductor")
+
+
+def check_branches(mesh, backend):
     torch.manual_seed(0)
     model, x = Branches(), torch.randn(4, 6)
     if "model" in mesh.names:
         gspmd.annotate(model, mesh, {"weight": "_ model"})
-    sharded = gspmd.parallelize(model, mesh, in_specs="data _")
+    sharded = gspmd.parallelize(model, mesh, in_specs="data _", backend=backend)
     for scale in (1, -1, 3):
         weight = sharded.weight.full_tensor().detach().requires_grad_()
         reference = Branches()

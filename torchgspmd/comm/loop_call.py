@@ -18,6 +18,22 @@ from torch import Tensor, fx
 from ..custom_ops.loops import Loop
 
 
+def as_code(graph: fx.Graph) -> Callable[..., Any]:
+    """Return a function that runs a graph, operation by operation."""
+    return fx.GraphModule(torch.nn.Module(), graph).forward
+
+
+class Body:
+    """A program in a program. compile: makes a function of a graph, when it first runs."""
+
+    graph: fx.Graph
+    compile: Callable[[fx.Graph], Callable[..., Any]] = staticmethod(as_code)
+
+    @property
+    def __name__(self) -> str:
+        raise NotImplementedError
+
+
 class BodyCall:
     """The target of a node that runs programs of its own, its bodies. loop: how often."""
 
@@ -33,8 +49,8 @@ class BodyCall:
         return f"x {self.loop.length}"
 
     @property
-    def bodies(self) -> Sequence[Any]:
-        """The bodies: each has a `graph` of its own."""
+    def bodies(self) -> Sequence[Body]:
+        """The bodies."""
         raise NotImplementedError
 
     def copy(self) -> BodyCall:
@@ -43,7 +59,7 @@ class BodyCall:
 
 
 @dataclass(eq=False)
-class LoopCall(BodyCall):
+class LoopCall(Body, BodyCall):
     """A loop over the rows of tensors, with the program of its body.
 
     graph: from the coordinates, as long as a program has them, the carries, what is held, a row of
@@ -103,7 +119,7 @@ class LoopCall(BodyCall):
     @cached_property
     def compiled(self) -> list[Callable[..., Any]]:
         """The compiled graphs."""
-        return [fx.GraphModule(torch.nn.Module(), graph).forward for graph in self.graphs()]
+        return [self.compile(graph) for graph in self.graphs()]
 
     def __call__(
         self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[Any]

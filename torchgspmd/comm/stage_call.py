@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, fx
 
 from ..custom_ops.loops import Loop
 from .kinds import Step
-from .loop_call import BodyCall, copy_of
+from .loop_call import Body, BodyCall, copy_of
 from .stage_order import Order
 from .stage_schedule import Piece
 
@@ -29,7 +28,7 @@ FORWARD, LOSS, BACKWARD, WEIGHTS = "forward", "loss", "backward", "weights"
 
 
 @dataclass(eq=False)
-class StageBody:
+class StageBody(Body):
     """A piece of work in a round. graph: from the coordinates and `inputs` to `outputs`."""
 
     kind: str
@@ -45,7 +44,7 @@ class StageBody:
     @cached_property
     def run(self) -> Callable[..., Any]:
         """The compiled piece."""
-        return fx.GraphModule(torch.nn.Module(), self.graph).forward
+        return self.compile(self.graph)
 
 
 @dataclass(frozen=True)

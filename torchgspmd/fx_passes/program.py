@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from ..capture import Captured
-from ..comm.loop_call import LoopCall
+from ..comm.loop_call import Body
 from ..comm.process_groups import ProcessGroups
-from ..comm.stage_call import StageBody
 from ..fx_nodes import copy_node
 from ..hardware import Hardware, hardware_of
 from ..mesh import Mesh
@@ -131,7 +130,7 @@ class Program:
     rank: Rank = field(init=False)
     boundary: Boundary = field(init=False)
     backward: Program | None = None
-    call: LoopCall | StageBody | None = None
+    call: Body | None = None
     changed: frozenset[str] = frozenset()
     seconds: dict[str, float] = field(default_factory=dict)
     printed: str = ""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, PARAMETER
@@ -15,10 +14,10 @@ from ..comm.rank_check import RankCheck
 from ..comm.value_check import ArgumentValues
 from ..dtensor.storage import wrap_local
 from ..fx_passes.ir import global_shape
-from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 from ..fx_passes.pipeline import lower_plan
 from ..fx_passes.program import Rank
 from ..plan import Plan
+from .compile_graph import compile_graph
 from .compiled_program import CompiledProgram
 from .partial_backward import PartialBackward
 
@@ -60,13 +59,11 @@ class JointProgram(CompiledProgram):
         self.rank_check: RankCheck
         self.carries = self.carry in targets
         self.checks_in_forward = self.carries or self.settle in targets
-        self.forward, self.watcher = _compile_graph(owner, program.graph, backend), groups.watcher
+        self.forward, self.watcher = compile_graph(owner, program.graph, backend), groups.watcher
         self.name = self.watcher.watch(self.forward)
         assert program.backward is not None, "the last pass splits the graph"
         self.backward_graph, self.pieces = program.backward.graph, None
-        self.compile = lambda graph: self._watched(
-            _compile_graph(owner, graph, backend, boxed=True)
-        )
+        self.compile = lambda graph: self._watched(compile_graph(owner, graph, backend, boxed=True))
         self.backward = self.compile(self.backward_graph)
 
     def __call__(self, leaves: list, call: tuple[tuple, dict], rank_check: RankCheck) -> Any:
@@ -123,13 +120,3 @@ class JointProgram(CompiledProgram):
         if not self.checks_in_forward:
             self.settle()
         return super().run_forward(flat)
-
-
-def _compile_graph(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = False) -> Any:
-    """Return a function that runs the graph. boxed: it takes a list of inputs and empties it."""
-    if backend == "inductor":
-        compiled = torch.compile(fx.GraphModule(owner, graph))
-        return (lambda inputs: compiled(*inputs)) if boxed else compiled
-    if boxed:
-        graph.set_codegen(BoxedCodeGen())
-    return fx.GraphModule(owner, graph).forward

@@ -177,9 +177,6 @@ class ShardedModule(MeshModule):
             (i, d) for i, spec in enumerate(layouts) for d, axes in enumerate(spec.dims) if not axes
         }
 
-    def _unrolls(self) -> bool:
-        return self._backend == "inductor"
-
     @watched
     def _run(self, program: JointProgram, call: Call) -> Any:
         self.__dict__["plan"] = program.plan

@@ -98,7 +98,7 @@ class TracedLoop:
 
 
 def is_unrolling() -> bool:
-    """Return whether the trace is for a backend that compiles graphs: it has no loops."""
+    """Return whether the trace is for a backend without loops."""
     return _is_unrolling.get()
 
 

@@ -38,7 +38,7 @@ IN_BLOCKS = {
 def lower_einsum(graph: fx.Graph, device: str) -> fx.Graph:
     """Rewrite the graph in place and return it. On the CPU attention calls PyTorch's kernel."""
     for node in list(graph.nodes):
-        if node.target in IN_BLOCKS and device == "cpu":
+        if node.target in IN_BLOCKS and device == "cpu" and not _has_dropout(node):
             node.target = IN_BLOCKS[node.target]
         # Views of rows and columns need sizes.
         if node.target is EINSUM and not any(n.meta.get("unknown") for n in node.args[1:]):
@@ -50,6 +50,12 @@ def lower_einsum(graph: fx.Graph, device: str) -> fx.Graph:
                 replaced.replace_all_uses_with(result)
                 graph.erase_node(replaced)
     return graph
+
+
+def _has_dropout(node: fx.Node) -> bool:
+    """Return True if attention is computed tile by tile. A compiler is not to trace that."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    return any(node.args[names.index("seed") :])
 
 
 def _is_product(node: fx.Node) -> bool:
