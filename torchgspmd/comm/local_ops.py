@@ -48,6 +48,28 @@ def join_pieces(
     return torch.cat(segments, dim)
 
 
+Rows = Tensor | list["Rows"]  # the rows of a stack, or of a stack of stacks
+
+
+def stack_rows(rows: Rows) -> Tensor:
+    """Return rows as one tensor."""
+    return rows if isinstance(rows, Tensor) else torch.stack([stack_rows(x) for x in rows])
+
+
+def copy_rows(rows: Rows) -> Rows:
+    """Return rows in memory of their own."""
+    return rows.clone() if isinstance(rows, Tensor) else [copy_rows(x) for x in rows]
+
+
+def add_rows(total: Rows, rows: Rows) -> None:
+    """Add rows to a total, in place."""
+    if isinstance(total, Tensor):
+        total.add_(rows)  # pyright: ignore
+        return
+    for x, y in zip(total, rows):
+        add_rows(x, y)
+
+
 def only_first(x: Tensor, index: int) -> Tensor:
     """Return x on the device with index 0, zeros on the others."""
     return x if index == 0 else torch.zeros_like(x)

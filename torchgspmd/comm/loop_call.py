@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..custom_ops.loops import Loop
+from .local_ops import add_rows, copy_rows
 
 
 def as_code(graph: fx.Graph) -> Callable[..., Any]:
@@ -67,7 +68,8 @@ class LoopCall(Body, BodyCall):
     for it, the carries as they leave the loop, the results to be stacked, those to be added up.
     held: how many values an iteration computes for the next one from rows and values of outside.
     ahead: of how many rows, the last ones, a body gets those of the next iteration. empty: the
-    shapes and dtypes of what is stacked or added up, for a loop that a value ends at once.
+    shapes and dtypes of what is stacked or added up, for a loop that a value ends at once. listed:
+    the stacks that are lists of rows, which loops alone take (lower/list_rows.py).
     """
 
     loop: Loop
@@ -79,6 +81,7 @@ class LoopCall(Body, BodyCall):
     empty: Sequence[tuple[Sequence[int], torch.dtype]] = ()
     ahead: int = 0
     held: int = 0
+    listed: frozenset[int] = frozenset()
 
     @property
     def __name__(self) -> str:
@@ -139,7 +142,7 @@ class LoopCall(Body, BodyCall):
         """Yield which of the graphs runs on which inputs; take its results. Return the loop's."""
         now, ahead = rows[: len(rows) - self.ahead], rows[len(rows) - self.ahead :]
         at, step = self.carries, -1 if self.loop.reverse else 1
-        held, last, results = list[Any](), carries, list[Tensor]()
+        held, last, results = list[Any](), carries, list[Any]()
 
         def inputs(row: int, following: int) -> list[Any]:
             chosen = [*(x[row] for x in now), *(x[following] for x in ahead)]
@@ -158,11 +161,14 @@ class LoopCall(Body, BodyCall):
             stacked, summed = values[end + at :][: self.stacks], values[end + at + self.stacks :]
             if not results:
                 length = 0 if self.loop.ends == "*" else self.loop.length
-                results = [x.new_empty([length, *x.shape]) for x in stacked]
-                results += [x.clone() for x in summed]
+                results += [
+                    [None] * length if k in self.listed else x.new_empty([length, *x.shape])
+                    for k, x in enumerate(stacked)
+                ]
+                results += map(copy_rows, summed)
             else:
                 for total, x in zip(results[self.stacks :], summed):
-                    total.add_(x)
+                    add_rows(total, x)
             for k, x in enumerate(stacked):
                 if self.loop.ends == "*":
                     results[k] = torch.cat([results[k], x[None]])

@@ -31,6 +31,7 @@ from ..xla_backend.lower import unpartitioned
 from .boundary import partition_program, propagate_program, start_program
 from .localize.outline_loops import outline_loops
 from .localize.outline_stages import outline_stages
+from .localize.sink_exits import sink_exits
 from .localize.stage_sends import stage_sends
 from .lower.convert_boundary import convert_inputs, convert_outputs
 from .lower.elide_copies import elide_copies
@@ -38,6 +39,7 @@ from .lower.fold_views import fold_views
 from .lower.functional_reductions import functional_reductions
 from .lower.gloo_all_to_all import gloo_all_to_all
 from .lower.insert_rank_check import insert_rank_check
+from .lower.list_rows import list_rows
 from .lower.lower_collectives import lower_collectives
 from .lower.lower_einsum import lower_einsum
 from .lower.nll_backward import nll_backward
@@ -49,6 +51,7 @@ from .pass_types import Alternatives, Pass, Step
 from .program import Program, Rank, Request
 from .program_passes import (
     balance_attention,
+    bucket,
     fits_device,
     has_hosts,
     hierarchical_sums,
@@ -68,7 +71,6 @@ from .program_passes import (
     splits_products,
 )
 from .schedule.attention_rings import attention_rings
-from .schedule.bucket import bucket
 from .schedule.collective_matmul import collective_matmul
 from .schedule.start_wait import start_wait
 from .stages import (
@@ -99,9 +101,9 @@ def _is_inductor(p: Program) -> bool:
     return p.rank.backend == "inductor"
 
 
-def _of(rewrite: Callable[[fx.Graph], fx.Graph]) -> Callable[[Program], fx.Graph]:
+def _of(run: Callable[[fx.Graph], fx.Graph | None]) -> Callable[[Program], fx.Graph | None]:
     """Return the `run` of a pass that needs nothing but the graph."""
-    return lambda p: rewrite(p.graph)
+    return lambda p: run(p.graph)
 
 
 _REGATHER = {
@@ -165,6 +167,7 @@ PIPELINE: tuple[Step, ...] = (
             Pass("ring_keys", ring_keys, PARTITIONED, PARTITIONED, optional=("attention_rings",)),
             Pass("localize", localize, PARTITIONED, LOCAL),
             Pass("attention_rings", _of(attention_rings), LOCAL, LOCAL),
+            Pass("sink_exits", _of(sink_exits), LOCAL, LOCAL),
             Pass("outline_loops", lambda p: outline_loops(p.graph, p.mesh), LOCAL, LOCAL),
             Pass("outline_stages", lambda p: outline_stages(p.graph, p.mesh), LOCAL, LOCAL),
             Pass(
@@ -175,14 +178,7 @@ PIPELINE: tuple[Step, ...] = (
                 optional=("collective_matmul",),
                 in_loops=True,
             ),
-            Pass(
-                "bucket",
-                lambda p: bucket(p.graph, p.hardware, p.captured.has_backward),
-                LOCAL,
-                LOCAL,
-                ("bucket",),
-                in_loops=True,
-            ),
+            Pass("bucket", bucket, LOCAL, LOCAL, ("bucket",), in_loops=True),
             Pass("start_wait", _of(start_wait), LOCAL, SCHEDULED, in_loops=True),
             Pass("prefetch_rows", prefetch_rows, SCHEDULED, SCHEDULED, optional=("prefetch",)),
             Pass("overlap", overlap, SCHEDULED, SCHEDULED, optional=("overlap", "prefetch")),
@@ -205,6 +201,7 @@ PIPELINE: tuple[Step, ...] = (
         in_loops=True,
     ),
     Pass("fold_views", _of(fold_views), LOWERED, LOWERED, in_loops=True),
+    Pass("list_rows", _of(list_rows), LOWERED, LOWERED),
     Pass("convert_inputs", convert_inputs, LOWERED, LOWERED),
     Pass("convert_outputs", convert_outputs, LOWERED, LOWERED),
     Pass("split_joint", split_joint, LOWERED, LOWERED),

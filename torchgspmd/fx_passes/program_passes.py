@@ -26,6 +26,7 @@ from .partition import ring_keys as rings
 from .partition.hierarchical_sums import hierarchical_sums as hierarchical_sums_of_graph
 from .partition.insert_collectives import inserted
 from .program import Program
+from .schedule.bucket import bucket as bucket_graph
 from .schedule.liveness import peak
 from .schedule.overlap import overlap as overlap_graph
 from .schedule.prefetch_rows import prefetch_rows as prefetch_rows_of_graph
@@ -114,6 +115,11 @@ def localize(program: Program) -> fx.Graph:
     """Return the graph of one device; the partitioned one stays with the program."""
     program.sharded = program.graph
     return localize_graph(program.graph, program.mesh)
+
+
+def bucket(program: Program) -> fx.Graph:
+    """Merge collectives."""
+    return bucket_graph(program.graph, program.hardware, program.captured.has_backward)
 
 
 def overlap(program: Program) -> fx.Graph:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 
 
@@ -45,6 +46,18 @@ def saved_tensors_for(ctx: Any, groups: dict[int, int], outputs: set[int]) -> Se
     used = before | {groups[i] for i in outputs}
     ctx.pending_saved = None if used == {*groups.values()} else (saved, used)
     return saved
+
+
+def tensors_of_rows(saved: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """Return values without lists of rows, with the rows in their place; and the way back."""
+    if not any(isinstance(value, list) for value in saved):
+        return saved, None
+    return pytree.tree_flatten([*saved])
+
+
+def rows_of_tensors(values: Sequence[Any], lists: Any) -> Sequence[Any]:
+    """Return values with their lists of rows again."""
+    return values if lists is None else pytree.tree_unflatten(values, lists)
 
 
 def forbid_double_backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

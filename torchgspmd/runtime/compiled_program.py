@@ -16,7 +16,9 @@ from .autograd_boundary import (
     detach_aliases,
     detach_inputs,
     forbid_double_backward,
+    rows_of_tensors,
     saved_tensors_for,
+    tensors_of_rows,
 )
 from .module_proxy import slot_of
 from .partial_backward import PartialBackward, is_asked_for
@@ -134,6 +136,7 @@ class _Run(torch.autograd.Function):
             program,
             [flat[i] if isinstance(flat[i], DTensor) else None for i in program.gradient_inputs],
         )
+        saved, ctx.lists = tensors_of_rows(saved)
         if program.by_values:  # Autograd saves tensors only.
             ctx.numbers = [None if isinstance(v, Tensor) else v for v in saved]
             saved = [v if isinstance(v, Tensor) else None for v in saved]
@@ -168,6 +171,7 @@ class _Run(torch.autograd.Function):
         saved = saved_tensors_for(ctx, program.output_groups, outputs)
         if program.by_values:
             saved = [t if n is None else n for t, n in zip(saved, ctx.numbers)]
+        saved = rows_of_tensors(saved, ctx.lists)
         boxed = [*saved, *tangents]
         ctx.maybe_clear_saved_tensors()  # They stay if the backward runs again.
         del saved, tangents

@@ -1,0 +1,131 @@
+"""Move what only moves elements from the end of a loop's body behind the loop.
+
+before   %t = transpose(%g, 0, 1); %s = select_backward(%t, [2, 4, 8], 0, 1); %w = total(%s, 1x16)
+after    %w_t = total(%g, 1x16); %t = transpose(%w_t, 0, 1); %w = select_backward(%t, ...)
+before   %c = add(%a, %b); %w = total(%c, 1x16)        with rows of %a where %b has zeros
+after    %w = add(total(%a), total(%b))
+needs    the program of one device, whose loops are marks in a flat graph
+ensures  the same values; what a loop adds up or stacks has no more bytes than before
+
+The gradient of a weight of one layer is put into its row of the stack of all layers, in the order
+of dimensions that the weight has. In the body that is copied in each iteration.
+
+What a loop stacks for another one, which takes its rows, stays as it is: contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from ...compat.operators import aten
+from ...custom_ops.loops import EXITS, ROW, STACK, TOTAL, ends_by_value, nest_of, nests
+from ...fx_nodes import copy_node
+from ..schedule.liveness import bytes_of
+
+# Operations of which each result's element is one of the operand's, or zero.
+_MOVES = frozenset(
+    {
+        aten.transpose.int,
+        aten.permute.default,
+        aten.unsqueeze.default,
+        aten.reshape.default,
+        aten.clone.default,
+        aten.alias.default,
+        aten.select_backward.default,
+        aten.slice_backward.default,
+    }
+)
+_ADD = aten.add.Tensor
+
+
+def _behind(dim: int) -> int:
+    return dim + (dim >= 0)
+
+
+# Views, and their arguments when the rows of all iterations are a dimension more, the first one.
+_OF_ROWS: dict[Any, Callable[..., tuple]] = {
+    aten.transpose.int: lambda x, a, b: (x, _behind(a), _behind(b)),
+    aten.permute.default: lambda x, dims: (x, [0, *(d % len(dims) + 1 for d in dims)]),
+    aten.unsqueeze.default: lambda x, dim: (x, _behind(dim)),
+}
+
+
+def sink_exits(graph: fx.Graph) -> fx.Graph | None:
+    """Rewrite the graph in place and return it; None if nothing moves."""
+    ends = [n for n in graph.nodes if n.target in (TOTAL, STACK) and not ends_by_value(n)]
+    if not ends:
+        return None
+    sunk = _Sunk(graph)
+    for end in ends:
+        sunk.sink(end)
+    return graph if sunk.changed else None
+
+
+class _Sunk:
+    """A graph during the pass. nests: the loops of its nodes. last: the last exit of each loop."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.nests, self.changed = graph, nests(graph), False
+        self.last = {n.args[-1]: n for n in graph.nodes if n.target in EXITS}
+
+    def sink(self, end: fx.Node) -> None:
+        """Move behind the loop what comes before its exit."""
+        value = end.args[0]
+        if end.target is STACK and any(user.target is ROW for user in end.users):
+            return
+        if not self._moves(value, end) or self._inner_bytes(value, end) > bytes_of(value):
+            return
+        self.changed = True
+        with self.graph.inserting_before(end):
+            operands = {x: self._exit_of(x, end) for x in value.all_input_nodes}
+        loop = end.args[-1]
+        if self.last[loop] is end:
+            self.last[loop] = [*operands.values()][-1]
+        with self.graph.inserting_after(self.last[loop]):
+            moved = copy_node(self.graph, value, operands.__getitem__)
+        if end.target is STACK:
+            moved.args = _OF_ROWS[value.target](*moved.args)
+        moved.meta, self.nests[moved] = dict(end.meta), self.nests[end]
+        end.replace_all_uses_with(moved)
+        self.graph.erase_node(end)
+        self.graph.erase_node(value)
+        for x in operands.values():
+            self.sink(x)
+
+    def _exit_of(self, x: fx.Node, end: fx.Node) -> fx.Node:
+        """Return an exit like `end` for another value."""
+        node = self.graph.call_function(end.target, (x, *end.args[1:]))  # pyright: ignore
+        node.meta = {key: end.meta[key] for key in ("source", "backward") if key in end.meta}
+        rows = [end.meta["shape"][0]] if end.target is STACK else []
+        node.meta |= {"shape": [*rows, *x.meta["shape"]], "dtype": x.meta["dtype"]}
+        self.nests[node] = self.nests[end]
+        return node
+
+    def _moves(self, value: fx.Node, end: fx.Node) -> bool:
+        """Return whether a value may be computed of what leaves the loop."""
+        operands, nest = value.all_input_nodes, nest_of(end.args[-1])
+        if end.target is STACK:
+            may_move = value.target in _OF_ROWS
+        else:
+            may_move = value.target in _MOVES or value.target is _ADD and len(operands) == 2
+        return (
+            may_move
+            and len(value.users) == 1
+            and all(self.nests[x] == nest for x in (value, *operands))
+            and all(x.meta.get("shape") is not None for x in (value, *operands))
+            and not any(x.meta.get("dynamic") for x in (value, *operands))
+            and value.kwargs.get("alpha", 1) == 1
+            and len({x.meta["dtype"] for x in (value, *operands)}) == 1
+        )
+
+    def _inner_bytes(self, value: fx.Node, end: fx.Node) -> int:
+        """Return the bytes that leave the loop in place of a value that is computed behind it."""
+        return sum(self._least_bytes(x, end) for x in value.all_input_nodes)
+
+    def _least_bytes(self, value: fx.Node, end: fx.Node) -> int:
+        """Return the bytes that leave the loop in place of a value, or with it."""
+        own = bytes_of(value)
+        return min(own, self._inner_bytes(value, end)) if self._moves(value, end) else own

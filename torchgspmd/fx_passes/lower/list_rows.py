@@ -1,0 +1,152 @@
+"""What loops stack for the rows of other loops is a list of rows: nothing is copied into a stack.
+
+before   %l = loop_1x8([%h], [%ws], []); %a = %l[1]           f32[8, 4, 16], of which
+         %b = loop_1.1x-8([%g], [%a, %ws], [])                a backward takes the rows
+after    the same; %a is a list of eight tensors f32[4, 16]
+before   %l = loop_1x8(...); %w = %l[2]                       the sum of what a loop in it stacks
+after    %l = loop_1x8(...); %r = %l[2]; %w = stack_rows(%r)  the sum of each row
+needs    the program of one rank, before forward and backward are split
+ensures  no operation but loops takes such a list
+
+A loop in a loop stacks for the stack of the loop around it: all of that is lists of lists. A row
+keeps the memory that it was computed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import getitem
+
+from torch import fx
+
+from ...comm.local_ops import stack_rows
+from ...comm.loop_call import LoopCall, loop_calls
+
+
+def list_rows(graph: fx.Graph) -> fx.Graph | None:
+    """Rewrite the graph and its loops in place and return it; None if there are no such stacks."""
+    lists = _Lists()
+    lists.add(graph, ())
+    for place in lists.totals:
+        place.take_whole()
+    return graph if lists.listed else None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A result of a loop. around: the loops around it, outermost first."""
+
+    node: fx.Node
+    result: int
+    around: tuple[fx.Node, ...]
+
+    @property
+    def call(self) -> LoopCall:
+        return self.node.target  # pyright: ignore
+
+    def values(self) -> list[fx.Node]:
+        """Return the nodes that have it."""
+        return [u for u in self.node.users if u.target is getitem and u.args[1] == self.result]
+
+    def take_whole(self) -> None:
+        """Stack the rows for all that takes it."""
+        for value in self.values():
+            graph = value.graph
+            with graph.inserting_after(value):
+                whole = graph.call_function(stack_rows, (value,))
+            whole.meta = dict(value.meta)
+            value.replace_all_uses_with(whole, lambda user, whole=whole: user is not whole)
+
+
+class _Lists:
+    """The stacks that become lists. totals: sums of them, which become tensors again."""
+
+    def __init__(self) -> None:
+        self.listed = False
+        self.totals: dict[_Place, None] = {}
+
+    def add(self, graph: fx.Graph, around: tuple[fx.Node, ...]) -> None:
+        """Turn the stacks of a graph's loops, and of those in them, into lists."""
+        for node, call in loop_calls(graph):
+            if not isinstance(call, LoopCall):
+                for piece in call.bodies:
+                    self.add(piece.graph, ())
+                continue
+            self.add(call.graph, (*around, node))
+            if call.loop.ends or not call.loop.length:
+                continue
+            for k in range(call.stacks):
+                place, totals = _Place(node, call.carries + k, around), dict[_Place, None]()
+                if place.values() and self.is_taken_by_rows(place, 1, totals):
+                    call.listed |= {k}
+                    self.listed, self.totals = True, self.totals | totals
+
+    def is_taken_by_rows(self, place: _Place, depth: int, totals: dict[_Place, None]) -> bool:
+        """Return whether only loops take a result, row by row; note sums of it.
+
+        depth: how many loops stack it, of which all may be lists.
+        """
+        return all(self._takes(v, depth, place.around, totals) for v in place.values())
+
+    def _takes(
+        self,
+        value: fx.Node,
+        depth: int,
+        around: tuple[fx.Node, ...],
+        totals: dict[_Place, None],
+    ) -> bool:
+        """Return whether all users of a value in a loop's body take its rows."""
+        return bool(value.users) and all(
+            self._returns(value, user.args[0], depth, around, totals)  # pyright: ignore
+            if user.op == "output"
+            else self._reads(value, user, depth, around, totals)
+            for user in value.users
+        )
+
+    def _reads(
+        self,
+        value: fx.Node,
+        user: fx.Node,
+        depth: int,
+        around: tuple[fx.Node, ...],
+        totals: dict[_Place, None],
+    ) -> bool:
+        """Return whether a user is a loop over the rows of a value."""
+        call = user.target
+        if not isinstance(call, LoopCall):
+            return False
+        carries, rows, others = user.args
+        if value in carries or value in others:  # pyright: ignore
+            return False
+        inputs = list(call.graph.find_nodes(op="placeholder"))[-call.inputs :]
+        first = call.carries + call.held
+        inner = [inputs[first + i] for i, row in enumerate(rows) if row is value]  # pyright: ignore
+        return depth == 1 or all(
+            not x.users or self._takes(x, depth - 1, (*around, user), totals) for x in inner
+        )
+
+    def _returns(
+        self,
+        value: fx.Node,
+        results: Sequence[fx.Node],
+        depth: int,
+        around: tuple[fx.Node, ...],
+        totals: dict[_Place, None],
+    ) -> bool:
+        """Return whether the loop around stacks a value for others, or adds it up."""
+        if not around or not isinstance(around[-1].target, LoopCall):
+            return False
+        call = around[-1].target
+        first = 2 * call.carries + call.held
+        for i, result in enumerate(results):
+            if result is not value:
+                continue
+            place = _Place(around[-1], call.carries + i - first, around[:-1])
+            if i < first or call.loop.ends or not call.loop.length:
+                return False
+            if i >= first + call.stacks:
+                totals[place] = None
+            elif not place.values() or not self.is_taken_by_rows(place, depth + 1, totals):
+                return False
+        return True
