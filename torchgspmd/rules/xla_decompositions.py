@@ -18,7 +18,7 @@ from ..custom_ops.attention_kernels import attention_backward_by_products, atten
 from ..custom_ops.updates import adam_formula
 from .decompositions import decomposition_of
 from .ops import uneven_reshape  # noqa: F401 (registers its operations)
-from .rewrites import rewrite, rewrite_of
+from .rewrites import DECLINED, Declined, rewrite, rewrite_of
 
 ours = torch.ops.torchgspmd
 
@@ -60,6 +60,34 @@ def _roll(x: Tensor, shifts: list[int], dims: Sequence[int] = ()) -> Tensor:
         if cut != size:
             x = torch.cat([x.narrow(dim, cut, size - cut), x.narrow(dim, 0, cut)], dim)
     return x
+
+
+@rewrite("xla", aten.scatter.src)
+def _scatter(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | Declined:
+    """Write one element a row by comparison, as in the gradient of a cross entropy.
+
+    XLA's partitioner aborts on a scatter whose rows are sharded unevenly.
+    """
+    place = _places(x, dim, index, source)
+    return DECLINED if place is None else torch.where(place == index, source, x)
+
+
+@rewrite("xla", aten.scatter_add.default)
+def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | Declined:
+    place = _places(x, dim, index, source)
+    return DECLINED if place is None else x + torch.where(place == index, source, 0)
+
+
+def _places(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor | None:
+    """Return 0, 1, ... along dim if index has one element for every row along it, else None."""
+    if not x.dim():
+        return None
+    dim %= x.dim()
+    row = [1 if d == dim else size for d, size in enumerate(x.shape)]
+    if list(index.shape) != row or list(source.shape) != row:
+        return None
+    place = torch.arange(x.shape[dim], device=x.device)
+    return place.view([-1] + [1] * (x.dim() - 1 - dim))
 
 
 @rewrite("xla", ours.join_rows.default)

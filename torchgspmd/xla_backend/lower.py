@@ -28,6 +28,7 @@ from ..mesh import Mesh
 from ..rules import unpartitioned_of
 from ..shard_spec import ShardSpec
 from .sharding import annotate, check, expressible
+from .weight_gradient import operand_spec
 
 _MARK = mark_sharding_op._opoverload
 _KEYS = (
@@ -111,9 +112,18 @@ def _lower_node(
     if node.target is _MARK:
         copy = new[node.args[0]]
     else:
-        copy = _copy_node(graph, node, new, device)
+        copy = _copy_node(graph, node, _with_operands(graph, node, new, mesh), device)
     is_pinned = pin == "all" and node.op == "call_function" and isinstance(node.meta["val"], Tensor)
     return _annotated(graph, copy, mesh, node.meta["spec"]) if is_pinned else copy
+
+
+def _with_operands(
+    graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], mesh: Mesh
+) -> dict[fx.Node, fx.Node]:
+    """Return the new nodes, with the operands of a weight gradient as XLA needs them."""
+    if (spec := operand_spec(node, mesh)) is None:
+        return new
+    return {**new, **{x: _annotated(graph, new[x], mesh, spec) for x in node.args[:2]}}
 
 
 def _copy_node(
