@@ -70,12 +70,12 @@ def test_it_finds_what_trying_everything_finds(name, hardware):
     everything = search._Search(judge, hardware.memory, float("inf"))
     matrices = [group for group in judge.groups if len(group.shape) > 1]
     least = min(
-        everything.score(mesh, Marks(tuple((p, d) for p, d in dims if d is not None), zero))
+        everything.score(mesh, Marks(tuple((p, d) for p, d in dims if d is not None), *zero))
         for mesh in search._meshes(4)
         for dims in itertools.product(
             *([(g.pattern, d) for d in [None, *range(len(g.shape))]] for g in matrices)
         )
-        for zero in (False, True)
+        for zero in ((False,), (True, False), (True, True))  # by_cost
     )
     assert best.seconds <= least[1] * (1 + 2 * search.MIN_GAIN)
     assert best.seconds >= best.bound

@@ -297,9 +297,10 @@ class Judge:
             shared=self.shared,
         )
         stored: dict[str, set[ShardSpec]] = {group.pattern: set() for group in self.groups}
-        for inp, spec in zip(program.inputs, result.input_layouts):
+        for inp, spec in zip(marked, result.input_layouts):
             if inp.name in groups:
-                stored[groups[inp.name].pattern].add(spec)
+                priorities = inp.mark.priorities if inp.mark else ()
+                stored[groups[inp.name].pattern].add(spec.with_priorities(priorities))
         self.stored[key] = stored  # of the larger program, which comes last
         return Numbers.of(result.report(self.hardware, tried=False))
 

@@ -81,12 +81,15 @@ class Marks:
 
     model: dimensions of groups on MODEL, by pattern; patterns without a mark are missing. zero:
     every parameter is sharded along DATA too (ZeRO-3, arXiv 1910.02054): gathered before its use,
-    its gradient reduced to shards. stacked: groups of matrices of which DATA shards the first
-    dimension, such as experts. arguments: dimensions on MODEL, by the number of an argument.
+    its gradient reduced to shards. by_cost: as far as that costs less; these marks then have the
+    priority of the batch's layout, and otherwise the next one. stacked: groups of matrices of which
+    DATA shards the first dimension, such as experts. arguments: dimensions on MODEL, by the number
+    of an argument.
     """
 
     model: tuple[tuple[str, int], ...] = ()
     zero: bool = False
+    by_cost: bool = False
     stacked: frozenset[str] = frozenset()
     arguments: tuple[tuple[int, int], ...] = ()
 
@@ -108,6 +111,7 @@ class Marks:
         return Marks(
             self.model if model else (),
             self.zero and data,
+            self.by_cost and self.zero and data,
             self.stacked if data else frozenset(),
             self.arguments if model else (),
         )
@@ -118,12 +122,16 @@ class Marks:
         dim = dict(self.model).get(group.pattern)
         if dim is not None and group.shape[dim] % mesh.count((MODEL,)) == 0:
             dims[dim] = (MODEL,)
+        priorities = [0] * len(dims)
         free = 0 if group.pattern in self.stacked else None
         if free is None and self.zero:
             free = self._zero_dim(group, mesh, dims)
+            if free is not None and not dims[free] and not self.by_cost:
+                priorities[free] = 1
         if free is not None and group.shape[free] % mesh.count((*dims[free], DATA)) == 0:
             dims[free] = (*dims[free], DATA)
-        return ShardSpec(tuple(dims)) if any(dims) else None
+        spec = ShardSpec(tuple(dims)).with_priorities(tuple(priorities))
+        return spec if any(dims) else None
 
     def argument_spec(self, number: int, shape: Sequence[int], mesh: Mesh) -> ShardSpec | None:
         """Return the layout of an argument: its first dimension along DATA, if that divides it."""

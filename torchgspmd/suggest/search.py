@@ -288,7 +288,8 @@ class _Search:
                 this = frozenset([group.pattern])
                 yield lambda marks, this=this: replace(marks, stacked=marks.stacked ^ this)
         if data > 1:
-            yield lambda marks: replace(marks, zero=not marks.zero)
+            yield lambda marks: replace(marks, zero=not marks.zero, by_cost=False)
+            yield lambda marks: replace(marks, by_cost=marks.zero and not marks.by_cost)
 
     def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
         """Return what is compared: bytes above the limit first, then seconds."""
