@@ -147,7 +147,12 @@ def test_weights_of_a_later_round_are_gathered(rule, counts):
 def test_priorities_of_rules():
     layout = Layout({"embed": ("model:p2", "data:p1"), "batch": "data"}).on(Mesh(data=2))
     assert str(layout.layout) == "embed  model:p2 or data:p1\nbatch  data"
+    assert str(layout) == (
+        "embed  data:p1 ('embed' not on model: the mesh has no model)\nbatch  data"
+    )
     assert layout.spec("embed batch _") == "_ data _"  # by priority before the table's order
+    wider = layout.layout.on(Mesh(data=2, stage=2))
+    assert str(wider).splitlines()[-1] == "       no rule names axis 'stage'"
     assert layout.spec("embed _") == "data:p1 _" and layout.spec("batch+embed") == "data"
 
 

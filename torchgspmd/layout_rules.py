@@ -127,7 +127,7 @@ class MeshLayout:
     seen: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def __str__(self) -> str:
-        """Return the table; then the tensors in which a name did not get what it has alone."""
+        """Return the table, the tensors in which a name lost an axis, and axes without a rule."""
         rows = [(name, self.explain(name)) for name in self.layout.rules]
         alone = {name: self._choose(name)[name] for name in self.layout.rules}
         rows += [
@@ -135,6 +135,8 @@ class MeshLayout:
             for names in sorted(self.seen)
             if any(choice != alone[name] for name, choice in self._choose(names).items())
         ]
+        named = {a for rule in self.layout.rules.values() for choice in rule for a in choice.axes}
+        rows += [("", f"no rule names axis '{a}'") for a in self.mesh.names if a not in named]
         return _table(rows)
 
     def spec(self, names: Any) -> Any:

@@ -10,7 +10,7 @@ import copy
 import torch
 from torch import fx
 
-from ..capture import GRADIENT, OBSERVED, PARAMETER, TANGENT
+from ..capture import GRADIENT, MUTATION, OBSERVED, PARAMETER, TANGENT
 from .expand import balance_attention as balance
 from .expand import reduce_dtype as reductions
 from .expand import split_axes as sub_axes
@@ -124,9 +124,13 @@ def bucket(program: Program) -> fx.Graph:
 
 def overlap(program: Program) -> fx.Graph:
     """Move starts up and waits down, for the reasons that are not skipped."""
-    skip = program.request.skip_passes
+    skip, returned = program.request.skip_passes, program.graph.output_node().args[0]
+    kinds = [out.kind for out in program.captured.outputs]
     return overlap_graph(
-        program.graph, early="overlap" not in skip, prefetch="prefetch" not in skip
+        program.graph,
+        early="overlap" not in skip,
+        prefetch="prefetch" not in skip,
+        updates={v for v, kind in zip(returned, kinds) if kind == MUTATION},
     )
 
 

@@ -10,7 +10,7 @@ layer. The idea of sharded updates is that of arXiv 2004.13336, which gathers in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import fx
@@ -18,10 +18,15 @@ from torch import fx
 from ...comm.collective import start, wait
 
 
-def early_updates(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """Order nodes so that what is sent last, and depends on sums, follows the sum after these."""
+def early_updates(order: Sequence[fx.Node], updates: Collection[fx.Node]) -> list[fx.Node]:
+    """Order nodes so that what sends updates, and depends on sums, follows the sum after these."""
     place = {node: i for i, node in enumerate(order)}
-    last = {s: before for s in order if _is_returned(s) and (before := _ancestors(s, place))}
+    last = {
+        s: before
+        for s in order
+        if s.target is start and all(arrived in updates for arrived in s.users)
+        if _is_returned(s) and (before := _ancestors(s, place))
+    }
     # start -> the place from which on it can begin, which is where it will
     begins = {
         n: max((place[x] for x in n.all_input_nodes if x in place), default=0)
@@ -44,11 +49,9 @@ def early_updates(order: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _is_returned(node: fx.Node) -> bool:
     """Return whether a node sends computed values, and the program only returns what arrives."""
-    return (
-        node.target is start
-        and any(x.op == "call_function" and x.target is not wait for x in node.all_input_nodes)
-        and all(user.op == "output" for arrived in node.users for user in arrived.users)
-    )
+    return any(
+        x.op == "call_function" and x.target is not wait for x in node.all_input_nodes
+    ) and all(user.op == "output" for arrived in node.users for user in arrived.users)
 
 
 def _ancestors(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:

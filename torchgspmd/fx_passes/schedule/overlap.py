@@ -23,7 +23,7 @@ its old place. A wait moves up from its first use if the operand of the collecti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -37,13 +37,18 @@ EXTRA = 0.1  # Memory that overlapping may cost, as a fraction of the peak.
 
 
 def overlap(
-    graph: fx.Graph, early: bool = True, prefetch: bool = True, room: float | None = None
+    graph: fx.Graph,
+    early: bool = True,
+    prefetch: bool = True,
+    room: float | None = None,
+    updates: Collection[fx.Node] = (),
 ) -> fx.Graph:
     """Reorder the graph, and the bodies of its loops, in place and return it.
 
-    room: bytes that it may cost, for a body those that the whole program may.
+    room: bytes that it may cost, for a body those that the whole program may. updates: what the
+    program writes to inputs, such as weights.
     """
-    is_whole, room = room is None, EXTRA * peak(graph) if room is None else room
+    room = EXTRA * peak(graph) if room is None else room
     for body in (body for _, call in loop_calls(graph) for body in call.bodies):
         overlap(body.graph, early, prefetch, room)
     limit = peak(graph) + room
@@ -51,8 +56,9 @@ def overlap(
     order = [n for n in graph.nodes if n.op != "placeholder"]
     if early and max(_profile(graph, urgent := _urgent_first(order))) <= limit:
         order = urgent
-    if early and is_whole and max(_profile(graph, soon := early_updates(order))) <= limit:
-        order = soon
+    if early and updates:
+        soon = early_updates(order, updates)
+        order = soon if max(_profile(graph, soon)) <= limit else order
     if early or prefetch:
         _relink(graph, [*inputs, *_Scheduler(graph, order, limit, early, prefetch).run()])
     return graph
