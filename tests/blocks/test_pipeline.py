@@ -128,3 +128,29 @@ def test_errors():
     model = gspmd.pipeline(blocks, mesh, microbatches=3)
     with pytest.raises(gspmd.ShardingError, match="a batch of 4 is divided into 3"):
         gspmd.plan(model, torch.ones(4, 4), mesh=mesh)
+
+
+def test_rows_of_arguments_go_with_their_microbatch():
+    mesh = gspmd.Mesh(stage=2)
+    alone, model = pair(3, mesh, 2, rows=("scale",), repeats=2)
+    tokens, scale = torch.randint(5, (8, 3)), torch.rand(8, 1, 4, dtype=torch.float64)
+    check(alone, model, mesh, tokens, scale)
+    _, model = pair(2, mesh, 2)
+    with pytest.raises(gspmd.ShardingError, match="'scale' .* has 8 rows(.*\n)*.*rows="):
+        gspmd.plan(model, tokens, scale, mesh=mesh)
+    _, model = pair(2, mesh, 2, rows=("scales",))
+    with pytest.raises(gspmd.ShardingError, match="'scales'(.*\n)*.*did you mean 'scale'"):
+        gspmd.plan(model, tokens, scale, mesh=mesh)
+
+
+def test_a_loop_of_someone_else_calls_all_blocks_at_once():
+    blocks = gspmd.stack(Block() for _ in range(3))
+    assert [*blocks] == blocks[:3] == [blocks] and len(blocks) == 3
+    with pytest.raises(gspmd.ShardingError, match="a part of 3 stacked blocks"):
+        blocks[:2]
+
+
+def test_blocks_whose_numbers_differ_are_an_error():
+    blocks = [nn.Sequential(nn.Linear(2, 2), nn.Dropout(p)) for p in (0.1, 0.2)]
+    with pytest.raises(gspmd.ShardingError, match="0 and 1 of a stack differ in 1.p: 0.1, 0.2"):
+        gspmd.stack(blocks)

@@ -66,13 +66,14 @@ def call_of(plan):
         (4, "stage=2", {"microbatches": 4, "schedule": "1f1b", "repeats": 2}),  # interleaved
         (3, "stage=2", {"microbatches": 4, "schedule": "gpipe"}),  # 2 blocks and 1
         (4, "stage=2,model=2", {"microbatches": 4, "schedule": "auto", "recompute": True}),
-        (4, "data=2,stage=2", {"microbatches": 4, "schedule": "zero_bubble"}),
+        (4, "data=2,stage=2", {"microbatches": 4, "schedule": "zero_bubble", "rows": ("scale",)}),
     ),
 )
 def test_loss_and_gradients(count, mesh, options):
     mesh = gspmd.Mesh.parse(mesh)
     alone, model = pair(count, mesh, **options)
-    tokens, scale = torch.randint(5, (16, 3)), torch.rand(4, dtype=torch.float64)
+    shape = (16, 1, 4) if "rows" in options else (4,)
+    tokens, scale = torch.randint(5, (16, 3)), torch.rand(shape, dtype=torch.float64)
     check(alone, model, mesh, tokens, scale)
 
 

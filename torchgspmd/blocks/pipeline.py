@@ -36,12 +36,12 @@ from ..device_mesh import mesh_of
 from ..errors import ShardingError, did_you_mean, user_line
 from ..mesh import Mesh
 from ..spec_notation import UNCONSTRAINED
+from .pipeline_schedules import check_schedule
+from .row_arguments import RowArguments, Shared
 from .scheduled import ScheduledStages
 from .stacked_blocks import StackedBlocks
 
-SCHEDULES = ("auto", "gpipe", "circular")
 Loss = Callable[..., Tensor]
-WITH_LOSS = ("auto", "gpipe", "1f1b", "zero_bubble")
 
 
 def pipeline(
@@ -55,6 +55,7 @@ def pipeline(
     recompute: bool = False,
     loss: Loss | None = None,
     memory: int | None = None,
+    rows: Sequence[str] | None = None,
 ) -> nn.Module:
     """Return a module that computes `for block in blocks: x = block(x)` as a pipeline.
 
@@ -80,10 +81,12 @@ def pipeline(
             repeats 1F1B is interleaved, and zero-bubble is a V: the second round goes back.
         memory: With a loss, the bytes that a device may keep for backwards; None: with "auto" and
             "zero_bubble" the activations of 1F1B, one for each stage.
+        rows: Names of further arguments of the blocks that have a row for each row of the batch,
+            as a mask of padding: a stage gets those of its microbatch.
 
     Returns:
-        A module that is called with the batch, and with further arguments that all blocks get as
-        they are (a mask of all microbatches, tables of rotary positions).
+        A module that is called with the batch, and with further arguments that all blocks get
+        (masks, tables of rotary positions). With a loss these are positional.
 
     Raises:
         ShardingError: The blocks differ, the mesh lacks the axis, or the batch is not divided by
@@ -104,7 +107,7 @@ def pipeline(
             where=user_line(),
             fix=did_you_mean(axis, mesh.names),
         )
-    _check_schedule(schedule, repeats, microbatches, loss, memory)
+    check_schedule(schedule, repeats, microbatches, loss, memory)
     if repeats > 1 and microbatches < mesh.count((axis,)):
         raise ShardingError(
             f"a circular pipeline of {mesh.count((axis,))} stages and {microbatches} microbatches",
@@ -115,44 +118,7 @@ def pipeline(
     vee = loss is not None and schedule in ("auto", "zero_bubble") and repeats == 2
     stages = mesh.count((axis,))
     order = Order(schedule, stages, microbatches, 0, memory or 0, recompute, repeats, vee)
-    return Pipeline(list(blocks), mesh, axis, microbatches, repeats, recompute, order, loss)
-
-
-def _check_schedule(
-    schedule: str, repeats: int, microbatches: int, loss: Any, memory: int | None
-) -> None:
-    """Raise ShardingError unless there is such a schedule."""
-    names = SCHEDULES if loss is None else WITH_LOSS
-    if schedule not in (*SCHEDULES, *WITH_LOSS):
-        raise ShardingError(
-            f"there is no schedule '{schedule}'",
-            where=user_line(),
-            fix=did_you_mean(schedule, dict.fromkeys((*SCHEDULES, *WITH_LOSS))),
-        )
-    if schedule not in names:
-        raise ShardingError(
-            f"schedule '{schedule}' with{'out' if loss is None else ''} a loss",
-            where=user_line(),
-            why="backwards between forwards need the loss of a microbatch, which is outside"
-            if loss is None
-            else "the stages of a pipeline with its loss have neighboring blocks",
-            fix="loss=fn, and self.blocks(x, targets=...): docs/pipelines.md"
-            if loss is None
-            else "leave loss= out, or schedule='zero_bubble'",
-        )
-    if (schedule == "gpipe" and repeats > 1) or min(repeats, microbatches) < 1:
-        raise ShardingError(
-            f"schedule '{schedule}' with {repeats} repeats and {microbatches} microbatches",
-            where=user_line(),
-            fix="schedule='circular' has repeats, with a loss '1f1b' and 'zero_bubble' have; both "
-            "numbers are at least 1",
-        )
-    if memory is not None and (loss is None or memory < 1):
-        raise ShardingError(
-            f"memory={memory} of a pipeline with{'out' if loss is None else ''} a loss",
-            where=user_line(),
-            fix="a number of bytes, and loss=fn: without it all forwards come before all backwards",
-        )
+    return Pipeline(list(blocks), mesh, axis, microbatches, repeats, recompute, order, loss, rows)
 
 
 class Pipeline(StackedBlocks):
@@ -168,6 +134,7 @@ class Pipeline(StackedBlocks):
         recompute: bool,
         order: Order,
         loss: Loss | None = None,
+        rows: Sequence[str] | None = None,
     ) -> None:
         stages = mesh.count((axis,))
         layers = -(-len(blocks) // (stages * repeats))  # of a stage, in one round
@@ -175,7 +142,7 @@ class Pipeline(StackedBlocks):
         super().__init__(blocks, "pipeline", places, stages * repeats * layers, mesh, axis)
         self.mesh, self.axis, self.microbatches = mesh, axis, microbatches
         self.repeats, self.recompute, self.stages, self.layers = repeats, recompute, stages, layers
-        self.order, self.loss = order, loss
+        self.order, self.loss, self.row_arguments = order, loss, rows
 
     def schedule(self, times: Times | None = None) -> Schedule:
         """Return what each device does when; times: of the pieces of a stage.
@@ -192,13 +159,13 @@ class Pipeline(StackedBlocks):
             f"{self.microbatches} microbatches, {self.repeats} repeats"
         )
 
-    def forward(self, x: Any, *shared: Any, **targets: Any) -> Any:
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the last block returns for the batch; its loss, if there is one."""
         if self.loss is None:
-            return self.outputs(x, *shared)
+            return self.outputs(x, *args, **kwargs)
         if self.stages == 1 or not is_capturing() or is_unrolling():
-            return self._loss_of(self.loss, self.outputs(x, *shared), targets)
-        return self._scheduled(self.loss, x, shared, targets)
+            return self._loss_of(self.loss, self.outputs(x, *args), kwargs)
+        return self._scheduled(self.loss, x, Shared(args), kwargs)
 
     def _loss_of(self, loss: Loss, results: Any, targets: dict[str, Any]) -> Tensor:
         """Return the mean of the losses of the microbatches."""
@@ -211,11 +178,12 @@ class Pipeline(StackedBlocks):
             losses.append(loss(y, **others))
         return torch.stack(losses).mean()
 
-    def _scheduled(self, loss: Loss, x: Any, shared: tuple, targets: dict[str, Any]) -> Tensor:
+    def _scheduled(self, loss: Loss, x: Any, shared: Shared, targets: dict[str, Any]) -> Tensor:
         """Return the loss of a pipeline that computes forward and backward in turn."""
         leaves, tree = pytree.tree_flatten(x)
         others, of_targets = pytree.tree_flatten(targets)
         tensors = [t for t in others if isinstance(t, Tensor)]
+        own = self._row_arguments(shared, leaves)
         shape = self.stages, self.repeats, self.layers
         is_block = self._is_block(leaves[0].device).unbind(1)
         weights = {
@@ -223,10 +191,13 @@ class Pipeline(StackedBlocks):
             for name, w in self.weights().items()
         }
 
-        def stages(round_: int, state: Sequence[Tensor]) -> list[Tensor]:
-            rows = self.stages, self.layers
-            present = {name: w[round_].unflatten(0, rows) for name, w in weights.items()}
-            return self._stage_of_all(present, is_block[round_], [*state], tree, shared, False)
+        def stages(
+            round_: int, state: Sequence[Tensor], rows: Sequence[Tensor]
+        ) -> Sequence[Tensor]:
+            shape, real = (self.stages, self.layers), is_block[round_]
+            present = {name: w[round_].unflatten(0, shape) for name, w in weights.items()}
+            mine = [x.expand(self.stages, *x.shape) for x in rows[len(tensors) :]]
+            return self._stage_of_all(present, real, state, tree, own, mine)
 
         def losses(state: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
             remaining = iter(rows)
@@ -241,23 +212,28 @@ class Pipeline(StackedBlocks):
 
         run = ScheduledStages(stages, losses, self._along, self.axis, self.order)
         parts = [self._divided(each) for each in leaves]
-        return run(parts, [self._divided(t) for t in tensors])
+        return run(parts, [self._divided(t) for t in (*tensors, *own.without_gradient())])
 
-    def outputs(self, x: Any, *shared: Any) -> Any:
+    def _row_arguments(self, shared: Shared, leaves: Sequence[Tensor]) -> RowArguments:
+        """Return the arguments of all blocks. leaves: of what the first one takes."""
+        return RowArguments(shared, self.block, self.row_arguments, leaves[0].shape[0])
+
+    def outputs(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the last block returns for the batch, without the loss."""
+        shared = Shared(args, kwargs)
         if self.stages == 1 or not is_capturing():
             return self.one_by_one(x, shared)
         rows = self.stages, self.repeats, self.layers
         weights = {name: w.unflatten(0, rows) for name, w in self.weights().items()}
         leaves, tree = pytree.tree_flatten(x)
         parts = [self._divided(leaf) for leaf in leaves]  # [microbatches, rows, ...]
-        is_block = self._is_block(leaves[0].device)
+        is_block, own = self._is_block(leaves[0].device), self._row_arguments(shared, leaves)
         if self.order.vee:  # the second round begins where the first one ends
             for r, shift in enumerate((1, -1)):
                 present = {name: w[:, r : r + 1] for name, w in weights.items()}
-                parts = self._ticks(present, is_block[:, r : r + 1], parts, tree, shared, shift)
+                parts = self._ticks(present, is_block[:, r : r + 1], parts, tree, own, shift)
         else:
-            parts = self._ticks(weights, is_block, parts, tree, shared)
+            parts = self._ticks(weights, is_block, parts, tree, own)
         return pytree.tree_unflatten([each.transpose(0, 1).flatten(0, 1) for each in parts], tree)
 
     def _is_block(self, device: torch.device) -> Tensor:
@@ -271,7 +247,7 @@ class Pipeline(StackedBlocks):
         is_block: Tensor,
         parts: list[Tensor],
         tree: Any,
-        shared: tuple,
+        shared: RowArguments,
         shift: int = 1,
     ) -> list[Tensor]:
         """Return the leaves of the last block's results, [microbatches, rows, ...].
@@ -282,7 +258,8 @@ class Pipeline(StackedBlocks):
         first, last = (0, p - 1)[::shift]
         ticks, waiting = m * rounds + p - 1, max(m - p, 0) if rounds > 1 else 0
         count_up = partial(torch.arange, device=parts[0].device)
-        stage = count_up(p)
+        stage, own = count_up(p), [self._divided(x) for x in shared.tensors]
+        position = stage if shift > 0 else stage.flip(0)
         # Stages without work compute on the first microbatch: values as real ones, and no gradient.
         entering = [x.index_select(0, count_up(ticks).clamp(max=m) % m) for x in parts]
         state = [self._along(x[:1].expand(p, *x.shape[1:])) for x in parts]
@@ -302,10 +279,13 @@ class Pipeline(StackedBlocks):
             else:
                 new = [x[None] for x in new]
             moved = [self._along(_only(first, x, old)) for x, old in zip(new, passed)]
-            round_of = ((number - stage).clamp(min=0) // m).clamp(max=rounds - 1)
+            begun = (number - position).clamp(min=0)
+            round_of = (begun // m).clamp(max=rounds - 1)
+            mine = [self._along(x.index_select(0, begun % m)) for x in own]
             present = {name: _rows(w, round_of) for name, w in weights.items()}
             real = _rows(is_block, round_of)
-            results = self._stage_of_all(present, real, moved, tree, shared, self.recompute)
+            args = present, real, moved, tree, shared, mine, self.recompute
+            results = self._stage_of_all(*args)
             results = [*map(self._along, results)]
             return [*results, *queue], results
 
@@ -317,19 +297,23 @@ class Pipeline(StackedBlocks):
         self,
         weights: dict[str, Tensor],
         real: Tensor,
-        state: list[Tensor],
+        state: Sequence[Tensor],
         tree: Any,
-        shared: tuple,
-        recompute: bool,
+        shared: RowArguments,
+        mine: Sequence[Tensor],
+        recompute: bool = False,
     ) -> list[Tensor]:
         """Run the blocks of every stage on what it has, in a loop.
 
-        weights: [stages, layers, ...].
+        weights: [stages, layers, ...]. mine: rows of arguments, [stages, ...].
         """
         is_full = self.count == self.stages * self.repeats * self.layers
 
-        def layer(weights: dict[str, Tensor], real: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-            y = self.run(self.block, weights, pytree.tree_unflatten([*leaves], tree), shared)
+        def layer(
+            weights: dict[str, Tensor], real: Tensor, mine: Sequence[Tensor], *leaves: Tensor
+        ) -> tuple[Tensor, ...]:
+            arguments, x = shared.with_rows(mine), pytree.tree_unflatten([*leaves], tree)
+            y = self.run(self.block, weights, x, arguments)
             computed = pytree.tree_leaves(y)
             if is_full:
                 return tuple(computed)
@@ -338,7 +322,7 @@ class Pipeline(StackedBlocks):
         def all_stages(weights: dict[str, Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
             def body(*inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
                 row = dict(zip(weights, inputs[len(leaves) :]))
-                return _of_all_stages(layer, row, inputs[-1], *inputs[: len(leaves)]), ()
+                return _of_all_stages(layer, row, inputs[-1], mine, *inputs[: len(leaves)]), ()
 
             rows = [*(w.transpose(0, 1) for w in weights.values()), real.T]
             if self.layers > 1:

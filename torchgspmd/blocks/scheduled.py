@@ -20,15 +20,15 @@ from ..comm.stage_order import Order
 from ..custom_ops.loops import loop_carry, loop_next, loop_row, loop_stack, loop_total
 from ..custom_ops.stages import stage_head, stage_send
 
-Stages = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
+Stages = Callable[[int, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 class ScheduledStages:
     """The trace of a pipeline with its loss.
 
-    stages: returns what the stages of a round return, [devices, rows, ...], of what they take.
-    losses: returns [devices], of that and of the rows of the targets. along: marks what they have.
+    stages: returns what the stages of a round return, [devices, rows, ...], of what they take and
+    of the rows of the targets. losses: returns [devices], of that. along: marks what they have.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ScheduledStages:
         def body(*rows: Tensor) -> tuple[tuple, list[Tensor]]:
             results: Sequence[Tensor] = [x.expand(p, *x.shape) for x in rows[:count]]
             for round_ in range(self.order.rounds):
-                results = self.stages(round_, results)
+                results = self.stages(round_, results, rows[count:])
             return (), [self.losses(results, rows[count:])]
 
         outer = outer_tensors(body, (), [*xs, *targets]).outer.values()
@@ -120,7 +120,9 @@ class _Trace:
         taken = [self.pipeline.along(x).detach() for x in taken]
         for i in self.with_gradient:
             taken[i].requires_grad_()
-        results = [self.pipeline.along(y) for y in self.pipeline.stages(number, taken)]
+        results = [
+            self.pipeline.along(y) for y in self.pipeline.stages(number, taken, self.targets)
+        ]
         return _Round(number, ahead, behind, taken, results)
 
     def run(self) -> tuple[Tensor, list[Tensor | None]]:

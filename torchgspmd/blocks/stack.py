@@ -16,6 +16,7 @@ from ..capture.rewrites.loop_trace import run_loop
 from ..capture.rewrites.recomputed_loops import recomputed
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
+from .row_arguments import Shared
 from .stacked_blocks import StackedBlocks
 
 
@@ -60,8 +61,9 @@ class Stack(StackedBlocks):
     def extra_repr(self) -> str:
         return f"{self.count} blocks"
 
-    def forward(self, x: Any, *shared: Any) -> Any:
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the last block returns."""
+        shared = Shared(args, kwargs)
         if not is_capturing():
             return self.one_by_one(x, shared)
         leaves, tree = pytree.tree_flatten(x)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -19,10 +20,15 @@ from torch.distributed.tensor import DTensor
 from ..annotate import Row, mark_sharding, raw_mark
 from ..errors import ShardingError, user_line
 from ..mesh import Mesh
+from .row_arguments import Shared
 
 
 class StackedBlocks(nn.Module):
-    """Blocks whose weights are stacked. A parameter of its `block` is [rows, ...]."""
+    """Blocks whose weights are stacked. A parameter of its `block` is [rows, ...].
+
+    A loop over it runs once, and calls all blocks at once: `for block in blocks: x = block(x)`, as
+    models of others have it, needs no change.
+    """
 
     def __init__(
         self,
@@ -69,6 +75,22 @@ class StackedBlocks(nn.Module):
     def __len__(self) -> int:
         return self.count
 
+    def __iter__(self) -> Iterator[nn.Module]:
+        yield self
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return the module that stands for a block; of all of them, a list that a loop takes."""
+        if isinstance(index, int):
+            return self.block
+        if [*range(self.count)[index]] != [*range(self.count)]:
+            raise ShardingError(
+                f"a part of {self.count} stacked blocks: {index}",
+                where=user_line(),
+                why="all of them are one call",
+                fix="stack the parts by themselves",
+            )
+        return [self]
+
     def place(self, layer: int) -> int:
         """Return the row of a block's weights."""
         return self.places[layer]
@@ -83,7 +105,7 @@ class StackedBlocks(nn.Module):
         """Return the stacked weights by their names in a block."""
         return {name: attrgetter(name)(self.block) for name in self.names}
 
-    def one_by_one(self, x: Any, shared: tuple) -> Any:
+    def one_by_one(self, x: Any, shared: Shared) -> Any:
         """Return what the last block returns; call one after the other."""
         weights = self.weights()
         for place in self.places:
@@ -91,9 +113,10 @@ class StackedBlocks(nn.Module):
         return x
 
     @staticmethod
-    def run(block: nn.Module, weights: dict[str, Tensor], x: Any, shared: tuple) -> Any:
+    def run(block: nn.Module, weights: dict[str, Tensor], x: Any, shared: Shared) -> Any:
         """Return what a block with these weights returns."""
-        return torch.func.functional_call(block, weights, (x, *shared))
+        args = x, *shared.args
+        return torch.func.functional_call(block, weights, args, {**shared.kwargs})
 
     def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the tensors of all blocks as one; the first stands for blocks that are missing."""
@@ -136,6 +159,7 @@ def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
                 why="all blocks run one program, on weights that are stacked",
                 fix=f"leave out of the {what} what is before and after the like blocks",
             )
+        _check_attributes(blocks, i, what)
         buffers = zip(blocks[0].buffers(), blocks[i].buffers())
         if not all(torch.equal(a, b) for a, b in buffers if not a.is_meta):
             raise ShardingError(
@@ -144,6 +168,21 @@ def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
                 fix="pass what differs as arguments, or make it a parameter",
             )
     return [*first]
+
+
+def _check_attributes(blocks: Sequence[nn.Module], i: int, what: str) -> None:
+    """Raise unless the modules of two blocks have the same numbers and texts."""
+    for (name, one), (_, other) in zip(blocks[0].named_modules(), blocks[i].named_modules()):
+        for key, value in vars(one).items():
+            found = vars(other).get(key)
+            if isinstance(value, (bool, int, float, str, NoneType)) and found != value:
+                raise ShardingError(
+                    f"blocks 0 and {i} of a {what} differ in {name}{'.' * bool(name)}{key}: "
+                    f"{value!r}, {found!r}",
+                    where=user_line(),
+                    why="all blocks run one program, with the numbers of the first",
+                    fix="a parameter or an argument, or, if forward does not use it, set it alike",
+                )
 
 
 def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -1,0 +1,47 @@
+"""The schedules that a pipeline takes by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ShardingError, did_you_mean, user_line
+
+SCHEDULES = ("auto", "gpipe", "circular")
+WITH_LOSS = ("auto", "gpipe", "1f1b", "zero_bubble")
+
+
+def check_schedule(
+    schedule: str, repeats: int, microbatches: int, loss: Any, memory: int | None
+) -> None:
+    """Raise ShardingError unless there is such a schedule."""
+    names = SCHEDULES if loss is None else WITH_LOSS
+    if schedule not in (*SCHEDULES, *WITH_LOSS):
+        raise ShardingError(
+            f"there is no schedule '{schedule}'",
+            where=user_line(),
+            fix=did_you_mean(schedule, dict.fromkeys((*SCHEDULES, *WITH_LOSS))),
+        )
+    if schedule not in names:
+        raise ShardingError(
+            f"schedule '{schedule}' with{'out' if loss is None else ''} a loss",
+            where=user_line(),
+            why="backwards between forwards need the loss of a microbatch, which is outside"
+            if loss is None
+            else "the stages of a pipeline with its loss have neighboring blocks",
+            fix="loss=fn, and self.blocks(x, targets=...): docs/pipelines.md"
+            if loss is None
+            else "leave loss= out, or schedule='zero_bubble'",
+        )
+    if (schedule == "gpipe" and repeats > 1) or min(repeats, microbatches) < 1:
+        raise ShardingError(
+            f"schedule '{schedule}' with {repeats} repeats and {microbatches} microbatches",
+            where=user_line(),
+            fix="schedule='circular' has repeats, with a loss '1f1b' and 'zero_bubble' have; both "
+            "numbers are at least 1",
+        )
+    if memory is not None and (loss is None or memory < 1):
+        raise ShardingError(
+            f"memory={memory} of a pipeline with{'out' if loss is None else ''} a loss",
+            where=user_line(),
+            fix="a number of bytes, and loss=fn: without it all forwards come before all backwards",
+        )

@@ -1,0 +1,90 @@
+"""Arguments that all blocks get: as they are, or the rows of a microbatch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError, did_you_mean, user_line
+
+
+class Shared(NamedTuple):
+    """Arguments of all blocks, besides what the block before returns."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+class RowArguments:
+    """Arguments of all blocks, of which some have a row for each row of the batch.
+
+    tensors: these, [batch, ...].
+    """
+
+    def __init__(
+        self, shared: Shared, block: nn.Module, names: Sequence[str] | None, batch: int
+    ) -> None:
+        """Take the arguments of a call.
+
+        Args:
+            shared: The arguments.
+            block: A block, whose forward has names for those that are positional.
+            names: Of the arguments that have such rows; None: there are none.
+            batch: How many rows the batch has.
+        """
+        leaves, self.tree = pytree.tree_flatten(tuple(shared))
+        self.leaves = leaves
+        of_leaves = _names(shared, block)
+        if unknown := set(names or ()) - {*of_leaves, *inspect.signature(block.forward).parameters}:
+            raise ShardingError(
+                f"rows of a pipeline names an argument '{min(unknown)}', which its blocks lack",
+                where=user_line(),
+                fix=did_you_mean(min(unknown), dict.fromkeys(of_leaves)),
+            )
+        self.places: list[int] = []
+        for i, (name, leaf) in enumerate(zip(of_leaves, leaves)):
+            if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch:
+                continue
+            if names is None:
+                raise ShardingError(
+                    f"argument '{name}' of a pipeline has {batch} rows, as many as the batch",
+                    where=user_line(),
+                    why="a stage computes on a part of the batch",
+                    fix=f"rows=('{name}',) gives it the same part of the argument, rows=() all",
+                )
+            self.places += [i] * (name in names)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The arguments that have rows of the batch."""
+        return [self.leaves[i] for i in self.places]
+
+    def without_gradient(self) -> list[Tensor]:
+        """Return them; raise ShardingError if one has a gradient."""
+        if any(x.requires_grad for x in self.tensors):
+            raise ShardingError(
+                "an argument of a pipeline with a loss has rows of the batch and needs a gradient",
+                where=user_line(),
+                why="its gradient would be a sum over the stages of what they computed when",
+                fix="let it pass from block to block: self.blocks((x, argument))",
+            )
+        return self.tensors
+
+    def with_rows(self, rows: Sequence[Tensor]) -> Shared:
+        """Return the arguments with rows in the place of those of the batch."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.places, rows):
+            leaves[i] = x
+        return Shared(*pytree.tree_unflatten(leaves, self.tree))
+
+
+def _names(shared: Shared, block: nn.Module) -> list[str]:
+    """Return for each leaf the name of its argument."""
+    parameters = [*inspect.signature(block.forward).parameters][1:]
+    parameters += [f"{i + 1}" for i in range(len(parameters), len(shared.args))]
+    named = [*zip(parameters, shared.args), *shared.kwargs.items()]
+    return [name for name, value in named for _ in pytree.tree_leaves(value)]
