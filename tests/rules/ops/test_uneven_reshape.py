@@ -53,7 +53,7 @@ mesh s=2
 
 permute        over s               1 x, 60 B sent by a device
 sent by a device in all: 60 B
-memory of a device: parameters 0 B, inputs 240 B, peak 840 B"""
+memory of a device: parameters 0 B, inputs 240 B, peak 756 B"""
     )
 
 

@@ -24,6 +24,7 @@ from ...custom_ops.attention import (
     attention_backward_in_blocks,
     attention_in_blocks,
 )
+from ...custom_ops.matrix_form import Matrix, matrix_form
 from ...custom_ops.nd import einsum, split_equation
 from ...fx_nodes import add_node
 
@@ -147,66 +148,30 @@ class _Product:
 
     def matrix_product(self) -> fx.Node:
         """Return the product by mm, bmm or addmm on operands reshaped to matrices."""
-        a, b = self.a, self.b
-        batch = [c for c in self.out if c in a and c in b]
-        rows, columns = ([c for c in self.out if c in term and c not in batch] for term in (a, b))
-        x, y = self.x, self.y
-        if [c for c in self.out if c not in batch] != rows + columns and self.out.startswith(
-            tuple(columns) or " "
-        ):
-            x, y, a, b, rows, columns = (
-                y,
-                x,
-                b,
-                a,
-                columns,
-                rows,
-            )  # Swapped, the result needs no permute.
-        inner = [c for c in a if c in b and c not in batch]
-        left = self.matrix(x, a, batch, rows, inner)
-        right = self.matrix(y, b, batch, inner, columns)
-        if self.added is not None and columns == [self.out[-1]]:
+        form = matrix_form(self.node.args[0], self.x.meta["shape"], self.y.meta["shape"])
+        x, y = (self.y, self.x) if form.exchanged else (self.x, self.y)
+        left, right = self.matrix(x, form.left), self.matrix(y, form.right)
+        if self.added is not None and form.columns == self.out[-1]:
             product = self.call(aten.addmm.default, self.addend, left, right)
         else:
             self.added = None
-            product = self.call(aten.bmm.default if batch else aten.mm.default, left, right)
-            product.meta |= {
-                "shape": [
-                    math.prod(self.sizes[c] for c in g)
-                    for g in ([batch] if batch else []) + [rows, columns]
-                ],
-                "dtype": self.node.meta.get("dtype"),
-            }
-        letters = batch + rows + columns
-        shape = [self.sizes[c] for c in letters]
-        product = (
-            self.call(aten.reshape.default, product, shape)
-            if len(shape) != (3 if batch else 2)
-            or not all(len(g) == 1 for g in (([batch] if batch else []) + [rows, columns]))
-            else product
-        )
-        if letters != list(self.out):
-            product = self.call(aten.permute.default, product, [letters.index(c) for c in self.out])
+            op = aten.bmm.default if form.has_batch else aten.mm.default
+            product = self.call(op, left, right)
+            product.meta |= {"shape": list(form.product), "dtype": self.node.meta.get("dtype")}
+        if form.shape != form.product:
+            product = self.call(aten.reshape.default, product, list(form.shape))
+        if form.order is not None:
+            product = self.call(aten.permute.default, product, list(form.order))
             product = self.call(aten.contiguous.default, product)
         return product
 
-    def matrix(
-        self, x: Any, term: str, batch: list[str], first: list[str], second: list[str]
-    ) -> Any:
-        """Return an operand as [batch, first, second], by a transposed view if that is enough."""
-        letters, sizes = list(term), self.sizes
-        flat = [math.prod(sizes[c] for c in group) for group in (batch, first, second)]
-        swapped = letters == batch + second + first and letters != batch + first + second
-        if not swapped and letters != batch + first + second:
-            x = self.call(
-                aten.permute.default, x, [letters.index(c) for c in batch + first + second]
-            )
-        shape = [flat[0]] * bool(batch) + ([flat[2], flat[1]] if swapped else flat[1:])
-        if shape != [
-            sizes[c] for c in (batch + second + first if swapped else batch + first + second)
-        ]:
-            x = self.call(aten.reshape.default, x, shape)
-        return self.call(aten.transpose.int, x, -2, -1) if swapped else x
+    def matrix(self, x: Any, matrix: Matrix) -> Any:
+        """Return an operand as a matrix."""
+        if matrix.order is not None:
+            x = self.call(aten.permute.default, x, list(matrix.order))
+        if matrix.shape is not None:
+            x = self.call(aten.reshape.default, x, list(matrix.shape))
+        return self.call(aten.transpose.int, x, -2, -1) if matrix.swapped else x
 
     def call(self, op: Any, *args: Any) -> fx.Node:
         """Add a call with the source line and phase of the einsum."""

@@ -1,8 +1,9 @@
 """Bytes that are alive while a program of one device runs.
 
-A value lives from its operation to its last use, inputs and outputs to the end. A collective's
-result lives from its `start` on, its operand until its first wait. While a loop runs, its results
-are alive, and what one iteration needs.
+A value lives from its operation to its last use and that of its views, which have no memory of
+their own; inputs and outputs live to the end. A collective's result lives from its `start` on, its
+operand until its first wait. While a loop runs, its results are alive, and what one iteration
+needs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import fx
 from ...comm.collective import start, wait
 from ...comm.loop_call import BodyCall, LoopCall, loop_calls
 from ...comm.stage_call import StageCall
+from .aliasing import Aliasing
 
 
 def bytes_of(node: fx.Node) -> int:
@@ -53,13 +55,13 @@ class Ledger:
     """Bytes alive as nodes of a program are emitted, in any legal order."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.uses = {node: len(node.users) for node in graph.nodes}
+        self.aliasing = Aliasing()
+        self.uses = {node: len(node.users) for node in graph.nodes}  # of it, and of its views
         self.alive = self.peak = inputs_bytes(graph)
         self.sent: set[fx.Node] = set()  # Starts that have been waited for.
         self.iterations = {node: iteration_bytes(call) for node, call in loop_calls(graph)}
 
-    @staticmethod
-    def needed(node: fx.Node) -> int:
+    def needed(self, node: fx.Node) -> int:
         """Return the bytes that a node allocates."""
         if node.op != "call_function" or node.target is wait:
             return 0
@@ -67,12 +69,18 @@ class Ledger:
             return sum(map(bytes_of, node.users))
         if node.target is getitem and isinstance(node.args[0].target, BodyCall):
             return 0
-        return node.meta["bytes"] if node.target is start else bytes_of(node)
+        if node.target is start:
+            return node.meta["bytes"]
+        return bytes_of(node) if self.aliasing.owner(node) is node else 0
+
+    def workspace(self, node: fx.Node) -> int:
+        """Return the bytes that a node allocates, besides its results, while it runs."""
+        return 0 if node.target is start else self.aliasing.workspace(node)
 
     def emit(self, node: fx.Node) -> int:
         """Emit the next node, and return the bytes that are alive while it runs."""
         self.alive += self.needed(node)
-        during = self.alive + (node.meta.get("bytes", 0) if node.target is not start else 0)
+        during = self.alive + self.workspace(node)
         if node in self.iterations:  # the last carries are values of its last iteration
             carries = node.target.carries if isinstance(node.target, LoopCall) else 0
             last = (u for u in node.users if u.args[1] < carries)
@@ -81,15 +89,22 @@ class Ledger:
         if node.target is wait and (begun := node.args[0]) not in self.sent:
             self.sent.add(begun)
             self._release_operands(begun)
+        if (owner := self.aliasing.owner(node)) is not node:
+            self.uses[owner] += len(node.users)
         if node.target is not start:
             self._release_operands(node)
-        if node.op == "call_function" and not node.users and node.target is not start:
-            self.alive -= bytes_of(node)
+        if not node.users and owner is node:
+            self._release(node)
         return during
 
     def _release_operands(self, node: fx.Node) -> None:
         """Count a use of each operand, and free those that have no further use."""
         for value in node.all_input_nodes:
-            self.uses[value] -= 1
-            if not self.uses[value] and value.op == "call_function" and value.target is not start:
-                self.alive -= bytes_of(value)
+            owner = self.aliasing.owner(value)
+            self.uses[owner] -= 1
+            self._release(owner)
+
+    def _release(self, value: fx.Node) -> None:
+        """Free a value without further uses."""
+        if not self.uses[value] and value.op == "call_function" and value.target is not start:
+            self.alive -= bytes_of(value)

@@ -1,0 +1,81 @@
+"""How an einsum of two tensors is a product of matrices: which dimensions become rows and columns.
+
+bnsd,ndm->bsm      rows b s, inner n d, columns m: of the left operand n and s change places
+bkind,ijnd->bknij  batch i n: the product [i n, b k, j] is put into the order of the result
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from .nd import split_equation
+
+
+class Matrix(NamedTuple):
+    """An operand as [batch, rows, columns], or as [rows, columns] without a batch.
+
+    order: its dimensions, if they are permuted first. shape: what it is reshaped to, if another
+    one. swapped: the last two dimensions are then transposed.
+    """
+
+    order: tuple[int, ...] | None
+    shape: tuple[int, ...] | None
+    swapped: bool
+
+
+class MatrixForm(NamedTuple):
+    """A product of matrices.
+
+    exchanged: the right operand is the left one of the product. product: its shape. columns: their
+    letters. shape: sizes of all its letters, batch, rows and columns. order: how these are permuted
+    to be those of the result, if they are.
+    """
+
+    exchanged: bool
+    left: Matrix
+    right: Matrix
+    has_batch: bool
+    product: tuple[int, ...]
+    columns: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None
+
+
+def matrix_form(equation: str, x: Iterable[int], y: Iterable[int]) -> MatrixForm:
+    """Return the form of an einsum of tensors of these shapes."""
+    a, b, out = split_equation(equation)
+    sizes = dict(zip(a, x)) | dict(zip(b, y))
+    batch = "".join(c for c in out if c in a and c in b)
+    rows, columns = ("".join(c for c in out if c in term and c not in batch) for term in (a, b))
+    # Exchanged, the result needs no permute.
+    exchanged = [c for c in out if c not in batch] != [*rows, *columns] and out.startswith(
+        tuple(columns) or " "
+    )
+    if exchanged:
+        a, b, rows, columns = b, a, columns, rows
+    inner = "".join(c for c in a if c in b and c not in batch)
+    letters = batch + rows + columns
+    groups = [batch, rows, columns] if batch else [rows, columns]
+    return MatrixForm(
+        exchanged,
+        _matrix(a, sizes, batch, rows, inner),
+        _matrix(b, sizes, batch, inner, columns),
+        bool(batch),
+        tuple(math.prod(sizes[c] for c in group) for group in groups),
+        columns,
+        tuple(sizes[c] for c in letters),
+        tuple(letters.index(c) for c in out) if letters != out else None,
+    )
+
+
+def _matrix(term: str, sizes: Mapping[str, int], batch: str, first: str, second: str) -> Matrix:
+    """Return an operand as [batch, first, second], by a transposed view if that is enough."""
+    straight, crossed = batch + first + second, batch + second + first
+    swapped = term == crossed and term != straight
+    order = None if swapped or term == straight else tuple(map(term.index, straight))
+    groups = ([batch] if batch else []) + ([second, first] if swapped else [first, second])
+    shape = tuple(math.prod(sizes[c] for c in group) for group in groups)
+    before = tuple(sizes[c] for c in (crossed if swapped else straight))
+    return Matrix(order, shape if shape != before else None, swapped)
