@@ -327,3 +327,21 @@ def test_a_gradient_that_is_not_retained_is_warned_of():
     with pytest.warns(UserWarning, match="forward calls retain_grad.*register_hook") as found:
         gspmd.plan(Keeps(), torch.randn(4, 4), mesh=Mesh(data=2), grad=True)
     assert len([w for w in found if "retain_grad" in str(w.message)]) == 1
+
+
+def test_values_of_a_library_of_models_have_its_lines(tmp_path, monkeypatch):
+    """The user's own line, if it is in the model; else the library's, not the call of all of it."""
+    folder = tmp_path / "lib" / "python3.11" / "site-packages"
+    folder.mkdir(parents=True)
+    lines = ("import torch", "def double(x):", "    return torch.add(x, x)")
+    (folder / "shop.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(folder)
+    double = __import__("shop").double
+
+    def lines_of(f):
+        nodes = gspmd.plan(f, torch.ones(4), mesh=MESH).captured.graph.nodes
+        return {node.meta["source"] for node in nodes if node.meta.get("source")}
+
+    assert lines_of(double) == {"shop.py:3"}
+    (mine,) = lines_of(lambda x: double(x))
+    assert mine.startswith("tests/test_errors.py:")

@@ -20,6 +20,7 @@ _LIBRARIES = (
     "<eval_with_key>",
     os.sep + "lib" + os.sep + "python3",
 )
+_INSTALLED = "-packages" + os.sep  # site-packages, dist-packages
 _MAX_SHOWN = 20  # how many known words a message lists, if none is close
 
 
@@ -82,6 +83,33 @@ def user_line() -> str | None:
             return f"{_shorten(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def traced_line(entry: str) -> str | None:
+    """Return `file:line` of the innermost frame of user code, or of a library of models.
+
+    The library's line counts if no user code is between it and the entry: it tells more of a model
+    than the one line that calls all of it.
+
+    Args:
+        entry: The file that calls what is traced.
+
+    Returns:
+        The line; a library's file begins with the name of the library.
+    """
+    frame, library = sys._getframe(1), None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if library and name == entry:
+            return library
+        if not name.startswith(_PACKAGE):
+            if not any(part in name for part in _LIBRARIES):
+                return f"{_shorten(name)}:{frame.f_lineno}"
+            inside = name.partition(_INSTALLED)[2]
+            if inside and library is None and not any(part in name for part in _LIBRARIES[:-1]):
+                library = f"{inside}:{frame.f_lineno}"
+        frame = frame.f_back
+    return library
 
 
 def line_in_file(name: str, line: int) -> str | None:

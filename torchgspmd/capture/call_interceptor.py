@@ -19,7 +19,7 @@ from ..compat.private_apis import (
     is_functorch_wrapped_tensor,
 )
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError, traced_line, user_line
 from ..rules.rewrites import DECLINED, rewrite_of
 from .cached_constants import CachedConstants
 from .functionalize import Functional, FunctionalTensor, set_data, unwrap
@@ -213,15 +213,19 @@ _SET_DATA = _data.__set__
 
 
 class SourceTracker:
-    """The source line of each node, and whether the node belongs to the backward."""
+    """The source line of each node, and whether the node belongs to the backward.
 
-    def __init__(self) -> None:
-        self.backward = False
+    entry: the file that calls what is traced.
+    """
+
+    def __init__(self, entry: str) -> None:
+        self.entry, self.backward = entry, False
 
     def before(self) -> None:
         """Set the metadata of the nodes that the next call creates."""
         if not self.backward:
-            fx_traceback.get_current_meta()["custom"] = {"source": user_line(), "backward": False}
+            source = traced_line(self.entry)
+            fx_traceback.get_current_meta()["custom"] = {"source": source, "backward": False}
 
     def after(self, result: Any) -> None:
         """Store the source line in the autograd nodes of the results."""
@@ -248,7 +252,8 @@ class SourceTracker:
             yield
             return
         outputs = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
-        self._mark({"source": user_line(), "backward": True, "inner": True}, outputs)
+        source = traced_line(self.entry)
+        self._mark({"source": source, "backward": True, "inner": True}, outputs)
         try:
             yield
         finally:

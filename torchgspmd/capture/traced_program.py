@@ -80,7 +80,7 @@ class TracedProgram:
             for tensor, needed in zip(inputs, requires):
                 if needed:
                     tensor.requires_grad_()
-            tracker = SourceTracker()
+            tracker = SourceTracker(__file__)
             with CallInterceptor(tracker, self.constants, mode), capturing():
                 outputs, grads = self._with_state(inputs, tracker)
             tracker.clear()
