@@ -39,6 +39,8 @@ setTimeout(() => {
     type("#filter", "all_reduce backward"); seen.filtered = column(0); seen.phases = column(2);
     click("tbody tr");
     seen.collective = document.getElementById("selected").textContent;
+    seen.step = document.getElementById("why").textContent;
+    seen.users = document.getElementById("users").textContent;
     tab("Model"); seen.tree = all("#view summary").map(each => each.textContent);
     const blocks = all("#view details")[1];
     blocks.open = true; blocks.dispatchEvent(new Event("toggle"));
@@ -131,6 +133,8 @@ def test_a_browser_shows_it(planned, tmp_path):
     )
     assert set(seen["filtered"]) == {"all_reduce"} and set(seen["phases"]) == {"backward"}
     assert seen["collective"].startswith("%")
+    assert re.match(r"a step between two layouts: \[.*\] -> \[.*\]", seen["step"])
+    assert re.match("used by (%|the result)", seen["users"])
     assert seen["tree"] == ["GPT", "blocks", "norm"]
     assert seen["folded"] == ["blocks", "0 to 1, 2 alike"]
     assert seen["rows"] > 2 and "marked at" in seen["why"] and seen["cells"] == 8

@@ -15,7 +15,7 @@ from ..fx_passes.partition.explain_costs import explain_costs
 from ..fx_passes.printer import call_text, type_text
 from ..shard_spec import ShardSpec
 from .pipelines import pipeline_pictures
-from .report import Report
+from .report import Report, step_text
 from .units import short_source, size_text, time_text
 
 COSTS = 40  # operations whose candidates are on the page: like ones count once
@@ -132,14 +132,20 @@ class _Values:
             "dims": [(int(n), axes) for n, axes in zip(val.shape, spec.dims)],
             "pending": spec.pending,
             "reduction": spec.reduction,
+            "returned": any(user.op == "output" for user in node.users),
             "operands": [operand.name for operand in node.all_input_nodes],
             "why": list(self._why(node)),
             "costs": self._costs(node),
         }
 
     def _why(self, node: fx.Node) -> Iterator[int]:
-        value = self.nodes.get(node.name)
-        for line in self.layouts.explain(value) if value is not None else ():
+        """Yield the numbers of the lines that tell why a value has its layout."""
+        value, step = self.nodes.get(node.name), node.meta.get("step")
+        lines = self.layouts.explain(value) if value is not None else []
+        if step is not None:
+            before = node.args[0].meta.get("spec")
+            lines = [f"a step between two layouts: {step_text(before, step.spec)}"]
+        for line in lines or ["a part of a step between two layouts"]:
             yield self.lines.setdefault(line, len(self.lines))
 
     def _costs(self, node: fx.Node) -> int:

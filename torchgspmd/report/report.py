@@ -309,7 +309,7 @@ def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveR
         for step in event.steps:
             if not step.collective:
                 continue
-            reason, source = _reason(before.get(id(step)), step.spec), sources.get(id(step))
+            reason, source = step_text(before.get(id(step)), step.spec), sources.get(id(step))
             key = (step.collective, step.axes, event.backward, short_source(source), reason)
             share = event.seconds * step.sent / total if event.stream != COMPUTE else 0.0
             name = names.get(id(step), event.name)
@@ -347,7 +347,8 @@ def _source(node: fx.Node) -> str | None:
     return node.meta.get("source")
 
 
-def _reason(before: ShardSpec | None, after: ShardSpec) -> str:
+def step_text(before: ShardSpec | None, after: ShardSpec) -> str:
+    """Return the layouts that a collective is between."""
     return f"[{before}] -> [{after}]" if before is not None else f"-> [{after}]"
 
 
