@@ -89,6 +89,16 @@ def test_less_memory_gives_other_marks():
     assert tight[0].memory <= bound < free.memory and tight[0].seconds >= free.seconds
 
 
+def test_what_sends_least_is_shown_if_it_is_little_slower():
+    times, sent = (1, 1.01, 1.02, 1.03, 1.04, 1.2, 1.3), (9, 8, 7, 6, 5, 1, 0)
+    tried = {
+        (gspmd.Mesh(data=2**i, model=2), Marks(), 1): Numbers(seconds, 1.0, bytes, 0.0, 0.0)
+        for i, (seconds, bytes) in enumerate(zip(times, sent))
+    }
+    shown = search._Search(None, 2.0, 0.0, tried=tried).best()
+    assert [each.sent_bytes for each in shown] == [9, 8, 7, 6, 1]
+
+
 def test_its_code_gives_its_numbers():
     """Pasted, the marks lead to the plan that was judged, if other weights are stored whole."""
     model, batch = Feed(), torch.zeros(8, 32)

@@ -33,6 +33,7 @@ MIN_GAIN = 0.005  # of a step's time: a mark that brings less is left out
 POOR = 1.1  # times the time of the best of a pass: a change that is slower is not tried again
 HOPELESS = 1.5  # times the time or memory of the best: a mesh that starts so is not searched
 BEST = 5
+FRUGAL = 1.25  # times the time of the best: of what is not slower the one that sends least is shown
 RECHECK = 0.2  # of the time, in which the best are planned again with one layer more
 
 
@@ -62,7 +63,8 @@ def suggest(
         kwargs: Keyword arguments of a call.
 
     Returns:
-        At most five proposals, the fastest first; those that need too much memory last.
+        At most five proposals, the fastest first; those that need too much memory last. One of them
+        sends least of all that are little slower than the best.
 
     Raises:
         ShardingError: The model cannot be captured, or `memory` is no size.
@@ -356,10 +358,24 @@ class _Search:
         chosen: dict[tuple[Mesh, bool], tuple[Mesh, Marks, int]] = {}
         for key in sorted(self.tried, key=lambda key: self._order(self.tried[key])):
             chosen.setdefault((key[0], key[1].zero), key)
-        return list(chosen.values())[:BEST]
+        keys = list(chosen.values())[:BEST]
+        frugal = self._frugal_key(keys[0])
+        return keys if frugal in keys else [*keys[: BEST - 1], frugal]
+
+    def _frugal_key(self, best: tuple[Mesh, Marks, int]) -> tuple[Mesh, Marks, int]:
+        """Return what sends least of those that are little slower than the best."""
+        excess, seconds = self._order(self.tried[best])
+        close = [
+            key
+            for key, each in self.tried.items()
+            if self._order(each) <= (excess, FRUGAL * seconds)
+        ]
+        return min(
+            close, key=lambda key: (self.tried[key].sent_bytes, self._order(self.tried[key]))
+        )
 
     def best(self) -> list[Proposal]:
-        """Return the best proposals: one of each mesh, with and without ZeRO."""
+        """Return the best: one of each mesh, with and without ZeRO, and one that sends least."""
         return sorted((self.tried[key] for key in self._best_keys()), key=self._order)
 
 
