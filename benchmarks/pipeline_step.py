@@ -1,10 +1,13 @@
-"""Work of a step of pipeline() beside that of the same blocks on one process, in CPU time.
+"""Work of a step of pipeline() beside that of the blocks of a stage alone, in CPU time.
 
     torchrun --nproc-per-node 4 benchmarks/pipeline_step.py --microbatches 16
+    torchrun --nproc-per-node 4 benchmarks/pipeline_step.py --microbatches 16 --schedule 1f1b
 
-A stage computes in every tick: in m of them on microbatches, in p - 1 on what is thrown away. So a
-process works (m + p - 1) / m times as long as its share of the blocks takes, and on devices that
-run at once a step takes as long. CPU time says so however many processes share a core.
+Without a schedule a stage computes in every tick: in m of them on microbatches, in p - 1 on what is
+thrown away. So a process works (m + p - 1) / m times as long as its blocks take alone, and on
+devices that run at once a step takes as long. With a schedule (and the loss in the pipeline) it
+computes what its blocks do alone, and is idle in the bubble. CPU time says so however many
+processes share a core. All processes run their blocks at once, as they do in the pipeline.
 """
 
 from __future__ import annotations
@@ -33,21 +36,28 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-class Model(nn.Module):
-    """The loss of blocks, in a loop or a pipeline."""
+def loss(y: torch.Tensor) -> torch.Tensor:
+    """Return the loss of what the last block returns."""
+    return y.square().mean()
 
-    def __init__(self, blocks: nn.Module) -> None:
+
+class Model(nn.Module):
+    """The loss of blocks, in a loop or a pipeline, which may have it inside."""
+
+    def __init__(self, blocks: nn.Module, has_loss: bool = False) -> None:
         super().__init__()
-        self.blocks = blocks
+        self.blocks, self.has_loss = blocks, has_loss
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x).square().mean()
+        y = self.blocks(x)
+        return y if self.has_loss else loss(y)
 
 
 def seconds(step: Callable[[], None], steps: int) -> float:
     """Return the CPU seconds of a step, after two that are not counted."""
     for _ in range(2):
         step()
+    dist.barrier()
     begin = time.process_time()
     for _ in range(steps):
         step()
@@ -62,6 +72,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2, help="blocks of a stage")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--schedule", help="1f1b, zero_bubble or gpipe, with the loss inside")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -70,22 +81,24 @@ def main() -> None:
     blocks = [Block(args.width) for _ in range(p * args.layers)]
     x = torch.randn(m * args.rows, args.width)
     mesh = gspmd.Mesh(stage=p)
-    pipeline = gspmd.pipeline(copy.deepcopy(blocks), mesh, microbatches=m)
-    model = gspmd.parallelize(Model(pipeline), mesh)
-    alone = Model(nn.Sequential(*blocks))
+    inside = {"schedule": args.schedule, "loss": loss} if args.schedule else {}
+    pipeline = gspmd.pipeline(copy.deepcopy(blocks), mesh, microbatches=m, **inside)
+    model = gspmd.parallelize(Model(pipeline, bool(inside)), mesh)
+    own = blocks[dist.get_rank() * args.layers :][: args.layers]
+    alone = Model(nn.Sequential(*own))
 
     def in_microbatches() -> None:
         for rows in x.unflatten(0, (m, -1)):
-            (alone(rows) / m).backward()
+            (alone(rows.clone().requires_grad_()) / m).backward()
 
-    work = torch.tensor(seconds(lambda: model(x).backward(), args.steps))
-    dist.all_reduce(work, op=dist.ReduceOp.MAX)
+    steps = in_microbatches, lambda: model(x).backward()
+    times = torch.tensor([seconds(step, args.steps) for step in steps])
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    share, work = times.tolist()
     if dist.get_rank() == 0:
-        share = seconds(in_microbatches, args.steps) / p
-        counted = (m + p - 1) / m
+        counted = 1.0 if inside else (m + p - 1) / m
         print(f"{p} stages, {m} microbatches: CPU {work:.3f} s a step of the busiest process,")
-        print(f"a share of the blocks alone {share:.3f} s: {work / share:.3f} times")
-        print(f"counted from the ticks: {counted:.3f} times")
+        print(f"its blocks alone {share:.3f} s: {work / share:.3f} times, counted {counted:.3f}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -235,3 +235,48 @@ def test_an_estimate_has_the_time_that_stages_wait():
         estimate = plan.report(hardware="h100").estimate
         waits.append(estimate.busy(EXPOSED) / estimate.seconds)
     assert 0.1 < waits[1] < 0.75 * waits[0]
+
+
+class Recorder:
+    """A transport of the first device that notes what happens, and when."""
+
+    device = 0
+
+    def __init__(self):
+        self.events = []
+
+    def send(self, link, to, x):
+        self.events.append(f"send {link.kind}")
+
+    def receive(self, link, source, like):
+        self.events.append("begin")
+        return lambda: (self.events.append("wait"), like)[1]
+
+    def finish(self):
+        self.events.append("finish")
+
+
+def test_a_stage_receives_while_it_computes():
+    """What a piece takes is on its way before the piece ahead of it computes."""
+    call = call_of(planned(8, schedule="1f1b"))
+    call.transport = recorder = Recorder()
+
+    def computes(body):
+        metas = [n.meta for n in body.graph.output_node().args[0]]
+
+        def run(*inputs):
+            recorder.events.append(body.kind)
+            return [torch.zeros(meta["shape"], dtype=meta["dtype"]) for meta in metas]
+
+        return run
+
+    for body in call.pieces:
+        body.run = computes(body)
+    call([torch.zeros(1)] * len(call.carries), [torch.zeros(8, 1)] * len(call.rows), call.others)
+    begin, computed, done = [], [], 0
+    for event in recorder.events:
+        begin += [done] * (event == "begin")
+        computed += [done] * (event == "wait")
+        done += event in ("forward", "backward")
+    assert done == 16 and len(begin) == 8
+    assert all(late - early == 1 for early, late in zip(begin, computed, strict=True))

@@ -4,9 +4,9 @@
 %dx   = %pipe[0]                                        stacked results, then totals
 
 Its bodies are pieces of work for one microbatch: forward, loss, backward, weights. A device does
-the pieces of its stage in the order of the schedule. It receives what a neighbor has sent when a
-piece needs it, and waits for nothing else, so a step takes as long as the schedule says. What a
-piece leaves for later ones is freed by the last of them.
+the pieces of its stage in the order of the schedule. While it computes one it receives what the
+next one needs, and it waits for nothing else, so a step takes as long as the schedule says. What
+a piece leaves for later ones is freed by the last of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from ..custom_ops.loops import Loop
 from .kinds import Step
+from .local_ops import Rows, add_rows, copy_rows, stack_rows
 from .loop_call import Body, BodyCall, copy_of
 from .stage_order import Order
 from .stage_schedule import Piece
@@ -78,8 +79,8 @@ class Transport(Protocol):
         """Send a value to a device; it may arrive later."""
         ...
 
-    def receive(self, link: Link, source: int, like: Tensor) -> Tensor:
-        """Return the next value of a link, from a device."""
+    def receive(self, link: Link, source: int, like: Tensor) -> Callable[[], Tensor]:
+        """Begin to receive the next value of a link; return what waits for it and returns it."""
         ...
 
     def finish(self) -> None:
@@ -160,9 +161,16 @@ class StageCall(BodyCall):
         """Run the pieces of this rank's device."""
         assert (transport := self.transport) is not None, "a rank has a transport"
         run = StageRun(self, transport.device, carries, rows, others)
-        for piece in run.pieces:
-            for link, carry, source in run.received(piece):
-                run.arrive(piece, carry, transport.receive(link, source, run.blank[carry]))
+
+        def begin(piece: Piece | None) -> list[tuple[str, Callable[[], Tensor]]]:
+            received = [] if piece is None else run.received(piece)
+            return [(c, transport.receive(link, d, run.blank[c])) for link, c, d in received]
+
+        arriving = begin(run.pieces[0])
+        for piece, following in zip(run.pieces, [*run.pieces[1:], None]):
+            arrived, arriving = arriving, begin(following)
+            for carry, wait in arrived:
+                run.arrive(piece, carry, wait())
             for body in self.bodies_of(piece.kind, piece.stage):
                 run.take(piece, body, body.run(*run.inputs(piece, body)))
             for link, _, to in run.sent(piece):
@@ -192,7 +200,7 @@ class StageRun:
         self.blank = dict(zip(call.carries, carries))
         self.values: list[dict[str, Any]] = [{} for _ in range(call.loop.length)]
         self.stacked: dict[str, Tensor] = {}
-        self.added: dict[str, Tensor] = {}
+        self.added: dict[str, Rows] = {}
         self.last_use: dict[str, tuple[str, int]] = {}  # the kind and the stage of a piece
         order = [(kind, stage) for kind in "FBW" for stage in self._own_stages()]
         for kind, stage in order:
@@ -258,7 +266,10 @@ class StageRun:
                     self.stacked[name] = x.new_empty([self.call.loop.length, *x.shape])
                 self.stacked[name][piece.microbatch] = x
             if name in self.call.totals:
-                self.added[name] = self.added[name].add_(x) if name in self.added else x.clone()
+                if name in self.added:
+                    add_rows(self.added[name], x)
+                else:
+                    self.added[name] = copy_rows(x)
 
     def finish(self, piece: Piece) -> None:
         """Pass what the next stage of this device takes; free what no later piece reads."""
@@ -273,5 +284,5 @@ class StageRun:
     def results(self) -> list[Tensor]:
         """Return the results of the pipeline."""
         stacked = [self.stacked[name] for name in self.call.stacks]
-        added = self.added
+        added = {name: stack_rows(x) for name, x in self.added.items()}
         return [*stacked, *(added[n] if n in added else self._blank(n) for n in self.call.totals)]

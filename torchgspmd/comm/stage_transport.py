@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,12 +35,21 @@ class StageTransport:
         while self.in_flight and self.in_flight[0][0].is_completed():
             self.in_flight.popleft()
 
-    def receive(self, link: Link, source: int, like: Tensor) -> Tensor:
-        """Return the next value of a link, from a device."""
+    def receive(self, link: Link, source: int, like: Tensor) -> Callable[[], Tensor]:
+        """Begin to receive the next value of a link; return what waits for it and returns it.
+
+        A queue of a group's messages may have it before what this piece sends. Nothing waits for
+        itself: what follows from that comes back as another kind or round, which has another group.
+        """
         group, tag = self.groups[link.kind, link.round, self.device - source], _tag(link)
         x = torch.empty_like(like, memory_format=torch.contiguous_format)
-        dist.recv(x, self.processes[source], group=group, tag=tag)
-        return x
+        work: Any = dist.irecv(x, self.processes[source], group=group, tag=tag)
+
+        def arrived() -> Tensor:
+            work.wait()
+            return x
+
+        return arrived
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""

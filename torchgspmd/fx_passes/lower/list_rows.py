@@ -9,7 +9,8 @@ needs    the program of one rank, before forward and backward are split
 ensures  no operation but loops takes such a list
 
 A loop in a loop stacks for the stack of the loop around it: all of that is lists of lists. A row
-keeps the memory that it was computed in.
+keeps the memory that it was computed in. So it is with what a piece of a pipeline leaves for later
+ones, and with what pieces add up.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
+from typing import Any
 
 from torch import fx
 
 from ...comm.local_ops import stack_rows
-from ...comm.loop_call import LoopCall, loop_calls
+from ...comm.loop_call import Body, LoopCall, loop_calls
+from ...comm.stage_call import LOSS, StageBody
 
 
 def list_rows(graph: fx.Graph) -> fx.Graph | None:
@@ -33,13 +36,16 @@ def list_rows(graph: fx.Graph) -> fx.Graph | None:
     return graph if lists.listed else None
 
 
+Around = tuple[tuple[fx.Node, Body], ...]  # calls, and the body of each
+
+
 @dataclass(frozen=True)
 class _Place:
-    """A result of a loop. around: the loops around it, outermost first."""
+    """A result of a loop. around: the bodies around it, outermost first."""
 
     node: fx.Node
     result: int
-    around: tuple[fx.Node, ...]
+    around: Around
 
     @property
     def call(self) -> LoopCall:
@@ -66,14 +72,14 @@ class _Lists:
         self.listed = False
         self.totals: dict[_Place, None] = {}
 
-    def add(self, graph: fx.Graph, around: tuple[fx.Node, ...]) -> None:
+    def add(self, graph: fx.Graph, around: Around) -> None:
         """Turn the stacks of a graph's loops, and of those in them, into lists."""
         for node, call in loop_calls(graph):
             if not isinstance(call, LoopCall):
                 for piece in call.bodies:
-                    self.add(piece.graph, ())
+                    self.add(piece.graph, (*around, (node, piece)))
                 continue
-            self.add(call.graph, (*around, node))
+            self.add(call.graph, (*around, (node, call)))
             if call.loop.ends or not call.loop.length:
                 continue
             for k in range(call.stacks):
@@ -93,7 +99,7 @@ class _Lists:
         self,
         value: fx.Node,
         depth: int,
-        around: tuple[fx.Node, ...],
+        around: Around,
         totals: dict[_Place, None],
     ) -> bool:
         """Return whether all users of a value in a loop's body take its rows."""
@@ -109,7 +115,7 @@ class _Lists:
         value: fx.Node,
         user: fx.Node,
         depth: int,
-        around: tuple[fx.Node, ...],
+        around: Around,
         totals: dict[_Place, None],
     ) -> bool:
         """Return whether a user is a loop over the rows of a value."""
@@ -123,7 +129,7 @@ class _Lists:
         first = call.carries + call.held
         inner = [inputs[first + i] for i, row in enumerate(rows) if row is value]  # pyright: ignore
         return depth == 1 or all(
-            not x.users or self._takes(x, depth - 1, (*around, user), totals) for x in inner
+            not x.users or self._takes(x, depth - 1, (*around, (user, call)), totals) for x in inner
         )
 
     def _returns(
@@ -131,22 +137,47 @@ class _Lists:
         value: fx.Node,
         results: Sequence[fx.Node],
         depth: int,
-        around: tuple[fx.Node, ...],
+        around: Around,
         totals: dict[_Place, None],
     ) -> bool:
         """Return whether the loop around stacks a value for others, or adds it up."""
-        if not around or not isinstance(around[-1].target, LoopCall):
+        if not around:
             return False
-        call = around[-1].target
+        (node, call), outside = around[-1], around[:-1]
+        if isinstance(call, StageBody):
+            names = [name for name, x in zip(call.outputs, results) if x is value]
+            return all(self._leaves(name, node, call, depth, outside, totals) for name in names)
+        assert isinstance(call, LoopCall)
         first = 2 * call.carries + call.held
         for i, result in enumerate(results):
             if result is not value:
                 continue
-            place = _Place(around[-1], call.carries + i - first, around[:-1])
+            place = _Place(node, call.carries + i - first, outside)
             if i < first or call.loop.ends or not call.loop.length:
                 return False
             if i >= first + call.stacks:
                 totals[place] = None
             elif not place.values() or not self.is_taken_by_rows(place, depth + 1, totals):
                 return False
+        return True
+
+    def _leaves(
+        self,
+        name: str,
+        node: fx.Node,
+        body: StageBody,
+        depth: int,
+        outside: Around,
+        totals: dict[_Place, None],
+    ) -> bool:
+        """Return whether the later pieces of a pipeline take the rows of what one leaves."""
+        call: Any = node.target
+        sent = {link.sent for link in call.links}
+        if body.kind == LOSS or name in call.stacks or name in sent:
+            return False
+        for piece in call.pieces:
+            inputs = list(piece.graph.find_nodes(op="placeholder"))[-len(piece.inputs) :]
+            for x in (x for x, read in zip(inputs, piece.inputs) if read == name and x.users):
+                if not self._takes(x, depth, (*outside, (node, piece)), totals):
+                    return False
         return True
