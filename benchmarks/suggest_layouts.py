@@ -65,7 +65,9 @@ def by_hand(name: str, devices: int, hardware: Hardware) -> Iterator[Row]:
     """Yield the layouts of an example, each on its fastest mesh."""
     module = runpy.run_path(str(EXAMPLES / name / "model.py"))
     for layout, table in module["LAYOUTS"].items():
-        axes = sorted({axis for rules in table.rules.values() for rule in rules for axis in rule})
+        axes = sorted(
+            {a for choices in table.rules.values() for each in choices for a in each.axes}
+        )
         rows = []
         for mesh in meshes(axes, devices) if layout not in NOT_ALONE else ():
             try:
