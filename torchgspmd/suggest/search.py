@@ -29,7 +29,7 @@ from .proposal import DATA, MODEL, Marks, Proposal, Savings
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MIN_SHARE = 0.005  # of the parameters' bytes, that a group has which is searched by itself
-MIN_GAIN = 0.005  # of a step's time: a mark that brings less is left out
+MIN_GAIN = 0.005  # of a step's time, or of its bytes in equal time: what brings less is left out
 POOR = 1.1  # times the time of the best of a pass: a change that is slower is not tried again
 HOPELESS = 1.5  # times the time or memory of the best: a mesh that starts so is not searched
 BEST = 5
@@ -253,7 +253,7 @@ class _Search:
         return min(dict.fromkeys(starts), key=lambda marks: self.score(mesh, marks))
 
     def _descend(self, mesh: Mesh, best: Marks) -> Marks:
-        """Return the marks that single changes lead to, each of which makes the step shorter."""
+        """Return the marks that single changes lead to, each to a shorter step or fewer bytes."""
         settled: set[Marks] = set()
         poor: set[int] = set()  # the numbers of changes that are not tried again
         while best not in settled:
@@ -267,7 +267,9 @@ class _Search:
                 excess, step = self.score(mesh, best)
                 changed = self.score(mesh, change(best))
                 steps[number] = changed[1]
-                if changed < (excess, step * (1 - MIN_GAIN)):
+                sent = [self.propose(mesh, marks).sent_bytes for marks in (change(best), best)]
+                lighter = changed <= (excess, step) and sent[0] < (1 - MIN_GAIN) * sent[1]
+                if changed < (excess, step * (1 - MIN_GAIN)) or lighter:
                     best = change(best)
             excess, step = self.score(mesh, best)
             if not excess:
