@@ -27,8 +27,8 @@ from ..fx_passes.ir import is_operation
 from ..mesh import Mesh
 from ..rules import unpartitioned_of
 from ..shard_spec import ShardSpec
+from .convolutions import operand_specs
 from .sharding import annotate, check, expressible
-from .weight_gradient import operand_spec
 
 _MARK = mark_sharding_op._opoverload
 _KEYS = (
@@ -120,10 +120,9 @@ def _lower_node(
 def _with_operands(
     graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], mesh: Mesh
 ) -> dict[fx.Node, fx.Node]:
-    """Return the new nodes, with the operands of a weight gradient as XLA needs them."""
-    if (spec := operand_spec(node, mesh)) is None:
-        return new
-    return {**new, **{x: _annotated(graph, new[x], mesh, spec) for x in node.args[:2]}}
+    """Return the new nodes, with the operands of a convolution as XLA needs them."""
+    specs = operand_specs(node, mesh)
+    return {**new, **{x: _annotated(graph, new[x], mesh, spec) for x, spec in specs.items()}}
 
 
 def _copy_node(
