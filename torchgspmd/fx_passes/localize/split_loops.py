@@ -1,11 +1,16 @@
 """Loops in the body of a pipeline: gradients of weights in a loop of their own.
 
-before   %l = loop([%g], [%ws, %xs], [])   body: %g1 = mm(%g, %w);  %dw = mm(%g, %x);  %g1, %dw
-after    %l = loop([%g], [%ws], [])        body: %g1 = mm(%g, %w);  %g1, %g
-         %k = loop([], [%xs, %l[1]], [])   body: %dw = mm(%g, %x);  %dw
-needs    loops outlined
-ensures  the first loop computes what its next iteration needs; what the second one reads of it is
-         stacked; the same operations, but for views
+A part of `outline_stages`.
+
+    %l = loop([%g], [%ws, %xs], [])   body: %g1 = mm(%g, %w);  %dw = mm(%g, %x);  %g1, %dw
+
+becomes
+
+    %l = loop([%g], [%ws], [])        body: %g1 = mm(%g, %w);  %g1, %g
+    %k = loop([], [%xs, %l[1]], [])   body: %dw = mm(%g, %x);  %dw
+
+The first loop computes what its next iteration needs; what the second one reads of it is stacked.
+Both have the same operations, but for views.
 """
 
 from __future__ import annotations
