@@ -210,6 +210,11 @@ ERRORS = [
         "  fix   did you mean 'blocks.1.up.weight'?",
     ),
     (
+        lambda: gspmd.annotate(Net(), MESH, {"**.pu.weight": "model _"}),
+        f"'**.pu.weight' matches no parameter, buffer or module{WHERE}\n"
+        "  fix   did you mean '**.up.weight'?",
+    ),
+    (
         lambda: gspmd.annotate(Net(), MESH, {"*.up.weight": "model _"}),
         f"'*.up.weight' matches no parameter, buffer or module{WHERE}\n"
         "  fix   '**.up.weight' does: * matches within one part of a name, ** across parts",

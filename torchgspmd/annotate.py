@@ -353,7 +353,12 @@ def _other_pattern(pattern: str, names: list[str]) -> str:
                 "patterns are globs, not regular expressions, of which this one matches "
                 f"'{name}': {syntax}"
             )
-    return did_you_mean(pattern, names)
+    end = pattern.removeprefix("**.")
+    if end == pattern or "*" in end:
+        return did_you_mean(pattern, names)
+    parts = end.count(".") + 1  # below any module: ends of names of as many parts
+    ends = dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names)
+    return did_you_mean(pattern, [f"**.{each}" for each in ends])
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
