@@ -81,7 +81,7 @@ def _has_known_sizes(node: fx.Node) -> bool:
     """Return True if operands and result are tensors whose sizes do not depend on values."""
     values = (node, *node.all_input_nodes)
     return not any(x.meta.get("unknown") for x in values) and all(
-        x.meta.get("dtype") is not None for x in node.all_input_nodes
+        x.meta.get("dtype") is not None and "shape" in x.meta for x in node.all_input_nodes
     )
 
 
