@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,22 @@ import torchgspmd as gspmd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save, whole_weights
 from common.lamb import Lamb
-from common.report import print_plan
+from common.report import figure, print_plan
 from common.run import RANK, Run, leave, options, train
 from common.text import load_text
 from data import MASK, OTHER, Words
 from model import LAYOUTS, Bert, Config
+
+HERE = Path(__file__).resolve().parent
+
+
+class Blank(NamedTuple):
+    """A hidden word, the words around it, and the likeliest ones with their odds."""
+
+    around: str
+    hidden: str
+    odds: dict[str, float]
+
 
 OPTIMIZERS = {
     "adamw": lambda weights, lr: torch.optim.AdamW(weights, lr, weight_decay=0.01),
@@ -33,7 +45,7 @@ OPTIMIZERS = {
 
 
 def arguments() -> argparse.Namespace:
-    parser = options(__doc__, list(LAYOUTS), "zero", Path(__file__).resolve().parent)
+    parser = options(__doc__, list(LAYOUTS), "zero", HERE)
     add = parser.add_argument
     add(
         "--text",
@@ -47,6 +59,12 @@ def arguments() -> argparse.Namespace:
     add("--context", type=int, default=32, help="length of a sequence")
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw")
     add("--blanks", type=int, default=12, help="hidden words to show at the end")
+    add(
+        "--picture",
+        type=Path,
+        default=HERE / "out" / "words.png",
+        help="where the picture of these words goes",
+    )
     parser.set_defaults(batch=32, steps=5000, lr=2e-3, warmup=50)
     return parser.parse_args()
 
@@ -89,7 +107,8 @@ def main() -> None:
         run.console.print(f"checkpoint: {args.save}")
     weights = whole_weights(model)
     if args.blanks and RANK == 0:
-        tell(config, weights, text, args)
+        draw(tell(config, weights, text, args), args.picture)
+        run.console.print(f"hidden words: {args.picture}")
     run.write(losses, first, "nats per hidden word")
 
 
@@ -105,24 +124,50 @@ def plan(args: argparse.Namespace, config: Config) -> None:
 
 
 @torch.no_grad()
-def tell(config: Config, weights: dict[str, Tensor], text: Words, args: argparse.Namespace) -> None:
+def tell(
+    config: Config, weights: dict[str, Tensor], text: Words, args: argparse.Namespace
+) -> list[Blank]:
     """Print hidden words with what stands around them, and the three likeliest ones; and how often
-    the likeliest was right in 64 sequences that training has not drawn so. One device.
+    the likeliest was right in 64 sequences that training has not drawn so. One device. Return them.
     """
     model = Bert(config)
     model.load_state_dict(weights)
     tokens, places, targets = text.batch(0, args.seed + 1, 64, args.context)
-    best = model(tokens, places).topk(3).indices  # [b, p, 3]
+    odds, best = model(tokens, places).softmax(-1).topk(3)  # [b, p, 3]
+    blanks = []
     hidden = tokens.gather(1, places) == MASK
     right = (best[..., 0] == targets)[hidden].float().mean().item()
     for b, p in hidden.nonzero()[:: max(1, int(hidden.sum()) // args.blanks)].tolist():
         at = int(places[b, p])
         around = text.decode(tokens[b, max(0, at - 5) : at + 6])
-        found = ", ".join(text.decode(best[b, p]))
-        print(f"{' '.join(around)}\n    {text.vocabulary[int(targets[b, p])]}: {found}")
+        blank = Blank(
+            " ".join(around),
+            text.vocabulary[int(targets[b, p])],
+            dict(zip(text.decode(best[b, p]), odds[b, p].tolist())),
+        )
+        print(f"{blank.around}\n    {blank.hidden}: {', '.join(blank.odds)}")
+        blanks.append(blank)
     known = text.tokens[text.tokens != OTHER]
     share = (known == known.mode().values).float().mean()
     print(f"{right:.1%} of hidden words told; {share:.1%} by always the most frequent one")
+    return blanks
+
+
+def draw(blanks: list[Blank], path: Path) -> None:
+    """The odds of the likeliest words for each blank; the hidden one in another colour."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture, axes = figure(1, 1, (9, 1 + 0.6 * len(blanks)))
+    for i, blank in enumerate(blanks):
+        for k, (word, share) in enumerate(blank.odds.items()):
+            y = i + 0.25 * (k - 1)
+            colour = "tab:green" if word == blank.hidden else "tab:gray"
+            axes.barh(y, share, 0.2, color=colour)
+            axes.text(share + 0.01, y, word, va="center", fontsize=7, parse_math=False)
+    labels = [f"{blank.around}\n{blank.hidden}" for blank in blanks]
+    axes.set(xlim=(0, 1), xlabel="odds (green: the hidden word)", yticks=range(len(blanks)))
+    axes.set_yticklabels(labels, fontsize=7, parse_math=False)
+    axes.invert_yaxis()
+    picture.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":
