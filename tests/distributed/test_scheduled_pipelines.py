@@ -51,7 +51,7 @@ def test_schedules(mesh):
     tokens = torch.randint(5, (8, 3))
     expected = alone(tokens)
     expected.backward()
-    for schedule, repeats in SCHEDULES:
+    for schedule, repeats in SCHEDULES if count == 8 else SCHEDULES[1::3]:
         model = copy.deepcopy(alone)
         if "model" in mesh.names:
             marks = {"up.weight": "model _", "down.weight": "_ model"}
