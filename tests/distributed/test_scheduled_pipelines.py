@@ -12,6 +12,7 @@ import torchgspmd as gspmd
 
 WIDTH = 4
 SCHEDULES = ("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("1f1b", 2), ("zero_bubble", 2)
+SOME = SCHEDULES[1], SCHEDULES[4]
 
 
 class Block(nn.Module):
@@ -51,7 +52,7 @@ def test_schedules(mesh):
     tokens = torch.randint(5, (8, 3))
     expected = alone(tokens)
     expected.backward()
-    for schedule, repeats in SCHEDULES if count == 8 else SCHEDULES[1::3]:
+    for schedule, repeats in SCHEDULES if count == 8 else SOME:
         model = copy.deepcopy(alone)
         if "model" in mesh.names:
             marks = {"up.weight": "model _", "down.weight": "_ model"}

@@ -87,6 +87,8 @@ def test_less_memory_gives_other_marks():
     bound = free.memory / 2
     tight = gspmd.suggest(model, (batch,), devices=4, hardware=SLOW_LINKS, memory=bound, seconds=30)
     assert tight[0].memory <= bound < free.memory and tight[0].seconds >= free.seconds
+    excess = [proposal.memory > bound for proposal in tight]
+    assert any(excess) and ["too much" in str(proposal) for proposal in tight] == excess
 
 
 def test_what_sends_least_is_shown_if_it_is_little_slower():

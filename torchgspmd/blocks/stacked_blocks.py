@@ -174,11 +174,11 @@ def _check_attributes(blocks: Sequence[nn.Module], i: int, what: str) -> None:
     """Raise unless the modules of two blocks have the same numbers and texts."""
     for (name, one), (_, other) in zip(blocks[0].named_modules(), blocks[i].named_modules()):
         for key, value in vars(one).items():
-            found = vars(other).get(key)
-            if isinstance(value, (bool, int, float, str, NoneType)) and found != value:
+            its = vars(other).get(key)
+            if isinstance(value, (bool, int, float, str, NoneType)) and its != value:
                 raise ShardingError(
                     f"blocks 0 and {i} of a {what} differ in {name}{'.' * bool(name)}{key}: "
-                    f"{value!r}, {found!r}",
+                    f"{value!r}, {its!r}",
                     where=user_line(),
                     why="all blocks run one program, with the numbers of the first",
                     fix="a parameter or an argument, or, if forward does not use it, set it alike",

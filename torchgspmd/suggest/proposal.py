@@ -184,6 +184,7 @@ class Proposal:
         largest_batch: Rows of a batch that fit, if it was searched.
         recompute_bound: Seconds that no choice of layers and of their submodules to recompute is
             below, on this mesh with these marks in this memory, if HiGHS is there.
+        limit: Bytes of a device that may be used. A proposal that needs more says so.
 
     Example:
         >>> model = torch.nn.Linear(64, 64, device="meta")
@@ -207,6 +208,7 @@ class Proposal:
     recomputed: str = ""
     largest_batch: int | None = None
     recompute_bound: float | None = None
+    limit: float = math.inf
 
     @property
     def code(self) -> str:
@@ -226,7 +228,9 @@ class Proposal:
 
     def __str__(self) -> str:
         kind = re.sub(r"\s+", " ", " ".join(f"{n}={s}" for n, s in self.mesh.axes))
-        planned = largest = least = ""
+        memory, planned, largest, least = size_text(self.memory), "", "", ""
+        if self.memory > self.limit:
+            memory += f" (too much: {size_text(self.limit)} may be used)"
         if self.layers:
             planned = f"; extrapolated from {self.layers[0]} of {self.layers[1]} layers"
         if self.largest_batch:
@@ -236,7 +240,7 @@ class Proposal:
             least = f"; {ratio:.3f} of the bound of recomputing (a linear program)"
         return (
             f"{kind} of {self.hardware.name}: step {time_text(self.seconds)}, MFU {self.mfu:.1%}, "
-            f"memory {size_text(self.memory)}, {size_text(self.sent_bytes)} sent by a device, "
+            f"memory {memory}, {size_text(self.sent_bytes)} sent by a device, "
             f"{self.seconds / self.bound:.2f} of the bound (products alone, divided evenly)"
             f"{planned}{largest}{least}\n{self.code}"
         )

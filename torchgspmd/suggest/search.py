@@ -63,8 +63,8 @@ def suggest(
         kwargs: Keyword arguments of a call.
 
     Returns:
-        At most five proposals, the fastest first; those that need too much memory last. One of them
-        sends least of all that are little slower than the best.
+        At most five proposals, the fastest first; those that need too much memory last, and say so.
+        One of them sends least of all that are little slower than the best.
 
     Raises:
         ShardingError: The model cannot be captured, or `memory` is no size.
@@ -354,6 +354,7 @@ class _Search:
             (judge.first + 1, judge.layers.length) if judge.layers.alike else None,
             savings,
             judge.recomputable.code(savings.recomputed) if savings.recomputed else "",
+            limit=self.limit,
         )
 
     def _best_keys(self) -> list[tuple[Mesh, Marks, int]]:

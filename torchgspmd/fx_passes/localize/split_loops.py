@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -132,9 +132,9 @@ class _Body:
         body, what another loop has stacked.
         """
         brought = brought or {}
-        given: Any = self.node.args
-        rows = {x: arg for x, arg in zip(self.rows, given[1]) if x in nodes} | brought
-        others = {x: arg for x, arg in zip(self.others, given[2]) if x in nodes}
+        first, of_rows, of_others = cast(Any, self.node.args)
+        rows = {x: arg for x, arg in zip(self.rows, of_rows) if x in nodes} | brought
+        others = {x: arg for x, arg in zip(self.others, of_others) if x in nodes}
         graph, new = fx.Graph(), {}
         for x in (*self.coordinates, *(self.carries[i] for i in carries), *rows, *others):
             new[x] = graph.placeholder(x.name)
@@ -147,7 +147,7 @@ class _Body:
         ends = self.values[: 2 * len(carries)]
         graph.output(tuple(new[x] for x in (*ends, *stacks, *totals)))
         call = LoopCall(self.call.loop, graph, len(carries), len(rows), len(others), len(stacks))
-        args = [given[0][i] for i in carries], [*rows.values()], [*others.values()]
+        args = [first[i] for i in carries], [*rows.values()], [*others.values()]
         result = self.node.graph.call_function(call, args)
         result.meta = dict(self.node.meta)
         return result
