@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -72,16 +73,43 @@ class Normalized(ChosenExperts):
         return by_bmm(h, self.down, chosen)
 
 
+@contextmanager
+def grouping_whatever_it_costs():
+    new = replace(pipeline.PIPELINE[0], cost=lambda program: -len(program.changed))
+    token = pipeline._current.set((new, *pipeline.PIPELINE[1:]))
+    try:
+        yield
+    finally:
+        pipeline._current.reset(token)
+
+
 @pytest.mark.parametrize("width", [1, 4])
 def test_dimensions_and_sizes_that_operations_name(width):
     model, x = Normalized(4, width, 3), torch.randn(3, width, dtype=torch.float64)
     chosen = torch.tensor([2, 0, 3])
     gspmd.annotate(model, Mesh(expert=2), ALL)
-    new = replace(pipeline.PIPELINE[0], cost=lambda program: -len(program.changed))
-    token = pipeline._current.set((new, *pipeline.PIPELINE[1:]))
-    try:
+    with grouping_whatever_it_costs():
         plan = gspmd.plan(model, x, chosen, mesh=Mesh(expert=2))
-    finally:
-        pipeline._current.reset(token)
     assert "block_mm" in plan.program.code
     assert_same([plan.simulate(x, chosen)], [model(x, chosen)])
+
+
+@pytest.mark.parametrize("spec", [None, "a", "b"])
+def test_products_of_vectors_have_no_chosen_matrices(spec):
+    """torch.inner permutes its operands by negative dimensions."""
+    x, y = (torch.randn(4, dtype=torch.float64) for _ in range(2))
+    plan = gspmd.plan(torch.inner, x, y, mesh=Mesh(a=2, b=2), in_specs=(spec, None))
+    assert_same([plan.simulate(x, y)], [torch.inner(x, y)])
+
+
+def test_a_table_may_be_permuted_by_negative_dimensions():
+    def multiply(x, table, chosen):
+        return torch.einsum("tk,tkn->tn", x, table[chosen].permute(0, -1, -2))
+
+    x, table = torch.randn(64, 4).double(), torch.randn(4, 64, 4).double()
+    chosen = torch.randint(-4, 4, (64,))
+    with grouping_whatever_it_costs():
+        specs = ("_ _", "a _ _", "_")
+        plan = gspmd.plan(multiply, x, table, chosen, mesh=Mesh(a=2), in_specs=specs)
+    assert "block_mm" in plan.program.code
+    assert_same([plan.simulate(x, table, chosen)], [multiply(x, table, chosen)])

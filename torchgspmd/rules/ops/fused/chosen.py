@@ -155,7 +155,8 @@ def _unmoved(node: fx.Node, letters: str) -> tuple[fx.Node, str]:
     order = list(letters)
     while isinstance(node, fx.Node):
         if node.target is aten.permute.default:
-            order = [order[node.args[1].index(d)] for d in range(len(order))]
+            dims = [d % len(order) for d in node.args[1]]
+            order = [order[dims.index(d)] for d in range(len(order))]
         elif node.target is aten.transpose.int:
             one, other = node.args[1:]
             order[one], order[other] = order[other], order[one]
