@@ -33,6 +33,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ),
     ("api", "runtime.submodule_calls", "runtime.unasked_work", "blocks"),
     ("fx_passes.pipeline",),  # it imports every pass
+    ("fx_passes.pass_runner",),
     ("dump", "fix_candidates"),
     ("plan",),
     ("plan_cache",),

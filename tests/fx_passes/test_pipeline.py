@@ -16,7 +16,8 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError
 from torchgspmd.capture import PARAMETER
-from torchgspmd.fx_passes import pipeline
+from torchgspmd.fx_passes import pass_runner, pipeline
+from torchgspmd.fx_passes.pass_types import order_faults
 from torchgspmd.fx_passes.pipeline import PIPELINE, Alternatives, Pass, lower_plan, with_pass
 from torchgspmd.fx_passes.program import Program, Rank
 from torchgspmd.fx_passes.stages import ANNOTATED, CAPTURED, LOCAL, META, RUNNABLE, Stage
@@ -93,6 +94,46 @@ def test_names_are_unique_and_what_runs_again_comes_before() -> None:
         assert all(names.index(name) <= names.index(each.name) for name in each.again)
 
 
+CONSTRAINTS = [
+    pytest.param(early, late, each.because, id=f"{early}-{late}")
+    for each in pipeline.passes()
+    for early, late in (
+        *((a, each.name) for a in each.after),
+        *((each.name, b) for b in each.before),
+    )
+]
+
+
+def test_the_rows_stand_where_they_say() -> None:
+    names = {each.name for each in pipeline.passes()}
+    for each in pipeline.passes():
+        assert {*each.after, *each.before} <= names
+        assert bool(each.after or each.before) == bool(each.because), each.name
+    assert order_faults(PIPELINE) == []
+
+
+@pytest.mark.parametrize("early, late, because", CONSTRAINTS)
+def test_a_row_that_moves_against_its_place_is_named(early: str, late: str, because: str) -> None:
+    rows = {each.name: each for each in pipeline.passes()}
+    first, second = rows[early], rows[late]
+    swapped = [{early: second, late: first}.get(each.name, each) for each in rows.values()]
+    fault = f"{early} has to stand before {late}: {because}"
+    assert fault in order_faults(swapped)
+
+
+FEATURES = sorted({each.feature for each in pipeline.passes()} - {"core"})
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_without_the_rows_of_a_feature_other_programs_are_planned(feature: str) -> None:
+    text = str(planned())
+    with pipeline.without_feature(feature):
+        assert feature not in {each.feature for each in pipeline.passes()}
+        plan = planned()
+        assert str(plan) == text
+        lowered(plan)
+
+
 def test_each_file_of_a_pass_is_a_row() -> None:
     """A file whose header says before and after is a pass; its name is that of the row.
 
@@ -144,13 +185,13 @@ def test_each_pass_is_timed_printed_and_verified(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     verified: Counter = Counter()
-    verify = pipeline.verify
+    verify = pass_runner.verify
 
     def counting(graph, stage, mesh):
         verified[stage] += 1
         verify(graph, stage, mesh)
 
-    monkeypatch.setattr(pipeline, "verify", counting)
+    monkeypatch.setattr(pass_runner, "verify", counting)
     monkeypatch.setenv("TORCHGSPMD_DUMP", "2")
     plan = planned()
     printed = capsys.readouterr().err
@@ -290,7 +331,7 @@ def test_a_way_without_a_pass_goes_on_from_where_it_would_have_run(
     x, w = torch.randn(32, 8), torch.randn(8, 16)
     with ExitStack() as passes:
         if last:
-            monkeypatch.setattr(pipeline, "min", lambda ways, key: ways[-1], raising=False)
+            monkeypatch.setattr(pass_runner, "min", lambda ways, key: ways[-1], raising=False)
         for name in counts:
             passes.enter_context(with_pass(counting(name), after=name))
         plan = gspmd.plan(halves, x, w, mesh=Mesh(model=2), in_specs=("_ _", "_ model"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -23,6 +24,9 @@ class Pass:
     again: passes before it, or itself, that run next if it changed the program.
     in_loops: whether it runs on the bodies of loops, too.
     changes: whether it will change the program; a way without it then goes on from where it runs.
+    feature: the folder of features/ that the row belongs to; "core" for none.
+    after, before: names of passes that the row has to follow and to precede.
+    because: why it stands there.
     """
 
     name: str
@@ -34,6 +38,10 @@ class Pass:
     again: tuple[str, ...] = ()
     in_loops: bool = False
     changes: Callable[[Program], bool] = lambda p: False
+    feature: str = "core"
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    because: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,3 +64,44 @@ class Alternatives:
 
 
 Step = Pass | Alternatives
+
+
+def rows_of(steps: Sequence[Step]) -> tuple[Pass, ...]:
+    """Return the passes of steps, those of alternatives in their place."""
+    return tuple(p for s in steps for p in (s.passes if isinstance(s, Alternatives) else (s,)))
+
+
+def without_rows(steps: Sequence[Step], feature: str) -> Iterator[Step]:
+    """Yield the steps without the rows of a feature."""
+    for step in steps:
+        if isinstance(step, Alternatives):
+            rows = tuple(each for each in step.passes if each.feature != feature)
+            yield replace(step, passes=rows)
+        elif step.feature != feature:
+            yield step
+
+
+def with_row(steps: Sequence[Any], new: Pass, after: str) -> Iterator[Any]:
+    """Yield the steps with a row behind the one of the name `after`."""
+    for step in steps:
+        if isinstance(step, Alternatives):
+            yield replace(step, passes=tuple(with_row(step.passes, new, after)))
+            continue
+        yield step
+        if step.name == after:
+            yield new
+
+
+def order_faults(steps: Sequence[Step]) -> list[str]:
+    """Return a sentence for every row that does not stand where its `after` and `before` say."""
+    rows = rows_of(steps)
+    place = {each.name: i for i, each in enumerate(rows)}
+    return [
+        f"{early} has to stand before {late}: {each.because}"
+        for each in rows
+        for early, late in (
+            *((a, each.name) for a in each.after),
+            *((each.name, b) for b in each.before),
+        )
+        if early in place and late in place and place[early] > place[late]
+    ]

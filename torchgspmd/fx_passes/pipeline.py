@@ -1,29 +1,25 @@
 """The way of a program, from capture to what a rank runs: PIPELINE, to be read from top to bottom.
 
 A pass takes a program from the stage that it needs to the stage that it ensures; stages.py says
-what holds there. After each pass `run` adds to the program's seconds, prints what changed
-(TORCHGSPMD_DUMP=2) and verifies the graph (TORCHGSPMD_CHECK=1).
+what holds there, and pass_runner.py runs the rows.
 
 If a pass with `again` changes a program, those passes run once more. Alternatives run with one of
 their passes and without it, and the cheaper program is taken.
+
+A row names the feature that it belongs to. `after` and `before` say which rows it has to follow and
+to precede, and `because` says why; `order_faults` of pass_types.py checks them.
 """
 
 from __future__ import annotations
 
-import copy
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from itertools import dropwhile
-from typing import Any
 
 from torch import fx
 
-from ..capture.without_gc import without_gc
-from ..comm.loop_call import copy_loops, loop_calls
-from ..dump import dump_pass
+from ..comm.loop_call import copy_loops
 from ..errors import ShardingError, did_you_mean, user_line
 from ..plan import Plan
 from ..rules import natively
@@ -47,7 +43,15 @@ from .lower.reduce_in_bucket import reduce_in_bucket
 from .lower.reuse_buffers import reuse_memory
 from .lower.torch_bindings import torch_bindings
 from .lower.wire_dtypes import wire_dtypes
-from .pass_types import Alternatives, Pass, Step
+from .pass_runner import run_steps
+from .pass_types import (
+    Alternatives,
+    Pass,
+    Step,
+    rows_of,
+    with_row,
+    without_rows,
+)
 from .program import Program, Rank, Request
 from .program_passes import (
     balance_attention,
@@ -83,9 +87,6 @@ from .stages import (
     RUNNABLE,
     SCHEDULED,
     Stage,
-    drop_later_keys,
-    verifies,
-    verify,
 )
 
 
@@ -123,7 +124,16 @@ PIPELINE: tuple[Step, ...] = (
         passes=(
             Pass("decompose_ops", lambda p: p.request.expand(p.graph), CAPTURED, EXPANDED),
             Pass("propagate", propagate_program, EXPANDED, ANNOTATED),
-            Pass("split_groups", split_groups, ANNOTATED, ANNOTATED, again=("propagate",)),
+            Pass(
+                "split_groups",
+                split_groups,
+                ANNOTATED,
+                ANNOTATED,
+                again=("propagate",),
+                feature="experts",
+                before=("split_fused",),
+                because="split_fused would decompose the blocked products of these groups",
+            ),
             Pass("split_fused", split_fused, ANNOTATED, ANNOTATED, again=("propagate",)),
             Pass(
                 "balance_attention",
@@ -132,6 +142,9 @@ PIPELINE: tuple[Step, ...] = (
                 ANNOTATED,
                 optional=("balance_attention",),
                 again=("propagate",),
+                feature="attention",
+                after=("split_fused",),
+                because="its cut needs the operations as they will run",
             ),
             Pass(
                 "split_products",
@@ -140,8 +153,19 @@ PIPELINE: tuple[Step, ...] = (
                 ANNOTATED,
                 again=("propagate",),
                 changes=splits_products,
+                after=("split_fused",),
+                before=("split_axes",),
+                because="a product that is cut blocks no axis, so no axis is split for it",
             ),
-            Pass("split_axes", split_axes, ANNOTATED, ANNOTATED, again=("propagate", "split_axes")),
+            Pass(
+                "split_axes",
+                split_axes,
+                ANNOTATED,
+                ANNOTATED,
+                again=("propagate", "split_axes"),
+                before=("partition",),
+                because="the partition chooses among the parts of an axis",
+            ),
             Pass(
                 "reduce_dtype",
                 reduce_dtype,
@@ -149,10 +173,27 @@ PIPELINE: tuple[Step, ...] = (
                 ANNOTATED,
                 when=lambda p: p.request.reduce_dtype is not None,
                 again=("propagate",),
+                before=("partition",),
+                because="the partition counts the bytes of a sum in the dtype in which it is sent",
             ),
             Pass("partition", partition_program, ANNOTATED, PARTITIONED),
-            Pass("merge_axes", merge_axes, PARTITIONED, PARTITIONED),
-            Pass("stage_sends", lambda p: stage_sends(p.graph, p.mesh), PARTITIONED, PARTITIONED),
+            Pass(
+                "merge_axes",
+                merge_axes,
+                PARTITIONED,
+                PARTITIONED,
+                after=("partition",),
+                because="the partition may use a part of an axis; later passes see whole ones",
+            ),
+            Pass(
+                "stage_sends",
+                lambda p: stage_sends(p.graph, p.mesh),
+                PARTITIONED,
+                PARTITIONED,
+                feature="pipelines",
+                after=("merge_axes",),
+                because="a step names an axis of the mesh that the user asked for",
+            ),
         ),
     ),
     Pass("draw_natively", _of(natively), PARTITIONED, PARTITIONED, when=_is_native),
@@ -164,12 +205,55 @@ PIPELINE: tuple[Step, ...] = (
         passes=(
             Pass("hierarchical_sums", hierarchical_sums, PARTITIONED, PARTITIONED, when=has_hosts),
             Pass("regather_weights", regather_weights, PARTITIONED, PARTITIONED),
-            Pass("ring_keys", ring_keys, PARTITIONED, PARTITIONED, optional=("attention_rings",)),
+            Pass(
+                "ring_keys",
+                ring_keys,
+                PARTITIONED,
+                PARTITIONED,
+                optional=("attention_rings",),
+                feature="attention",
+                after=("regather_weights",),
+                because="a gather of keys that is repeated already is not repeated again",
+            ),
             Pass("localize", localize, PARTITIONED, LOCAL),
-            Pass("attention_rings", _of(attention_rings), LOCAL, LOCAL),
-            Pass("sink_exits", _of(sink_exits), LOCAL, LOCAL),
-            Pass("outline_loops", lambda p: outline_loops(p.graph, p.mesh), LOCAL, LOCAL),
-            Pass("outline_stages", lambda p: outline_stages(p.graph, p.mesh), LOCAL, LOCAL),
+            Pass(
+                "attention_rings",
+                _of(attention_rings),
+                LOCAL,
+                LOCAL,
+                feature="attention",
+                after=("ring_keys",),
+                before=("outline_loops", "start_wait"),
+                because="it replaces gathers that ring_keys marked, wherever a loop has them",
+            ),
+            Pass(
+                "sink_exits",
+                _of(sink_exits),
+                LOCAL,
+                LOCAL,
+                feature="loops",
+                before=("outline_loops",),
+                because="moves at a body's end leave it before it becomes a program of its own",
+            ),
+            Pass(
+                "outline_loops",
+                lambda p: outline_loops(p.graph, p.mesh),
+                LOCAL,
+                LOCAL,
+                feature="loops",
+                before=("outline_stages", "collective_matmul", "bucket", "start_wait"),
+                because="these passes run once on each body",
+            ),
+            Pass(
+                "outline_stages",
+                lambda p: outline_stages(p.graph, p.mesh),
+                LOCAL,
+                LOCAL,
+                feature="pipelines",
+                after=("stage_sends", "outline_loops"),
+                before=("collective_matmul", "bucket", "start_wait"),
+                because="it cuts the body of a loop into pieces, each a program for these passes",
+            ),
             Pass(
                 "collective_matmul",
                 lambda p: collective_matmul(p.graph, p.mesh, p.hardware),
@@ -177,15 +261,43 @@ PIPELINE: tuple[Step, ...] = (
                 LOCAL,
                 optional=("collective_matmul",),
                 in_loops=True,
+                before=("bucket",),
+                because="a gather that becomes a ring must not be part of a bucket",
             ),
-            Pass("bucket", bucket, LOCAL, LOCAL, ("bucket",), in_loops=True),
+            Pass(
+                "bucket",
+                bucket,
+                LOCAL,
+                LOCAL,
+                ("bucket",),
+                in_loops=True,
+                before=("start_wait",),
+                because="one start sends a bucket",
+            ),
             Pass("start_wait", _of(start_wait), LOCAL, SCHEDULED, in_loops=True),
-            Pass("prefetch_rows", prefetch_rows, SCHEDULED, SCHEDULED, optional=("prefetch",)),
+            Pass(
+                "prefetch_rows",
+                prefetch_rows,
+                SCHEDULED,
+                SCHEDULED,
+                optional=("prefetch",),
+                feature="loops",
+                before=("overlap",),
+                because="overlap moves the starts that stay in their iteration",
+            ),
             Pass("overlap", overlap, SCHEDULED, SCHEDULED, optional=("overlap", "prefetch")),
         ),
     ),
     # A Plan has the program up to here; its text is the same for all ranks. Now for one of them.
-    Pass("elide_copies", _of(elide_copies), SCHEDULED, SCHEDULED, in_loops=True),
+    Pass(
+        "elide_copies",
+        _of(elide_copies),
+        SCHEDULED,
+        SCHEDULED,
+        in_loops=True,
+        before=("lower_collectives",),
+        because="a lowered reduction writes over its operand, which must share no memory",
+    ),
     Pass(
         "lower_collectives",
         lambda p: lower_collectives(p.graph, p.rank.groups),
@@ -199,15 +311,49 @@ PIPELINE: tuple[Step, ...] = (
         LOWERED,
         LOWERED,
         in_loops=True,
+        before=("fold_views",),
+        because="a product of matrices comes with views that fold_views removes",
     ),
     Pass("fold_views", _of(fold_views), LOWERED, LOWERED, in_loops=True),
-    Pass("list_rows", _of(list_rows), LOWERED, LOWERED),
+    Pass(
+        "list_rows",
+        _of(list_rows),
+        LOWERED,
+        LOWERED,
+        feature="loops",
+        before=("split_joint",),
+        because="a loop of the forward stacks rows for a loop of the backward",
+    ),
     Pass("convert_inputs", convert_inputs, LOWERED, LOWERED),
     Pass("convert_outputs", convert_outputs, LOWERED, LOWERED),
-    Pass("split_joint", split_joint, LOWERED, LOWERED),
+    Pass(
+        "split_joint",
+        split_joint,
+        LOWERED,
+        LOWERED,
+        after=("convert_inputs", "convert_outputs"),
+        because="both halves share the converted inputs",
+    ),
     # The forward and the backward, each by itself.
-    Pass("insert_rank_check", insert_rank_check, LOWERED, LOWERED, when=_is_torch),
-    Pass("nll_backward", _of(nll_backward), LOWERED, LOWERED, when=_is_torch, in_loops=True),
+    Pass(
+        "insert_rank_check",
+        insert_rank_check,
+        LOWERED,
+        LOWERED,
+        when=_is_torch,
+        after=("split_joint",),
+        because="the check rides on the first collective of the forward",
+    ),
+    Pass(
+        "nll_backward",
+        _of(nll_backward),
+        LOWERED,
+        LOWERED,
+        when=_is_torch,
+        in_loops=True,
+        before=("reuse_buffers",),
+        because="reuse_buffers then writes its products over their operands",
+    ),
     Pass("reuse_buffers", reuse_memory, LOWERED, RUNNABLE, when=_is_torch, in_loops=True),
     Pass(
         "functional_reductions",
@@ -217,25 +363,43 @@ PIPELINE: tuple[Step, ...] = (
         when=_is_inductor,
         in_loops=True,
     ),
-    Pass("reduce_in_bucket", _of(reduce_in_bucket), RUNNABLE, RUNNABLE, when=_is_torch),
+    Pass(
+        "reduce_in_bucket",
+        _of(reduce_in_bucket),
+        RUNNABLE,
+        RUNNABLE,
+        when=_is_torch,
+        before=("gloo_all_to_all",),
+        because="it looks for reductions, which gloo_all_to_all replaces",
+    ),
     Pass(
         "gloo_all_to_all",
         lambda p: gloo_all_to_all(p.graph, p.rank.groups),
         RUNNABLE,
         RUNNABLE,
         in_loops=True,
+        before=("wire_dtypes",),
+        because="gloo has no all_to_all of its own; its messages get their dtypes afterwards",
     ),
     Pass("wire_dtypes", _of(wire_dtypes), RUNNABLE, RUNNABLE, in_loops=True),
-    Pass("torch_bindings", _of(torch_bindings), RUNNABLE, RUNNABLE, when=_is_torch, in_loops=True),
+    Pass(
+        "torch_bindings",
+        _of(torch_bindings),
+        RUNNABLE,
+        RUNNABLE,
+        when=_is_torch,
+        in_loops=True,
+        after=("reduce_in_bucket", "gloo_all_to_all", "wire_dtypes"),
+        because="no pass that looks for an operation of torch.ops comes after it",
+    ),
 )
 
 _current: ContextVar[tuple[Step, ...]] = ContextVar("pipeline", default=PIPELINE)
 
 
-# --------------------------------------------------------------------------------------- the runner
+# ---------------------------------------------------------------------------- what there is to run
 
 
-@without_gc()
 def run(
     program: Program, until: Stage | None = None, steps: Sequence[Step] | None = None
 ) -> Program:
@@ -243,93 +407,7 @@ def run(
 
     until: the stage to stop at, as soon as a step reaches it. steps: other ones than PIPELINE.
     """
-    steps = _current.get() if steps is None else steps
-    if (first := program.stage) == CAPTURED:
-        _inspect(program, "capture")
-    for step in dropwhile(lambda step: step.needs != first, steps):
-        if program.stage == until:
-            break
-        if isinstance(step, Pass):
-            _run_pass(step, program, steps)
-        else:
-            program = _run_alternatives(step, program)
-    return program
-
-
-def _run_alternatives(step: Alternatives, program: Program) -> Program:
-    """Run the passes with all of them and without one; return the program that is taken."""
-    ways: list[Program] = []
-    before: dict[str, Program] = {}  # pass -> the program before it, in the first way
-    for left_out in step.order(program):
-        if ways and left_out is not None and left_out not in ways[0].changed:
-            continue
-        passes = [each for each in step.passes if each.name != left_out]
-        way, done = copy.copy(program), 0
-        if left_out is not None and left_out in before:
-            way, done = before[left_out], [p.name for p in step.passes].index(left_out)
-        for each in passes[done:]:
-            if not ways and each.changes(way):
-                before[each.name] = way.fork()
-            _run_pass(each, way, passes)
-        ways.append(way)
-        if step.enough(way):
-            break
-    return min(ways, key=step.cost) if step.cost else ways[-1]
-
-
-def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
-    """Run a pass, then the passes that have to run again if it changed the program."""
-    if not step.when(program) or step.optional and program.request.skip_passes >= {*step.optional}:
-        return
-    siblings = [each for each in steps if isinstance(each, Pass)]
-    again = [each for name in step.again for each in siblings if each.name == name]
-    for half in (*_halves(program), *(_bodies(program) if step.in_loops else ())):
-        if half.stage != step.needs:
-            raise AssertionError(
-                f"{step.name} needs stage {step.needs.name}, not {half.stage.name}"
-            )
-        begin = time.perf_counter()
-        graph = step.run(half)
-        program.seconds[step.name] = (
-            program.seconds.get(step.name, 0.0) + time.perf_counter() - begin
-        )
-        half.stage = step.ensures
-        if graph is not None:
-            if half.call is not None:
-                half.call.graph = graph
-            half.graph, half.changed = graph, half.changed | {step.name}
-            if again:
-                half.stage = again[0].needs
-                drop_later_keys(graph, half.stage)
-    _inspect(program, step.name)
-    for each in again if program.stage != step.ensures else ():
-        _run_pass(each, program, steps)
-
-
-def _inspect(program: Program, name: str) -> None:
-    """Print and verify a program after the pass of that name, if the environment says so."""
-    for half in _halves(program):
-        dump_pass(half, name)
-        if verifies():
-            verify(half.graph, half.stage, half.mesh)
-
-
-def _halves(program: Program) -> tuple[Program, ...]:
-    """Return the forward and the backward, or the program alone while it has both."""
-    return (program, program.backward) if program.backward else (program,)
-
-
-def _bodies(program: Program) -> Iterator[Program]:
-    """Yield the bodies of the loops of a program, those in loops first, at its stage."""
-    for half in _halves(program):
-        for each in (each for _, call in loop_calls(half.graph) for each in call.bodies):
-            body = copy.copy(half)
-            body.graph, body.call, body.backward = each.graph, each, None
-            yield from _bodies(body)
-            yield body
-
-
-# ---------------------------------------------------------------------------- what there is to run
+    return run_steps(program, _current.get() if steps is None else steps, until)
 
 
 def is_default() -> bool:
@@ -339,8 +417,7 @@ def is_default() -> bool:
 
 def passes() -> tuple[Pass, ...]:
     """Return all passes, in the order of the pipeline."""
-    steps = _current.get()
-    return tuple(p for s in steps for p in (s.passes if isinstance(s, Alternatives) else (s,)))
+    return rows_of(_current.get())
 
 
 def lower_plan(plan: Plan, rank: Rank, plain: Sequence[bool]) -> Program:
@@ -379,18 +456,18 @@ def with_pass(new: Pass, *, after: str) -> Generator[None, None, None]:
         raise ShardingError(
             f"there is no pass '{after}'", where=user_line(), fix=did_you_mean(after, names)
         )
-    token = _current.set(tuple(_with_pass(_current.get(), new, after)))
+    token = _current.set(tuple(with_row(_current.get(), new, after)))
     try:
         yield
     finally:
         _current.reset(token)
 
 
-def _with_pass(steps: Sequence[Any], new: Pass, after: str) -> Iterator[Any]:
-    for step in steps:
-        if isinstance(step, Alternatives):
-            yield replace(step, passes=tuple(_with_pass(step.passes, new, after)))
-            continue
-        yield step
-        if step.name == after:
-            yield new
+@contextmanager
+def without_feature(name: str) -> Generator[None, None, None]:
+    """Leave out the rows of a feature while in this context, to see who depends on them."""
+    token = _current.set(tuple(without_rows(_current.get(), name)))
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,110 @@
+"""Run the rows of the pipeline on a program: alternatives, repetition, bodies of loops, halves.
+
+After each pass the runner adds to the program's seconds, prints what changed (TORCHGSPMD_DUMP=2)
+and verifies the graph (TORCHGSPMD_CHECK=1).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from itertools import dropwhile
+
+from ..capture.without_gc import without_gc
+from ..comm.loop_call import loop_calls
+from ..dump import dump_pass
+from .pass_types import Alternatives, Pass, Step
+from .program import Program
+from .stages import CAPTURED, Stage, drop_later_keys, verifies, verify
+
+
+@without_gc()
+def run_steps(program: Program, steps: Sequence[Step], until: Stage | None = None) -> Program:
+    """Return the program after the steps that follow its stage.
+
+    until: the stage to stop at, as soon as a step reaches it.
+    """
+    if (first := program.stage) == CAPTURED:
+        _inspect(program, "capture")
+    for step in dropwhile(lambda step: step.needs != first, steps):
+        if program.stage == until:
+            break
+        if isinstance(step, Pass):
+            _run_pass(step, program, steps)
+        else:
+            program = _run_alternatives(step, program)
+    return program
+
+
+def _run_alternatives(step: Alternatives, program: Program) -> Program:
+    """Run the passes with all of them and without one; return the program that is taken."""
+    ways: list[Program] = []
+    before: dict[str, Program] = {}  # pass -> the program before it, in the first way
+    for left_out in step.order(program):
+        if ways and left_out is not None and left_out not in ways[0].changed:
+            continue
+        passes = [each for each in step.passes if each.name != left_out]
+        way, done = copy.copy(program), 0
+        if left_out is not None and left_out in before:
+            way, done = before[left_out], [p.name for p in step.passes].index(left_out)
+        for each in passes[done:]:
+            if not ways and each.changes(way):
+                before[each.name] = way.fork()
+            _run_pass(each, way, passes)
+        ways.append(way)
+        if step.enough(way):
+            break
+    return min(ways, key=step.cost) if step.cost else ways[-1]
+
+
+def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
+    """Run a pass, then the passes that have to run again if it changed the program."""
+    if not step.when(program) or step.optional and program.request.skip_passes >= {*step.optional}:
+        return
+    siblings = [each for each in steps if isinstance(each, Pass)]
+    again = [each for name in step.again for each in siblings if each.name == name]
+    for half in (*_halves(program), *(_bodies(program) if step.in_loops else ())):
+        if half.stage != step.needs:
+            raise AssertionError(
+                f"{step.name} needs stage {step.needs.name}, not {half.stage.name}"
+            )
+        begin = time.perf_counter()
+        graph = step.run(half)
+        program.seconds[step.name] = (
+            program.seconds.get(step.name, 0.0) + time.perf_counter() - begin
+        )
+        half.stage = step.ensures
+        if graph is not None:
+            if half.call is not None:
+                half.call.graph = graph
+            half.graph, half.changed = graph, half.changed | {step.name}
+            if again:
+                half.stage = again[0].needs
+                drop_later_keys(graph, half.stage)
+    _inspect(program, step.name)
+    for each in again if program.stage != step.ensures else ():
+        _run_pass(each, program, steps)
+
+
+def _inspect(program: Program, name: str) -> None:
+    """Print and verify a program after the pass of that name, if the environment says so."""
+    for half in _halves(program):
+        dump_pass(half, name)
+        if verifies():
+            verify(half.graph, half.stage, half.mesh)
+
+
+def _halves(program: Program) -> tuple[Program, ...]:
+    """Return the forward and the backward, or the program alone while it has both."""
+    return (program, program.backward) if program.backward else (program,)
+
+
+def _bodies(program: Program) -> Iterator[Program]:
+    """Yield the bodies of the loops of a program, those in loops first, at its stage."""
+    for half in _halves(program):
+        for each in (each for _, call in loop_calls(half.graph) for each in call.bodies):
+            body = copy.copy(half)
+            body.graph, body.call, body.backward = each.graph, each, None
+            yield from _bodies(body)
+            yield body
