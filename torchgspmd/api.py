@@ -250,6 +250,7 @@ def _plan(request: Request) -> Plan:
         program.layouts,
         program.seconds,
         data_axes(request.captured, request.arguments) | request.stored_over,
+        counts=program.counts,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -72,6 +72,7 @@ class Plan(PlanViews, PlanFiles):
         seconds: Seconds of planning, by pass.
         data_axes: Axes that shard the batch; weights may be stored in parts over these.
         replanner: Returns what plans the program with other marks; without it none are tried.
+        counts: Work of the searches of planning, by name: equal on every machine.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -93,9 +94,11 @@ class Plan(PlanViews, PlanFiles):
         seconds: dict[str, float],
         data_axes: frozenset[str] = frozenset(),
         replanner: Callable[[], Callable[[Captured], Plan]] | None = None,
+        counts: Mapping[str, int] | None = None,
     ) -> None:
         self.mesh, self._data_axes, self._replanner = mesh, data_axes, replanner
         self.program_graph, self.seconds = program, seconds
+        self.counts = dict(counts or {})
         self._later = {"program": lambda: fx.GraphModule(captured.constants, program)}
         self.captured, self.sharded, self._layouts = captured, sharded, layouts
 

@@ -107,6 +107,7 @@ def partition_program(program: Program) -> fx.Graph:
         cotangents,
         program.request.constants,
         program.solutions,
+        program.counts,
     )
 
 

@@ -22,6 +22,7 @@ from .expand.decompose_ops import decompose_ops
 from .ir import Rules
 from .partition.cost_constants import CostConstants
 from .partition.partition import Memories, Solutions
+from .partition.search_counts import SearchCounts, no_counts
 from .printer import graph_text, program_text
 from .propagate.layouts import Layouts
 from .stages import CAPTURED, LOCAL, Stage
@@ -115,7 +116,8 @@ class Program:
     backward: from `split_joint` on the program of the backward; graph is the forward's then.
     call: the loop, or the piece of a pipeline, whose body the graph is.
     solutions: of partitioning it, where several ways are tried; later ones start from the first.
-    changed: names of the passes that changed it. seconds: by pass. printed: the last dump.
+    changed: names of the passes that changed it. seconds: by pass. counts: work of searches.
+    printed: the last dump.
     """
 
     request: Request
@@ -133,6 +135,7 @@ class Program:
     call: Body | None = None
     changed: frozenset[str] = frozenset()
     seconds: dict[str, float] = field(default_factory=dict)
+    counts: SearchCounts = field(default_factory=no_counts)
     printed: str = ""
 
     def __str__(self) -> str:

@@ -33,6 +33,7 @@ class PlanFiles(Later, RunnablePlan):
     mesh: Mesh
     captured: Any
     seconds: dict[str, float]
+    counts: dict[str, int]
     _layouts: Layouts | None
     _lacks: str | None = None
 
@@ -72,6 +73,7 @@ class PlanFiles(Later, RunnablePlan):
                 "mesh": str(self.mesh),
                 "lacks": lacks,
                 "seconds": self.seconds,
+                "counts": self.counts,
                 "reasons": self._layouts and list(_reasons(self._layouts, encoder)),
                 "constants": dict(constants_of(self.captured, self.program_graph, _LARGEST)),
                 **encode_graphs(self, fields, encoder),
@@ -126,6 +128,7 @@ class PlanFiles(Later, RunnablePlan):
                 fix="plan it again, and save it",
             ) from error
         plan.seconds, plan._lacks = text["seconds"], text["lacks"]
+        plan.counts = text.get("counts", {})
         if model is None and any(i.kind in (PARAMETER, BUFFER) for i in plan.captured.inputs):
             plan._lacks = plan._lacks or "it has no parameters: Plan.load(path, model)"
         return plan

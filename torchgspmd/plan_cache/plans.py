@@ -140,6 +140,7 @@ def decode_graphs(
         captured=captured,
         boundary=Boundary(*map(decoder.decode, text["boundary"])),
         seconds={},
+        counts={},
         _layouts=None,
         _local=graph("program"),
         _later={

@@ -26,6 +26,7 @@ from .assignment import Assignment
 from .cost_constants import CostConstants
 from .explain_costs import Decisions
 from .insert_collectives import insert_collectives
+from .search_counts import SearchCounts
 from .search_memory import Memories, SearchMemory, Solution, Solutions, situation
 from .solver import Cotangents, Solver, Storable
 
@@ -42,6 +43,7 @@ def partition(
     cotangents: Cotangents | None = None,
     constants: CostConstants = CostConstants(),
     solutions: Solutions | None = None,
+    counts: SearchCounts | None = None,
 ) -> fx.Graph:
     """Return the partitioned graph.
 
@@ -53,9 +55,11 @@ def partition(
     cotangents: input -> (the output whose layout it comes in, the open layout requested for it).
     constants: of the cost model.
     solutions: of graphs that mostly have the same nodes, the first to start from.
+    counts: the work of the searches is added here (search_counts.py).
     """
     shared = situation(graph, mesh, constants)
     memory = ({} if memories is None else memories).setdefault(shared, SearchMemory(*shared))
+    earlier = memory.counts.copy()
     assignment = Assignment(graph, mesh, input_specs, rules or Rules(), memory.interner, constants)
     solver = Solver(assignment, memory, outputs, storable, cotangents or {})
     costs = solver.solve(({} if solutions is None else solutions).get(shared))
@@ -67,4 +71,6 @@ def partition(
     partitioned.output_node().meta["decisions"] = Decisions.of(
         assignment, costs.resharder.constants
     )
+    if counts is not None:
+        counts.update({name: n - earlier[name] for name, n in memory.counts.items()})
     return partitioned

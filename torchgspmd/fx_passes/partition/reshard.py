@@ -19,6 +19,7 @@ from ...shard_spec import Axes, ShardSpec, nests
 from .cost_constants import CostConstants
 from .halo_reshard import Path, halo_steps, start_of_halos
 from .reshard_search import CommonMoves, ReshardSearch, at_least, on_average, step_cost
+from .search_counts import SearchCounts, no_counts
 
 ReshardKey = tuple[tuple[int, ...], int, ShardSpec, ShardSpec]  # shape, itemsize, before, after
 
@@ -26,8 +27,14 @@ ReshardKey = tuple[tuple[int, ...], int, ShardSpec, ShardSpec]  # shape, itemsiz
 class Resharder:
     """Computes and caches the steps between layouts on one mesh."""
 
-    def __init__(self, mesh: Mesh, constants: CostConstants | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        constants: CostConstants | None = None,
+        counts: SearchCounts | None = None,
+    ) -> None:
         self.mesh, self.constants = mesh, constants or CostConstants()
+        self.counts = no_counts() if counts is None else counts
         self.paths: dict[ReshardKey, Path] = {}
         self.costs: dict[ReshardKey, float] = {}
         self.bounds: dict[ReshardKey, float] = {}
@@ -125,7 +132,9 @@ class Resharder:
         key = shape, itemsize, after
         if key not in self.searches:
             common = self.common_moves.setdefault((shape, itemsize), {})
-            search = ReshardSearch(self.mesh, shape, itemsize, after, self.constants, common)
+            search = ReshardSearch(
+                self.mesh, shape, itemsize, after, self.constants, common, self.counts
+            )
             self.searches[key] = search
         return self.searches[key]
 

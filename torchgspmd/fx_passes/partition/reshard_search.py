@@ -18,10 +18,17 @@ from collections.abc import Iterator
 
 from ...comm.box_exchange import lacking
 from ...comm.kinds import SEARCHED, CollectiveKind, Step, StepKind, all_reduce
-from ...comm.kinds.permute import permute_step
+from ...comm.kinds.permute import permute, permute_step
 from ...mesh import Mesh
 from ...shard_spec import Axes, ShardSpec, nests
 from .cost_constants import CostConstants
+from .search_counts import (
+    RESHARD_PERMUTES,
+    RESHARD_SEARCHES,
+    RESHARD_STATES,
+    SearchCounts,
+    no_counts,
+)
 
 CommonMoves = dict[tuple[StepKind, ShardSpec, Axes], tuple[Step, ...]]
 MOST_CHANGED = 2  # Dimensions that a step may change, as an all_to_all does; a permute changes all.
@@ -44,9 +51,10 @@ class ReshardSearch:
         after: ShardSpec,
         constants: CostConstants,
         common: CommonMoves | None = None,
+        counts: SearchCounts | None = None,
     ) -> None:
         self.mesh, self.shape, self.itemsize, self.after = mesh, shape, itemsize, after
-        self.constants = constants
+        self.constants, self.counts = constants, no_counts() if counts is None else counts
         self.common: CommonMoves = {} if common is None else common
         self.bounds: dict[ShardSpec, float] = {}  # remaining_cost
         self.targets = (after, *self._finer())
@@ -67,6 +75,7 @@ class ReshardSearch:
 
     def run(self, before: ShardSpec) -> tuple[Step, ...]:
         """Return the cheapest steps from a layout."""
+        self.counts[RESHARD_SEARCHES] += 1
         least = self.remaining_cost(before)
         changed = sum(b != a for b, a in zip(before.dims, self.after.dims))
         for move in self._moves(before, 0.0) if changed <= MOST_CHANGED else ():
@@ -87,9 +96,11 @@ class ReshardSearch:
             if spec in seen:
                 continue
             seen.add(spec)
+            self.counts[RESHARD_STATES] += 1
             if spec == self.after:
                 return steps
             for move in self._moves(spec, bound - cost):
+                self.counts[RESHARD_PERMUTES] += move.target is permute
                 total = cost + step_cost(move, self.constants)
                 if (
                     move.spec in seen

@@ -15,6 +15,7 @@ from .assignment import Assignment
 from .cost_constants import CostConstants
 from .neighborhood import Interner, Strategy
 from .reshard import PricedResharder, Resharder
+from .search_counts import no_counts
 from .strategies import Strategies, marked
 
 
@@ -23,7 +24,8 @@ class SearchMemory:
 
     def __init__(self, mesh: Mesh, crowded: Crowded, constants: CostConstants) -> None:
         self.constants, self.interner = constants, Interner()
-        self.resharder = Resharder(mesh, replace(constants, message_price=0.0))
+        self.counts = no_counts()
+        self.resharder = Resharder(mesh, replace(constants, message_price=0.0), self.counts)
         self.priced_resharder = PricedResharder(self.resharder, constants)
         self.strategies = Strategies(mesh, crowded, constants)
         self.choices: dict[tuple, Strategy | None] = {}  # by operation and neighborhood
