@@ -5,6 +5,7 @@ nothing.
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,35 +18,20 @@ LAYERS = (  # a file imports only from the lines below its own
     ("__main__",),
     ("__init__",),
     ("calibrate", "evaluation"),
-    ("runtime.parallelize",),
-    (
-        "runtime.sharded_module",
-        "runtime.shared_plan",
-        "runtime.compile_graph",
-        "runtime.joint_program",
-        "runtime.mesh_module",
-        "runtime.compiled_program",
-        "runtime.xla_module",
-        "compare_with_xla",
-        "doctor",
-        "plan_command",
-        "suggest",
-    ),
-    ("api", "runtime.submodule_calls", "runtime.unasked_work", "blocks"),
-    ("fx_passes.pipeline",),  # it imports every pass
-    ("fx_passes.pass_runner",),
-    ("dump", "fix_candidates"),
+    ("compare_with_xla", "doctor", "plan_command", "suggest", "blocks"),
+    ("runtime",),
+    ("api",),
+    ("fix_candidates",),
     ("plan",),
     ("plan_cache",),
     ("report",),
     ("xla_backend",),
-    ("runtime.module_proxy", "runtime.stored_inputs", "runtime.changing_sizes"),
     ("fx_passes",),
     ("capture",),
     ("dtensor",),
     ("comm",),
     ("manual",),
-    ("rules", "prefix_specs", "runtime"),
+    ("rules", "prefix_specs"),
     ("moe",),
     ("custom_ops", "collectives"),
     ("annotate",),
@@ -75,6 +61,7 @@ def layer(module: str) -> int | None:
     return place.get(module)
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, ast.stmt, bool]]:
     """(module of this package, statement, whether at the top level) for every import of this
     package in a file, also those for type checkers alone.

@@ -25,12 +25,13 @@ from .capture.without_gc import without_gc
 from .compat.private_apis import _pytree as pytree
 from .compat.versions import check_plan
 from .device_mesh import mesh_of
-from .dump import dump_plan
 from .errors import ShardingError, user_line
 from .fix_candidates import report_replicated
 from .fx_passes.boundary import start_program
+from .fx_passes.dump import dump_level, dump_text
 from .fx_passes.partition.cost_constants import CostConstants
 from .fx_passes.pipeline import run, skippable
+from .fx_passes.printer import program_text
 from .fx_passes.program import Request, Shared
 from .fx_passes.replication_report import data_axes
 from .fx_passes.stages import SCHEDULED
@@ -213,7 +214,7 @@ def compile_plan(
         shared=shared or Shared(),
     )
     result = _plan(request)
-    dump_plan(result)
+    _dump(result)
     if strict and result.replicated_ops:
         raise report_replicated(result, partial(_replan, request))
     result._replanner = partial(_replanner, replace(request, shared=Shared()))
@@ -266,3 +267,18 @@ def _check_option(name: str, value: str, allowed: Sequence[str]) -> None:
             f"there is no {name} '{value}'; there are {', '.join(map(repr, allowed))}",
             where=user_line(),
         )
+
+
+def _dump(plan: Plan) -> None:
+    """Print a plan on standard error, as TORCHGSPMD_DUMP says."""
+    level = dump_level()
+    if level:
+        dump_text(str(plan), "the plan")
+    if level > 1:
+        dump_text(
+            program_text(plan.program_graph),
+            "what each device runs, where communication begins and is waited for",
+        )
+    if level > 2:
+        lines = [line for value in plan.layouts.spec for line in plan.layouts.explain(value)]
+        dump_text("\n".join(lines), "who sharded what, and why")

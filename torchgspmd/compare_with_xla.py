@@ -13,11 +13,11 @@ from torch import Tensor, fx
 from .capture import ARGUMENT, BUFFER, PARAMETER
 from .comm.collective import Collective
 from .errors import ShardingError, user_line
-from .fx_passes.pipeline import annotate_for_xla
 from .fx_passes.printer import type_text
 from .fx_passes.program import Request
 from .plan import Plan
 from .shard_spec import ShardSpec
+from .xla_backend.annotated_program import annotate_for_xla
 from .xla_backend.hlo import collectives
 from .xla_backend.lower import PINS, lower, on_device
 from .xla_backend.runtime import start

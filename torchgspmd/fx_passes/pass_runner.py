@@ -13,7 +13,7 @@ from itertools import dropwhile
 
 from ..capture.without_gc import without_gc
 from ..comm.loop_call import loop_calls
-from ..dump import dump_pass
+from .dump import dump_pass
 from .pass_types import Alternatives, Pass, Step
 from .program import Program
 from .stages import CAPTURED, Stage, drop_later_keys, verifies, verify

@@ -15,16 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 
 from torch import fx
 
 from ..comm.loop_call import copy_loops
 from ..errors import ShardingError, did_you_mean, user_line
-from ..plan import Plan
 from ..rules import natively
-from ..xla_backend.lower import unpartitioned
-from .boundary import partition_program, propagate_program, start_program
+from .boundary import partition_program, propagate_program
 from .localize.outline_loops import outline_loops
 from .localize.outline_stages import outline_stages
 from .localize.sink_exits import sink_exits
@@ -74,6 +71,7 @@ from .program_passes import (
     split_products,
     splits_products,
 )
+from .runnable_plan import RunnablePlan
 from .schedule.attention_rings import attention_rings
 from .schedule.collective_matmul import collective_matmul
 from .schedule.start_wait import start_wait
@@ -420,7 +418,7 @@ def passes() -> tuple[Pass, ...]:
     return rows_of(_current.get())
 
 
-def lower_plan(plan: Plan, rank: Rank, plain: Sequence[bool]) -> Program:
+def lower_plan(plan: RunnablePlan, rank: Rank, plain: Sequence[bool]) -> Program:
     """Return the program of one rank. plain: as in Request. The plan's own stays as it is."""
     device = rank.groups.device_type
     graph = plan.local_graph()
@@ -429,15 +427,6 @@ def lower_plan(plan: Plan, rank: Rank, plain: Sequence[bool]) -> Program:
     program = Program(request, graph, plan.mesh, SCHEDULED, seconds=plan.seconds)
     program.rank, program.boundary = rank, plan.boundary
     return run(program)
-
-
-def annotate_for_xla(request: Request, pin: str) -> Program:
-    """Return the program that XLA partitions. pin="all": our partitioner chooses all layouts."""
-    names = {"decompose_ops", "propagate", "split_fused"}
-    if pin == "all":
-        names |= {"split_axes", "partition", "merge_axes"}
-    request = replace(request, expand=unpartitioned, keep_marks=True)
-    return run(start_program(request), steps=[each for each in passes() if each.name in names])
 
 
 def skippable() -> list[str]:

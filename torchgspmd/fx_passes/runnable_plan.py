@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ..capture import Captured
+from ..mesh import Mesh
 from .program import Boundary
 from .replication_report import ReplicatedOp
 
@@ -15,7 +16,9 @@ from .replication_report import ReplicatedOp
 class RunnablePlan:
     """The properties of a plan that a run depends on; Plan has the attributes."""
 
+    mesh: Mesh
     captured: Captured
+    seconds: dict[str, float]
     sharded: fx.Graph
     replicated_ops: tuple[ReplicatedOp, ...]
     program: fx.GraphModule

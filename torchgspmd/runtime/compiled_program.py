@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured
+from ..dtensor.module_tensors import slot_of
 from ..dtensor.storage import gradient_like, local_of, takes_gradient, whole_of
 from .autograd_boundary import (
     detach_aliases,
@@ -20,7 +21,6 @@ from .autograd_boundary import (
     saved_tensors_for,
     tensors_of_rows,
 )
-from .module_proxy import slot_of
 from .partial_backward import PartialBackward, is_asked_for
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..annotate import mark_sharding, raw_mark, recorded_mark
 from ..capture import State, Varying, is_transforming
+from ..dtensor.module_tensors import named_tensors
 from ..errors import ShardingError, did_you_mean, user_line
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
@@ -22,21 +23,6 @@ from .proxy_class import OWN, class_for, of_model
 
 MAX_PROGRAMS = 8  # Most programs per key, which differ in the attributes that forward reads.
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
-
-
-def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers under all of their names."""
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-
-
-def slot_of(model: nn.Module, name: str) -> tuple[dict, str]:
-    """Return the table (dict) of a parameter or buffer, and its name in it."""
-    path, _, last = name.rpartition(".")
-    owner = model.get_submodule(path)
-    return (owner._parameters if last in owner._parameters else owner._buffers), last
 
 
 def mark_on(tensor: Tensor, mesh: Mesh) -> ShardSpec | None:

@@ -15,6 +15,7 @@ from ..capture import check_dtypes, check_module
 from ..comm.process_groups import groups_of, part_of
 from ..compat.versions import check_parallelize
 from ..device_mesh import mesh_of
+from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError, user_line
 from ..hardware import Hardware
@@ -24,7 +25,7 @@ from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch
 from ..xla_backend.runtime import is_started
 from .carry_optimizers import carry_optimizers
-from .module_proxy import ModuleProxy, named_tensors
+from .module_proxy import ModuleProxy
 from .module_proxy import shard_updates as mark_updates
 from .sharded_module import ShardedModule
 from .xla_module import XlaModule

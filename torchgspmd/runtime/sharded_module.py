@@ -22,6 +22,7 @@ from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, check_values, raise_difference
 from ..comm.watcher import watched
 from ..dtensor.install import hold
+from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import distribute_state, shard_module, spec_of, storable_mark
 from ..errors import ShardingError, user_line
 from ..fx_passes.pipeline import is_default
@@ -33,7 +34,7 @@ from ..plan_cache.values import Unshareable
 from ..shard_spec import ShardSpec
 from .joint_program import JointProgram
 from .mesh_module import Call, MeshModule
-from .module_proxy import as_text, mark_on, named_tensors
+from .module_proxy import as_text, mark_on
 from .shared_plan import compare, shared_plan
 from .stored_inputs import MarkedInputs, Stored
 from .unasked_work import warn_of_unasked

@@ -20,13 +20,14 @@ from ..capture import (
     not_compiled,
 )
 from ..compat.private_apis import _pytree as pytree
+from ..dtensor.module_tensors import named_tensors
 from ..errors import ShardingError, user_line
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 from ..fx_passes.lower.split_joint import split_joint
-from ..fx_passes.pipeline import annotate_for_xla
 from ..fx_passes.program import Program, Request
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
+from ..xla_backend.annotated_program import annotate_for_xla
 from ..xla_backend.host import report_host_operations
 from ..xla_backend.lower import PINS, lower, on_device
 from ..xla_backend.recompute import mark_repeated, separate
@@ -35,7 +36,7 @@ from ..xla_backend.sharding import check
 from ..xla_backend.state import pin, place, place_tensor, sync
 from .compiled_program import CompiledProgram
 from .mesh_module import Call, MeshModule
-from .module_proxy import mark_on, named_tensors
+from .module_proxy import mark_on
 
 
 class XlaModule(MeshModule):

@@ -1,0 +1,33 @@
+"""Print the passes on standard error, as TORCHGSPMD_DUMP says.
+
+1: the final graph. 2: what every pass changed, too. 3: why each value has its layout, too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+
+from .program import Program
+
+
+def dump_level() -> int:
+    """Return the number in TORCHGSPMD_DUMP, 0 without one."""
+    return int(os.environ.get("TORCHGSPMD_DUMP") or 0)
+
+
+def dump_pass(program: Program, name: str) -> None:
+    """Print what a pass changed, or the whole program at its first stage and on one device."""
+    if dump_level() < 2:
+        return
+    before, text = program.printed.splitlines(), str(program).splitlines()
+    changes = [*difflib.unified_diff(before, text, "before", name, lineterm="", n=0)]
+    is_first = before[:1] != text[:1]
+    dump_text("\n".join(text if is_first else changes or ["no change"]), f"after {name}")
+    program.printed = "\n".join(text)
+
+
+def dump_text(text: str, title: str) -> None:
+    """Print a text below a title on standard error."""
+    print(f"---- torchgspmd: {title}\n{text}", file=sys.stderr)
