@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -297,7 +298,7 @@ def test_weights_are_gathered_again_where_a_device_is_too_small(
 ) -> None:
     counted = Counter()
     small = [*PIPELINE]
-    small[2] = pipeline.replace(PIPELINE[2], enough=lambda p: regather == "never")
+    small[2] = replace(PIPELINE[2], enough=lambda p: regather == "never")
     token = pipeline._current.set(tuple(small))
     try:
         with with_pass(
