@@ -36,6 +36,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ("custom_ops", "collectives"),
     ("annotate",),
     ("shard_spec",),
+    ("open_sizes",),
     ("device_mesh",),
     ("layout_rules",),
     ("hardware",),

@@ -384,17 +384,6 @@ class ShardSpec(metaclass=Interned):
         return self
 
 
-def nests(size: int, coarse: Axes, fine: Axes, mesh: Mesh) -> bool:
-    """True if every block of a dimension sharded along `fine` lies within a block of `coarse`.
-
-    `fine` begins with the axes of `coarse`.
-    """
-    if not coarse:
-        return True
-    n, m = mesh.count(coarse), mesh.count(fine)
-    return -(-size // m) * (m // n) == -(-size // n)
-
-
 @lru_cache(maxsize=4096)
 def _from_string(text: str) -> ShardSpec:
     return ShardSpec(*parse_string(text))

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ..mesh import Coordinates, Mesh
-from ..shard_spec import Axes, ShardSpec, nests
+from ..open_sizes import nests
+from ..shard_spec import Axes, ShardSpec
 
 Box = tuple[tuple[int, int], ...]  # (first row, row past the last) of every dimension
 Boxes = tuple[np.ndarray, np.ndarray]  # first and past-the-last rows, each [dimensions, devices]

@@ -50,7 +50,8 @@ class Simulator(fx.Interpreter):
         if target is start:
             name, operands, arguments = args
             simulate = collective_kinds()[name].simulate
-            results = [simulate(self.mesh, x, *rest) for x, rest in zip(operands, arguments)]
+            numbers = _map(arguments, operator.itemgetter(0))  # the same on all devices
+            results = [simulate(self.mesh, x, *rest) for x, rest in zip(operands, numbers)]
             return _PerDevice(zip(*results))
         if isinstance(target, (CollectiveKind, FusedKind)):
             return _PerDevice(target.simulate(self.mesh, *args, **kwargs))

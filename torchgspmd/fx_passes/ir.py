@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..custom_ops.loops import CARRY, NEXT, nests, runs_of
+from ..open_sizes import with_open_sizes
 from ..rules import Call, FactorRule, rule_of
 
 
@@ -67,6 +68,12 @@ def global_shape(node: fx.Node, local: Sequence[int]) -> tuple[int, ...]:
     """
     (other,), shape = other_shapes(node), node.meta["val"].shape
     return tuple(n if n == m else size for n, m, size in zip(shape, other, local))
+
+
+def planned_shape(node: fx.Node) -> tuple[int, ...]:
+    """Return the global shape of a value, with an OpenSize for each size that only a run knows."""
+    (other,) = other_shapes(node)
+    return with_open_sizes(node.meta["val"].shape, other)
 
 
 def unknown_sizes(node: fx.Node) -> list[tuple[int, int]]:

@@ -31,6 +31,7 @@ from ...rules import FactorRule, Shapes
 from ...rules.local_builder import LocalBuilder, LocalTensor
 from ...shard_spec import Axes
 from ..ir import is_number, is_operation, operands_of, tensors_of, unknown_sizes
+from ..partition.verify_partition import check_open_sizes
 from .infer_shapes import infer_shapes
 from .unknown_sizes import check_sizes, with_sizes
 
@@ -40,6 +41,7 @@ def localize(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
 
     Its inputs are a coordinate (int) for every mesh axis, then the shards of the inputs.
     """
+    check_open_sizes(graph)
     return _Localizer(graph, mesh).run()
 
 

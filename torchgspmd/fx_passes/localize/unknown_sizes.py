@@ -15,6 +15,7 @@ from torch import fx
 
 from ...compat.operators import aten
 from ...compat.private_apis import _pytree as pytree
+from ...errors import ShardingError
 from ..ir import is_number, operands_of, unknown_sizes
 
 
@@ -39,7 +40,8 @@ def with_sizes(
             return numbers[value]
         if value in unknown:
             return graph.call_function(aten.sym_size.int, unknown[value])
-        assert old is not None, f"{value} stands for a size that no argument of %{node} has"
+        if old is None:
+            raise _needs_number(node)
         return old
 
     return tuple(
@@ -48,8 +50,20 @@ def with_sizes(
 
 
 def check_sizes(node: fx.Node, last: fx.Node) -> None:
-    """Raise AssertionError if a local node behind `last` has a number that stands for a size."""
+    """Raise ShardingError if a local node behind `last` has a number that stands for a size."""
     stand_ins = {size for n in (node, *operands_of(node)) for _, size in unknown_sizes(n)}
     while stand_ins and (last := last.next).op != "root":
         numbers = {n for n in pytree.tree_leaves((last.args, last.kwargs)) if type(n) is int}
-        assert not numbers & stand_ins, f"%{node} depends on a size that only a run knows: {last}"
+        if numbers & stand_ins:
+            raise _needs_number(node)
+
+
+def _needs_number(node: fx.Node) -> ShardingError:
+    """Return the error of an operation that one program for all sizes cannot have."""
+    return ShardingError(
+        f"%{node} needs the number of a size that only a run knows",
+        where=node.meta.get("source"),
+        why="no argument of it has this size, and devices have one program for all sizes",
+        fix="a plan for each size: leave out dynamic=, or parallelize(dynamic=False); "
+        "a size that depends on values: pad it to a known one",
+    )

@@ -18,7 +18,7 @@ from torch import fx
 from ...custom_ops.loops import CARRY
 from ...mesh import Mesh
 from ...shard_spec import ShardSpec
-from ..ir import Op, Rules, has_one_use, operands_of, values
+from ..ir import Op, Rules, has_one_use, operands_of, planned_shape, values
 from .cost_constants import CostConstants
 from .neighborhood import Interner, Neighborhood, OperandLayouts, Strategy
 
@@ -79,7 +79,7 @@ class Assignment:
         self.neighborhood_cache: dict[fx.Node, Neighborhood] = {}
         self.window_costs: dict[tuple[fx.Node, ShardSpec], float] = {}  # until a layout changes
         self.sizes: dict[fx.Node, tuple[tuple[int, ...], int]] = {  # shape, bytes of an element
-            v: (tuple(v.meta["val"].shape), v.meta["val"].element_size()) for v in values(graph)
+            v: (planned_shape(v), v.meta["val"].element_size()) for v in values(graph)
         }
         self.worklist = set(self.ops)  # operations whose neighborhood changed
         # value -> operations that produce or use it

@@ -20,6 +20,7 @@ from torch import fx
 
 from ...shard_spec import ShardSpec
 from ..ir import Op
+from ..propagate.factors import is_roomy
 from .body_search import BodySearch
 from .regions import Body, courses
 
@@ -110,7 +111,8 @@ class InputSearch:
         for value, d in places:
             spec = at.layout_of[value]
             axes = (*spec.dims[d], axis)
-            if axis not in spec.sharding_axes and at.mesh.count(axes) <= at.sizes[value][0][d]:
+            is_free = axis not in spec.sharding_axes
+            if is_free and is_roomy(at.sizes[value][0][d], axes, at.mesh, frozenset()):
                 specs[value] = spec.with_dim(d, axes)
         return specs
 

@@ -15,7 +15,8 @@ import math
 from ...comm.kinds import Step, term
 from ...comm.kinds.local_steps import shard_step
 from ...mesh import Mesh
-from ...shard_spec import Axes, ShardSpec, nests
+from ...open_sizes import OpenSize, nests
+from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants
 from .halo_reshard import Path, halo_steps, start_of_halos
 from .reshard_search import CommonMoves, ReshardSearch, at_least, on_average, step_cost
@@ -49,7 +50,7 @@ class Resharder:
         """Return the bytes sent, plus a fee for every collective; infinite if there are no steps.
 
         No steps lead from windows, nor to terms of a reduction that is neither a sum nor pending
-        before.
+        before, nor to shards of a dimension of open size.
         """
         key = (shape, itemsize, before, after)
         if (cost := self.costs.get(key)) is None:
@@ -63,7 +64,10 @@ class Resharder:
         if before == after:
             return 0.0
         if (
-            before.windows
+            any(
+                isinstance(n, OpenSize) and b + a for n, b, a in zip(shape, before.dims, after.dims)
+            )
+            or before.windows
             or not set(after.pending) <= set(before.pending)
             and after.reduction != "sum"
         ):

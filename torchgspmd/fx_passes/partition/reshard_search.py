@@ -20,7 +20,8 @@ from ...comm.box_exchange import lacking
 from ...comm.kinds import SEARCHED, CollectiveKind, Step, StepKind, all_reduce
 from ...comm.kinds.permute import permute, permute_step
 from ...mesh import Mesh
-from ...shard_spec import Axes, ShardSpec, nests
+from ...open_sizes import nests
+from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants
 from .search_counts import (
     RESHARD_PERMUTES,

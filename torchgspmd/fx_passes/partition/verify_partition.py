@@ -4,15 +4,34 @@ needs    the graph that `partition` returns, on its own mesh; after `merge_axes`
 ensures  every value has one layout, of its rank, on axes of the mesh, each axis once; every operand
          has the layout that the strategy of its operation needs; every inserted step leads where it
          says; every output has its promised layout
+
+Of dimensions of unknown size `check_open_sizes` runs always: a collective that pads or divides one
+would leave rows that no run has.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, fx
 
+from ...errors import ShardingError
 from ...mesh import Mesh, sub_axis
 from ...rules import FactorRule
 from ..ir import operands_of, unknown_sizes
+
+
+def check_open_sizes(graph: fx.Graph) -> None:
+    """Raise ShardingError if a layout shards a dimension whose size only a run knows.
+
+    A step leads from one layout to another, so that none divides such a dimension, nor pads it.
+    """
+    for node in graph.nodes:
+        if faults := _open_size_faults(node):
+            raise ShardingError(
+                f"{faults[0]}: a run of another size would have rows of padding",
+                where=node.meta.get("source"),
+                why="this is a fault of torchgspmd; please report it",
+                fix="a plan for each size: leave out dynamic=, or parallelize(dynamic=False)",
+            )
 
 
 def verify_partition(graph: fx.Graph, mesh: Mesh) -> None:
@@ -48,11 +67,18 @@ def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
         faults.append(f"%{node} has {value.dim()} dimensions, its layout [{spec}] {len(spec.dims)}")
     if len(axes) != len(set(axes)):
         faults.append(f"%{node} is [{spec}], which uses an axis twice")
-    if any(spec.dims[d] for d, _ in unknown_sizes(node)):
-        faults.append(f"%{node} is [{spec}], but the size of a sharded dimension is not known")
+    faults += _open_size_faults(node)
     if step is not None and step.spec != spec:
         faults.append(f"%{node} is [{spec}], its {step.kind} leads to [{step.spec}]")
     return faults
+
+
+def _open_size_faults(node: fx.Node) -> list[str]:
+    """Return what is wrong with the layout of a value that has a size which only a run knows."""
+    spec = node.meta.get("spec")
+    if spec is None or not any(spec.dims[d] for d, _ in unknown_sizes(node)):
+        return []
+    return [f"%{node} is [{spec}], but the size of a sharded dimension is not known"]
 
 
 def _operand_faults(node: fx.Node) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...halo import sent_rows
 from ...mesh import Mesh
+from ...open_sizes import OpenSize
 from ...rules import FactorRule
 from ...rules.notation import Dims
 from ...shard_spec import Axes, ShardSpec
@@ -32,7 +33,12 @@ def crowded(layouts: Iterable[tuple[Sequence[int], ShardSpec]], mesh: Mesh) -> C
 
 
 def is_roomy(size: int, axes: Axes, mesh: Mesh, marked: Crowded) -> bool:
-    """Return whether every device gets a row, or a mark shards a dimension of this size so."""
+    """Return whether every device gets a row, or a mark shards a dimension of this size so.
+
+    Nobody knows that of an open size.
+    """
+    if isinstance(size, OpenSize):
+        return mesh.count(axes) == 1
     return mesh.count(axes) <= size or (size, frozenset(axes)) in marked
 
 

@@ -24,7 +24,7 @@ from torch import fx
 from ...mesh import Mesh
 from ...rules import FactorRule, factors, make_rule
 from ...shard_spec import Axes, ShardSpec
-from ..ir import Op, Rules, values
+from ..ir import Op, Rules, planned_shape, values
 from .factors import assemble, crowded, is_far, is_roomy, project
 from .layouts import Layouts
 from .rounds import PINNED, Rounds, Seed
@@ -254,7 +254,7 @@ class _Propagation:
             return False
         spec = self.layouts.spec[value]
         used = {*spec.sharding_axes, *self.layouts.reserved.get(value, ())}
-        size = value.meta["val"].shape[dim] if len(dims[dim]) == 1 else rule.sizes[factor]
+        size = planned_shape(value)[dim] if len(dims[dim]) == 1 else rule.sizes[factor]
         accepted = None
         for end in range(len(have) + 1, len(longest) + 1):
             axes = longest[:end]
