@@ -16,6 +16,7 @@ from ....custom_ops.grouped import (
     take_blocks,
 )
 from ....custom_ops.nd import einsum
+from ....custom_ops.numbers import within
 from ....errors import ShardingError
 from ...local_builder import LocalBuilder
 from ...notation import LocalForm, Split
@@ -56,7 +57,7 @@ _PRODUCT = {"contraction": True, "chosen": "d p", "linear": [[0], [1]]}
 rule(ours.block_mm.default, "d t k, d p k n, 1 -> d t n", reduce="k", **_PRODUCT, **_BLOCKS)
 rule(ours.block_outer.default, "d t k, d t n, 1 -> d p k n", **_PRODUCT, **_BLOCKS)
 # All devices check all counts: if there is no room on one, all of them raise.
-rule(ours.within.default, "g d p -> g d p", replicated="g d p")
+rule(within._opoverload, "g d p -> g d p", replicated="g d p")
 rule(ours.take_blocks.default, "t ..., 1 -> d t ...", linear=[[0]], **_BLOCKS)
 rule(ours.put_blocks.default, "d t ..., 1 -> t ...", reduce="d", linear=[[0]], **_BLOCKS)
 
@@ -160,7 +161,7 @@ def _in_block(xs: Tensor, ends: Tensor, blocks: int, first: int) -> Tensor:
     return ((row >= start) & (row < last)).unsqueeze(3)
 
 
-@rewrite("xla", ours.within.default)
+@rewrite("xla", within._opoverload)
 def _within(counts: Tensor, room: int, where: str | None) -> Tensor:
     raise ShardingError(
         "dispatch has a capacity, and a program of XLA cannot raise an error",
