@@ -2,8 +2,18 @@
 
 import pytest
 import torch
+from callers_tensors import DTYPES, tensors, unchanged
 
-from torchgspmd.comm.value_check import FLOATS, SAMPLE, TURN, ArgumentValues, words, words_differ
+from torchgspmd.comm.rank_check import _fingerprint
+from torchgspmd.comm.value_check import (
+    FLOATS,
+    SAMPLE,
+    TURN,
+    ArgumentValues,
+    is_close,
+    words,
+    words_differ,
+)
 
 
 def words_of(*tensors):
@@ -66,3 +76,12 @@ def test_a_sample_reads_all_of_a_tensor():
         other[row] = 1.0
         assert differ([x], [other]), row
     assert SAMPLE == 1024
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_read_and_not_written(dtype):
+    named = tensors(dtype)
+    with unchanged(named):
+        for x in named.values():
+            assert not differ([x], [x.clone()])
+            assert is_close(_fingerprint(x), _fingerprint(x.clone()))

@@ -29,6 +29,8 @@ class BucketMemory:
             self.idle_count = _use_count(self.storage)
         return torch.empty(0, dtype=dtype).set_(self.storage)
 
+    vars(empty)["owns"] = True  # see fx_nodes.allocates
+
 
 def _use_count(storage: torch.UntypedStorage) -> int:
     return _storage_Use_Count(storage._cdata)

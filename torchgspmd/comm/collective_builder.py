@@ -12,7 +12,7 @@ from torch import fx
 
 from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
-from ..fx_nodes import add_node
+from ..fx_nodes import add_node, allocates
 from .collective import split_axes
 from .process_groups import ProcessGroups
 
@@ -104,7 +104,7 @@ class CollectiveBuilder:
             and len(value.users) == 1
             and isinstance(value.target, OpOverload)
         ):
-            if not any(r.alias_info for r in value.target._schema.returns):
+            if allocates(value):
                 return True
             value = value.args[0]
         return False

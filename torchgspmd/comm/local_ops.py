@@ -13,11 +13,19 @@ from ..halo import Window
 
 def take_part(x: Tensor, dim: int, index: int, count: int) -> Tensor:
     """Return shard number `index` of `count` equal ones; zeros pad the last ones."""
-    size = x.shape[dim]
-    rows = -(-size // count)
-    if rows * count != size:
-        x = F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, rows * count - size])
+    rows = -(-x.shape[dim] // count)
+    x = pad_rows(x, dim, rows * count)
     return x.narrow(dim, index * rows, rows).contiguous()
+
+
+def pad_rows(x: Tensor, dim: int, rows: int, fill: float = 0.0) -> Tensor:
+    """Return x with further rows at the end of a dimension, `rows` in all."""
+    if x.shape[dim] == rows:
+        return x
+    pads = [0, 0] * (x.dim() - 1 - dim) + [0, rows - x.shape[dim]]
+    if x.dtype == torch.float8_e8m0fnu:  # has no zero
+        return F.pad(x.view(torch.uint8), pads).view(x.dtype)
+    return F.pad(x, pads, value=fill)
 
 
 def take_window(x: Tensor, dim: int, index: int, text: str) -> Tensor:

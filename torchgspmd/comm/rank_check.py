@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .process_groups import ProcessGroups
-from .value_check import WORDS, Checksum, is_close, words, words_differ
+from .value_check import WORDS, Checksum, as_doubles, as_real, is_close, words, words_differ
 
 SAMPLE = 2**16  # Number of elements of a tensor that are compared before the first run.
 HEAD = 1 + WORDS  # Words of a message that are compared: the number, and those of checksums.
@@ -109,12 +109,7 @@ def _fingerprint(tensor: Tensor) -> Checksum:
     values = values[:: max(1, len(values) // SAMPLE)].cpu()
     if not (values.is_floating_point() or values.is_complex()):
         return zlib.crc32(values.numpy().tobytes())
-    values = (
-        (torch.view_as_real(values).flatten() if values.is_complex() else values)
-        .double()
-        .nan_to_num()
-        .clamp_(-1e100, 1e100)
-    )
+    values = as_doubles(as_real(values).flatten())
     weights = torch.arange(len(values), dtype=torch.float64).mul_(0.618).frac_().sub_(0.5)
     norm = values.norm().item()
     return norm, (weights @ values).item() / (norm or 1.0)

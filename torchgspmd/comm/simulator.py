@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..compat.private_apis import OpOverload
@@ -20,7 +19,7 @@ from ..mesh import Mesh
 from ..shard_spec import ShardSpec
 from .collective import start
 from .kinds import CollectiveKind, FusedKind, collective_kinds
-from .local_ops import take_part
+from .local_ops import pad_rows, take_part
 from .loop_call import LoopCall
 from .simulate_stages import simulate_stages
 from .stage_call import StageCall
@@ -133,13 +132,8 @@ def split_global(tensor: Tensor, spec: ShardSpec, mesh: Mesh, poison: bool = Fal
             if axes:
                 count = mesh.count(axes)
                 rows = -(-tensor.shape[d] // count) * count
-                if rows != shard.shape[d]:
-                    fill = float("nan") if shard.is_floating_point() else 0
-                    shard = F.pad(
-                        shard,
-                        [0, 0] * (shard.dim() - 1 - d) + [0, rows - shard.shape[d]],
-                        value=fill if poison else 0,
-                    )
+                fill = float("nan") if poison and shard.is_floating_point() else 0.0
+                shard = pad_rows(shard, d, rows, fill)
                 shard = take_part(shard, d, mesh.index(axes, c), count)
         shards.append(shard)
     return shards

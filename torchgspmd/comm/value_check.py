@@ -4,6 +4,8 @@ All values are read of integers up to INTEGERS elements and of floats up to FLOA
 tensors a sample. The checksum of integers is exact. Floats may differ by rounding: theirs are two
 numbers, a norm and an irregular mean.
 
+The tensors are the caller's: no operation here writes to its operand unless it allocated it.
+
 Nobody waits for a GPU: checksums of its tensors are compared at the next call of the program.
 """
 
@@ -22,6 +24,8 @@ INTEGERS, FLOATS, SAMPLE = 2**18, 2**12, 2**10  # Numbers of elements.
 WORDS = 4  # of a message, of 8 bytes each
 TURN = 8  # Number of large tensors that a call reads; the next calls read the next ones.
 _GOLDEN, _WORD = 0.6180339887498949, 2**64
+_BOUND = 1e100  # Infinities and larger values count as this; its square is finite.
+_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> dtype
 _ODD = 0x1E3779B97F4A7C15
 
 Checksum = int | tuple[float, float]
@@ -131,8 +135,8 @@ def _limit(tensor: Tensor) -> int:
 def _sample(tensor: Tensor) -> Tensor:
     """Return all values of a small tensor, of another those at irregular places, as a vector."""
     limit = _limit(tensor)
-    if tensor.element_size() == 1:
-        tensor = tensor.view(torch.uint8)
+    if _is_integer(tensor):  # take() has no kernel for uint16, uint32, uint64
+        tensor = tensor.view(_BY_SIZE[tensor.element_size()])
     if tensor.numel() <= limit:
         return tensor.reshape(-1)
     return tensor.take(_places(tensor.numel(), tensor.device))  # whatever the strides are
@@ -147,9 +151,20 @@ def _sum(tensor: Tensor) -> Tensor:
 
 def _squares_and_mean(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of squares, and a sum with irregular weights."""
-    values = _sample(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
-    values = values.double().nan_to_num_(posinf=1e100, neginf=-1e100)
+    values = as_doubles(_sample(as_real(tensor)))
     return torch.dot(values, values), torch.dot(values, _weights(len(values), values.device))
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a tensor of floats; complex ones get a last dimension of two."""
+    tensor = tensor.resolve_conj()  # view_as_real refuses a lazy conjugate
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def as_doubles(values: Tensor) -> Tensor:
+    """Return floats as finite doubles, in memory of their own also where they are doubles."""
+    finite = values.double().nan_to_num(posinf=_BOUND, neginf=-_BOUND)
+    return finite.clamp(-_BOUND, _BOUND)
 
 
 @functools.lru_cache(64)

@@ -97,6 +97,9 @@ def adam_(
         )
 
 
+vars(adam_)["writes"] = (0, 2, 3)  # see fx_nodes.written_operands
+
+
 def _is_for_kernel(tensors: Sequence[Tensor]) -> bool:
     """Return whether the kernel takes these tensors: it goes through their memory as it lies."""
     first = tensors[0]

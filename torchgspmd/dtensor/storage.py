@@ -278,19 +278,6 @@ def cut_padding(
     return graph.call_function(aten.contiguous.default, (value,)) if stored != padded else value
 
 
-def strided_like(graph: fx.Graph, value: fx.Node, parameter: Tensor) -> fx.Node:
-    """Return a gradient in the memory format of its parameter.
-
-    Fused optimizers assume equal strides without a check.
-    """
-    order = memory_format(local_of(parameter))
-    return (
-        graph.call_function(aten.contiguous.default, (value,), {"memory_format": order})
-        if parameter.dim() > 1
-        else value
-    )
-
-
 def memory_format(tensor: Tensor) -> torch.memory_format:
     """Return the memory format in which a tensor is dense; contiguous if there is none."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}

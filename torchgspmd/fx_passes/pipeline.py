@@ -37,8 +37,9 @@ from .lower.lower_collectives import lower_collectives
 from .lower.lower_einsum import lower_einsum
 from .lower.nll_backward import nll_backward
 from .lower.reduce_in_bucket import reduce_in_bucket
-from .lower.reuse_buffers import reuse_memory
+from .lower.reuse_buffers import changed_inputs, reuse_memory
 from .lower.torch_bindings import torch_bindings
+from .lower.verify_owned import verify_owned
 from .lower.wire_dtypes import wire_dtypes
 from .pass_runner import run_steps
 from .pass_types import (
@@ -381,13 +382,22 @@ PIPELINE: tuple[Step, ...] = (
     ),
     Pass("wire_dtypes", _of(wire_dtypes), RUNNABLE, RUNNABLE, in_loops=True),
     Pass(
+        "verify_owned",
+        lambda p: verify_owned(p.graph, changed_inputs(p)),
+        RUNNABLE,
+        RUNNABLE,
+        in_loops=True,
+        after=("reuse_buffers", "reduce_in_bucket", "gloo_all_to_all", "wire_dtypes"),
+        because="it checks the writes that they add, by the schemas of their operations",
+    ),
+    Pass(
         "torch_bindings",
         _of(torch_bindings),
         RUNNABLE,
         RUNNABLE,
         when=_is_torch,
         in_loops=True,
-        after=("reduce_in_bucket", "gloo_all_to_all", "wire_dtypes"),
+        after=("reduce_in_bucket", "gloo_all_to_all", "wire_dtypes", "verify_owned"),
         because="no pass that looks for an operation of torch.ops comes after it",
     ),
 )

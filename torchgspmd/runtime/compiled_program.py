@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured
 from ..dtensor.module_tensors import slot_of
 from ..dtensor.storage import gradient_like, local_of, takes_gradient, whole_of
+from ..fx_passes.stages import verifies
 from .autograd_boundary import (
     detach_aliases,
     detach_inputs,
@@ -60,13 +62,17 @@ class CompiledProgram:
         """Return an output as the caller gets it."""
         return value
 
-    def __call__(self, leaves: list, call: tuple[tuple, dict]) -> Any:
-        """Run a call (args, kwargs) with these leaves."""
-        state = [table[name] for table, name in self.slots]
-        tensors = [
-            *(leaf for leaf in leaves if isinstance(leaf, Tensor)),
+    def inputs(self, leaves: list) -> tuple[list[Tensor], list[Tensor]]:
+        """Return parameters and buffers, then the tensors among arguments and attributes."""
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return [table[name] for table, name in self.slots], [
+            *tensors,
             *self.captured.state_tensors(),
         ]
+
+    def __call__(self, leaves: list, call: tuple[tuple, dict]) -> Any:
+        """Run a call (args, kwargs) with these leaves."""
+        state, tensors = self.inputs(leaves)
         if self.mutated:
             self.captured.check_aliases([*state, *tensors])
         placed = self.place(tensors)
@@ -125,6 +131,23 @@ class CompiledProgram:
         self.captured.observe([self.wrap(first + i, value) for i, value in enumerate(values)])
 
 
+@contextmanager
+def unwritten(tensors: Sequence[Any], besides: Collection[int] = ()) -> Generator[None]:
+    """Raise AssertionError, for a bug of torchgspmd, if the block writes to one of the tensors.
+
+    besides: the indices of those that the user's own program writes to.
+    """
+    shards = [local_of(t) for t in tensors if isinstance(t, Tensor)]
+    before = [None if t.is_inference() else t._version for t in shards]
+    yield
+    written = [
+        i
+        for i, (t, version) in enumerate(zip(shards, before))
+        if version is not None and t._version != version and i not in besides
+    ]
+    assert not written, f"a program writes to its inputs {written}; please report this"
+
+
 class _Run(torch.autograd.Function):
     """Autograd node of a whole program."""
 
@@ -175,8 +198,10 @@ class _Run(torch.autograd.Function):
         boxed = [*saved, *tangents]
         ctx.maybe_clear_saved_tensors()  # They stay if the backward runs again.
         del saved, tangents
-        with torch.no_grad():
+        held = [*boxed] if verifies() else []
+        with torch.no_grad(), unwritten(held):
             results = program.run_backward(ctx, boxed, grads)
+        del held
         del grads
         gradients = (
             results

@@ -24,6 +24,7 @@ from ..capture import (
 )
 from ..compat.private_apis import _pytree as pytree
 from ..errors import RankError
+from ..fx_passes.stages import verifies
 from ..layout_rules import bound
 from ..mesh import Mesh
 from ..prefix_specs import spread_inputs
@@ -37,7 +38,7 @@ from .changing_sizes import (
     warn_of_sizes,
     without_sizes,
 )
-from .compiled_program import CompiledProgram
+from .compiled_program import CompiledProgram, unwritten
 from .module_proxy import ModuleProxy, leaf_key
 from .stored_inputs import Stored
 from .submodule_calls import install_calls
@@ -141,7 +142,11 @@ class MeshModule(ModuleProxy):
             warn_of_numbers(error)
             self._history.use_numbers(call.sizes)
             return self.forward(*args, **kwargs)
-        return self._run(program, call)
+        if not verifies():
+            return self._run(program, call)
+        state, tensors = program.inputs(call.leaves)
+        with unwritten([*state, *tensors], besides=program.mutated):
+            return self._run(program, call)
 
     def _call(self, args: tuple, kwargs: dict) -> Call:
         passed = args, kwargs

@@ -16,6 +16,7 @@ from torch import fx
 
 from ...comm.collective import wait
 from ...compat.operators import aten
+from ...fx_nodes import allocates
 
 
 def elide_copies(graph: fx.Graph) -> fx.Graph:
@@ -32,19 +33,13 @@ def elide_copies(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Return True if a result may share memory with an operand."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(r.alias_info for r in schema.returns)
-
-
 def _reads_input(node: fx.Node) -> bool:
     """Return True if a node may read (a view of) an input of the program.
 
     The result of a collective has memory of its own.
     """
     source = node.args[0]
-    while source.op == "call_function" and source.target is not wait and _is_view(source):
+    while source.op == "call_function" and source.target is not wait and not allocates(source):
         if not isinstance(source.args[0], fx.Node):  # a loop, whose results may be inputs
             return True
         source = source.args[0]
@@ -53,4 +48,6 @@ def _reads_input(node: fx.Node) -> bool:
 
 def _is_returned(node: fx.Node) -> bool:
     """Return True if a value or a view of it may be a result of the program."""
-    return any(user.op == "output" or _is_view(user) and _is_returned(user) for user in node.users)
+    return any(
+        user.op == "output" or not allocates(user) and _is_returned(user) for user in node.users
+    )

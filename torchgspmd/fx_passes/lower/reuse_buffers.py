@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,6 +26,7 @@ from ...capture import MUTATION
 from ...compat.operators import aten, c10d, find
 from ...compat.private_apis import OpOverload
 from ...custom_ops.updates import adam, adam_
+from ...fx_nodes import allocates
 from ..program import Program
 
 ADAM = adam._opoverload
@@ -87,10 +89,10 @@ def reuse_buffers(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node] | None = N
 
 def reuse_memory(program: Program) -> fx.Graph:
     """Run the pass on a program, of which it knows the inputs that change."""
-    return reuse_buffers(program.graph, _changed_inputs(program))
+    return reuse_buffers(program.graph, changed_inputs(program))
 
 
-def _changed_inputs(program: Program) -> dict[fx.Node, fx.Node]:
+def changed_inputs(program: Program) -> dict[fx.Node, fx.Node]:
     """Return the new value of each input that the forward of a program changes.
 
     Without those that it returns besides, or views of them: these have memory of their own.
@@ -183,11 +185,11 @@ def _base_of(node: fx.Node) -> fx.Node:
 
 
 def _is_new(node: fx.Node) -> bool:
-    """Return True if an operation allocates its results."""
-    op = node.target
-    if not isinstance(op, OpOverload) or any(r.alias_info for r in op._schema.returns):
-        return False
-    return op in _ALLOCATE or op.namespace == "aten" and torch.Tag.pointwise in op.tags
+    """Return True if an operation allocates its results, and their elements do not overlap."""
+    op: Any = node.target
+    return allocates(node) and (
+        op in _ALLOCATE or op.namespace == "aten" and torch.Tag.pointwise in op.tags
+    )
 
 
 def _in_place_op(node: fx.Node) -> OpOverload | None:
