@@ -125,8 +125,13 @@ def _transposed_as_plain(
 ) -> Any:
     """Return a transposed convolution of stride 1 as a plain one.
 
-    It computes the device's own positions only.
+    It computes the device's own positions only. Negative padding leaves out rows of x, those that
+    only positions in the padding read.
     """
+    if min(padding) < 0:
+        left_out = [min(0, n) for n in reversed(padding) for _ in range(2)]
+        x = local.call(aten.constant_pad_nd.default, x, left_out)
+        padding = [max(0, n) for n in padding]
     inner, outer, *window = local.shape(w)  # (g c), k, r
     w = local.call(aten.reshape.default, w, [groups, inner // groups, outer, *window])
     w = local.call(
