@@ -22,7 +22,8 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, traced_line, user_line
 from ..rules.rewrites import DECLINED, rewrite_of
 from .cached_constants import CachedConstants
-from .functionalize import Functional, FunctionalTensor, set_data, unwrap
+from .functional_values import unwrap
+from .functionalize import Functional, FunctionalTensor, set_data
 from .rewrites import products, sparse_coo, unknown_sizes, value_free  # noqa: F401 (register)
 from .rewrites.inline_python import bodies
 from .rewrites.masked_indexing import SELECTIONS

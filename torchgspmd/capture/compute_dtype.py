@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardingError, user_line
-from .functionalize import unwrap, was_mutated
+from .functional_values import unwrap, was_mutated
 
 
 class Casts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,6 @@ from ..compat.private_apis import (
     FunctionalTensor,
     FunctionalTensorMode,
     OpOverload,
-    _from_functional_tensor,
-    _sync,
     _to_functional_tensor,
     get_proxy_mode,
     get_proxy_slot,
@@ -25,6 +23,8 @@ from ..compat.private_apis import (
 )
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
+from .draws import draws, one_draw
+from .functional_values import unwrap
 from .rewrites.masked_indexing import SELECTING
 from .state.mutations import Tables
 from .state.rebound_state import check_alike
@@ -73,7 +73,8 @@ class Functional(FunctionalTensorMode):
                     and (source := self._source_of(value)) is not None
                 ):
                     self._list(source)
-        with _interpolation_in_one_piece(func):
+        drawn = one_draw() if draws(func) else nullcontext()
+        with _interpolation_in_one_piece(func), drawn:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
             self.views[id(result)] = result, self._source_of(args[0])
@@ -183,14 +184,3 @@ def set_data(input: Any, data: Any) -> None:
         with torch.no_grad():
             data = torch.empty_like(input).copy_(data)
     input.elem = data.elem
-
-
-def unwrap(tensor: Any) -> Tensor:
-    """Return the current value of a functional tensor."""
-    _sync(tensor)
-    return _from_functional_tensor(tensor.elem)
-
-
-def was_mutated(tensor: Tensor, before: Tensor) -> bool:
-    """Return whether a functional tensor has another value than before."""
-    return unwrap(tensor) is not before

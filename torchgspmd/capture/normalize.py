@@ -9,7 +9,7 @@ import itertools
 import keyword
 import operator
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 from ..fx_nodes import copy_node, drop_unused
 from .captured import TANGENT, UNKNOWN, Input
+from .draws import draws, number_draws
 from .loop_form import loop_form
 from .rewrites.written_attention import SITE
 from .stand_in_sizes import StandInSizes
@@ -69,8 +70,7 @@ def normalize(
             new[node] = copy_node(graph, node, new.__getitem__)
             _copy_meta(node, new[node], sizes, bool(tangents))
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
-    recorded = {new[n] for n in old_nodes if n in new and _custom(n).get("recorded")}
-    _reuse_random_values(graph, recorded)
+    number_draws(graph)
     _merge_equal_views(graph)
     loop_form(graph)
     drop_unused(graph)
@@ -132,6 +132,8 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes, differenti
     }
     if SITE in custom:
         target.meta[SITE] = custom[SITE]
+    if "draw" in custom and draws(source.target):
+        target.meta["draw"] = custom["draw"]
     if other is not val:
         target.meta["other"] = other
     pointwise = isinstance(source.target, OpOverload) and torch.Tag.pointwise in source.target.tags
@@ -140,42 +142,6 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes, differenti
         for node in (target, *target.all_input_nodes)
     ):
         target.meta["dynamic"] = True
-
-
-def _reuse_random_values(graph: fx.Graph, recorded: Collection[fx.Node]) -> None:
-    """Replace random operations that checkpointing repeats by the value that forward drew.
-
-    Two nodes compute the same if their targets and canonical arguments agree. The n-th random node
-    of the backward with given arguments repeats the n-th of the forward. What a loop draws
-    while its body is recorded is not counted. recorded: the nodes of such bodies.
-    """
-    canonical: dict[fx.Node, Any] = {}
-    first: dict[Any, fx.Node] = {}
-    drawn: dict[Any, list[fx.Node]] = {}
-    repeated: dict[Any, int] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            canonical[node] = node
-            continue
-        key = (node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: id(canonical[n]))))
-        if not _is_random(node.target):
-            canonical[node] = (
-                canonical[first.setdefault(key, node)] if first.get(key, node) is not node else node
-            )
-            first.setdefault(key, node)
-        elif node in recorded:
-            canonical[node] = node
-        elif not node.meta["backward"]:
-            drawn.setdefault(key, []).append(node)
-            canonical[node] = node
-        else:
-            index = repeated.get(key, 0)
-            repeated[key] = index + 1
-            twins = drawn.get(key, [])
-            canonical[node] = twins[index] if index < len(twins) else node
-            if index < len(twins):
-                node.replace_all_uses_with(twins[index])
-                graph.erase_node(node)
 
 
 def _merge_equal_views(graph: fx.Graph) -> None:
@@ -206,7 +172,3 @@ def _is_profiling(target: Any) -> bool:
     The step of every optimizer is inside of one.
     """
     return isinstance(target, OpOverload) and target.namespace == "profiler"
-
-
-def _is_random(target: Any) -> bool:
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

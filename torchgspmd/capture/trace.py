@@ -28,6 +28,7 @@ from .assumed_sizes import AssumingShapeEnv, insert_checks
 from .builtin_numbers import replaced
 from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
 from .compute_dtype import Casts
+from .draws import traced_generator
 from .functionalize import FunctionalTensor
 from .normalize import normalize
 from .rewrites.written_attention import Sites, recognizing
@@ -220,6 +221,7 @@ def _trace_once(
         grad_mode = torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled())
         with (
             no_other_random_numbers(),
+            traced_generator(),
             fx_traceback.preserve_node_meta(),
             grad_mode,
             replaced(stored_state.namespaces),

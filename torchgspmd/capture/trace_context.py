@@ -24,6 +24,7 @@ from ..compat.private_apis import (
     DisableTorchFunction,
     FunctionalTensor,
     _BatchNorm,
+    _CachedTorchDispatchMode,
     _disable_current_modes,
     _disable_dynamo,
     _pop_saved_tensors_default_hooks,
@@ -32,6 +33,8 @@ from ..compat.private_apis import (
     get_interpreter_stack,
     is_missing,
 )
+from .draws import recomputing_dispatch
+from .functional_values import SavedValue
 from .rewrites.flex import flexible_attention, with_returns
 
 
@@ -99,6 +102,24 @@ PATCHES = (
         "CheckpointFunction",
         _always(_Checkpoint),
         "a checkpoint with use_reentrant=True runs a backward of its own",
+    ),
+    Patch(
+        checkpointing,
+        "_is_compiling",
+        _always(lambda *_: False),
+        "a selective checkpoint would save everything, and leave it to a compiler to recompute",
+    ),
+    Patch(
+        checkpointing,
+        "_VersionWrapper",
+        _always(SavedValue),
+        "a selective checkpoint refuses tensors that are changed later: values in a trace",
+    ),
+    Patch(
+        _CachedTorchDispatchMode,
+        "__torch_dispatch__",
+        recomputing_dispatch,
+        "a draw after a saved one would have other numbers; what is saved in place would be lost",
     ),
     Patch(flex_attention, "flex_attention_hop", _always(flexible_attention), _FLEX),
     Patch(

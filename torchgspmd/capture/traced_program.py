@@ -16,7 +16,8 @@ from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
 from .compute_dtype import Casts
-from .functionalize import Functional, FunctionalTensor, unwrap, was_mutated
+from .functional_values import unwrap, was_mutated
+from .functionalize import Functional, FunctionalTensor
 from .stand_in_sizes import NUMBERS
 from .state.mutations import Tables
 from .state.object_trees import closed, is_opened, opened

@@ -127,6 +127,12 @@ TABLE: tuple[PrivateApi, ...] = (
     ),
     *_rows(
         NOTHING,
+        "torch.utils.checkpoint",
+        "_CachedTorchDispatchMode _VersionWrapper _is_compiling",
+        "recomputation in selective checkpoints",
+    ),
+    *_rows(
+        NOTHING,
         "torch",
         "_disable_dynamo",
         "torch.compile of a program that has a wrapped module in it",

@@ -64,6 +64,7 @@ _ROWS = (
     Key(
         "dynamic", CAPTURED, RUNNABLE, bool, "has sizes or numbers known in a run, which stay whole"
     ),
+    Key("draw", CAPTURED, CAPTURED, int, "number of what draws; the same if it is drawn again"),
     Key("loop", CAPTURED, PARTITIONED, str, "loops whose bodies draw it anew in each iteration"),
     Key("runs", CAPTURED, PARTITIONED, int, "how often it runs, if a loop's body has it"),
     Key("spec", ANNOTATED, RUNNABLE, ShardSpec, "layout of the value"),

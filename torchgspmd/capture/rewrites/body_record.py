@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
 from ...compat.private_apis import TorchDispatchMode, is_functorch_wrapped_tensor
@@ -51,7 +50,7 @@ class Record(TorchFunctionMode):
 
 
 class Draws(TorchDispatchMode):
-    """Notes whether random numbers are drawn; marks what draws them, which nothing uses."""
+    """Notes whether random numbers are drawn."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -60,14 +59,7 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-            return func(*args, **(kwargs or {}))
-        self.record.draws |= not has_own_seed(func)
-        self.record.seeds = True
-        meta = fx_traceback.get_current_meta()
-        before = meta.get("custom")
-        meta["custom"] = {**(before or {}), "recorded": True}
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            meta["custom"] = before
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.record.draws |= not has_own_seed(func)
+            self.record.seeds = True
+        return func(*args, **(kwargs or {}))

@@ -30,6 +30,22 @@ def _allclose(
     return torch.isclose(input, other, rtol, atol, equal_nan).all().item()
 
 
+@rewrite("value", F.rrelu, torch.rrelu)
+def _rrelu(
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    """Draw slopes as a value: PyTorch saves them before it draws, which a checkpoint sees."""
+    if not training:
+        return DECLINED
+    slopes = torch.empty_like(input, requires_grad=False).uniform_(lower, upper)
+    slopes = torch.where(input.detach() > 0, 1.0, slopes)
+    return input.mul_(slopes) if inplace else input * slopes
+
+
 @rewrite("value", torch.cov, Tensor.cov)
 def _cov(
     input: Tensor,

@@ -19,7 +19,7 @@ from ...custom_ops.random import DRAW_SEED
 from ...fx_nodes import copy_node, drop_unused
 from ...rules import DECLINED, RENAMED, decomposition_of, simplified, trace
 from ..ir import is_number, signature
-from .seeds_of_loops import seed_of_iteration
+from .draw_seeds import DrawSeeds
 from .unknown_sizes import with_sizes
 
 # Graphs of decompositions by (signature, splitting); None if there is none.
@@ -49,6 +49,7 @@ class _Expander:
     def __init__(self, splitting: Mapping[fx.Node, int], lookup: Callable, traced: Traced) -> None:
         self.splitting, self.lookup, self.traced = splitting, lookup, traced
         self.graph = fx.Graph()
+        self.seeds = DrawSeeds(self.graph)
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         """Copy the graph, decomposing operations."""
@@ -85,19 +86,23 @@ class _Expander:
         meta: dict,
         splitting: int = 0,
         within: tuple = (),
+        of: fx.Node | None = None,
     ) -> Any:
-        """Return the node's value in the new graph: a node, or the results of a decomposition."""
+        """Return the node's value in the new graph: a node, or the results of a decomposition.
+
+        of: the operation of the old graph that the node is a part of.
+        """
         dynamic = node.meta.get("dynamic", False)
         keep = node.target in within or not dynamic and any(map(is_number, node.all_input_nodes))
         function = None if keep else self.lookup(node.target, splitting=splitting)
         inner = self.trace(node, function, splitting) if function else None
         if inner is None:
-            if node.target is DRAW_SEED and "loop" in meta:
-                return seed_of_iteration(self.graph, node, meta)
+            if node.target is DRAW_SEED and ("draw" in meta or "loop" in meta):
+                return self.seeds.seed(of or node, node, meta)
             copy = copy_node(self.graph, node, new.__getitem__)
             copy.target = RENAMED.get(node.target, node.target)
             sizes = {key: node.meta[key] for key in ("other", "dynamic") if key in node.meta}
-            plain = {key: value for key, value in meta.items() if key not in ("other", "dynamic")}
+            plain = {k: value for k, value in meta.items() if k not in ("other", "dynamic", "draw")}
             copy.meta = {**plain, "val": node.meta["val"], **sizes}
             return copy
         operands: list[fx.Node] = []
@@ -113,7 +118,8 @@ class _Expander:
                 values[step] = values[step.args[0]][step.args[1]]
             else:
                 inner_meta = {key: value for key, value in meta.items() if key != "captured"}
-                values[step] = self.emit(step, values, inner_meta, within=(*within, node.target))
+                inside = (*within, node.target)
+                values[step] = self.emit(step, values, inner_meta, within=inside, of=of or node)
         raise AssertionError("a graph without output")
 
     def trace(self, node: fx.Node, function: Callable, splitting: int) -> fx.Graph | None:

@@ -59,10 +59,25 @@ def has_own_seed(op: Any) -> bool:
 
 
 def natively(graph: fx.Graph) -> fx.Graph:
-    """Let a graph draw by PyTorch's own generator, with one seed for each shard. Return it."""
+    """Let a graph draw by PyTorch's own generator, with one seed for each shard. Return it.
+
+    Numbers that are drawn again in another layout would be others: these stay hashes of positions.
+    """
+    draws: dict[Any, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=ours.uniform.default):
-        node.args = (*node.args[:-1], True)
+        draws.setdefault((_drawn(node.args[0]), node.args[1]), []).append(node)
+    for repeated in draws.values():
+        if len({node.meta["spec"] for node in repeated}) == 1:
+            for node in repeated:
+                node.args = (*node.args[:-1], True)
     return graph
+
+
+def _drawn(seed: fx.Node) -> fx.Node:
+    """Return the node that draws a seed, past the rows that iterations of loops take of it."""
+    while seed.all_input_nodes:
+        seed = seed.all_input_nodes[0]
+    return seed
 
 
 def _draw(

@@ -1,0 +1,35 @@
+"""The values that functional tensors have at a time of the trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..compat.private_apis import FunctionalTensor, _from_functional_tensor, _sync
+
+
+def unwrap(tensor: Any) -> Tensor:
+    """Return the current value of a functional tensor."""
+    _sync(tensor)
+    return _from_functional_tensor(tensor.elem)
+
+
+def was_mutated(tensor: Tensor, before: Tensor) -> bool:
+    """Return whether a functional tensor has another value than before."""
+    return unwrap(tensor) is not before
+
+
+class SavedValue:
+    """Replacement of torch.utils.checkpoint._VersionWrapper: the value of a tensor when saved.
+
+    What a selective checkpoint has saved stays, though a later operation writes over the tensor.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = unwrap(value) if isinstance(value, FunctionalTensor) else value
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> Any:
+        """Return the value, as a new functional tensor."""
+        value = self.value
+        return FunctionalTensor.to_functional(value) if isinstance(value, Tensor) else value
