@@ -85,5 +85,4 @@ def test_ranks_that_do_different_things_do_not_wait(said):
 
 def test_a_rank_that_has_ended(said):
     text = said[0][0]["ended"]
-    assert re.match("rank 0 has (lost the connection to|waited 2 s for) rank 1\n", text), text
-    assert "rank 1 has ended (step 1, backward, its last collective" in text
+    assert re.match(r"rank 1 on host \S+ has left: its program has ended after step 1", text), text

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from ..compat.private_apis import _set_pg_timeout
 from ..errors import ShardingError, user_line
 from ..mesh import Coordinates, Mesh
-from .watcher import Watcher
+from .watcher import watcher_of
 
 
 class ProcessGroups:
@@ -49,7 +49,7 @@ class ProcessGroups:
         self.created = [dist.group.WORLD if self.checks is None else self.checks]
         self.created += [self.device_mesh.get_group(name) for name in mesh.names]
         self.limit = _limit_of(dist.group.WORLD)  # as init_process_group has set it
-        self.watcher = Watcher(str(mesh), self.processes, self.limit.total_seconds())
+        self.watcher = watcher_of(self.processes, self.limit.total_seconds())
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let waits in the groups of this mesh end after that time, on every rank alike."""
@@ -71,7 +71,7 @@ class ProcessGroups:
     def _set_timeouts(self, timeout: timedelta) -> None:
         for group in self.created:
             _set_timeout(group, timeout)
-        self.watcher.set_limit(timeout.total_seconds())
+        self.watcher.limit = timeout.total_seconds()
 
     def group(self, axes: tuple[str, ...]) -> tuple[str, list[int]]:
         """Return (name of the group over these axes, positions in it in the order of the axes)."""

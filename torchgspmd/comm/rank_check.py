@@ -59,7 +59,7 @@ class RankCheck:
     def check(self) -> None:
         """Wait for the numbers of all ranks and compare them."""
         assert self.work is not None, "begin() comes first"
-        self.work.wait()
+        self.groups.watcher.run(self.work.wait)
         first, *others = self.received[:, :HEAD].tolist()
         if any(row != first for row in others):
             if any(row[0] != first[0] for row in others):
@@ -87,7 +87,7 @@ def check_ranks(groups: ProcessGroups, number: int, on_difference: Callable[[], 
 def all_gather_objects(groups: ProcessGroups, mine: Any) -> list[Any]:
     """Return the object of every rank; ranks that differ exchange Accounts (rank_mismatch.py)."""
     objects: list[Any] = [None] * groups.mesh.size
-    dist.all_gather_object(objects, mine, group=groups.checks)
+    groups.watcher.run(dist.all_gather_object, objects, mine, group=groups.checks)
     return objects
 
 

@@ -1,285 +1,302 @@
-"""Watcher: which rank the others wait for, said before the time limit and in the error after it.
+"""Watcher: which rank has died, raised, left or is late, for the error of those that wait for it.
 
-A thread of each process wakes a few times within the limit. It looks where the other threads are
-(sys._current_frames), and writes that into the store of the process group: the step, the
-collective, its line. Where a rank has waited for long, it reads what the others wrote, and says on
-stderr for whom it waits. A step costs no more than a few assignments.
+A thread of each process wakes four times a second. It looks where the other threads are
+(sys._current_frames), and tells its neighbors (peers.py). A step sends its number to two of them.
+When a process ends its connections close: the other threads end their waits, and `run` makes a
+RankError of the error that this is (rank_failure.py).
 
-The limit is that of the process groups (`timeout` of parallelize): gloo and NCCL end a wait.
-`run` makes a ShardingError of the error that this is.
+A rank that lives and does not come is a straggler: a line on stderr after some seconds, and the
+error after the time limit of the process groups (`timeout` of parallelize).
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import json
-import linecache
-import re
+import multiprocessing.util
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from types import FrameType
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import fx
 
 from ..compat.private_apis import _get_default_store, is_missing
-from ..errors import RankError, line_in_file, user_line
+from ..errors import RankError, user_line_of
+from .gloo_waits import end_waits
+from .peers import Message, Peers
+from .places import Places, stack_of_main
+from .rank_failure import Fate, Status, failure, is_final, merged
+from .stragglers import ANSWER, TICK, Answer, Stragglers
+from .termination import TERMINATION
 
-FIRST_NOTICE = 60.0  # Seconds after which a wait is told at the latest; earlier, at half the limit.
-WAKES = 4  # How often the thread wakes until then.
-# What ranks wait for outside of programs, by the file and function of a frame, innermost first.
-_WAITS = {
-    ("rank_check.py", "check"): "the comparison of the ranks",
-    ("shared_plan.py", "_broadcast"): "the plan of rank 0",
-    ("_functional_collectives.py", "wait_tensor"): "a collective of a DTensor",
-    ("distributed_c10d.py", None): "torch.distributed's ",
-}
-_COLLECTIVES = "all_reduce all_gather reduce_scatter all_to_all permute broadcast ring".split()
-
-
-@dataclass(frozen=True)
-class Status:
-    """What a rank does, as others read it. step: of its programs, the number of those begun."""
-
-    step: int = 0
-    phase: str = ""  # of the last program: "forward" or "backward"
-    waits_in: str = ""  # the collective, if it is in one
-    at: str = ""  # of the model's code if it is in a program, otherwise of the user's
-    last: str = ""  # the last collective that it has begun, with its line
-    ended: bool = False
-
-    def place(self) -> tuple:
-        """Return what is equal for ranks that are in the same collective."""
-        return self.step, self.phase, self.waits_in, self.at if self.phase else ""
-
-    def __str__(self) -> str:
-        step = f"step {self.step}" + (f", {self.phase}" if self.phase else "")
-        is_new = self.last and not (self.waits_in and self.last.startswith(self.waits_in))
-        last = f", its last collective {self.last}" if is_new else ""
-        if self.ended and not self.waits_in:
-            return f"has ended ({step}{last})"
-        if self.waits_in:
-            verb = "has given up" if self.ended else "is"
-            return f"{verb} in {self.waits_in} at {self.at} ({step}{last})"
-        return f"is in no collective, but at {self.at} ({step}{last})"
+VERDICT = 4.0  # Seconds to wait for word of a rank whose connection has closed.
+SETTLE = 0.4  # Seconds from the first such word to the error: others may have died, too.
+LINGER = 5.0  # Seconds after destroy_process_group in which a rank may say that it raised.
+RAISE = 1.0  # Seconds from word that a rank has left to the error: it may say that it raised.
 
 
 class Watcher:
     """What one rank of a mesh is doing, its thread, and the errors of waits that ended.
 
-    step, phase, program: written by the programs that run. name: of the mesh, the same on all of
-    its ranks. processes: these, in the world.
+    step, phase, program: written by the programs that run. processes: those of the mesh, in the
+    world.
     """
 
-    def __init__(self, name: str, processes: Sequence[int], limit: float) -> None:
-        self._key = f"torchgspmd.{name}.{processes[0]}."
-        self.step, self.phase, self.program = 0, "", ""
+    def __init__(self, processes: Sequence[int], limit: float) -> None:
+        self.step, self.phase, self.program, self.raised = 0, "", "", ""
         self.processes, self.rank, self.limit = list(processes), dist.get_rank(), limit
-        self.world = dist.group.WORLD
-        self._graphs: weakref.WeakValueDictionary[str, fx.Graph] = weakref.WeakValueDictionary()
-        self._written = Status()
-        self._since, self._told, self._before = time.monotonic(), False, None
-        self._wake = threading.Event()
-        self._is_over = False
-        self._store: Any = None
+        self.world, self.places = dist.group.WORLD, Places()
+        self.fates: dict[int, Fate] = {}
+        self.has_failed = False  # whether one of the fates is final
+        self._news = threading.Condition()
+        self._marks: dict[int, Status] = {}  # of the ranks beside this one: exact steps
+        self._seen: dict[int, Status] = {}  # of the same, with places
+        self._told, self._failed_at, self._over_since = Status(), 0.0, 0.0
+        self._is_closed = self._has_given_up = False
+        self._peers: Peers | None = None
         if len(self.processes) > 1 and not is_missing(_get_default_store):
-            self._store = _get_default_store().clone()
+            store = _get_default_store().clone()
+            key = f"torchgspmd.peers.{zlib.crc32(str(self.processes).encode())}."
+            self._peers = Peers(key, self.processes, self.rank, store, self._handle)
+            self._stragglers = Stragglers(self.rank, self.processes)
+            TERMINATION.hold(self)
+            self._peers.listen_to(TERMINATION.file)
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
-            atexit.register(self._end)
+            atexit.register(self._close)
+            multiprocessing.util.Finalize(None, self._close, exitpriority=100)
 
     def watch(self, function: Any) -> str:
-        """Return a name for a program, by which its code leads to its nodes while it lives.
-
-        function: forward of a GraphModule. What torch.compile made has no nodes that run.
-        """
-        owner = getattr(function, "__self__", None)
-        if not isinstance(owner, fx.GraphModule):
-            return ""
-        name = function.__func__.__code__.co_filename
-        self._graphs[name] = owner.graph
-        return name
+        """Return a name for a program, by which its code leads to its nodes while it lives."""
+        return self.places.watch(function)
 
     def begin(self, program: str, phase: str) -> None:
-        """Note that a program begins, by its name."""
-        self.program, self.phase = program, phase
+        """Note that a program begins, by its name. Raise RankError if another rank has failed."""
+        if self.has_failed:
+            raise self.failure()
+        self.program, self.phase, self.raised = program, phase, ""
+        if self._peers is not None:
+            self._peers.mark(kind="step", step=self.step, phase=phase)
 
-    def set_limit(self, seconds: float) -> None:
-        """Let the thread wake more often, for a shorter limit."""
-        self.limit = seconds
-        self._wake.set()
+    def now(self) -> Status:
+        """Return the step and phase of this rank."""
+        return Status(self.step, self.phase, raised=self.raised)
 
     # ------------------------------------------------------------------------------- the thread
 
-    @property
-    def _notice_after(self) -> float:
-        return min(self.limit / 2, FIRST_NOTICE)
-
     def _watch(self) -> None:
-        while True:
-            self._wake.wait(self._notice_after / WAKES)
-            self._wake.clear()
-            if self._is_over or dist.group.WORLD is not self.world:
-                return
-            try:
-                self._look()
-            except (RuntimeError, AttributeError):  # The store or the process group has ended.
-                return
-
-    def _look(self) -> None:
-        """Write where this rank is. If it has waited there for long, say for whom."""
-        now, (status, place) = time.monotonic(), self._status()
-        if place != self._before or not status.waits_in:
-            self._before, self._since, self._told = place, now, False
-        self._write(status)
-        if now - self._since >= self._notice_after and not self._told:
-            self._told = True
-            others = self._read()
-            late = {
-                rank: other for rank, other in others.items() if other.place() != status.place()
-            }
-            if late and not any(r < self.rank and r not in late for r in others):
-                print(self._notice(status, now - self._since, late), file=sys.stderr, flush=True)
-
-    def _notice(self, status: Status, seconds: float, late: dict[int, Status]) -> str:
-        return "\n".join(
-            [
-                f"torchgspmd: rank {self.rank} has waited {seconds:.1f} s for {_ranks(late)}",
-                f"  it {status}",
-                *(f"  rank {rank} {other}" for rank, other in sorted(late.items())),
-                f"  the wait ends after {self.limit:g} s: parallelize(..., timeout=)",
-            ]
-        )
-
-    def _status(self) -> tuple[Status, Any]:
-        """Return what this rank does, and an object that is equal while it stays there."""
-        own, main = threading.get_ident(), threading.main_thread().ident
-        frames = {t: f for t, f in sys._current_frames().items() if t != own}
-        for thread in sorted(frames, key=lambda t: t != main):
-            status = self._status_of([*_outwards(frames[thread])])
-            if status.waits_in:
-                frame = frames[thread]
-                return status, (thread, id(frame), frame.f_lasti, status)
-        status = self._status_of([*_outwards(frames[main])] if main in frames else [])
-        return status, status
-
-    def _status_of(self, frames: Sequence[tuple[FrameType, int]]) -> Status:
-        """Return what a thread does. frames: with their lines, the innermost first."""
-        waits_in, at, last = "", "", ""
-        for frame, line in frames:
-            name = frame.f_code.co_filename
-            if name in self._graphs and not last:
-                waits_in, at, last = self._in_program(name, line)
-                break
-            short = name.rpartition("/")[2]
-            found = _WAITS.get((short, frame.f_code.co_name), "")
-            if not found and not waits_in and (short, None) in _WAITS:
-                found = _WAITS[short, None] + frame.f_code.co_name
-            waits_in = found or waits_in
-        at = at or next((t for f, n in frames if (t := line_in_file(f.f_code.co_filename, n))), "?")
-        return Status(self.step, self.phase, waits_in, at, last or self._last_of_program())
-
-    def _in_program(self, name: str, line: int) -> tuple[str, str, str]:
-        """Return the collective in which a program is, if any, its line, and the last begun."""
-        result = linecache.getline(name, line).partition("=")[0].partition(":")[0].strip()
-        waits_in = at = last = ""
-        for node in self._graphs[name].nodes:
-            if (kind := _kind(node)) is not None:
-                last = _named(node, kind)
-            if node.name == result:
-                at = node.meta.get("source") or ""
-                waits_in = kind or ""
-                break
-        return waits_in, at, last or self._last_of_program()
-
-    def _last_of_program(self) -> str:
-        """Return the last collective of the program that began last."""
-        graph = self._graphs.get(self.program)
-        for node in reversed(graph.nodes) if graph is not None else ():
-            if (kind := _kind(node)) is not None:
-                return _named(node, kind)
-        return ""
-
-    # -------------------------------------------------------------------------------- the store
-
-    def _write(self, status: Status) -> None:
-        if status != self._written:
-            self._written = status
-            self._store.set(f"{self._key}{self.rank}", json.dumps(asdict(status)))
-
-    def _read(self) -> dict[int, Status]:
-        """Return what the other ranks wrote."""
-        keys = {rank: f"{self._key}{rank}" for rank in self.processes if rank != self.rank}
-        return {
-            rank: Status(**json.loads(self._store.get(key)))
-            if self._store.check([key])
-            else Status()
-            for rank, key in keys.items()
-        }
-
-    def _end(self) -> None:
-        """Write that this process ends, if the others can still read it."""
-        was_over, self._is_over = self._is_over, True
-        self._wake.set()
-        self._thread.join(1.0)  # A thread that waits while Python ends may abort the process.
-        if was_over or not dist.is_initialized() or dist.group.WORLD is not self.world:
-            return
         try:
-            status = Status(self.step, self.phase, "", "", self._last_of_program(), ended=True)
-            self._write(status)
-        except RuntimeError:
-            pass
+            self._turn_until_closed()
+        finally:
+            TERMINATION.release(self)
 
-    # -------------------------------------------------------------------------------- the error
+    def _turn_until_closed(self) -> None:
+        peers = self._peers
+        assert peers is not None
+        while not self._is_closed:
+            try:
+                peers.turn(TICK if peers.is_complete else TICK / 10)
+                TERMINATION.decide(self.has_failed)
+                if dist.group.WORLD is self.world:
+                    self._look(peers)
+                else:
+                    if not self._over_since:
+                        self._end(None)
+                        self._over_since = time.monotonic()
+                    if time.monotonic() > self._over_since + LINGER:
+                        self._close()
+            except (RuntimeError, AttributeError):  # The process group has ended meanwhile.
+                continue
+
+    def _look(self, peers: Peers) -> None:
+        """Tell the neighbors where this rank is; ask all ranks if it has waited for long."""
+        status, place = self.places.status(self.now(), self.program)
+        if status != self._told:
+            self._told = status
+            peers.mark(kind="status", status=asdict(status))
+        self._judge_left()
+        if self.has_failed:
+            end_waits()
+            return
+        if self._has_given_up:
+            return
+        if self._stragglers.has_to_ask(status, place, self.limit):
+            self._ask()
+        self._judge_raised(status)
+        if text := self._stragglers.report(status, self.limit):
+            print(text, file=sys.stderr, flush=True)
+
+    def _judge_left(self) -> None:
+        """End the waits for a rank that has left before a step that this one has begun."""
+        for fate in [*self.fates.values()]:
+            if fate.kind == "left" and fate.status.step < self.step:
+                self._fail(fate)
+
+    def _judge_raised(self, status: Status) -> None:
+        """Take the exception of a call for the end of a rank that does not come any more."""
+        for answer in self._stragglers.late(status).values():
+            if answer.status.raised and answer.status.step == self.step and not self.raised:
+                now = replace(answer.status, at="")
+                self._tell(Fate(answer.rank, answer.host, "raised", now, text=now.raised))
+
+    # ----------------------------------------------------------------------------- the messages
+
+    def _handle(self, message: Message) -> None:
+        kind, rank = message["kind"], message["rank"] if "rank" in message else -1
+        if kind == "step":
+            self._marks[rank] = Status(int(message["step"]), str(message["phase"]))
+        elif kind == "status":
+            self._seen[rank] = self._marks[rank] = Status(**message["status"])
+        elif kind == "fate":
+            self._learn(Fate.of_message(message))
+        elif kind == "closed":
+            self._has_closed(rank)
+        elif kind == "ask":
+            self._answer()
+        elif kind == "answer":
+            with self._news:
+                self._stragglers.take(Answer.of_message(message))
+                self._news.notify_all()
+
+    def _has_closed(self, rank: int) -> None:
+        """Tell all ranks that one has died, unless it has said farewell.
+
+        Of those that have lost it, the two beside it know its last step.
+        """
+        known, peers = self.fates.get(rank), self._peers
+        if peers is None or known is not None and known.kind != "died":
+            return
+        host, seen = peers.hosts.get(rank, "unknown"), self._seen.get(rank)
+        status = replace(self._marks.get(rank, Status()), raised="")
+        text = seen.text("was") if seen else ""
+        fate = Fate(rank, host, "died", status, text, by=self.rank)
+        if merged(known, fate) is fate:
+            self._tell(fate)
+
+    def _tell(self, fate: Fate) -> None:
+        if self._peers is not None:
+            self._peers.tell(**fate.as_message())
+        self._learn(fate)
+
+    def _learn(self, fate: Fate) -> None:
+        with self._news:
+            is_news = fate.rank not in self.fates
+            self.fates[fate.rank] = merged(self.fates.get(fate.rank), fate)
+            self._news.notify_all()
+        if is_final(fate):
+            self._fail(fate, is_news)
+
+    def _fail(self, fate: Fate, is_news: bool = False) -> None:
+        """End the waits of this rank, and say why."""
+        if is_news and fate.rank != self.rank and fate.kind in ("died", "raised"):
+            print(f"torchgspmd: {fate}", file=sys.stderr, flush=True)
+        self.has_failed, self._failed_at = True, self._failed_at or time.monotonic()
+        end_waits()
+
+    def _ask(self) -> None:
+        """Ask all ranks where they are; each tells all others."""
+        if self._peers is not None:
+            self._peers.tell(kind="ask")
+            self._answer()
+
+    def _answer(self) -> None:
+        """Tell all ranks where this one is, and where it has seen those beside it."""
+        peers = self._peers
+        if peers is not None:
+            status, _ = self.places.status(self.now(), self.program)
+            beside = {
+                str(rank): {"host": peers.hosts.get(rank, "unknown"), "status": asdict(seen)}
+                for rank, seen in self._seen.items()
+            }
+            share = self._stragglers.share
+            answer = Answer(self.rank, peers.host, status, share, stack_of_main(), beside)
+            self._stragglers.take(answer)
+            peers.tell(**answer.as_message())
+
+    # ------------------------------------------------------------------------------- the errors
 
     def run(self, function: Callable, *args: Any, **options: Any) -> Any:
-        """Call a function. Raise a ShardingError where a wait in it has ended."""
+        """Call a function. Raise RankError for a wait that ended, or if another rank has failed."""
+        if self.has_failed:
+            raise self.failure()
         try:
             return function(*args, **options)
-        except RuntimeError as error:
-            self._explain(error)
+        except RankError:
+            raise
+        except Exception as error:
+            self.explain(error)
+            if self.phase in ("forward", "backward"):
+                self.raised = _named(error)
             raise
 
-    def _explain(self, error: RuntimeError) -> None:
-        """Raise a ShardingError for the error of a wait that ended; return for any other error."""
+    def explain(self, error: BaseException) -> None:
+        """Raise a RankError for the error of a wait that ended; return for any other error."""
         text = str(error)
-        is_over = isinstance(error, dist.DistError) or "gloo/" in text
-        if not is_over or self._store is None:
+        if not isinstance(error, RuntimeError) or self._peers is None:
             return
-        trace, frames = error.__traceback__, []
-        while trace is not None:
-            frames.append((trace.tb_frame, trace.tb_lineno))
-            trace = trace.tb_next
-        status = self._status_of([*frames[::-1], *_outwards(sys._getframe())])
-        self._is_over = True  # Others read the place where this rank has given up.
-        try:
-            self._write(replace(status, ended=True))
-            others = self._read()
-        except RuntimeError:  # The process that has the store has ended.
-            others = {}
-        late = _late(status, others)
-        ended = {rank for rank, each in others.items() if each.ended}
-        timed_out = "imed out" in text or "imeout" in text
-        raise RankError(
-            f"rank {self.rank} has waited {self.limit:g} s for {_ranks(late)}"
-            if timed_out
-            else f"rank {self.rank} has lost the connection to {_ranks(ended)}",
-            where=user_line(),
-            why="; ".join(
-                [
-                    f"rank {self.rank} {status}",
-                    *(f"rank {rank} {each}" for rank, each in sorted((late or others).items())),
-                ]
-            ),
-            fix="make the same calls on every rank; if one has more to do, "
-            "parallelize(..., timeout=) waits longer. The connections are closed: start anew",
-        ) from error
+        if not isinstance(error, dist.DistError) and "gloo/" not in text:
+            return
+        status, what = self.places.status_of_error(self.now(), self.program, error), ""
+        self._has_given_up = True
+        if ("imed out" in text or "imeout" in text) and not self.has_failed:
+            what = f"rank {self.rank} has waited {self.limit:g} s for another rank"
+            self._blame_late(status)
+        else:
+            with self._news:
+                self._news.wait_for(lambda: bool(self.fates), VERDICT)
+                self._news.wait_for(lambda: self.has_failed, RAISE)
+        error_of_ranks = self.failure(status, what)
+        self._end(error_of_ranks)
+        raise error_of_ranks from error
+
+    def failure(self, status: Status | None = None, what: str = "") -> RankError:
+        """Return the error that names the ranks that have failed. status: of this rank."""
+        if status is None:
+            status, _ = self.places.status(self.now(), self.program)
+        time.sleep(max(0.0, self._failed_at + SETTLE - time.monotonic()))
+        return failure(self.rank, status, self.fates.values(), what)
+
+    def _blame_late(self, status: Status) -> None:
+        """Tell all ranks for whom this one has waited, after the time limit."""
+        self._ask()
+        others = {*self.processes} - {self.rank}
+        with self._news:
+            self._news.wait_for(lambda: others <= {*self._stragglers.fresh()}, ANSWER)
+        for rank, answer in self._stragglers.late(status, with_silent=True).items():
+            seen, is_silent = answer.status.text("is"), not answer.stack
+            seen = f"does not answer: it was stopped, or keeps Python's lock; {seen}"[
+                0 if is_silent else -len(seen) :
+            ]
+            wait = f"{self.limit:g} s"
+            self._tell(
+                Fate(rank, answer.host, "stuck", answer.status, seen, wait, self.rank, answer.stack)
+            )
+
+    def _end(self, error: BaseException | None) -> None:
+        """Tell all ranks that this one ends: by an exception, or as it should."""
+        peers, known = self._peers, self.fates.get(self.rank)
+        if peers is None or known is not None and (known.kind != "left" or error is None):
+            return
+        kind = "left" if error is None else "raised"
+        kind = "ended" if isinstance(error, RankError) else kind
+        text = _named(error) if error is not None else ""
+        self._tell(Fate(self.rank, peers.host, kind, self.now(), text=text, by=self.rank))
+
+    def _close(self) -> None:
+        """Say farewell, and end the thread: one that waits while Python ends may abort it."""
+        if self._is_closed:
+            return
+        self._end(_in_flight())
+        self._is_closed = True
+        if self._peers is not None:
+            self._peers.wake()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(1.0)
+            self._peers.close()
 
 
 def watched(method: Callable) -> Callable:
@@ -292,45 +309,37 @@ def watched(method: Callable) -> Callable:
     return explaining
 
 
-def _late(status: Status, others: dict[int, Status]) -> dict[int, Status]:
-    """Return the ranks for which one waits: those in no collective, or else in another one."""
-    idle = {rank: other for rank, other in others.items() if not other.waits_in}
-    return idle or {r: other for r, other in others.items() if other.place() != status.place()}
+def _in_flight() -> BaseException | None:
+    """Return the exception that ends this process; None if none does.
+
+    multiprocessing catches it, and ends by SystemExit.
+    """
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    while isinstance(error, SystemExit):
+        error = error.__context__
+    return error
 
 
-def _outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames of a thread with their lines, the innermost first."""
-    while frame is not None:
-        yield frame, frame.f_lineno
-        frame = frame.f_back
+def _named(error: BaseException) -> str:
+    """Return the type and first line of an exception, and the line of the user's code."""
+    line, at = str(error).partition("\n")[0][:300], user_line_of(error)
+    return f"{type(error).__name__}: {line}" + (f" at {at}" if at else "")
 
 
-def _kind(node: fx.Node) -> str | None:
-    """Return the name of the collective that a node of a lowered program starts or waits for."""
-    if node.op != "call_function":
-        return None
-    name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-    if name == "wait_tensor" and isinstance(node.args[0], fx.Node):
-        return _kind(node.args[0]) or "wait"
-    if name in ("carry", "total", "settle"):
-        return "the comparison of the ranks"
-    if not any(word in name for word in _COLLECTIVES):
-        return None
-    planned = re.match("|".join(_COLLECTIVES), node.name)  # gloo may do it by another one
-    return planned[0] if planned else name
+_WATCHERS: dict[tuple[int, ...], Watcher] = {}
 
 
-def _named(node: fx.Node, kind: str) -> str:
-    """Return a collective with its line."""
-    source = node.meta.get("source")
-    return f"{kind} at {source}" if source else kind
+def watcher_of(processes: Sequence[int], limit: float) -> Watcher:
+    """Return the watcher of some processes, one for all meshes of these."""
+    watcher = _WATCHERS.get(tuple(processes))
+    if watcher is None or watcher.world is not dist.group.WORLD:
+        watcher = _WATCHERS[tuple(processes)] = Watcher(processes, limit)
+    watcher.limit = limit
+    return watcher
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    """Return the names of ranks."""
-    listed = sorted(ranks)
-    if not listed:
-        return "another rank"
-    return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed[:8]))}" + (
-        f" and {len(listed) - 8} more" if len(listed) > 8 else ""
-    )
+def explain(error: RuntimeError) -> None:
+    """Raise RankError for the error of a wait that ended, in whatever mesh; else return."""
+    for watcher in _WATCHERS.values():
+        if watcher.world is dist.group.WORLD:
+            watcher.explain(error)

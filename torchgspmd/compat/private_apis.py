@@ -211,6 +211,12 @@ TABLE: tuple[PrivateApi, ...] = (
         "ranks that wait do not say for whom",
     ),
     *_rows(NOTHING, "torch.distributed.ProcessGroup", "_get_backend", "the limit of a wait"),
+    *_rows(
+        NOTHING,
+        "torch.distributed._functional_collectives",
+        "AsyncCollectiveTensor",
+        "redistribute(async_op=True): the error of its wait is torch's",
+    ),
     *_rows(NOTHING, "torch._C._distributed_c10d.Backend.Options", "_timeout", "the same"),
     *_rows(PARALLELIZE, "torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
     *_rows(PARALLELIZE, "torch._C", "_storage_Use_Count _will_engine_execute_node"),

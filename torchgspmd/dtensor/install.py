@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.operators import AbsentOperator, aten
 from ..compat.patches import Patch
-from ..compat.private_apis import CHECKED, _fsdp_init, is_missing
+from ..compat.private_apis import CHECKED, AsyncCollectiveTensor, _fsdp_init, is_missing
 from . import op_handlers, view_writeback
 from .fully_shard import with_refusal
 from .fused_optimizers import (
@@ -28,7 +28,7 @@ from .fused_optimizers import (
 from .ours import INSTALLATION, Handler, for_ours, handlers, is_ours, method_for_ours
 from .random import DRAWING, draw
 from .replicated_fallback import UsersFlag, gather_method, with_fallback, with_replication
-from .waits import redistribute_method, with_explained_waits
+from .waits import redistribute_method, with_explained_wait, with_explained_waits
 
 _LOSSES = (
     "mse_loss",
@@ -213,6 +213,11 @@ PATCHES = (
     Patch(_DISPATCHER, "_allow_implicit_replication", lambda _: True, _BESIDE),
     Patch(type(_DISPATCHER), "_allow_implicit_replication", UsersFlag, _BESIDE),
     Patch(_DISPATCHER, "redistribute_local_args", with_explained_waits, _WAITS),
+    *(
+        Patch(owner, "trigger_wait", with_explained_wait, _WAITS)
+        for owner in (AsyncCollectiveTensor,)
+        if not is_missing(owner)
+    ),
     # wrappers
     *(
         Patch(owner, "_verify_managed_param", with_refusal, _SHARDED)

@@ -54,6 +54,12 @@ def acts_on_ours(args: tuple, kwargs: dict) -> bool:
     return False
 
 
+def explain_wait(error: RuntimeError, args: tuple, kwargs: dict) -> None:
+    """Raise RankError for the error of a wait that ended, in an operation on our DTensors."""
+    for tensor in our_dtensors(args, kwargs)[:1]:
+        groups_of_ours(tensor).watcher.explain(error)
+
+
 def as_before(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Run an operation as torch's DTensor does, without its handler."""
     table = handlers()
@@ -72,7 +78,13 @@ def for_ours(function: Handler) -> Callable[[Handler | None], Handler]:
         others = torch_handler or as_before
 
         def handler(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-            return (function if acts_on_ours(args, kwargs) else others)(op, args, kwargs)
+            if not acts_on_ours(args, kwargs):
+                return others(op, args, kwargs)
+            try:
+                return function(op, args, kwargs)
+            except RuntimeError as error:
+                explain_wait(error, args, kwargs)
+                raise
 
         return handler
 
@@ -84,7 +96,13 @@ def method_for_ours(function: Callable) -> Callable[[Callable], Callable]:
 
     def replace(before: Callable) -> Callable:
         def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-            return (function if is_ours(self) else before)(self, *args, **kwargs)
+            if not is_ours(self):
+                return before(self, *args, **kwargs)
+            try:
+                return function(self, *args, **kwargs)
+            except RuntimeError as error:
+                explain_wait(error, (self,), kwargs)
+                raise
 
         return method
 

@@ -27,7 +27,7 @@ from ..comm.rank_mismatch import Account, raise_difference
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
-from .ours import acts_on_ours, groups_of_ours, our_dtensors
+from .ours import acts_on_ours, explain_wait, groups_of_ours, our_dtensors
 
 _FAILED = "Sharding propagation failed", "found no DeviceMesh from dtensor args"
 
@@ -94,6 +94,8 @@ def with_fallback(before: Callable) -> Callable:
             if not isinstance(error, NotImplementedError) and not any(
                 words in str(error) for words in _FAILED
             ):
+                if isinstance(error, RuntimeError):
+                    explain_wait(error, args, kwargs)
                 raise
         finally:
             log.disabled = was

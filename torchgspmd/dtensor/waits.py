@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from ..comm.process_groups import find_groups
+from ..comm.watcher import explain
 
 
 def redistribute_method(before: Callable) -> Callable:
@@ -35,6 +36,20 @@ def with_explained_waits(before: Callable) -> Callable:
         return _explained(mesh, before, op_info, *args, **options)
 
     return redistribute
+
+
+def with_explained_wait(before: Callable) -> Callable:
+    """Wrap the method that waits for a tensor of redistribute(async_op=True)."""
+
+    @functools.wraps(before)
+    def trigger_wait(self: Any) -> Any:
+        try:
+            return before(self)
+        except RuntimeError as error:
+            explain(error)
+            raise
+
+    return trigger_wait
 
 
 def _explained(mesh: Any, function: Callable, *args: Any, **options: Any) -> Any:

@@ -71,7 +71,9 @@ class JointProgram(CompiledProgram):
         self.rank_check = rank_check
         self.watcher.step += 1
         self.watcher.begin(self.name, "forward")
-        return super().__call__(leaves, call)
+        results = super().__call__(leaves, call)
+        self.watcher.phase = "forward ended"
+        return results
 
     def _watched(self, function: Callable[[list], Any]) -> Callable[[list], Any]:
         """Return a backward whose waits that end say for whom."""
@@ -80,7 +82,9 @@ class JointProgram(CompiledProgram):
 
         def backward(boxed: list) -> Any:
             watcher.begin(name, "backward")
-            return watcher.run(function, boxed)
+            results = watcher.run(function, boxed)
+            watcher.phase = "backward ended"
+            return results
 
         return backward
 

@@ -79,7 +79,8 @@ class ShardedModule(MeshModule):
             "cuda" if torch.cuda.is_available() else "cpu",
         )
         groups = groups_of(mesh, device, part, timeout)
-        shard_module(
+        groups.watcher.run(
+            shard_module,
             model,
             {
                 name: storable_mark(mark_on(t, mesh), tuple(t.shape), mesh)
@@ -267,6 +268,7 @@ class ShardedModule(MeshModule):
         """Compile the program of a call and check that all ranks compile the same."""
         # Leave out _structure_version, which counts changes of this rank.
         text = as_text((call.key[:2], call.key[3:], call.numbers))
+        self._groups.watcher.begin("", "planning")
         check_ranks(
             self._groups, _hash(f"a program for {text}"), lambda: self._raise_difference(call)
         )

@@ -1,0 +1,277 @@
+"""Peers: a side channel between the ranks of a mesh. It says at once when a process has ended.
+
+Every rank has TCP connections to the ranks that are 1, 2, 4, ... positions away. The kernel closes
+those of a killed process. Each rank passes news on, so they reach all survivors of any few deaths.
+The store of the process group is needed only to find the addresses: it may end with rank 0.
+
+Messages are lines of JSON. A connection begins with a token that the store alone tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_MAX_LINE = 1 << 18  # bytes of a message
+_CONNECT, _PATIENCE = 2.0, 20.0  # seconds for one attempt to connect, and for all
+_CLOSES = getattr(select, "POLLRDHUP", 0)  # Data must not wake the thread: a step sends some.
+_OPTIONS = (  # A host that is off sends nothing: the kernel gives up after 6 s.
+    (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+    (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 2),
+    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 1),
+    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 4),
+    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 6000),
+)
+Message = dict[str, Any]
+
+
+class Peers:
+    """The connections of this rank.
+
+    Args:
+        key: Prefix of the keys in the store, equal on all ranks.
+        processes: All ranks, in the order of the mesh.
+        rank: This one, of `processes`.
+        store: Where the ranks find each other's addresses.
+        handle: Called in `turn` with each message, and with {"kind": "closed", "rank": 3}.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        processes: Sequence[int],
+        rank: int,
+        store: Any,
+        handle: Callable[[Message], None],
+    ) -> None:
+        self.rank, self.host, self.hosts = rank, socket.gethostname(), {}
+        self._key, self._store, self._handle = key, store, handle
+        self._links: dict[int, _Link] = {}
+        self._strangers: list[_Link] = []  # accepted, without a greeting so far
+        self._count, self._seen = 0, set[tuple[int, int]]()
+        index, n = processes.index(rank), len(processes)
+        steps = {1 << k for k in range(n.bit_length()) if 1 << k < n}
+        near = [i for i in range(n) if steps & {(i - index) % n, (index - i) % n}]
+        self._unconnected = {processes[i] for i in near if i > index}
+        self._expected, self._until = len(near), time.monotonic() + _PATIENCE
+        self._beside = {processes[(index + 1) % n], processes[index - 1]}
+        self._token = secrets.token_hex(16)
+        self._listener = socket.create_server((_bound_to(store), 0))
+        self._listener.setblocking(False)
+        self._waker, self._wakes = socket.socketpair()
+        self._poll = select.poll()
+        for each in (self._listener, self._wakes):
+            self._poll.register(each, select.POLLIN)
+        address = [_reached_at(store), self._listener.getsockname()[1], self._token]
+        store.set(f"{key}{rank}", json.dumps(address))
+        _OPEN.add(self)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all connections were made, or given up."""
+        return len(self._links) == self._expected or time.monotonic() > self._until
+
+    def turn(self, seconds: float) -> None:
+        """Wait until a connection closes, at most so long; then handle all that has come."""
+        events = self._poll.poll(1000 * seconds)
+        if any(fd == self._wakes.fileno() for fd, _ in events):
+            self._wakes.recv(4096)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._strangers.append(self._watched(_Link(self._listener.accept()[0])))
+        if self._unconnected and not self.is_complete:
+            self._connect()
+        for link in [*self._strangers, *self._links.values()]:
+            self._receive(link)
+
+    def listen_to(self, file: socket.socket | None) -> None:
+        """Let `turn` return when there is something to read in a file of another."""
+        if file is not None:
+            self._poll.register(file, select.POLLIN)
+
+    def wake(self) -> None:
+        """End the wait of `turn` in another thread."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    def mark(self, **message: Any) -> None:
+        """Send a message to the two ranks beside this one, if there is room: 10 us."""
+        line = _line(message)
+        for rank in self._beside:
+            if (link := self._links.get(rank)) is not None:
+                link.send(line, may_drop=True)
+
+    def tell(self, **message: Any) -> None:
+        """Send a message to all ranks, which pass it on."""
+        self._count += 1
+        message["id"] = [self.rank, self._count]
+        self._seen.add((self.rank, self._count))
+        self._send(_line(message))
+
+    def close(self) -> None:
+        """Close all connections."""
+        links = [*self._links.values(), *self._strangers]
+        for each in (*(link.socket for link in links), self._listener, self._waker, self._wakes):
+            each.close()
+
+    def _send(self, line: bytes, besides: _Link | None = None) -> None:
+        for link in [*self._links.values()]:
+            if link is not besides:
+                link.send(line)
+
+    def _watched(self, link: _Link) -> _Link:
+        self._poll.register(link.socket, _CLOSES)
+        return link
+
+    def _connect(self) -> None:
+        """Connect to the ranks whose addresses are in the store by now."""
+        for rank in sorted(self._unconnected):
+            try:
+                is_there = self._store.check([f"{self._key}{rank}"])
+                text = self._store.get(f"{self._key}{rank}") if is_there else ""
+            except RuntimeError:  # The process that has the store has ended.
+                self._unconnected.clear()
+                return
+            addresses, port, token = json.loads(text) if text else ([], 0, "")
+            for address in addresses:
+                with contextlib.suppress(OSError):
+                    link = _Link(socket.create_connection((address, port), _CONNECT))
+                    link.rank = rank
+                    self._links[rank] = self._watched(link)
+                    self._unconnected.remove(rank)
+                    link.send(_line(self._greeting(token)))
+                    break
+
+    def _greeting(self, token: str) -> Message:
+        return {"kind": "hello", "rank": self.rank, "host": self.host, "token": token}
+
+    def _receive(self, link: _Link) -> None:
+        lines, is_open = link.receive()
+        for line in lines:
+            try:
+                self._take(link, json.loads(line))
+            except (ValueError, TypeError, KeyError):  # It is no rank.
+                is_open = False
+                break
+        if not is_open:
+            self._poll.unregister(link.socket)
+            link.socket.close()
+            if link in self._strangers:
+                self._strangers.remove(link)
+            elif self._links.pop(link.rank, None) is not None:
+                self._handle({"kind": "closed", "rank": link.rank})
+
+    def _take(self, link: _Link, message: Message) -> None:
+        """Handle a message, and pass it on if it is for all."""
+        if link.rank < 0:
+            if message["kind"] != "hello" or message["token"] != self._token:
+                raise ValueError
+            link.rank = int(message["rank"])
+            self._strangers.remove(link)
+            self._links[link.rank] = link
+            link.send(_line(self._greeting("")))
+        if message["kind"] == "hello":
+            self.hosts[link.rank] = str(message["host"])
+        elif (number := message.get("id")) is None:
+            self._handle(message | {"rank": link.rank})
+        elif (key := (int(number[0]), int(number[1]))) not in self._seen:
+            self._seen.add(key)
+            self._send(_line(message), besides=link)
+            self._handle(message)
+
+
+class _Link:
+    """One connection. rank: that of the other end; negative before it has said so."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.socket, self.rank = link, -1
+        self._received, self._unsent, self._lock = b"", b"", threading.Lock()
+        link.setblocking(False)
+        for level, name, value in _OPTIONS:
+            if hasattr(socket, name):
+                link.setsockopt(level, getattr(socket, name), value)
+
+    def send(self, line: bytes, may_drop: bool = False) -> None:
+        """Send a line, what does not fit into the kernel's memory later."""
+        with self._lock:
+            if self._unsent and may_drop:
+                return
+            rest = self._unsent + line
+            try:
+                self._unsent = rest[self.socket.send(rest) :]
+            except BlockingIOError:
+                self._unsent = b"" if may_drop else rest
+            except OSError:  # `receive` says that it has closed.
+                self._unsent = b""
+
+    def receive(self) -> tuple[list[bytes], bool]:
+        """Return the lines that have come, and whether more may come."""
+        self.send(b"")
+        is_open = True
+        while is_open:
+            try:
+                data = self.socket.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self._received += data
+            is_open = bool(data) and len(self._received) <= _MAX_LINE
+        *lines, self._received = self._received.split(b"\n")
+        return lines, is_open
+
+
+def _line(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _host_of(store: Any) -> str:
+    """Return the host of a TCPStore; that of this process for other stores."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
+
+
+def _local_address(store: Any) -> str:
+    """Return the address of this host on the way to the host of the store."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((_host_of(store), 9))  # Nothing is sent.
+        return probe.getsockname()[0]
+    return "127.0.0.1"
+
+
+def _bound_to(store: Any) -> str:
+    """Return the address on which to listen: this host alone if it has all ranks."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
+    local = _local_address(store)
+    return local if local.startswith("127.") and ranks[0] in ("", ranks[1]) else ""
+
+
+def _reached_at(store: Any) -> list[str]:
+    """Return the addresses at which others reach this host, the likely ones first."""
+    addresses = [_local_address(store)]
+    with contextlib.suppress(OSError):
+        addresses.append(socket.gethostbyname(socket.gethostname()))
+    return [*dict.fromkeys(addresses)]
+
+
+_OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the copies that a forked process has: its parent's death would not be seen."""
+    for peers in list(_OPEN):
+        peers.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
