@@ -32,7 +32,7 @@ from ..shard_spec import Axes, ShardSpec
 Box = tuple[tuple[int, int], ...]  # (first row, row past the last) of every dimension
 Boxes = tuple[np.ndarray, np.ndarray]  # first and past-the-last rows, each [dimensions, devices]
 MAX_WAYS = 64  # Number of ways to divide the sending among replicas that are compared.
-MAX_COUNTED_DEVICES = 256  # Groups of more devices get an estimated cost instead of a count.
+MAX_COUNTED_DEVICES = 256  # Of groups of more devices, only those at borders are counted.
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,27 @@ def _blocks(mesh: Mesh, members: Axes, size: int, axes: Axes) -> tuple[np.ndarra
 
     The members are those of the first device's group.
     """
-    places = np.indices([mesh.count((a,)) for a in members]).reshape(len(members), -1)
+    places = _counted_places(tuple(mesh.count((a,)) for a in members))
     at = {**dict.fromkeys(mesh.names, 0), **dict(zip(members, places))}
     rows = -(-size // mesh.count(axes))
     low = np.minimum(mesh.index(axes, at) * rows + np.zeros(places.shape[1], dtype=int), size)
     return low, np.minimum(low + rows, size)
+
+
+@lru_cache(maxsize=1024)
+def _counted_places(sizes: tuple[int, ...]) -> np.ndarray:
+    """Return the coordinates [axes, devices] of a group's devices that are counted.
+
+    Of many devices these are the ones at the borders of blocks: at the first, the second and the
+    last place of each axis, or at the first and the last.
+    """
+    if math.prod(sizes) <= MAX_COUNTED_DEVICES:
+        return np.indices(sizes).reshape(len(sizes), -1)
+    for places in (lambda n: {0, min(1, n - 1), n - 1}, lambda n: {0, n - 1}, lambda n: {0}):
+        chosen = [sorted(places(n)) for n in sizes]
+        if math.prod(map(len, chosen)) <= MAX_COUNTED_DEVICES:
+            break
+    return np.array(np.meshgrid(*chosen, indexing="ij")).reshape(len(sizes), -1)
 
 
 def exchange(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec) -> Exchange:
@@ -212,8 +228,7 @@ def lacking(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardS
         scale, small = _shrink(mesh, shape, before, after, 1)
         if scale > 1:
             return lacking(mesh, small, before, after) * scale
-        undivided = _undivided(mesh, shape, before, after)
-        return undivided.received() if mesh.count(undivided.axes) <= MAX_COUNTED_DEVICES else 0
+        return _undivided(mesh, shape, before, after).received()
     required, local = math.prod(after.local_shape(shape, mesh)), 1
     for n, b, a in zip(shape, before.dims, after.dims):
         short, long = sorted((b, a), key=len)
@@ -229,7 +244,7 @@ def busiest(
     """Return (elements that the busiest device sends or receives, axes of the exchange's groups).
 
     Where all blocks divide, this is a closed form: nobody sends more than some device lacks.
-    Otherwise elements are counted. In a large group the shard's size is the estimate.
+    Otherwise elements are counted. In a large group what a device receives is the estimate.
     """
     undivided = _undivided(mesh, shape, before, after)
     if any(
@@ -239,7 +254,7 @@ def busiest(
         for axes in (b, a)
     ):
         if mesh.count(undivided.axes) > MAX_COUNTED_DEVICES:
-            return math.prod(after.local_shape(shape, mesh)), undivided.axes
+            return lacking(mesh, shape, before, after), undivided.axes
         scale, small = _shrink(mesh, shape, before, after, mesh.size)
         return _least_busy(mesh, small, before, after)[0] * scale, undivided.axes
     return lacking(mesh, shape, before, after), undivided.axes

@@ -103,7 +103,6 @@ all_gather = CollectiveKind(
     relays=True,
     sent=lambda payload, n: (n - 1) / n * payload,
     moves=_moves,
-    common_moves=True,
     localize=_localize,
     simulate=_simulate,
     lower=_lower,

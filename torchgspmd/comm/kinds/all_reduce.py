@@ -88,7 +88,6 @@ all_reduce = CollectiveKind(
     relays=True,
     sent=_sent,
     moves=_moves,
-    common_moves=True,
     simulate=_simulate,
     lower=_lower,
     merged=MergedForm((0, 1), _lower_merged),

@@ -83,7 +83,6 @@ all_to_all = CollectiveKind(
     payload="the tensor of one device",
     sent=lambda payload, n: (n - 1) / n * payload,
     moves=_moves,
-    common_moves=True,
     localize=_localize,
     simulate=_simulate,
     lower=_lower,

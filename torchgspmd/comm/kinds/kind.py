@@ -203,8 +203,7 @@ class StepKind(Kind):
     """A kind of step from one layout to another.
 
     suffix: of the name of a value behind the step. moves: yields the steps from a layout that a
-    search may take, but for those that cost `left` or more. common_moves: they are the same for all
-    targets with the same pending axes. localize: returns the node of one
+    search may take, but for those that cost `left` or more. localize: returns the node of one
     device's program, from (builder, operand, *arguments). rename: returns the arguments for other
     names of axes. gathers: devices get shards of others, and keep all they have. relays: devices
     pass on what they receive, or its sum, so that it enters a host once.
@@ -212,7 +211,6 @@ class StepKind(Kind):
 
     suffix: str = ""
     moves: Callable[[ReshardProblem, ShardSpec, float], Iterator[Step]] = no_moves
-    common_moves: bool = False
     localize: Callable[..., fx.Node] = localize_unchanged
     rename: Callable[[tuple[Any, ...], Axes, Callable[[Axes], Axes]], tuple[Any, ...]] = rename_axes
     gathers: bool = False

@@ -117,7 +117,6 @@ reduce_scatter = CollectiveKind(
     relays=True,
     sent=lambda payload, n: (n - 1) / n * payload,
     moves=_moves,
-    common_moves=True,
     simulate=_simulate,
     lower=_lower,
     merged=MergedForm((0, 2), _lower_merged),

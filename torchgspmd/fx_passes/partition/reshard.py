@@ -19,7 +19,8 @@ from ...open_sizes import OpenSize, nests
 from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants
 from .halo_reshard import Path, halo_steps, start_of_halos
-from .reshard_search import CommonMoves, ReshardSearch, at_least, on_average, step_cost
+from .reshard_pattern import Instance, Pattern, Solution, instance, solve
+from .reshard_search import at_least, on_average, step_cost
 from .search_counts import SearchCounts, no_counts
 
 ReshardKey = tuple[tuple[int, ...], int, ShardSpec, ShardSpec]  # shape, itemsize, before, after
@@ -41,8 +42,8 @@ class Resharder:
         self.bounds: dict[ReshardKey, float] = {}
         # what moves a value to several layouts, by shape and bytes, runs, layout and these
         self.transports: dict[tuple, float] = {}
-        self.searches: dict[tuple[tuple[int, ...], int, ShardSpec], ReshardSearch] = {}
-        self.common_moves: dict[tuple[tuple[int, ...], int], CommonMoves] = {}
+        self.instances: dict[ReshardKey, Instance] = {}
+        self.patterns: set[Pattern] = set()  # those that are counted
 
     def cost(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
@@ -74,7 +75,12 @@ class Resharder:
             return math.inf
         if before.pending and after.pending and before.reduction != after.reduction:
             return math.inf
-        return self._solve(shape, itemsize, before, after)[0]
+        if after.windows or not {*after.pending} <= {*before.pending}:
+            return self._solve(shape, itemsize, before, after)[0]
+        if self._slices(shape, before, after) is not None:
+            return 0.0
+        each = self._instance((shape, itemsize, before, after))
+        return each.cost(self._solution(each.pattern))
 
     def at_least(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
@@ -124,23 +130,29 @@ class Resharder:
         elif key not in self.paths:
             steps = self._slices(shape, before, after)
             if steps is None:
-                steps = self._search(shape, itemsize, after).run(before)
-            self.paths[key] = (
-                sum(step_cost(step, self.constants) for step in steps if step.collective),
-                steps,
-            )
+                each = self._instance(key)
+                solution = self._solution(each.pattern)
+                steps = tuple(each.steps(solution, self.constants))
+            self.paths[key] = self._path(steps)
         return self.paths[key]
 
-    def _search(self, shape: tuple[int, ...], itemsize: int, after: ShardSpec) -> ReshardSearch:
-        """Return the search of steps to a layout, cached."""
-        key = shape, itemsize, after
-        if key not in self.searches:
-            common = self.common_moves.setdefault((shape, itemsize), {})
-            search = ReshardSearch(
-                self.mesh, shape, itemsize, after, self.constants, common, self.counts
-            )
-            self.searches[key] = search
-        return self.searches[key]
+    def _path(self, steps: tuple[Step, ...]) -> Path:
+        """Return the steps with their cost."""
+        return sum(step_cost(step, self.constants) for step in steps if step.collective), steps
+
+    def _instance(self, key: ReshardKey) -> Instance:
+        """Return a reshard as an instance of its pattern, cached."""
+        if (each := self.instances.get(key)) is None:
+            each = self.instances[key] = instance(self.mesh, *key)
+        return each
+
+    def _solution(self, pattern: Pattern) -> Solution:
+        """Return the steps of a pattern; its work is counted once a search memory."""
+        solution = solve(pattern, self.constants)
+        if pattern not in self.patterns:
+            self.patterns.add(pattern)
+            solution.add_to(self.counts)
+        return solution
 
     def _path_to_windows(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec

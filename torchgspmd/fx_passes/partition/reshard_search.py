@@ -15,33 +15,25 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
+from functools import cached_property
 
 from ...comm.box_exchange import lacking
-from ...comm.kinds import SEARCHED, CollectiveKind, Step, StepKind, all_reduce
+from ...comm.kinds import SEARCHED, CollectiveKind, Step, all_reduce
 from ...comm.kinds.permute import permute, permute_step
 from ...mesh import Mesh
 from ...open_sizes import nests
 from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants
-from .search_counts import (
-    RESHARD_PERMUTES,
-    RESHARD_SEARCHES,
-    RESHARD_STATES,
-    SearchCounts,
-    no_counts,
-)
 
-CommonMoves = dict[tuple[StepKind, ShardSpec, Axes], tuple[Step, ...]]
-MOST_CHANGED = 2  # Dimensions that a step may change, as an all_to_all does; a permute changes all.
+MOST_CHANGED = 2  # Dimensions that must lose axes before a permute alone is best.
+NEARLY_EQUAL = 1e-3  # Paths whose costs differ by less compete by their number of steps.
 
 
 class ReshardSearch:
     """Searches steps to one layout of one tensor.
 
-    The estimate of the remaining cost is what a device lacks: at least that has to be sent to it.
-    Paths that cannot beat the direct one are not followed. common: by layout, the moves of kinds
-    that have the same ones for all targets with the same pending axes; searches of a tensor share
-    them.
+    states, permutes: how many layouts it expanded, and of how many permutes it knew the bytes.
+    limited: whether it ended at `max_layouts`, with the best steps up to there.
     """
 
     def __init__(
@@ -51,15 +43,17 @@ class ReshardSearch:
         itemsize: int,
         after: ShardSpec,
         constants: CostConstants,
-        common: CommonMoves | None = None,
-        counts: SearchCounts | None = None,
     ) -> None:
         self.mesh, self.shape, self.itemsize, self.after = mesh, shape, itemsize, after
-        self.constants, self.counts = constants, no_counts() if counts is None else counts
-        self.common: CommonMoves = {} if common is None else common
+        self.constants = constants
+        self.states, self.permutes, self.limited = 0, 0, False
         self.bounds: dict[ShardSpec, float] = {}  # remaining_cost
-        self.targets = (after, *self._finer())
         self.bytes_of_shards: dict[tuple[Axes, ...], float] = {}  # by axes of the dimensions
+
+    @cached_property
+    def targets(self) -> tuple[ShardSpec, ...]:
+        """The target, and layouts from which a gather leads there."""
+        return self.after, *self._finer()
 
     def _finer(self) -> Iterator[ShardSpec]:
         """Yield layouts from which a gather leads to `after`.
@@ -76,51 +70,90 @@ class ReshardSearch:
 
     def run(self, before: ShardSpec) -> tuple[Step, ...]:
         """Return the cheapest steps from a layout."""
-        self.counts[RESHARD_SEARCHES] += 1
         least = self.remaining_cost(before)
-        changed = sum(b != a for b, a in zip(before.dims, self.after.dims))
-        for move in self._moves(before, 0.0) if changed <= MOST_CHANGED else ():
-            if (
-                move.spec == self.after and step_cost(move, self.constants) <= least
-            ):  # no path sends less
-                return (move,)
+        if shrinks(before, self.after) < MOST_CHANGED:
+            for move in self._moves(before, 0.0):
+                if move.spec == self.after and step_cost(move, self.constants) <= least:
+                    return (move,)  # no path sends less
         direct = self._direct(before)
         bound = sum(step_cost(step, self.constants) for step in direct)
+        return direct if bound <= least else self._search(before, direct, bound)
+
+    def _search(self, before: ShardSpec, steps: tuple[Step, ...], bound: float) -> tuple[Step, ...]:
+        """Return the cheapest steps that cost less than `bound`, or those that cost that."""
         order = itertools.count()
         # (estimate, steps so far, has all sums, ...): of equal estimates the path with fewest
         # steps; of these, one that may still reduce later.
         queue: list[tuple] = [(0.0, 0, False, next(order), 0.0, before, ())]
         seen: set[ShardSpec] = set()
         best: dict[ShardSpec, tuple[float, int]] = {}  # of those in the queue: their first two
-        while queue and len(seen) < self.constants.max_layouts:
+        least, arrived = bound, steps  # the cheapest complete path so far
+        lowest = self.remaining_cost(before) + self._local_fees(before)
+        while queue:
             *_, cost, spec, steps = heapq.heappop(queue)
             if spec in seen:
                 continue
-            seen.add(spec)
-            self.counts[RESHARD_STATES] += 1
             if spec == self.after:
                 return steps
+            if self.states >= self.constants.max_layouts:
+                self.limited = True
+                break
+            seen.add(spec)
+            self.states += 1
             for move in self._moves(spec, bound - cost):
-                self.counts[RESHARD_PERMUTES] += move.target is permute
                 total = cost + step_cost(move, self.constants)
                 if (
                     move.spec in seen
                     or total >= bound
-                    or (estimate := total + self.remaining_cost(move.spec)) >= bound
+                    or total + self.remaining_cost(move.spec) >= bound
                 ):
                     continue
-                rank = round(estimate, 3), len(steps) + 1
+                rank = round(total + self._usual_cost(move.spec), 3), len(steps) + 1
                 if move.spec not in best or rank < best[move.spec]:
                     best[move.spec] = rank
+                    if move.spec == self.after and total < least:
+                        least, arrived = total, (*steps, move)
+                        if least <= lowest + NEARLY_EQUAL:
+                            return arrived
+                        bound = min(bound, least + NEARLY_EQUAL)
                     is_reduced = move.spec.pending == self.after.pending
                     entry = *rank, is_reduced, next(order), total, move.spec, (*steps, move)
                     heapq.heappush(queue, entry)
-        return direct
+        return arrived
+
+    def _local_fees(self, before: ShardSpec) -> float:
+        """Return the fees of slices by which a reduction sends least: a slice for each new axis.
+
+        One slice takes all new axes of a dimension that has no others.
+        """
+        if before.pending == self.after.pending:
+            return 0.0
+        old, slices = {*before.sharding_axes, *before.pending}, 0
+        for have, need in zip(before.dims, self.after.dims):
+            new = [axis for axis in need if axis not in old]
+            slices += min(len(new), 1) if (*have, *new) == need else len(new)
+        return slices * self.constants.local_step_fee
+
+    def _usual_cost(self, spec: ShardSpec) -> float:
+        """Return the remaining cost if no dimension needs a collective of its own.
+
+        It orders the paths: what keeps `remaining_cost` from being reached is often equal for all.
+        """
+        after, fee = self.after, self.constants.collective_fee
+        if spec == after:
+            return 0.0
+        if spec.pending == after.pending:
+            return lacking(self.mesh, self.shape, spec, after) * self.itemsize + fee
+        terms = self.mesh.count(a for a in spec.pending if a not in after.pending)
+        holders = self.mesh.size / self.mesh.count(after.sharding_axes)
+        whole = math.prod(self.shape) * self.itemsize
+        return (terms + holders - 2) * whole / self.mesh.size + fee
 
     def _direct(self, before: ShardSpec) -> tuple[Step, ...]:
         """Return the direct path: reduce, then permute."""
         steps = tuple(itertools.islice(all_reduce.moves(self, before, math.inf), 1))
         spec = steps[-1].spec if steps else before
+        self.permutes += spec != self.after
         return steps if spec == self.after else (*steps, permute_step(self, spec, self.after))
 
     def fee(self, kind: CollectiveKind) -> float:
@@ -150,13 +183,9 @@ class ReshardSearch:
     def _moves(self, spec: ShardSpec, left: float) -> Iterator[Step]:
         """Yield the steps that cost less than `left`, and some others."""
         for kind in SEARCHED:
-            if not kind.common_moves:
-                yield from kind.moves(self, spec, left)
-                continue
-            key = kind, spec, self.after.pending
-            if (moves := self.common.get(key)) is None:
-                moves = self.common[key] = tuple(kind.moves(self, spec, math.inf))
-            yield from moves
+            for move in kind.moves(self, spec, left):
+                self.permutes += kind is permute
+                yield move
 
     def padded_bytes(self, spec: ShardSpec, dim: int, axes: Axes) -> float:
         """Return the bytes of a shard, with a dimension padded to a multiple of further axes."""
@@ -179,17 +208,48 @@ def at_least(
 ) -> float:
     """Return a lower bound of the cost of any path between two layouts.
 
-    Without a reduction that is one collective and what some device lacks. Of n terms of a sum all
-    but one are sent until the first device has the sum, however finely they are cut; then it is
-    sent to each other device that shall have it.
+    Without a reduction that is what some device lacks, and the least fee. Of n terms of a sum all
+    but one are sent until the first device has the sum, however finely they are cut; then some
+    device lacks its shard but for the part that it has reduced.
     """
     if before.pending == after.pending:
         missing = lacking(mesh, shape, before, after)
-        return missing * itemsize + constants.collective_fee if missing else 0.0
-    terms = mesh.count(tuple(a for a in before.pending if a not in after.pending))
-    devices = 1 if after.pending else mesh.size // mesh.count(after.sharding_axes)
-    sends = terms + devices - 2  # of each element
-    return sends * math.prod(shape) * itemsize / mesh.size + constants.collective_fee
+        return missing * itemsize + least_fee(before, after, constants) if missing else 0.0
+    reduced = tuple(a for a in before.pending if a not in after.pending)
+    terms, finest = mesh.count(reduced), _finest(mesh, before, after, reduced)
+    sent = terms - 1 + mesh.count(finest) / mesh.count(after.sharding_axes)  # finest shards
+    if all(b == a[: len(b)] or a == b[: len(a)] for b, a in zip(before.dims, after.dims)):
+        moved = {x for x in after.sharding_axes if x in before.sharding_axes}
+        for b, a in zip(before.dims, after.dims):
+            moved.difference_update(b[: len(a)])
+        sent -= 1 / mesh.count(moved)
+    fee = constants.collective_fee
+    if shrinks(before, after):
+        fee += least_fee(before, after, constants)
+    return sent * math.prod(shape) * itemsize / mesh.count(finest) + fee
+
+
+def _finest(mesh: Mesh, before: ShardSpec, after: ShardSpec, reduced: Axes) -> Axes:
+    """Return all axes that may shard a value on a path without a loss."""
+    stays = {*before.pending}.difference(reduced)
+    return tuple(
+        dict.fromkeys(
+            a for a in (*before.sharding_axes, *reduced, *after.sharding_axes) if a not in stays
+        )
+    )
+
+
+def shrinks(before: ShardSpec, after: ShardSpec) -> int:
+    """Return the number of dimensions that have to lose axes on any path."""
+    return sum(b != a[: len(b)] for b, a in zip(before.dims, after.dims))
+
+
+def least_fee(before: ShardSpec, after: ShardSpec, constants: CostConstants) -> float:
+    """Return the least fee of any path that sends something, without a reduction.
+
+    A collective takes axes from one dimension, a permute from all.
+    """
+    return min(constants.permute_fee, max(shrinks(before, after), 1) * constants.collective_fee)
 
 
 def on_average(
@@ -205,6 +265,11 @@ def on_average(
 
 def step_cost(step: Step, constants: CostConstants) -> float:
     """Return the bytes that a step sends, plus its fee."""
+    return step.sent + fee_of(step, constants)
+
+
+def fee_of(step: Step, constants: CostConstants) -> float:
+    """Return what a step costs besides the bytes that it sends."""
     kind = step.target
     fee = kind.fee if isinstance(kind, CollectiveKind) and step.collective else "local_step_fee"
-    return step.sent + getattr(constants, fee)
+    return getattr(constants, fee)

@@ -1,0 +1,227 @@
+"""Reduce a reshard to its pattern: what is left of two layouts without names and without scale.
+
+before   x: f32[16, 4096, 2048] on data=8,seq=8,model=4, from "data seq _" to "data _ seq"
+after    [8, 8, 8] units on a=8,b=8, from "a b _" to "a _ b"; a unit has 1 MiB
+
+The steps of a pattern hold for all values with this pattern, so a process searches each once. The
+number of patterns, and the size of each, depends on the layouts and not on the number of devices:
+
+* Axes that stand together in both layouts are one piece. Pieces have names by their first use.
+* Axes that neither layout uses are left out. Where a size does not divide they stay: replicas can
+  pass on what few devices have.
+* A size that divides counts by its shards. If nothing is reduced, that is the least common multiple
+  of the shards before and after. A size that does not divide stays.
+* Bytes of a unit do not matter where they are many more than all fees.
+
+Why nothing is lost: where all sizes divide and nothing is reduced, a permute sends what some device
+lacks, and no path sends less. So only the fees of one collective and of a permute are compared, and
+dimensions or parts of a piece that neither layout touches cannot help. Where terms are reduced,
+pieces are joined only if some dimension can be sharded along all axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...comm.box_exchange import lacking
+from ...comm.kinds import SEARCHED, CollectiveKind, Step, StepKind
+from ...mesh import Mesh
+from ...shard_spec import Axes, ShardSpec
+from .cost_constants import CostConstants
+from .reshard_search import ReshardSearch, fee_of
+from .search_counts import (
+    RESHARD_LIMITED,
+    RESHARD_PERMUTES,
+    RESHARD_SEARCHES,
+    RESHARD_STATES,
+    SearchCounts,
+)
+
+MAX_PATTERNS = 2**16  # Patterns whose steps a process remembers.
+MANY_BYTES = 2**16  # Bytes of a unit in the place of all large ones.
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)  # Sizes in the place of all but 2, where any size will do.
+MIN_UNIT = 64  # A unit of so many bytes outweighs all fees of a path.
+
+
+class Pattern(NamedTuple):
+    """A reshard without names and scale. sizes: of the pieces p0, p1. unit: bytes of an element."""
+
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    unit: int
+    before: ShardSpec
+    after: ShardSpec
+
+
+class Send(NamedTuple):
+    """A step that communicates. payload: in elements of the pattern. devices: of a group."""
+
+    kind: CollectiveKind
+    payload: float
+    devices: int
+    fee: float
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The cheapest steps of a pattern, and the work of the search for them."""
+
+    steps: tuple[Step, ...]
+    sends: tuple[Send, ...]
+    states: int
+    permutes: int
+    limited: bool
+
+    def add_to(self, counts: SearchCounts) -> None:
+        """Add the work of the search."""
+        counts[RESHARD_SEARCHES] += 1
+        counts[RESHARD_STATES] += self.states
+        counts[RESHARD_PERMUTES] += self.permutes
+        if self.limited:
+            counts[RESHARD_LIMITED] += 1
+
+
+class Instance(NamedTuple):
+    """A reshard of a pattern: the axes of each piece, by its name, and the value.
+
+    unit: bytes of an element of the pattern; 0 if the pattern does not have the sizes of pieces.
+    """
+
+    pattern: Pattern
+    pieces: dict[str, Axes]
+    mesh: Mesh  # the mesh of the layouts
+    shape: tuple[int, ...]
+    itemsize: int
+    pending: Axes  # of the layout before, in order
+    unit: int
+
+    def cost(self, solution: Solution) -> float:
+        """Return the bytes sent, plus the fees of collectives."""
+        sends = solution.sends
+        if self.unit:
+            return sum(s.kind.sent(s.payload * self.unit, s.devices) + s.fee for s in sends)
+        if not sends:
+            return 0.0
+        missing = lacking(self._own_mesh(), self.shape, self.pattern.before, self.pattern.after)
+        return missing * self.itemsize + sum(s.fee for s in sends)
+
+    def steps(self, solution: Solution, constants: CostConstants) -> Iterator[Step]:
+        """Yield the steps with the axes and bytes of this reshard."""
+        mesh, spec = self._own_mesh(), self.pattern.before
+        search = ReshardSearch(mesh, self.shape, self.itemsize, self.pattern.after, constants)
+        for each in solution.steps:
+            moves = each.target.moves(search, spec, math.inf)
+            same = (m for m in moves if m.args == each.args and m.spec == each.spec)
+            step, spec = next(same), each.spec
+            kind, axes = step.target, self._rename(step.axes)
+            args = kind.rename(step.args, step.axes, self._rename)
+            if "+".join(step.axes) not in step.args:  # a set of axes, in the mesh's order
+                axes = tuple(axis for axis in self.mesh.names if axis in axes)
+            new = spec.map_axes(self._rename)
+            new = new.with_pending(tuple(a for a in self.pending if a in new.pending))
+            yield Step(kind, args, new, axes, step.payload, step.sent)
+
+    def _own_mesh(self) -> Mesh:
+        """Return the mesh of the pieces."""
+        return _mesh(tuple(map(self.mesh.count, self.pieces.values())))
+
+    def _rename(self, pieces: Axes) -> Axes:
+        """Return the axes of some pieces."""
+        return tuple(axis for piece in pieces for axis in self.pieces[piece])
+
+
+@lru_cache(maxsize=4096)
+def _mesh(sizes: tuple[int, ...]) -> Mesh:
+    """Return the mesh of pieces of these sizes."""
+    return Mesh(**{f"p{i}": n for i, n in enumerate(sizes)})
+
+
+def instance(
+    mesh: Mesh, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
+) -> Instance:
+    """Return the pattern of a reshard, with its names and bytes."""
+    count, reduces = mesh.count, before.pending != after.pending
+    used = tuple(dict.fromkeys(before.sharding_axes + after.sharding_axes + before.pending))
+    even = all(
+        b == a or not (n % count(b) or n % count(a))
+        for n, b, a in zip(shape, before.dims, after.dims)
+    )
+    total = count(used) if even else mesh.size
+    if even and (not reduces or any(n and not n % total for n in shape)):
+        pieces = _joined(used, before, after)
+    else:
+        unused = () if even else tuple(a for a in mesh.names if a not in used and count((a,)) > 1)
+        pieces = [(axis,) for axis in (*used, *unused)]
+    named = {f"p{i}": axes for i, axes in enumerate(pieces)}
+    piece_of = {axis: name for name, axes in named.items() for axis in axes}
+
+    def rename(axes: Axes) -> Axes:
+        """Return the pieces of some axes."""
+        return tuple(dict.fromkeys(map(piece_of.__getitem__, axes)))
+
+    old, new, sizes = before.map_axes(rename), after.map_axes(rename), tuple(map(count, pieces))
+    rest = named, mesh, shape, itemsize, before.pending
+    bytes_of_shard = itemsize * math.prod(shape) // max(total, 1)
+    if even and not reduces and bytes_of_shard >= MIN_UNIT:
+        named_sizes = tuple(2 if n == 2 else _PRIMES[i % len(_PRIMES)] for i, n in enumerate(sizes))
+        shards = _mesh(named_sizes).count
+        small = tuple(math.lcm(shards(b), shards(a)) for b, a in zip(old.dims, new.dims))
+        return Instance(Pattern(named_sizes, small, MANY_BYTES, old, new), *rest, 0)
+    small = tuple(total if n and not n % total else n for n in shape)
+    unit = itemsize * (math.prod(shape) // max(math.prod(small), 1))
+    large = unit >= MIN_UNIT * total
+    return Instance(Pattern(sizes, small, MANY_BYTES if large else unit, old, new), *rest, unit)
+
+
+def _joined(used: Axes, before: ShardSpec, after: ShardSpec) -> list[Axes]:
+    """Return the axes in pieces: those that follow on each other in both layouts are one."""
+    old, new = _places(before), _places(after)
+    pieces: dict[str, list[str]] = {}  # by the last axis
+    for axis in used:
+        last = next(
+            (
+                end
+                for end in pieces
+                if _follows(old.get(end), old.get(axis)) and _follows(new.get(end), new.get(axis))
+            ),
+            None,
+        )
+        pieces[axis] = [axis] if last is None else [*pieces.pop(last), axis]
+    order = {axis: i for i, axis in enumerate(used)}
+    return sorted((tuple(piece) for piece in pieces.values()), key=lambda p: order[p[0]])
+
+
+def _places(spec: ShardSpec) -> dict[str, tuple[int, int]]:
+    """Return the dimension and the position of each axis; dimension -1 for pending ones."""
+    places = {a: (d, i) for d, axes in enumerate(spec.dims) for i, a in enumerate(axes)}
+    return {**places, **{axis: (-1, 0) for axis in spec.pending}}
+
+
+def _follows(first: tuple[int, int] | None, second: tuple[int, int] | None) -> bool:
+    """Return whether an axis stands right behind another, or both stand nowhere, or are pending."""
+    if first is None or second is None:
+        return first is second
+    return first == second or first[0] == second[0] >= 0 and first[1] + 1 == second[1]
+
+
+def solve(pattern: Pattern, constants: CostConstants) -> Solution:
+    """Return the cheapest steps of a pattern; a process searches each once."""
+    return _solve(pattern, constants, tuple(SEARCHED))
+
+
+@lru_cache(maxsize=MAX_PATTERNS)
+def _solve(pattern: Pattern, constants: CostConstants, kinds: tuple[StepKind, ...]) -> Solution:
+    """Return the cheapest steps of a pattern by steps of these kinds."""
+    mesh = _mesh(pattern.sizes)
+    search = ReshardSearch(mesh, pattern.shape, pattern.unit, pattern.after, constants)
+    steps = search.run(pattern.before)
+    sends = tuple(
+        Send(s.target, s.payload / pattern.unit, mesh.count(s.axes), fee_of(s, constants))
+        for s in steps
+        if isinstance(s.target, CollectiveKind) and s.collective
+    )
+    return Solution(steps, sends, search.states, search.permutes, search.limited)
