@@ -27,7 +27,11 @@ class ReshardProblem(Protocol):
     shape: tuple[int, ...]
     itemsize: int  # bytes
     after: ShardSpec
-    targets: tuple[ShardSpec, ...]  # `after`, and layouts from which a gather leads there
+
+    @property
+    def targets(self) -> tuple[ShardSpec, ...]:
+        """The layout `after`, and layouts from which a gather leads there."""
+        ...
 
     def shard_bytes(self, spec: ShardSpec) -> float:
         """Return the bytes of one shard."""
