@@ -15,7 +15,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from functools import cached_property
 
 from ...comm.box_exchange import lacking
 from ...comm.kinds import SEARCHED, CollectiveKind, Step, all_reduce
@@ -46,14 +45,17 @@ class ReshardSearch:
     ) -> None:
         self.mesh, self.shape, self.itemsize, self.after = mesh, shape, itemsize, after
         self.constants = constants
+        self._targets: tuple[ShardSpec, ...] = ()
         self.states, self.permutes, self.limited = 0, 0, False
         self.bounds: dict[ShardSpec, float] = {}  # remaining_cost
         self.bytes_of_shards: dict[tuple[Axes, ...], float] = {}  # by axes of the dimensions
 
-    @cached_property
+    @property
     def targets(self) -> tuple[ShardSpec, ...]:
         """The target, and layouts from which a gather leads there."""
-        return self.after, *self._finer()
+        if not self._targets:
+            self._targets = (self.after, *self._finer())
+        return self._targets
 
     def _finer(self) -> Iterator[ShardSpec]:
         """Yield layouts from which a gather leads to `after`.
