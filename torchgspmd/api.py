@@ -30,7 +30,7 @@ from .fix_candidates import report_replicated
 from .fx_passes.boundary import start_program
 from .fx_passes.dump import dump_level, dump_text
 from .fx_passes.partition.cost_constants import CostConstants
-from .fx_passes.pipeline import run, skippable
+from .fx_passes.pipeline import is_default, run, skippable
 from .fx_passes.printer import program_text
 from .fx_passes.program import Request, Shared
 from .fx_passes.replication_report import data_axes
@@ -243,7 +243,7 @@ def _replan(request: Request, marked: Captured) -> Plan:
 def _plan(request: Request) -> Plan:
     """Run the passes up to the program of one device."""
     program = run(start_program(request), until=SCHEDULED)
-    return Plan(
+    result = Plan(
         request.mesh,
         request.captured,
         program.sharded,
@@ -253,6 +253,11 @@ def _plan(request: Request) -> Plan:
         data_axes(request.captured, request.arguments) | request.stored_over,
         counts=program.counts,
     )
+    result.request = replace(request, shared=Shared()) if is_default() else None
+    return result
+
+
+Plan._plan_again = staticmethod(_plan)  # the passes stand above Plan
 
 
 def _device_of(captured: Captured) -> str:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.plan_cache import identity, plans, values
+from torchgspmd.plan_cache import decoder, identity, plans, values
+from torchgspmd.plan_cache import files as cache_files
 from torchgspmd.runtime.sharded_module import ShardedModule
 
 SCALE = 1.0
@@ -157,9 +158,81 @@ def test_a_damaged_file_is_not_taken(planned, tmp_path, damage):
     assert len(planned) == 2
 
 
-def test_a_file_that_others_may_write_is_not_taken(planned, tmp_path):
+def others_may_write_a_file(folder):
+    next(folder.glob("*.json")).chmod(0o666)
+
+
+def others_may_write_the_folder(folder):
+    folder.chmod(0o777)
+
+
+def the_folder_is_a_link(folder):
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+def a_file_is_a_link(folder):
+    file = next(folder.glob("*.json"))
+    file.rename(folder / "elsewhere")
+    file.symlink_to("elsewhere")
+
+
+def others_may_write_the_secret(folder):
+    folder.with_name("plans.secret").chmod(0o622)
+
+
+def the_secret_is_another(folder):
+    folder.with_name("plans.secret").write_bytes(bytes(32))
+
+
+def a_file_is_a_pipe(folder):
+    file = next(folder.glob("*.json"))
+    file.unlink()
+    os.mkfifo(file, 0o600)
+
+
+UNSAFE = {
+    others_may_write_a_file: "another user has it, or may write it",
+    others_may_write_the_folder: "another user has it, or may write it",
+    the_folder_is_a_link: "it is a link",
+    a_file_is_a_link: "it is a link",
+    others_may_write_the_secret: "another user has it, or may write it",
+    the_secret_is_another: "it was changed, or another user wrote it",
+    a_file_is_a_pipe: "it is no regular file",
+}
+
+
+@pytest.mark.parametrize("change", UNSAFE, ids=lambda change: change.__name__)
+def test_what_others_may_write_is_not_taken(planned, tmp_path, caplog, change):
+    caplog.set_level("INFO", "torchgspmd")
     start(Net())
-    files(tmp_path)[0].chmod(0o666)
+    change(tmp_path / "plans")
+    start(Net())
+    assert len(planned) == 2
+    assert any(UNSAFE[change] in record.getMessage() for record in caplog.records)
+
+
+def test_the_secret_is_in_a_folder_that_alone_may_be_written(planned, tmp_path, monkeypatch):
+    real = cache_files._replace
+
+    def replace(file, *args, **options):
+        if file.name == "plans.secret":
+            raise PermissionError
+        return real(file, *args, **options)
+
+    monkeypatch.setattr(cache_files, "_replace", replace)
+    start(Net())
+    start(Net())
+    assert len(planned) == 1 and (tmp_path / "plans" / ".secret").stat().st_mode & 0o077 == 0
+
+
+def test_a_checksum_without_the_secret_is_none(planned, tmp_path):
+    """A plan that computes something else, with the checksum that anyone can compute."""
+    start(Net())
+    (file,) = files(tmp_path)
+    text = file.read_bytes()
+    file.write_bytes(with_checksum(text[65:].replace(b"aten.relu.default", b"aten.tanh.default")))
+    assert file.read_bytes() != text
     start(Net())
     assert len(planned) == 2
 
@@ -316,13 +389,26 @@ NO_VALUES = [
     ["torch", "load"],
     ["kind", "__class__"],
     ["tree", ["os.system", None]],
+    ["operator", "aten.from_file.default"],
+    ["operator", "aten.add_.Tensor"],
+    ["node", -1],
+    ["node", 0],
+    ["record", True],
+    ["tensor", [1 << 40, 1 << 40], [1, 1], ["torch", "float32"], "cpu"],
+    ["tensor", [-1], [1], ["torch", "float32"], "cpu"],
+    ["tensor", [1], [1], ["torch", "strided"], "cpu"],
+    ["dict", [["list"], 1]],
+    ["float", "1_0"],
+    {"a": 1},
+    [],
+    [[]],
 ]
 
 
 @pytest.mark.parametrize("value", NO_VALUES, ids=str)
 def test_a_text_names_nothing_but_parts_of_programs(value):
-    with pytest.raises((values.Stale, AttributeError, KeyError)):
-        values.Decoder([]).decode(value)
+    with pytest.raises(values.Stale):
+        decoder.Decoder([], gspmd.Mesh(data=2)).decode(value)
 
 
 @pytest.mark.parametrize("mesh", ["data=2,model=2", "model=3"])

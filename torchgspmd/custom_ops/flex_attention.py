@@ -13,7 +13,9 @@ buffers. Names that an expression assigns are t0, t1, ...
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from collections.abc import Sequence
 from functools import cache
 from types import CodeType
@@ -22,16 +24,91 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat.operators import aten
+from ..compat.operators import aten, find
+from ..compat.private_apis import OpOverload
+from ..errors import ShardingError, user_line
 from .attention_merge import empty_gradients, empty_results
 from .attention_tiles import Place, Tiles
 
 _NAMES = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
 
 
+# Operations besides elementwise ones that have no dimension in, and none out.
+OF_NO_DIMENSION = {
+    aten.scalar_tensor.default,
+    aten.full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.new_full.default,
+    aten.ones.default,
+    aten.zeros.default,
+    aten.ones_like.default,
+    aten.zeros_like.default,
+    aten.full_like.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.lift_fresh_copy.default,
+}
+_VARIABLE = re.compile(r"b|h|q|k|score|grad|inf|nan|[ut]\d+")
+_PLAIN = (bool, int, float, str, type(None))
+
+
 @cache
 def _compiled(text: str) -> CodeType:
-    return compile(text, "<flex_attention>", "eval")
+    """Return the code of an expression, which a file of a plan may have.
+
+    Raises:
+        ShardingError: It is none of elementwise operations.
+    """
+    try:
+        tree = ast.parse(text, mode="eval")
+        if _is_expression(tree.body):
+            return compile(tree, "<flex_attention>", "eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        pass
+    raise ShardingError(
+        "a function of flex_attention is no expression of elementwise operations",
+        where=user_line(),
+        why=f"it is {text[:80]!r}",
+        fix="plan the model again",
+    )
+
+
+def _is_expression(node: ast.AST) -> bool:
+    """Return whether code is operators of numbers, variables and other such expressions."""
+    if isinstance(node, ast.Constant):
+        return type(node.value) in _PLAIN
+    if isinstance(node, ast.Name):
+        return _VARIABLE.fullmatch(node.id) is not None
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.USub) and _is_expression(node.operand)
+    if isinstance(node, ast.List):
+        return all(map(_is_expression, node.elts))
+    if isinstance(node, ast.NamedExpr):
+        return _is_expression(node.target) and _is_expression(node.value)
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
+        return isinstance(vars(torch).get(node.attr), torch.dtype)
+    if not isinstance(node, ast.Call) or any(each.arg is None for each in node.keywords):
+        return False
+    values = [*node.args, *(each.value for each in node.keywords)]
+    return is_elementwise(_operator(node.func)) and all(map(_is_expression, values))
+
+
+def _operator(node: ast.AST) -> Any:
+    """Return the operator of a name such as aten.ge.Tensor, or None."""
+    names = ast.unparse(node).split(".")
+    if len(names) != 3 or names[0] != "aten" or not all(map(str.isidentifier, names)):
+        return None
+    return find(*names)
+
+
+def is_elementwise(op: Any) -> bool:
+    """Return whether an expression may have an operator."""
+    if not isinstance(op, OpOverload) or op._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in op.tags or op is aten.index.Tensor or op in OF_NO_DIMENSION
 
 
 class Flex(NamedTuple):

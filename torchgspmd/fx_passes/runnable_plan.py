@@ -9,7 +9,7 @@ from torch import fx
 
 from ..capture import Captured
 from ..mesh import Mesh
-from .program import Boundary
+from .program import Boundary, Request
 from .replication_report import ReplicatedOp
 
 
@@ -22,6 +22,7 @@ class RunnablePlan:
     sharded: fx.Graph
     replicated_ops: tuple[ReplicatedOp, ...]
     program: fx.GraphModule
+    request: Request | None = None  # what was asked; None if passes were added, or for XLA
 
     @cached_property
     def boundary(self) -> Boundary:

@@ -1,21 +1,39 @@
 """The folder of plans: TORCHGSPMD_CACHE, by default ~/.cache/torchgspmd; none if that is empty.
 
-The first line of a file is the checksum of the others, the second one the key. It is written under
-another name and renamed, so that it is there whole or not at all. What cannot be read is not there,
-and what cannot be written is left out. A file that another user has, or may write, is not read.
+The folder and its files belong to the user, and nobody else may write them; otherwise one line of
+the log says so, and no plan is read or written. Links are not followed.
+
+The first line of a file is a keyed checksum of the others (HMAC-SHA256), the second one the key of
+the plan. The secret is a file that only the user reads, beside the folder: `torchgspmd.secret`; in
+it, if the user may not write beside it. So a file that was changed, or comes from elsewhere, is not
+taken, though its checksum may have been computed again. A file is written under another name and
+renamed, so that it is there whole or not at all.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import logging
 import os
+import secrets
+import stat
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from .json_text import read_regular_file
+
 _MOST = 256  # files; the oldest go first
+_SUFFIX = ".secret"  # of its file
+_LENGTH = 32  # of the secret, in bytes
 _LOG = logging.getLogger("torchgspmd")
+
+
+class _Refused(OSError):
+    """A folder or file that others may write, or that is another one than this process wrote."""
 
 
 def folder() -> Path | None:
@@ -29,50 +47,106 @@ def folder() -> Path | None:
 
 def read(key: str) -> str | None:
     """Return the text of a key, or None."""
-    if (file := _file(key)) is None:
+    if (parent := folder()) is None:
         return None
+    file = _file(parent, key)
     try:
-        with file.open("rb") as stream:
-            status = os.fstat(stream.fileno())
-            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-                _LOG.info("%s is not read: other users may write it", file)
-                return None
-            checksum, _, text = stream.read().partition(b"\n")
-        if hashlib.sha256(text).hexdigest().encode() != checksum:
-            _LOG.info("%s is not read: it is damaged", file)
-            return None
+        _check_owner(parent, os.lstat(parent), stat.S_ISDIR)
+        checksum, _, text = _read_own(file).partition(b"\n")
+        if not hmac.compare_digest(_checksum(parent, text), checksum):
+            raise _Refused(f"{file} is not read: it was changed, or another user wrote it")
         has, _, plan = text.decode().partition("\n")
-        return plan if has == json.dumps(key) else None
+        if has != json.dumps(key):
+            raise _Refused(f"{file} is not read: it has another key")
+        return plan
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError) as error:
-        if not isinstance(error, FileNotFoundError):
-            _LOG.info("%s is not read: %s", file, error)
+        _log(f"{file} is not read", error)
         return None
 
 
 def write(key: str, plan: str) -> None:
     """Write the text of a key, whole or not at all."""
-    if (file := _file(key)) is None:
+    if (parent := folder()) is None:
         return
     text = f"{json.dumps(key)}\n{plan}".encode()
-    temporary = None
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(".tmp", dir=file.parent)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-        os.replace(temporary, file)
-        temporary = None
-        _remove_oldest(file.parent)
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(parent, os.lstat(parent), stat.S_ISDIR)
+        _replace(_file(parent, key), _checksum(parent, text) + b"\n" + text)
+        _remove_oldest(parent)
     except OSError as error:
-        _LOG.info("no plan is written to %s: %s", file.parent, error)
+        _log(f"no plan is written to {parent}", error)
+
+
+def _check_owner(path: Path, status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+    """Raise _Refused unless a folder or file is the user's, and nobody else may write it."""
+    if not is_kind(status.st_mode):
+        raise _Refused(f"{path} is not read: it is a link or of another kind")
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise _Refused(
+            f"{path} is not read: another user has it, or may write it; "
+            "fix: chmod go-w, or another folder by TORCHGSPMD_CACHE"
+        )
+
+
+def _read_own(file: Path) -> bytes:
+    """Return the content of a file of the user, which is no link."""
+    if stat.S_ISLNK(os.lstat(file).st_mode):
+        raise _Refused(f"{file} is not read: it is a link")
+    content, status = read_regular_file(file)
+    _check_owner(file, status, stat.S_ISREG)
+    return content
+
+
+def _checksum(parent: Path, text: bytes) -> bytes:
+    """Return the keyed checksum of a text."""
+    return hmac.new(_secret(parent), text, hashlib.sha256).hexdigest().encode()
+
+
+def _secret(parent: Path) -> bytes:
+    """Return the secret of a folder, which the first call makes."""
+    beside, inside = parent.with_name(parent.name + _SUFFIX), parent / _SUFFIX
+    file = next(filter(os.path.lexists, (beside, inside)), None)
+    if file is None:
+        file, content = beside, secrets.token_bytes(_LENGTH)
+        try:
+            _replace(beside, content, only_new=True)
+        except PermissionError:
+            file = inside
+            _replace(inside, content, only_new=True)
+    secret = _read_own(file)
+    if len(secret) != _LENGTH:
+        raise _Refused(f"{file} is not read: it has {len(secret)} bytes")
+    return secret
+
+
+def _replace(file: Path, content: bytes, only_new: bool = False) -> None:
+    """Write a file that only the user may read. only_new: leave one that is there."""
+    handle, temporary = tempfile.mkstemp(".tmp", dir=file.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+        if only_new:
+            with suppress(FileExistsError):
+                os.link(temporary, file)
+        else:
+            os.replace(temporary, file)
     finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
 
 
-def _file(key: str) -> Path | None:
-    parent = folder()
-    return parent and parent / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json"
+def _log(what: str, error: Exception) -> None:
+    """Say why there is no cache: a warning if someone else may be at work."""
+    if isinstance(error, _Refused):
+        _LOG.warning("%s", error)
+    else:
+        _LOG.info("%s: %s", what, error)
+
+
+def _file(parent: Path, key: str) -> Path:
+    return parent / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json"
 
 
 def _remove_oldest(parent: Path) -> None:

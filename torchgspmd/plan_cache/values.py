@@ -1,4 +1,4 @@
-"""Values of a program as JSON, and back; nothing of the text is evaluated.
+"""Values of a program as JSON; decoder.py reads it, and evaluates nothing of it.
 
     1, "a", None                 themselves
     (1, [2, 3])                  ["tuple", 1, ["list", 2, 3]]
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import fields
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -26,15 +25,20 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from ..capture import ArgumentSizes, Input, Output
 from ..comm import local_ops
 from ..comm.collective import start, wait
-from ..comm.kinds import KINDS, Step
+from ..comm.kinds import Step
 from ..comm.kinds.kind import Kind
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 from ..custom_ops.numbers import at_least
+from ..fx_passes.partition.cost_constants import CostConstants
 from ..fx_passes.replication_report import ReplicatedOp
 from ..halo import Window
+from ..hardware import Hardware, Link
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
+from .faults import Stale as Stale
+from .faults import Unshareable
+from .operators import is_emitted
 
 _SEQUENCES: dict[type, str] = {
     tuple: "tuple",
@@ -43,19 +47,16 @@ _SEQUENCES: dict[type, str] = {
     torch.Size: "Size",
     frozenset: "frozenset",
 }
-_FROM_ITEMS: dict[str, Callable[[list], Any]] = {
-    "tuple": tuple,
-    "list": list,
-    "Size": torch.Size,
-    "frozenset": frozenset,
-}
-_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
-_RECORDS = {
+OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+RECORDS = {
     cls.__name__: cls
-    for cls in (ShardSpec, Window, Step, Input, Output, ReplicatedOp, ArgumentSizes)
+    for cls in (
+        *(ShardSpec, Window, Step, Input, Output, ReplicatedOp, ArgumentSizes),
+        *(CostConstants, Hardware, Link),
+    )
 }
 # The functions besides operators that are targets of nodes.
-_FUNCTIONS: dict[tuple[str, str], Any] = {
+FUNCTIONS: dict[tuple[str, str], Any] = {
     (f.__module__, f.__name__): f
     for f in (
         *(f for f in vars(local_ops).values() if isinstance(f, FunctionType)),
@@ -67,14 +68,6 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
         *(math.floor, math.trunc),
     )
 }
-
-
-class Unshareable(Exception):
-    """A program that has no text, and why."""
-
-
-class Stale(Exception):
-    """A text that is not for this process, and why."""
 
 
 class Encoder:
@@ -100,7 +93,7 @@ class Encoder:
             return ["node", self.nodes[value]]
         if cls in _SEQUENCES:
             return [_SEQUENCES[cls], *map(self.encode, value)]
-        if cls.__name__ in _RECORDS and cls is _RECORDS[cls.__name__]:
+        if cls.__name__ in RECORDS and cls is RECORDS[cls.__name__]:
             return ["record", self._number(value)]
         return self._encode_other(cls, value)
 
@@ -108,11 +101,13 @@ class Encoder:
         """Return a value of a less frequent type as JSON."""
         if cls in (dict, immutable_dict):
             return ["dict", *([self.encode(k), self.encode(v)] for k, v in value.items())]
-        if cls in _OF_TORCH:
+        if cls in OF_TORCH:
             return ["torch", str(value).removeprefix("torch.")]
         if cls is torch.device:
             return ["device", str(value)]
         if isinstance(value, OpOverload):
+            if not is_emitted(value):
+                raise Unshareable(f"it calls {value}, which has no rule: gspmd.rule() gives it one")
             return ["operator", str(value)]
         if isinstance(value, Kind):
             return ["kind", value.name]
@@ -126,14 +121,14 @@ class Encoder:
             return ["mesh", str(value)]
         if isinstance(value, Tensor):
             shape, strides = list(value.shape), list(value.stride())
-            return ["tensor", shape, strides, self.encode(value.dtype)]
+            return ["tensor", shape, strides, self.encode(value.dtype), str(value.device)]
         if isinstance(value, pytree.TreeSpec):
             return self._encode_tree(value)
         raise Unshareable(f"it has a {cls.__qualname__}")
 
     def _number(self, record: Any) -> int:
         """Return the position of a record among all; reports tell steps apart by identity."""
-        key = id(record) if type(record) is Step else record
+        key = id(record) if type(record) in (Step, Hardware) else record
         if (number := self._numbers.get(key)) is None:
             row = [type(record).__name__]
             row += [self.encode(getattr(record, f.name)) for f in fields(record)]
@@ -143,7 +138,7 @@ class Encoder:
 
     def _encode_function(self, function: Any) -> Any:
         key = function.__module__, function.__name__
-        if _FUNCTIONS.get(key) is not function:
+        if FUNCTIONS.get(key) is not function:
             raise Unshareable(f"it calls {'.'.join(key)}")
         return ["function", *key]
 
@@ -156,92 +151,11 @@ class Encoder:
             if (node := pytree.SUPPORTED_NODES.get(type(value))) is None:
                 raise Unshareable(f"an argument or result is a {type(value).__qualname__}")
             children, context = node.flatten_fn(value)
-            return [_name(type(value)), self.encode(context), *map(encode, children)]
+            return [class_name(type(value)), self.encode(context), *map(encode, children)]
 
         return ["tree", encode(pytree.tree_unflatten([*range(tree.num_leaves)], tree))]
 
 
-class Decoder:
-    """Decodes what an Encoder wrote, with its records."""
-
-    def __init__(self, records: list[Any]) -> None:
-        self.nodes: list[fx.Node] = []
-        self.records: list[Any] = []
-        self._others: dict[str, Callable[..., Any]] = {
-            "float": float,
-            "torch": _of_torch,
-            "device": torch.device,
-            "operator": _operator,
-            "kind": KINDS.__getitem__,
-            "function": _function,
-            "slice": lambda *bounds: slice(*map(self.decode, bounds)),
-            "complex": lambda real, imag: complex(float(real), float(imag)),
-            "mesh": Mesh.parse,
-            "tensor": self._tensor,
-            "tree": lambda tree: pytree.tree_flatten(self._tree(tree))[1],
-        }
-        for name, *values in records:
-            self.records.append(_RECORDS[name](*map(self.decode, values)))
-
-    def decode(self, value: Any) -> Any:
-        """Return the value of JSON.
-
-        Raises:
-            Stale: It names what this process does not have.
-        """
-        if type(value) is not list:
-            return value
-        tag, items = value[0], value[1:]
-        if tag == "node":
-            return self.nodes[items[0]]
-        if tag == "record":
-            return self.records[items[0]]
-        if (build := _FROM_ITEMS.get(tag)) is not None:
-            return build([*map(self.decode, items)])
-        if tag == "dict":
-            return {self.decode(k): self.decode(v) for k, v in items}
-        return self._others[tag](*items)
-
-    def _tensor(self, shape: list[int], strides: list[int], dtype: Any) -> Tensor:
-        """Return a tensor on meta: a program has the shapes of its values alone."""
-        return torch.empty_strided(shape, strides, dtype=self.decode(dtype), device="meta")
-
-    def _tree(self, tree: Any) -> Any:
-        """Return nested containers with 0 for every leaf."""
-        if tree is None:
-            return 0
-        name, context, *children = tree
-        node = next((n for c, n in pytree.SUPPORTED_NODES.items() if _name(c) == name), None)
-        if node is None:
-            raise Stale(f"{name} is unknown to torch.utils._pytree")
-        return node.unflatten_fn([*map(self._tree, children)], self.decode(context))
-
-
-def _name(cls: type) -> str:
+def class_name(cls: type) -> str:
+    """Return the name of a class with its module."""
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _of_torch(name: str) -> Any:
-    """Return a dtype, layout or memory format."""
-    value = getattr(torch, name)
-    if not isinstance(value, _OF_TORCH):
-        raise Stale(f"torch.{name} is no dtype")
-    return value
-
-
-def _operator(name: str) -> OpOverload:
-    """Return an operator that this process has."""
-    value: Any = torch.ops
-    for part in name.split("."):
-        value = getattr(value, part)
-    if not isinstance(value, OpOverload):
-        raise Stale(f"{name} is no operator")
-    return value
-
-
-def _function(module: str, name: str) -> Any:
-    """Return a function that is the target of nodes."""
-    function = _FUNCTIONS.get((module, name))
-    if function is None:
-        raise Stale(f"{module}.{name} is no function of a program")
-    return function

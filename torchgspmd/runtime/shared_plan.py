@@ -26,10 +26,11 @@ from ..capture.without_gc import without_gc
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import check_ranks
 from ..plan import Plan
-from ..plan_cache import files
+from ..plan_cache import files, json_text
+from ..plan_cache.decoder import conforms
+from ..plan_cache.faults import Stale, Unshareable
 from ..plan_cache.identity import Identity
 from ..plan_cache.plans import decode_plan, encode_plan
-from ..plan_cache.values import Stale, Unshareable
 
 PlanHere = Callable[[Callable[[], None]], Plan]
 _LOG = logging.getLogger("torchgspmd")
@@ -64,8 +65,7 @@ def shared_plan(
         _log(model, "rank 0 sends no plan")
     else:
         try:
-            key, _, text = sent.partition("\n")
-            call, code = json.loads(key)
+            call, code, text = unpacked(sent)
             if call != identity.call:
                 raise Stale("the calls differ")
             identity.check_code(code)
@@ -156,8 +156,7 @@ class _Sender:
         """Send a plan, or that there is none, unless one was sent."""
         if not self.has_sent:
             self.has_sent = True
-            key = identity and json.dumps([identity.call, identity.code])
-            _broadcast(self.groups, f"{key}\n{text}" if key else None)
+            _broadcast(self.groups, packed(identity, text) if identity else None)
 
 
 def _log(model: nn.Module, why: str) -> None:
@@ -166,7 +165,7 @@ def _log(model: nn.Module, why: str) -> None:
 
 
 def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
 def _broadcast(groups: ProcessGroups, message: str | None) -> str | None:
@@ -184,7 +183,7 @@ def _broadcast(groups: ProcessGroups, message: str | None) -> str | None:
         content = torch.frombuffer(data, dtype=torch.uint8)
     content = content.to(groups.checked_on)
     dist.broadcast(content, src=first, group=group)
-    return message or content.cpu().numpy().tobytes().decode()
+    return message or content.cpu().numpy().tobytes().decode(errors="replace")
 
 
 @without_gc()
@@ -196,7 +195,27 @@ def _decode(text: str, model: nn.Module, groups: ProcessGroups) -> Plan:
     """
     try:
         return decode_plan(text, model, groups.mesh, Plan)
-    except (Stale, Unshareable) as error:
+    except Unshareable as error:
         raise Stale(str(error)) from error
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise Stale(f"the text is no plan: {error}") from error
+
+
+def packed(key: Identity, text: str) -> str:
+    """Return the message of a plan: a checksum, and behind it the key and the text."""
+    content = f"{json.dumps([key.call, key.code])}\n{text}"
+    return f"{_checksum(content)}\n{content}"
+
+
+def unpacked(message: str) -> tuple[str, dict[str, str], str]:
+    """Return Identity.call, Identity.code and the text of a message.
+
+    Raises:
+        Stale: It is not as it was sent.
+    """
+    checksum, _, content = message.partition("\n")
+    if _checksum(content) != checksum:
+        raise Stale("the message is damaged")
+    first, _, text = content.partition("\n")
+    key = json_text.load(first)
+    if not conforms(key, list) or not conforms(tuple(key), tuple[str, dict[str, str]]):
+        raise Stale("its key is none")
+    return key[0], key[1], text

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from torchgspmd import Mesh, plan
+from torchgspmd import Mesh, ShardingError, plan
 from torchgspmd.custom_ops import attention_tiles
 from torchgspmd.plan import Plan
 
@@ -204,3 +204,29 @@ def test_gradients_of_what_is_read_and_statistics_are_pytorchs() -> None:
     want = out, lse, *torch.autograd.grad(out.sum() + lse.sum(), slopes)
     for a, b in zip(result.simulate(*inputs), want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+NO_EXPRESSIONS = (
+    "__import__('os').abort()",
+    "aten.add.Tensor(q, (lambda: k)())",
+    "aten.from_file.default('/etc/passwd', None, 8)",
+    "aten.add_.Tensor(q, k)",
+    "torch.load('file')",
+    "aten.__class__",
+    "q.__class__",
+    "[q for q in k]",
+    "aten.ge.Tensor(*q)",
+    "aten.ge.Tensor(q, k, **{})",
+    "(open := q)",
+    "f'{q}'",
+    "q if k else b",
+    "-" * 5000 + "q",
+    "q, ; k",
+)
+
+
+@pytest.mark.parametrize("text", NO_EXPRESSIONS, ids=lambda text: text[:20])
+def test_a_text_that_is_no_expression_is_not_evaluated(text):
+    q = torch.ones(1, 2, 4, 8)
+    with pytest.raises(ShardingError, match="no expression of elementwise operations"):
+        torch.ops.torchgspmd.flex_attention(q, q, q, [], text, "", "", 1.0)

@@ -20,34 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 from ...compat.operators import aten
 from ...compat.private_apis import (
-    OpOverload,
     _disable_current_modes,
     get_interpreter_stack,
     math_attention,
 )
 from ...compat.private_apis import _pytree as pytree
-from ...custom_ops.flex_attention import flex_attention
+from ...custom_ops.flex_attention import flex_attention, is_elementwise
 from .loop_trace import is_unrolling
 
 _POSITIONS = ("b", "h", "q", "k")
-# Operations besides elementwise ones that have no dimension in, and none out.
-_OF_NO_DIMENSION = {
-    aten.scalar_tensor.default,
-    aten.full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-    aten.new_full.default,
-    aten.ones.default,
-    aten.zeros.default,
-    aten.ones_like.default,
-    aten.zeros_like.default,
-    aten.full_like.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.lift_fresh_copy.default,
-}
 
 
 class _NotElementwise(Exception):
@@ -140,9 +121,9 @@ class _Expression:
 
     def _check(self, node: fx.Node) -> None:
         op, value = node.target, node.meta.get("val")
-        is_index = op is aten.index.Tensor and len(node.args[1]) == node.args[0].meta["val"].dim()
-        elementwise = isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags
-        if not (is_index or elementwise or op in _OF_NO_DIMENSION):
+        args: Any = node.args
+        slices = op is aten.index.Tensor and len(args[1]) != args[0].meta["val"].dim()
+        if slices or not is_elementwise(op):
             raise _NotElementwise(str(op))
         if not isinstance(value, Tensor) or value.dim():
             raise _NotElementwise(str(op))
