@@ -10,6 +10,7 @@ Messages are lines of JSON. A connection begins with a token that the store alon
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -58,7 +59,7 @@ class Peers:
         self._key, self._store, self._handle = key, store, handle
         self._links: dict[int, _Link] = {}
         self._strangers: list[_Link] = []  # accepted, without a greeting so far
-        self._count, self._seen = 0, set[tuple[int, int]]()
+        self._numbers, self._seen = itertools.count(), set[tuple[int, int]]()
         index, n = processes.index(rank), len(processes)
         steps = {1 << k for k in range(n.bit_length()) if 1 << k < n}
         near = [i for i in range(n) if steps & {(i - index) % n, (index - i) % n}]
@@ -113,9 +114,9 @@ class Peers:
 
     def tell(self, **message: Any) -> None:
         """Send a message to all ranks, which pass it on."""
-        self._count += 1
-        message["id"] = [self.rank, self._count]
-        self._seen.add((self.rank, self._count))
+        number = next(self._numbers)  # Two threads may tell at once.
+        message["id"] = [self.rank, number]
+        self._seen.add((self.rank, number))
         self._send(_line(message))
 
     def close(self) -> None:
