@@ -259,7 +259,8 @@ class Plan(PlanViews, PlanFiles):
             The result of the function. With grad=True (result, gradients by parameter name).
 
         Raises:
-            ShardingError: The arguments have another structure, shape or dtype.
+            ShardingError: The arguments have another structure, shape or dtype, or a number, an
+                attribute, a mode or a variable is another than when this was planned.
 
         Example:
             >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -309,13 +310,11 @@ class Plan(PlanViews, PlanFiles):
         for place in self.captured.state_inputs:
             if not place.holds():
                 raise ShardingError(
-                    f"there is no {place.kind} at '{place.name}' any more, "
-                    "where the plan found one",
+                    f"there is no {place.kind} at '{place.name}' any more, where the plan had one",
                     where=user_line(),
                     fix="make a plan of the module as it is now",
                 )
         leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
-        self.captured.check_looks()
         arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         arguments += self.captured.state_tensors()
         expected = [i for i in self.captured.inputs if i.kind == ARGUMENT]
@@ -325,6 +324,8 @@ class Plan(PlanViews, PlanFiles):
                 where=user_line(),
                 fix="call simulate as the function itself was called in plan()",
             )
+        self.captured.check_unchanged(leaves)
+        self.captured.check_looks()
         sizes = self.captured.dynamic
         for i, (tensor, inp) in enumerate(zip(arguments, expected)):
             if not sizes.fits(i, tensor.shape, inp.shape) or tensor.dtype != inp.dtype:
@@ -349,7 +350,7 @@ class Plan(PlanViews, PlanFiles):
             for i in self.captured.inputs
             if i.kind == TANGENT
         ]
-        return [*self.captured.tensors, *arguments, *cotangents]
+        return [*self.captured.module_tensors(), *arguments, *cotangents]
 
     def rebuild(
         self, flat: Sequence[Any], tensors: Sequence[Tensor], arguments: tuple[tuple, dict]

@@ -16,9 +16,10 @@ from ..shard_spec import ShardSpec
 from .argument_sizes import ArgumentSizes
 from .state.guards import Guards
 from .state.object_trees import Opened, closed
+from .state.run_guards import ArgumentKeys, Change, RunGuards
 from .state.state_inputs import TensorInput
 from .state.value_guards import ValueGuard
-from .state.writes import Write, apply_writes
+from .state.writes import EXTEND, Write, apply_writes
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
 UNKNOWN = -1  # the size of a tangent's dimension that only a run knows
@@ -82,6 +83,7 @@ class Captured:
     functions: tuple[FunctionType, ...] = ()  # of Python, that it may have called
     # sizes of arguments that may be others in each run
     dynamic: ArgumentSizes = field(default_factory=ArgumentSizes)
+    run_guards: RunGuards | None = None  # on what else a run of a plan depends
 
     def result(self, outputs: Sequence[Any], arguments: tuple[tuple, dict]) -> Any:
         """Return the result of the function, and repeat its writes.
@@ -103,7 +105,12 @@ class Captured:
 
     def holds(self) -> bool:
         """Return whether all guards of the program hold."""
-        return self.reads.hold() and all(look.holds() for look in self.looks)
+        functions = self.run_guards and self.run_guards.functions
+        return (
+            self.reads.hold()
+            and all(look.holds() for look in self.looks)
+            and (functions is None or functions.hold())
+        )
 
     def differing(self) -> list[str]:
         """Return the names of the reads and buffers whose guards fail."""
@@ -111,6 +118,27 @@ class Captured:
             *self.reads.differing(),
             *(f"a buffer at {look.where}" for look in self.looks if not look.holds()),
         ]
+
+    def check_unchanged(self, leaves: Sequence[Any]) -> None:
+        """Raise ShardingError if a run would have other values than the program has.
+
+        leaves: of the arguments of the run. Tensors are not compared: they are inputs.
+        """
+        if self.run_guards is not None:
+            changes = [*self.run_guards.changes(leaves)]
+        else:  # of a file
+            names = [f"number {i}" for i in range(len(self.leaves))]
+            changes = [*ArgumentKeys.of_file(names, self.leaves).changes(leaves)]
+        appended = {write.source for write in self.writes if write.how == EXTEND}
+        changes += [Change(*each) for each in self.reads.changes(appended)]
+        if changes:
+            also = "".join(f"; {each}" for each in changes[1:4])
+            raise ShardingError(
+                f"{changes[0]} when this was planned{also}",
+                where=user_line(),
+                why="a plan has the numbers, flags and attributes that it was made with",
+                fix="plan it again, with torchgspmd.plan(); or make it a tensor, which runs read",
+            )
 
     def check_looks(self) -> None:
         """Raise ShardingError if a buffer has other values than the program was specialized to."""
@@ -122,6 +150,11 @@ class Captured:
                     why=f"the program is the one for {look.described()}",
                     fix="plan it again",
                 )
+
+    def module_tensors(self) -> list[Tensor]:
+        """Return the parameters and buffers of the module, in input order."""
+        module = self.run_guards and self.run_guards.module
+        return self.tensors if module is None else module.tensors()
 
     def state_tensors(self) -> list[Tensor]:
         """Return the tensors and numbers that runs take from attributes and tables."""

@@ -35,6 +35,7 @@ from .rewrites.written_attention import Sites, recognizing
 from .state.mutations import Tables
 from .state.object_trees import opened
 from .state.recorder import record_reads
+from .state.run_guards import ArgumentKeys, FunctionFacts, ModuleFacts, RunGuards
 from .state.source import Source
 from .state.state_inputs import Retrace, State, TensorInput, Varying
 from .state.symbolic_numbers import Computed
@@ -259,8 +260,25 @@ def _trace_once(
         tuple(value_guards.looks.values()),
         tuple(tables.called),
         dynamic,
+        run_guards=_run_guards(fn, names, leaves, tables, state_inputs),
     )
     return captured, lambda cached=program.constants: cached.fill_values(constants, traced)
+
+
+def _run_guards(
+    fn: Callable | nn.Module,
+    names: list[str],
+    leaves: list[Any],
+    tables: Tables,
+    state_inputs: list[TensorInput],
+) -> RunGuards:
+    is_module = isinstance(fn, nn.Module)
+    besides = {*tables.changed, *(each.source.entry for each in state_inputs)}
+    return RunGuards(
+        ArgumentKeys.of(names, leaves),
+        ModuleFacts(fn) if is_module else None,
+        FunctionFacts(tables.called, is_module, besides),
+    )
 
 
 def _mask_leaves(leaves: list, tensor_slots: list[int]) -> tuple[Any, ...]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NoReturn
@@ -15,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ..annotate import mark_sharding, raw_mark, recorded_mark
 from ..capture import State, Varying, is_transforming
-from ..dtensor.module_tensors import named_tensors
+from ..capture.state.run_guards import module_description
+from ..capture.state.value_keys import value_key
 from ..errors import ShardingError, did_you_mean, user_line
 from ..mesh import Mesh
 from ..shard_spec import ShardSpec
@@ -73,41 +73,7 @@ def leaf_key(leaf: Any) -> Any:
         key = tuple(leaf.shape), leaf.dtype, leaf.requires_grad
         mark = raw_mark(leaf)
         return key if mark is None else (*key, mark[1])
-    return _content(leaf, ())
-
-
-def _content(value: Any, around: tuple[int, ...]) -> Any:
-    """Return a key that equal objects share.
-
-    A function or module is its own key, since its address may be reused.
-    """
-    attributes = getattr(value, "__dict__", None)
-    if callable(value):
-        identity = value if isinstance(value, Hashable) else repr(value)
-        return (
-            identity
-            if isinstance(value, (type, nn.Module)) or not attributes
-            else (identity, _content(attributes, around))
-        )
-    if id(value) in around:
-        return "itself"
-    around = (*around, id(value))
-    if isinstance(value, dict):
-        return type(value), *((repr(name), _content(v, around)) for name, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), *(_content(v, around) for v in value)
-    if isinstance(value, (set, frozenset)):
-        return type(value), *sorted(map(repr, value))  # Their order differs between processes.
-    return (
-        repr(value)
-        if attributes is None
-        else (type(value), as_text(repr(value)), _content(attributes, around))
-    )
-
-
-def as_text(key: Any) -> str:
-    """Return the text of a key without addresses, the same in every process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(key))
+    return value_key(leaf)
 
 
 class ModuleProxy(nn.Module):
@@ -172,30 +138,7 @@ class ModuleProxy(nn.Module):
 
         Names and values are the same in every process.
         """
-        modules, tensors = (
-            self._model.named_modules(remove_duplicate=False),
-            named_tensors(self._model),
-        )
-        named = [(name or "the model", m) for name, m in modules]
-        return [
-            *((f"the class of {name}", type(m).__qualname__) for name, m in named),
-            *((f"the mode of {name}", "train" if m.training else "eval") for name, m in named),
-            *(
-                (
-                    f"the number of hooks of {name}",
-                    str(len(m._forward_hooks) + len(m._forward_pre_hooks)),
-                )
-                for name, m in named
-            ),
-            *(
-                (
-                    f"the kind of {name}",
-                    as_text((tuple(t.shape), t.dtype, getattr(t, "placements", None))),
-                )
-                for name, t in tensors
-            ),
-            *((f"requires_grad of {name}", str(t.requires_grad)) for name, t in tensors),
-        ]
+        return [*module_description(self._model)]
 
     def _attribute_prefixes(self) -> dict[int, str]:
         """Return the prefix of attribute names by the id of a submodule."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..api import compile_plan
 from ..capture import ARGUMENT, Captured
+from ..capture.state.value_keys import as_text
 from ..comm.loop_call import with_bodies
 from ..comm.process_groups import groups_of
 from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
@@ -34,7 +35,7 @@ from ..plan_cache.values import Unshareable
 from ..shard_spec import ShardSpec
 from .joint_program import JointProgram
 from .mesh_module import Call, MeshModule
-from .module_proxy import as_text, mark_on
+from .module_proxy import mark_on
 from .shared_plan import compare, shared_plan
 from .stored_inputs import MarkedInputs, Stored
 from .unasked_work import warn_of_unasked

@@ -24,6 +24,7 @@ from ...compat.private_apis import _pytree as pytree
 from .source import ABSENT, DEEP, LISTS, LONG, Marker, Source, attributes, attributes_of, is_table
 from .state_inputs import COUNTED, Conditions
 from .symbolic_numbers import SymbolicNumber
+from .value_keys import value_key
 
 _PLAIN = (
     bool,
@@ -110,7 +111,18 @@ class HasAttributes:
         return HasAttributes.of(now, self.names).present == self.present
 
 
-_HOLDING = (Conditions, Copied, HasAttributes)
+@dataclass(frozen=True)
+class HasKey:
+    """The key of a value that is too large to be copied."""
+
+    key: Any
+
+    def hold(self, now: Any) -> bool:
+        """Return whether the value has the key."""
+        return value_key(now) == self.key
+
+
+_HOLDING = (Conditions, Copied, HasAttributes, HasKey)
 _PREDICATES = (Kind, Contents, *_HOLDING)
 
 
@@ -180,6 +192,16 @@ class Guards:
     def differing(self) -> list[str]:
         """Return the names of the sources whose guards fail."""
         return [guard.source.name for guard in self.guards if not guard.holds()]
+
+    def changes(self, besides: Container[Source] = ()) -> Iterator[tuple[str, str, str]]:
+        """Yield the sources whose guards fail, with the value now and that of the trace.
+
+        besides: lists that every run appends to.
+        """
+        for guard in self.guards:
+            if guard.source not in besides and not guard.holds():
+                now, then = guard.described(), _describe(guard.predicate)
+                yield str(guard.source), now if now != then else f"another {now}", then
 
     def described(self, owners: Mapping[int, str]) -> list[tuple[str, str]]:
         """Return names and descriptions of the current values, the same text in every process.
@@ -260,10 +282,11 @@ def leaves_of(snapshot: Any) -> Iterator[Any]:
         yield snapshot
 
 
-def _copy_values(value: Any) -> Copied | None:
+def _copy_values(value: Any) -> Copied | HasKey | None:
     """Return a copy of a set, an array or a long list of plain values, else None."""
     if isinstance(value, np.ndarray):
-        return Copied(value.copy()) if value.size <= LONG and not value.dtype.hasobject else None
+        is_small = value.size <= LONG and not value.dtype.hasobject
+        return Copied(value.copy()) if is_small else HasKey(value_key(value))
     is_long = type(value) is list and len(value) > LONG
     if is_long or isinstance(value, (set, bytearray)):
         return (
@@ -332,6 +355,8 @@ def _describe(value: Any) -> str:
     value = snapshot(value)
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}"
+    if isinstance(value, HasKey):
+        return f"{value.key[2]}{list(value.key[1])} {value.key[-1][:8]}"
     if isinstance(value, Copied):
         return str(
             sorted(map(repr, value.value))

@@ -1,0 +1,204 @@
+"""What a plan that is simulated depends on: each has to be as it was when the plan was made.
+
+    plan = torchgspmd.plan(model, x, 0.5, mesh=mesh)
+    plan.simulate(x, 0.7)               an argument
+    model.eval(); plan.simulate(x, 0.5) the mode of a module
+    f.__defaults__ = (0.7,)             a default
+
+Parameters and buffers are read by their names at every run, and attributes that forward reads have
+guards (guards.py). A wrapped model has the rest in the keys of its cache of programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .bytecode_names import cell_sources, global_sources, is_installed, is_own
+from .source import Source
+from .value_keys import as_text, difference, value_key
+
+_NONE = value_key(None)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Change(NamedTuple):
+    """A value that differs from that of the plan. now, then: as texts."""
+
+    name: str
+    now: str
+    then: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.now}, and was {self.then}"
+
+
+class ArgumentKeys(NamedTuple):
+    """Names of the leaves of a plan's arguments, and their keys; of tensors None."""
+
+    names: tuple[str, ...]
+    keys: tuple[Any, ...]
+
+    @staticmethod
+    def of_file(names: Sequence[str], leaves: Iterable[Any]) -> ArgumentKeys:
+        """Return the keys of leaves that have None in the place of tensors."""
+        keys = tuple(None if leaf is None else value_key(leaf) for leaf in leaves)
+        return ArgumentKeys(tuple(names), keys)
+
+    @staticmethod
+    def of(names: Sequence[str], leaves: Iterable[Any]) -> ArgumentKeys:
+        keys = tuple(None if isinstance(leaf, Tensor) else value_key(leaf) for leaf in leaves)
+        return ArgumentKeys(tuple(names), keys)
+
+    def changes(self, leaves: Sequence[Any]) -> Iterator[Change]:
+        """Yield the leaves that differ from those of the plan."""
+        now = ArgumentKeys.of(self.names, leaves)
+        for name, one, other in zip(self.names, now.keys, self.keys):
+            if one != other and not (other is None and one == _NONE):  # a file has None for both
+                path, *texts = difference(one, other)
+                tensor = (
+                    "a tensor" if key is None else text for key, text in zip((one, other), texts)
+                )
+                yield Change(f"argument '{name}'{path}", *tensor)
+
+
+class ModuleFacts:
+    """The structure, modes and hooks of a module, and what its parameters and buffers are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.then = dict(self._facts())
+
+    def _facts(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self.module.named_modules(remove_duplicate=False):
+            yield f"module '{name}'" if name else "the model", module
+            yield f"the class of {name or 'the model'}", type(module)
+            forward = type(module).forward
+            defaults = forward.__defaults__, forward.__kwdefaults__
+            yield f"the defaults of {name or 'the model'}", value_key(defaults)
+            for table in _HOOKS:
+                hooks = tuple(getattr(module, table).values())
+                yield f"{table.strip('_')} of {name or 'the model'}", hooks
+        tensors = *dict(self.module.named_parameters()), *dict(self.module.named_buffers())
+        yield "the names of parameters and buffers", tensors
+        yield from module_description(self.module)
+
+    def described(self) -> list[list[str]]:
+        """Return names and values at the time of the plan, the same texts in every process."""
+        return [[name, _text(value)] for name, value in self.then.items()]
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what differs from the time of the plan."""
+        now = dict(self._facts())
+        for name in dict.fromkeys((*self.then, *now)):
+            one, other = now.get(name, "absent"), self.then.get(name, "absent")
+            if one is not other and one != other:
+                yield Change(name, _text(one), _text(other))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parameters and buffers that the module has now, by their first names."""
+        return [
+            *dict(self.module.named_parameters()).values(),
+            *dict(self.module.named_buffers()).values(),
+        ]
+
+
+def module_description(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield name and value of the modes of a module, and of the kinds of its tensors.
+
+    Names and values are the same in every process.
+    """
+    named = [(name or "the model", m) for name, m in module.named_modules(remove_duplicate=False)]
+    for name, m in named:
+        yield f"the class of {name}", type(m).__qualname__
+    for name, m in named:
+        yield f"the mode of {name}", "train" if m.training else "eval"
+    for name, m in named:
+        hooks = len(m._forward_hooks) + len(m._forward_pre_hooks)
+        yield f"the number of hooks of {name}", str(hooks)
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for name, t in tensors:
+        kind = tuple(t.shape), t.dtype, getattr(t, "placements", None)
+        yield f"the kind of {name}", as_text(kind)
+    for name, t in tensors:
+        yield f"requires_grad of {name}", str(t.requires_grad)
+
+
+class FunctionFacts:
+    """The defaults of the functions that a program calls, and of a function its variables.
+
+    A module's variables have guards already. besides: sources that a run reads or writes itself.
+    """
+
+    def __init__(
+        self, functions: Iterable[FunctionType], is_module: bool, besides: Iterable[Source] = ()
+    ) -> None:
+        self.functions = [f for f in functions if not is_installed(f.__module__)]
+        self.variables = [] if is_module else [*self._variables({*besides})]
+        self.then = [*self._facts()]
+        of_plain = [f for f in self.functions if _has_plain_defaults(f)]
+        self.constant = [(f, f.__defaults__) for f in of_plain]  # compared without looking into
+        self.is_constant = len(of_plain) == len(self.functions) and not self.variables
+
+    def hold(self) -> bool:
+        """Return whether nothing differs from the time of the plan."""
+        if any(f.__defaults__ is not then or f.__kwdefaults__ for f, then in self.constant):
+            return False
+        return self.is_constant or next(self.changes(), None) is None
+
+    def _variables(self, besides: set[Source]) -> Iterator[Source]:
+        """Yield the globals and closure variables that the functions read."""
+        for function in self.functions:
+            if is_own(function.__module__):
+                for source in (*global_sources(function), *cell_sources(function)):
+                    if source.entry not in besides:
+                        yield source
+
+    def _facts(self) -> Iterator[tuple[str, Any]]:
+        for f in self.functions:
+            name = f"the defaults of {f.__module__}.{f.__qualname__}:{f.__code__.co_firstlineno}"
+            yield name, value_key((f.__defaults__, f.__kwdefaults__))
+        for source in self.variables:
+            yield str(source), value_key(source.read())
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what differs from the time of the plan."""
+        for (name, now), (_, then) in zip(self._facts(), self.then):
+            if then != now:
+                path, *texts = difference(now, then)
+                yield Change(name + path, *texts)
+
+
+def _has_plain_defaults(function: FunctionType) -> bool:
+    """Return whether the defaults are the same as long as they are one tuple."""
+    plain = (bool, int, float, complex, str, bytes, type(None))
+    return not function.__kwdefaults__ and all(
+        isinstance(each, plain) for each in function.__defaults__ or ()
+    )
+
+
+class RunGuards(NamedTuple):
+    """What a run of a plan is compared with."""
+
+    arguments: ArgumentKeys
+    module: ModuleFacts | None
+    functions: FunctionFacts
+
+    def changes(self, leaves: Sequence[Any]) -> Iterator[Change]:
+        """Yield what differs from the time of the plan. leaves: of the arguments of the run."""
+        yield from self.arguments.changes(leaves)
+        if self.module is not None:
+            yield from self.module.changes()
+        yield from self.functions.changes()
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__qualname__} of its own"
+    return value if isinstance(value, str) else as_text(getattr(value, "__qualname__", value))

@@ -1,0 +1,128 @@
+"""Keys of values that are no tensors of the program: equal values have equal keys.
+
+    3.0                         '3.0'
+    np.ones(4096)               (ndarray, (4096,), 'float64', a checksum of its bytes)
+    Options(dropout=0.1)        (Options, ..., ('dropout', '0.1'))
+    lambda x: x * scale         (the function, its defaults, what its closure has)
+
+A key is a snapshot: changing the value in place changes its key. The cache of a wrapped model is
+looked up by keys of arguments, and a plan compares them when it is run (argument_guards.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Hashable, Mapping
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from .source import ABSENT, Attribute, attributes, slots_of
+
+_BY_NAME = (type, ModuleType)
+_OF_PYTHON = 1 << 9  # flag of classes that a class statement defines: Py_TPFLAGS_HEAPTYPE
+_DEEP = 24  # limit of nesting
+_FEW = 8  # numbers of an array in a message
+_SHOWN = 60  # characters of a key in a message
+
+
+def value_key(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """Return a key that equal values share. around: ids of what contains the value.
+
+    A function, module or tensor is its own key, with what it holds, since its address may be
+    reused.
+    """
+    if id(value) in around or len(around) > _DEEP:
+        return "itself"
+    if isinstance(value, _BY_NAME):
+        return value
+    inside = (*around, id(value))
+    if isinstance(value, Tensor):
+        kind = tuple(value.shape), str(value.dtype), value.requires_grad
+        return f"a tensor at 0x{id(value):x}", *kind
+    if isinstance(value, np.ndarray):
+        return _array_key(value, inside)
+    if callable(value) or isinstance(value, CellType):
+        return _callable_key(value, inside)
+    if isinstance(value, Mapping):
+        return type(value), *((repr(name), value_key(v, inside)) for name, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), *(value_key(v, inside) for v in value)
+    if isinstance(value, (set, frozenset)):
+        return type(value), *sorted(map(repr, value))  # Their order differs between processes.
+    table = _attributes(value)
+    if not table:
+        return repr(value)
+    bases = type(value).__mro__[1:-1]
+    is_of_python = all(base.__flags__ & _OF_PYTHON for base in bases)
+    own = "" if is_of_python else as_text(repr(value))  # what a number or text has besides
+    return type(value), own, value_key(table, inside)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by their names."""
+    if not hasattr(value, "__dict__") and not slots_of(type(value)):
+        return {}
+    return {
+        step.name: item
+        for step, item in attributes(value).items()
+        if isinstance(step, Attribute) and item is not ABSENT
+    }
+
+
+def _array_key(value: np.ndarray, inside: tuple[int, ...]) -> Any:
+    if value.dtype.hasobject:
+        return np.ndarray, value.shape, value_key(value.tolist(), inside)
+    checksum = hashlib.sha256(value.tobytes()).hexdigest()
+    shown = str(value.tolist()) if value.size <= _FEW else f"other numbers ({checksum[:8]})"
+    return np.ndarray, value.shape, str(value.dtype), shown, checksum
+
+
+def _callable_key(value: Any, inside: tuple[int, ...]) -> Any:
+    """Return the key of a function or module: itself, and what it holds."""
+    if isinstance(value, CellType):
+        return "<empty>" if value == CellType() else value_key(value.cell_contents, inside)
+    if isinstance(value, MethodType):
+        return MethodType, value_key(value.__func__, inside), value_key(value.__self__, inside)
+    if isinstance(value, functools.partial):
+        parts = value.func, value.args, value.keywords
+        return functools.partial, *(value_key(part, inside) for part in parts)
+    identity = value if isinstance(value, Hashable) else repr(value)
+    held: dict[str, Any] = dict(getattr(value, "__dict__", None) or {})
+    if isinstance(value, FunctionType):
+        names = zip(value.__code__.co_freevars, value.__closure__ or ())
+        held |= {f"closure {name}": cell for name, cell in names}
+        defaults = {"__defaults__": value.__defaults__, "__kwdefaults__": value.__kwdefaults__}
+        held |= {name: each for name, each in defaults.items() if each}
+        identity = value if not held else (value, value.__code__)
+    return identity if not held else (identity, value_key(held, inside))
+
+
+def as_text(key: Any) -> str:
+    """Return the text of a key without addresses, the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(key))
+
+
+def difference(now: Any, then: Any, path: str = "") -> tuple[str, str, str]:
+    """Return where two keys differ first, and both as short texts."""
+    if isinstance(now, tuple) and isinstance(then, tuple) and len(now) == len(then):
+        if now[:1] == (np.ndarray,) and now[:3] == then[:3]:
+            return path, _shown(now[3]), _shown(then[3])
+        for i, (one, other) in enumerate(zip(now, then)):
+            if one != other:
+                is_named = i == 1 and len(now) == 2 and isinstance(now[0], str)
+                is_item = i > 0 and now[0] in (list, tuple)
+                step = f"[{now[0]}]" if is_named else f"[{i - 1}]" if is_item else ""
+                return difference(one, other, path + step)
+    return path, _shown(now), _shown(then)
+
+
+def _shown(key: Any) -> str:
+    if isinstance(key, tuple) and key[:1] == (np.ndarray,):
+        key = f"{key[2]}{list(key[1])}"
+    text = as_text(getattr(key, "__qualname__", key))
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
