@@ -41,6 +41,8 @@ def differs(got: list[Tensor], want: list[Tensor], relative: float = 1e-4) -> st
         g, w = g.detach().resolve_conj().resolve_neg(), w.detach().resolve_conj().resolve_neg()
         if g.shape != w.shape or g.dtype != w.dtype:
             return f"result {i} is {g.dtype}{list(g.shape)}, not {w.dtype}{list(w.shape)}"
+        if w.dtype == torch.bool:
+            g, w = g.to(torch.uint8), w.to(torch.uint8)
         finite = w[w.isfinite()].abs() if w.numel() else w
         scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
         if not torch.allclose(g, w, rtol=relative, atol=relative / 5 * scale, equal_nan=True):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -87,9 +88,11 @@ class Case:
         return bool(used)
 
 
-def attempt(case: Case, rng: random.Random, backward: bool) -> dict:
+def attempt(
+    case: Case, rng: random.Random, backward: bool, meshes: Sequence[dict] = MESHES
+) -> dict:
     """Plans and runs one sample: {} or why it failed, and what the plan replicated."""
-    mesh = gspmd.Mesh(**rng.choice(MESHES))
+    mesh = gspmd.Mesh(**rng.choice(meshes))
     fn = case.joint if backward else case.forward
     args = [*case.tensors, *(case.cotangents if backward else ())]
     specs = tuple(random_spec(rng, t.shape, mesh.names) for t in args)
