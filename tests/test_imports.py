@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (  # a file imports only from the lines below its own
     ("__main__",),
     ("__init__",),
-    ("calibrate", "evaluation"),
+    ("calibrate", "evaluation", "full_state"),
     ("compare_with_xla", "doctor", "plan_command", "suggest", "blocks"),
     ("runtime",),
     ("api",),

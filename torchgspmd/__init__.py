@@ -11,6 +11,7 @@ from .comm.collective import Collective
 from .compare_with_xla import compare_with_xla
 from .doctor import doctor
 from .errors import ShardingError
+from .full_state import full_state_dict
 from .hardware import Hardware
 from .layout_rules import Layout
 from .manual import manual
@@ -38,6 +39,7 @@ __all__ = [
     "compare_with_xla",
     "doctor",
     "evaluation",
+    "full_state_dict",
     "manual",
     "mark_sharding",
     "moe",

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..compat.operators import AbsentOperator, aten
 from ..compat.patches import Patch
 from ..compat.private_apis import CHECKED, AsyncCollectiveTensor, _fsdp_init, is_missing
-from . import op_handlers, view_writeback
+from . import op_handlers, pickling, view_writeback
 from .fully_shard import with_refusal
 from .fused_optimizers import (
     STEPS,
@@ -83,6 +83,8 @@ _DISPATCHER: Any = DTensor._op_dispatcher
 _FALLBACK = "torch.linalg.qr(p), torch._foreach_copy_(ps, qs): there is no sharding strategy"
 _SHARDED = "fully_shard would shard what is sharded already"
 _WAITS = "p.softmax(0) on one rank waits for the others, and its error names none of them"
+_PICKLED = "torch.save(model.state_dict()) on one rank writes a part of each tensor, or DTensors"
+_SAFETENSORS = "safetensors' save_file finds no values in a DTensor"
 _BESIDE = "loss + 0.01 * p.pow(2).sum(): a plain tensor beside a DTensor is an error"
 
 PATCHES = (
@@ -137,6 +139,14 @@ PATCHES = (
     *_methods(("tolist",), method_for_ours(op_handlers.tolist), "p.tolist() is an error"),
     *_methods(("full_tensor",), gather_method, "p.full_tensor() on one rank waits for the others"),
     *_methods(("redistribute",), redistribute_method, _WAITS),
+    # files
+    *_methods(("__reduce_ex__",), pickling.reduce_method, _PICKLED),
+    *_methods(("untyped_storage",), pickling.storage_method, _SAFETENSORS),
+    *_methods(
+        ("data_ptr",),
+        pickling.pointer_method,
+        "copy.deepcopy(model) fails if a gradient lies in a bucket; safetensors finds no values",
+    ),
     # operations
     *_handled(
         _operators(_IN_PLACE),

@@ -239,8 +239,9 @@ class ModuleProxy(nn.Module):
             "a module on a mesh cannot be pickled",
             where=user_line(),
             why="its processes would have to be there when it is read",
-            fix="save its state_dict(), "
-            "with torch.distributed.checkpoint for one that can be read on every mesh",
+            fix="on every rank, `state = gspmd.full_state_dict(model)`, and on rank 0 "
+            "`torch.save(state, path)`; or, on every rank, "
+            "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)`",
         )
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:

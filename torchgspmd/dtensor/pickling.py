@@ -1,0 +1,121 @@
+"""Pickling of our DTensors: one that every device has whole is an ordinary tensor, and a sharded
+one is refused, since each rank would write its own part.
+
+torch.save(model.state_dict(), path)            on one rank, in every second training script
+safetensors.torch.save_file(model.state_dict(), path)
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..errors import ShardingError, user_line
+from .ours import is_ours
+
+_OF_PARTS = "torch.distributed.checkpoint"  # writes the part of each rank, and knows it
+_FILES = "safetensors"
+
+
+def reduce_method(before: Callable) -> Callable:
+    """Wrap DTensor.__reduce_ex__: a whole DTensor of ours is pickled as an ordinary tensor.
+
+    Raise ShardingError for a sharded one.
+    """
+
+    @functools.wraps(before)
+    def method(self: DTensor, protocol: Any) -> Any:
+        if not is_ours(self) or _copies() or _is_called_by(_OF_PARTS):
+            return before(self, protocol)
+        return ordinary(self).__reduce_ex__(protocol)
+
+    return method
+
+
+def storage_method(before: Callable) -> Callable:
+    """Wrap DTensor.untyped_storage for safetensors, which asks it for the values."""
+
+    @functools.wraps(before)
+    def method(self: DTensor) -> Any:
+        is_asked_for = is_ours(self) and _is_called_by(_FILES)
+        return before(ordinary(self) if is_asked_for else self)
+
+    return method
+
+
+def pointer_method(before: Callable) -> Callable:
+    """Wrap DTensor.data_ptr: that of the values for safetensors, and 0 for others.
+
+    torch's is the offset of a gradient in a bucket. copy.deepcopy takes it for memory unless it is
+    0.
+    """
+
+    @functools.wraps(before)
+    def method(self: DTensor) -> int:
+        if not is_ours(self):
+            return before(self)
+        return before(ordinary(self)) if _is_called_by(_FILES) else 0
+
+    return method
+
+
+def ordinary(tensor: DTensor) -> Tensor:
+    """Return a DTensor that every device has whole as the tensor of this device.
+
+    Raise ShardingError if this device has a part of it, or a term of a sum.
+    """
+    if is_sharded(tensor):
+        raise _error(tensor)
+    local = tensor._local_tensor.detach()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(local, tensor.requires_grad)
+    return local.requires_grad_(tensor.requires_grad)
+
+
+def is_sharded(tensor: DTensor) -> bool:
+    """Return whether a device has a part of a DTensor, or a term of a sum."""
+    sizes = zip(tensor.placements, tensor.device_mesh.shape)
+    return any(p.is_partial() or p.is_shard() and size > 1 for p, size in sizes)
+
+
+def _error(tensor: DTensor) -> ShardingError:
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    axes = [
+        f"{n}={size}"
+        for n, p, size in zip(names, tensor.placements, mesh.shape)
+        if p != Replicate()
+    ]
+    return ShardingError(
+        f"one process saves or pickles a tensor of shape {list(tensor.shape)}, which is sharded "
+        f"over {','.join(axes)}",
+        where=user_line(),
+        why=f"this process has {tensor._local_tensor.numel()} of its {tensor.numel()} elements, "
+        "and torch.save, pickle or safetensors would write these alone",
+        fix="on every rank, `state = gspmd.full_state_dict(model)`, and on rank 0 "
+        "`torch.save(state, path)`; on every rank, "
+        "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)`; for one "
+        "tensor, on every rank, `tensor.full_tensor()`",
+    )
+
+
+def _copies() -> bool:
+    """Return whether copy.copy asks, which stays in this process."""
+    return sys._getframe(2).f_globals.get("__name__") == "copy"
+
+
+def _is_called_by(package: str) -> bool:
+    """Return whether a function of a package is among the callers."""
+    return any(name == package or name.startswith(package + ".") for name in _callers())
+
+
+def _callers() -> Iterator[str]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_globals.get("__name__", "")
+        frame = frame.f_back
