@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from ..capture import Captured
 from ..capture.state.guards import (
     ANY,
     Contents,
@@ -27,10 +28,12 @@ from ..capture.state.guards import (
     snapshot,
     snapshot_components,
 )
+from ..capture.state.run_guards import ArgumentKeys, FunctionFacts, ModuleFacts, RunGuards
 from ..capture.state.source import ABSENT, LISTS, Attribute, Source
 from ..capture.state.state_inputs import Conditions
 from .contents import content
-from .values import Stale, Unshareable
+from .decoder import typed
+from .faults import Malformed, Stale, Unshareable
 
 _SHOWN = 200  # characters of a content in the log
 _OF_THE_STATE = (Kind, Conditions, HasAttributes)
@@ -91,6 +94,48 @@ class GuardEncoder:
         if (source := self.values.get(id(root))) is not None and id(root) not in around:
             return ["value", self._source(source, around | {id(root)})]
         raise Unshareable(f"it reads an attribute of a {type(root).__qualname__} without a name")
+
+
+def encode_run_guards(captured: Captured) -> dict[str, Any] | None:
+    """Return what a run of a plan is compared with, besides the values of its arguments.
+
+    Raises:
+        Unshareable: What forward reads has no text.
+    """
+    if (guards := captured.run_guards) is None:
+        return None
+    facts, reads = guards.module, []
+    if facts is not None:
+        reads = GuardEncoder(facts.module, captured.reads).encode()
+    return {
+        "names": list(guards.arguments.names),
+        "module": None if facts is None else facts.described(),
+        "reads": reads,
+    }
+
+
+def place_run_guards(rows: dict[str, Any], captured: Captured, model: nn.Module | None) -> None:
+    """Put what a run is compared with on a program of a file, and on the model of it.
+
+    Raises:
+        Stale: The model, or what its forward reads, is another than when it was planned.
+        Malformed: The rows are of another type.
+    """
+    names = typed(rows, "names", list, "a name for each argument")
+    if len(names) != len(captured.leaves) or not all(type(name) is str for name in names):
+        raise Malformed(rows, "names", "a name for each argument")
+    facts = None
+    if model is not None and rows["module"] is not None:
+        facts = ModuleFacts(model)
+        then = typed(rows, "module", list, "pairs of a name and a value")
+        for (name, now), row in zip(facts.described(), then):
+            if [name, now] != row:
+                raise Stale(f"{name} is {now}, and was another when it was planned")
+        if len(facts.then) != len(then):
+            raise Stale("the model has other modules than when it was planned")
+        captured.reads = GuardDecoder(model).decode(typed(rows, "reads", list, "rows of guards"))
+    arguments = ArgumentKeys.of_file(names, captured.leaves)
+    captured.run_guards = RunGuards(arguments, facts, FunctionFacts((), True))
 
 
 class GuardDecoder:

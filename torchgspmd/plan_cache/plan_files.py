@@ -26,6 +26,7 @@ from .decoder import REFUSALS, Decoder, conforms, typed
 from .faults import Malformed, Stale, Unshareable
 from .graph_decoder import identifier
 from .graphs import encode_graph
+from .guards import encode_run_guards, place_run_guards
 from .json_text import read_regular_file
 from .plans import (
     FIELDS,
@@ -45,11 +46,12 @@ _MOST_DEVICES = 1 << 20
 _VERSION = re.compile(rb'\{"format": (\d{1,9})[,}]')
 _HEAD = re.compile(rb'\{"format": \d+, "sha256": "([0-9a-f]{64})", ')
 _KEYS = {
-    *"mesh lacks seconds counts signature constants records captured source sharded".split(),
+    *"mesh lacks guards seconds counts signature constants records captured source sharded".split(),
     *"program boundary request properties reasons".split(),
 }
 _PLAIN = (
     ("lacks", str | None, "why it cannot be simulated, or null"),
+    ("guards", dict[str, Any] | None, "what a run is compared with, or null"),
     ("seconds", dict[str, float], "seconds by pass"),
     ("counts", dict[str, int], "work of the searches by name"),
 )
@@ -114,9 +116,15 @@ class PlanFiles(Later, RunnablePlan):
                 if name in NEEDED:
                     raise
                 fields[name], lacks = None, lacks or str(error)
+        guards = None
+        try:
+            guards = encode_run_guards(self.captured)
+        except Unshareable as error:
+            lacks = lacks or str(error)
         text = {
             "mesh": str(self.mesh),
             "lacks": lacks,
+            "guards": guards,
             "seconds": self.seconds,
             "counts": self.counts,
             "signature": signature_of(self.captured),
@@ -134,7 +142,8 @@ class PlanFiles(Later, RunnablePlan):
         Args:
             path: The file.
             model: The module whose parameters `simulate` is to take. Without it the plan of a
-                module cannot be simulated. What its forward reads besides is not compared.
+                module cannot be simulated. Its modules, modes, and the attributes that its forward
+                reads have to be those of the plan.
 
         Returns:
             The plan: print it, report, estimate, compare, explain it (without costs).
@@ -244,6 +253,8 @@ def _plan_of(text: dict[str, Any], cls: type[P], model: nn.Module | None) -> P:
     if signature_of(plan.captured) != text["signature"]:
         raise Malformed(text, "signature", "that of the plan")
     plan.seconds, plan.counts, plan._lacks = text["seconds"], text["counts"], text["lacks"]
+    if text["guards"] is not None and plan.captured.leaves is not None:
+        place_run_guards(text["guards"], plan.captured, model)
     if text["reasons"] is not None:
         plan._layouts = _layouts(text, decoder)
     if model is None and any(i.kind in (PARAMETER, BUFFER) for i in plan.captured.inputs):

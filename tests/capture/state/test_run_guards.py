@@ -363,11 +363,66 @@ def test_requires_grad_of_a_plan_with_gradients(model):
         plan.simulate(X)
 
 
+class Plain(nn.Module):
+    """What a file can compare: no objects without a name, no arrays, no tensors in attributes."""
+
+    rate = 1.5
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop, self.norm = nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)
+        self.scale, self.flag, self.table, self.act = 2.0, False, {"a": [1.0, (2.0,)]}, F.relu
+        self.options = Options()
+
+    def forward(self, x, s=1.0):
+        y = self.act(self.norm(self.drop(self.inner(x)))) * self.scale * self.rate + s
+        y = y + self.table["a"][0] + self.table["a"][1][0] + self.options.parts[1]["a"]
+        return -y if self.flag else y
+
+
+OF_FILES = (
+    "number flag object table tuple function train submodule eps hook".split()
+    + ["class attribute", "default", "a submodule in train", "rate of dropout"]
+    + ["weight in place", "weight", "dtype of weights", "statistics"]
+)
+
+
+@pytest.mark.parametrize("when", ("before", "after"))
+def test_plans_of_files(tmp_path, when):
+    """The same of Plan.load: what was changed before the plan is read, and afterwards."""
+    for name in OF_FILES:
+        torch.manual_seed(0)
+        model, defaults = Plain().eval(), Plain.forward.__defaults__
+        gspmd.plan(model, X, mesh=MESH, in_specs="data _").save(path := tmp_path / "plan.json")
+        if when == "before":
+            CHANGES[name](model)
+            expected = eager(model, X)
+            try:
+                got = gspmd.Plan.load(path, model).simulate(X)
+            except ShardingError as error:
+                assert "is no plan for this program" in str(error), error
+                got = None
+        else:
+            plan = gspmd.Plan.load(path, model)
+            torch.testing.assert_close(plan.simulate(X), model(X))
+            CHANGES[name](model)
+            expected = eager(model, X)
+            try:
+                got = plan.simulate(X)
+            except ShardingError as error:
+                assert "when this was planned" in str(error), error
+                got = None
+        Plain.forward.__defaults__ = defaults
+        if got is not None and expected is not None:
+            torch.testing.assert_close(got, expected, msg=name)
+        assert (got is not None) == (name in ENTERS), name
+
+
 def test_arguments_of_a_file(tmp_path):
     gspmd.plan(kept, X, 2.0, mesh=MESH, in_specs=("data _", None)).save(tmp_path / "plan.json")
     plan = gspmd.Plan.load(tmp_path / "plan.json")
     torch.testing.assert_close(plan.simulate(X, 2.0), kept(X, 2.0))
-    with pytest.raises(ShardingError, match="is 3.0, and was 2.0 when this was planned"):
+    with pytest.raises(ShardingError, match="argument 's' is 3.0, and was 2.0 when"):
         plan.simulate(X, 3.0)
 
 
