@@ -1,6 +1,7 @@
 """How long planning takes, by pass, against the bare capture.
 
     python benchmarks/plan_time.py [--layers 96] [--width 12288] [--mesh data=64,model=8]
+    python benchmarks/plan_time.py --picture docs/plan_time.png
 
 By default the joint forward and backward of GPT-3 175B on the meta device: nothing is allocated.
 Also: two layers of examples/gpt in every layout on 8, 64, 512 and 4096 devices with the same work
@@ -8,6 +9,9 @@ for each device; planning takes equally long, and it is told whether the program
 (sizes apart). dp, tp and sp have. fsdp has while no dimension has fewer rows than devices; a table
 of words that both axes shard (2d) takes another way on other meshes, since one way for all would
 send more on some.
+
+--picture: CPU seconds of planning two dense layers on 8 to 16,384 devices along one to four axes.
+The batch grows with `pod` and `data`, the sequence with `seq` and `model`.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from torch import Tensor, nn
 
 import torchgspmd as gspmd
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "gpt"))
+from large_plans import Dense, Layers
 from model import GPT as Example
 from model import LAYOUTS, Config
 
@@ -85,6 +91,72 @@ def planned(layers: int, width: int, mesh: gspmd.Mesh, batch: int) -> tuple[gspm
     return plan, time.perf_counter() - start
 
 
+AXES = (("data",), ("data", "model"), ("data", "seq", "model"), ("pod", "data", "seq", "model"))
+DEVICES = (8, 64, 512, 4096, 16384)
+
+
+class DenseLayer(Dense):
+    """A layer as in large_plans, 2048 wide."""
+
+    width, heads, head, hidden = 2048, 32, 64, 8192
+
+
+def mesh_of(devices: int, names: tuple[str, ...]) -> gspmd.Mesh:
+    """Return a mesh of so many devices, whose axes are as alike as powers of two can be."""
+    bits, sizes = devices.bit_length() - 1, []
+    for left in range(len(names), 0, -1):
+        sizes.append(2 ** -(-bits // left))
+        bits -= -(-bits // left)
+    return gspmd.Mesh(**dict(zip(names, sizes)))
+
+
+def planned_on(mesh: gspmd.Mesh) -> tuple[float, gspmd.Plan]:
+    """Return the CPU seconds of planning two dense layers, and the plan."""
+
+    def count(*names: str) -> int:
+        return mesh.count(name for name in names if name in mesh.names)
+
+    def on_mesh(spec: str) -> str:
+        return " ".join(name if name in mesh.names else "_" for name in spec.split())
+
+    with torch.device("meta"):
+        model = Layers([DenseLayer(), DenseLayer()], stacked=False)
+        length = 64 * count("seq", "model")
+        x = torch.empty(2 * count("pod", "data"), length, DenseLayer.width, dtype=torch.bfloat16)
+    marks = {f"layers.*.{name}": on_mesh(spec) for name, spec in Dense.marks.items()}
+    gspmd.annotate(model, mesh, marks)
+    batch = "pod+data" if "pod" in mesh.names else "data"
+    specs = f"{batch} {'seq' if 'seq' in mesh.names else '_'} _"
+    start = time.process_time()
+    plan = gspmd.plan(model, x, mesh=mesh, in_specs=specs, grad=True)
+    return time.process_time() - start, plan
+
+
+def draw(path: str) -> None:
+    """Draw the seconds by devices, a line for each number of axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    planned_on(gspmd.Mesh(data=2))  # imports and caches
+    figure, axes = pyplot.subplots(figsize=(6, 3.5))
+    for names in AXES:
+        seconds = []
+        for devices in DEVICES:
+            mesh = mesh_of(devices, names)
+            seconds.append(planned_on(mesh)[0])
+            print(f"{devices:6} {str(mesh):35} {seconds[-1]:7.1f} s", flush=True)
+        axes.plot(DEVICES, seconds, marker="o", label=" x ".join(names))
+    axes.set(xscale="log", xlabel="devices", ylabel="CPU seconds", ylim=(0, None))
+    axes.set_xticks(DEVICES, [f"{n:,}" for n in DEVICES])
+    axes.minorticks_off()
+    axes.set_title("Planning two dense layers, forward and backward")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -92,7 +164,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--width", type=int, default=12288)
     parser.add_argument("--mesh", default="data=64,model=8")
+    parser.add_argument("--picture", help="a file to draw; nothing else is planned")
     options = parser.parse_args()
+    if options.picture:
+        return draw(options.picture)
     planned(1, 256, gspmd.Mesh(data=2, model=2), 4)  # imports and caches
 
     mesh = gspmd.Mesh.parse(options.mesh)

@@ -75,7 +75,7 @@ def propagate_program(program: Program) -> fx.Graph:
     ]
     for value, spec, where in seeds:
         _check_sizes(value, spec, where.removeprefix("marked at "))
-    program.layouts = propagate(graph, mesh, seeds, ties, program.rules)
+    program.layouts = propagate(graph, mesh, seeds, ties, program.rules, program.counts)
     for node in marks:
         node.meta["mark"] = program.layouts.spec[node]
     return graph

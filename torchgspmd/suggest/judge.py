@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
@@ -86,7 +87,7 @@ class Judge:
     first: the layers of the smaller one. With one layer the search often finds another layout, so
     numbers that are shown are of two and three. layers: of the model. recomputable: those that may
     be computed twice: none that changes a buffer. arguments: the tensors of the call. shared: what
-    plans of like programs share. stored: the layouts of parameters, by glob.
+    plans of like programs share. stored: the layouts of parameters, by glob. counts: of all plans.
     """
 
     model: nn.Module
@@ -102,6 +103,7 @@ class Judge:
     shared: Shared = field(default_factory=Shared)
     captures: dict[tuple[int, Recomputed, int], Captured | None] = field(default_factory=dict)
     known: dict[Key, Numbers] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     stored: dict[Key, dict[str, set[ShardSpec]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -296,6 +298,7 @@ class Judge:
             device="meta" if self.hardware.beside else "cpu",
             shared=self.shared,
         )
+        self.counts.update({"plans": 1, **result.counts})
         stored: dict[str, set[ShardSpec]] = {group.pattern: set() for group in self.groups}
         for inp, spec in zip(marked, result.input_layouts):
             if inp.name in groups:

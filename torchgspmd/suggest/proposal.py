@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..capture import PARAMETER, Captured
@@ -185,6 +185,7 @@ class Proposal:
         recompute_bound: Seconds that no choice of layers and of their submodules to recompute is
             below, on this mesh with these marks in this memory, if HiGHS is there.
         limit: Bytes of a device that may be used. A proposal that needs more says so.
+        counts: Work of the whole search: plans judged, and the sums of their counts.
 
     Example:
         >>> model = torch.nn.Linear(64, 64, device="meta")
@@ -209,6 +210,7 @@ class Proposal:
     largest_batch: int | None = None
     recompute_bound: float | None = None
     limit: float = math.inf
+    counts: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def code(self) -> str:

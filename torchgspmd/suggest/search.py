@@ -82,7 +82,8 @@ def suggest(
     limit = speed.memory if memory is None else size_of(memory)
     search = _Search(Judge(model, args, kwargs or {}, speed), limit, end - RECHECK * seconds, end)
     search.run(list(_meshes(devices)))
-    return search.best()
+    counts = dict(search.judge.counts)
+    return [replace(each, counts=counts) for each in search.best()]
 
 
 def size_of(memory: str | float) -> float:

@@ -6,20 +6,23 @@ after    it is sharded along the sequence by `model`, if that costs less in all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 
 from torch import fx
 
-from ...shard_spec import ShardSpec
+from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
 from .op_search import OpSearch
+from .pieces import pieces
 from .region_proposal import RegionProposals
 from .regions import Body, bodies, threads
 
 
 class BodySearch(RegionProposals):
     """Tries other factors for the axes of bodies and threads."""
+
+    search = "body"
 
     def __init__(self, op_search: OpSearch) -> None:
         super().__init__(op_search)
@@ -33,7 +36,7 @@ class BodySearch(RegionProposals):
         # body -> the stamp of its neighbors, and the costs then
         self.body_costs: dict[Body, tuple[int, tuple[float, float, float]]] = {}
         # layout tried for like bodies in a phase -> what one cost, how much more it would have cost
-        self.excess: dict[tuple[int, str, int], list[tuple[float, float]]] = {}
+        self.excess: dict[tuple[int, Axes, int], list[tuple[float, float]]] = {}
         self.likeness: dict[Body, int] = {}  # a number that is equal for like bodies
         self.bodies, self.threads = bodies(ops), threads(ops, self.constants)
         self.neighbors = {
@@ -50,17 +53,36 @@ class BodySearch(RegionProposals):
         the factor of the thread.
         """
         changed = [
-            self._try_layout(body, axis, factor_class)
+            self._try_layout(body, axes, factor_class)
             for body in self.bodies
-            for axis, factor_class in self._axis_options(body)
+            for axes, factor_class in self._piece_options(body)
         ]
         self.busy = self.busy_axes()
         changed += [
-            self._try_layout(thread, axis, 0, self.constants.min_saving)
+            self._try_layout(thread, axes, 0, self.constants.min_saving)
             for thread in self.threads
-            for axis in self._thread_axes(thread)
+            for axes in self._pieces_of(self._thread_axes(thread))
         ]
         return any(changed)
+
+    def _piece_options(self, body: Body) -> list[tuple[Axes, int | None]]:
+        """Return the options of `_axis_options`, those of all parts of a piece as one."""
+        options = self._axis_options(body)
+        of_classes: dict[int | None, list[str]] = {}
+        for axis, factor_class in options:
+            of_classes.setdefault(factor_class, []).append(axis)
+        piece_of = {
+            (axis, factor_class): piece
+            for factor_class, axes in of_classes.items()
+            for piece in self._pieces_of(axes)
+            for axis in piece
+        }
+        return list(dict.fromkeys((piece_of[option], option[1]) for option in options))
+
+    def _pieces_of(self, axes: Collection[str]) -> list[Axes]:
+        """Return the whole axes that have these parts."""
+        whole = pieces(self.assignment.mesh)
+        return [piece for piece in whole if any(axis in axes for axis in piece)]
 
     def _axis_options(self, body: Body) -> list[tuple[str, int | None]]:
         """Return (axis, index in `body.classes`; None for no factor) that operations could take.
@@ -137,28 +159,29 @@ class BodySearch(RegionProposals):
         return busy
 
     def _try_layout(
-        self, body: Body, axis: str, factor_class: int | None, min_saving: float = 0.0
+        self, body: Body, axes: Axes, factor_class: int | None, min_saving: float = 0.0
     ) -> bool:
-        """Move an axis to a class of factors in all of a body; return whether that costs less.
+        """Move axes to a class of factors in all of a body; return whether that costs less.
 
         factor_class: index in `body.classes`; None for no factor. min_saving: the share of what is
         sent that has to be saved. A layout that would have cost more is not tried again, nor for
         like bodies, until the cost of the body differs by a share of that, `retry_share`.
         """
         class_number = self._class_number(body, factor_class)
-        situation = self._situation(body), axis, min_saving, class_number
+        situation = self._situation(body), axes, min_saving, class_number
         if situation in self.memory.rejected:
             return False
         work, sent, pending = self._body_cost(body)
         cost = work + sent - min_saving * sent
         bonus = self.op_search.costs.pending_bonus * pending
-        layout = self._likeness(body), axis, class_number
+        layout = self._likeness(body), axes, class_number
         tries = self.excess.setdefault(layout, [])
         share = self.constants.retry_share
         if any(abs(work + sent - former) + bonus < share * excess for former, excess in tries):
             return False
+        self.memory.counts["thread_layouts" if min_saving else "body_layouts"] += 1
         neighbors, before = self.neighbors[body], self.assignment.snapshot()
-        self.force(body, axis, body.classes[factor_class] if factor_class is not None else {})
+        self.force(body, axes, body.classes[factor_class] if factor_class is not None else {})
         for op in (*reversed(neighbors), *neighbors):
             self.op_search.choose(op)
         other = self.op_search.costs.exact(neighbors)
@@ -223,8 +246,8 @@ class BodySearch(RegionProposals):
             )
         return self.class_numbers[key]
 
-    def force(self, body: Body, axis: str, factors: Mapping[fx.Node, str]) -> None:
-        """Assign the best strategies in which an axis shards these factors, or no factor."""
+    def force(self, body: Body, axes: Axes, factors: Mapping[fx.Node, str]) -> None:
+        """Assign the best strategies in which axes shard these factors, or no factor."""
         at, inside = self.assignment, {op.node for op in body.ops}
         for op in body.ops:
             if factors.get(op.node) in op.rule.replicated:
@@ -249,7 +272,7 @@ class BodySearch(RegionProposals):
                 op,
                 at.new_neighborhood(op, operands, required),
                 None,
-                (axis, factors.get(op.node)),
+                (axes, factors.get(op.node)),
             )
             if best is not None:
                 at.assign(op, best)

@@ -15,6 +15,8 @@ from .regions import Region, chains, sources
 class ChainSearch(RegionProposals):
     """Tries other layouts for chains, alone or with the contraction before."""
 
+    search = "chain"
+
     def __init__(self, op_search: OpSearch) -> None:
         super().__init__(op_search)
         ops = self.assignment.ops

@@ -123,6 +123,12 @@ class CostConstants:
     min_loop_rounds: int = _constant(
         4, "rounds", "only a loop shares its weights among so many equal contractions"
     )
+    max_choices: int = _constant(
+        64,
+        "strategies of an operation",
+        "where parts of one axis lie on different dimensions, up to so many combinations are "
+        "judged; of more only those in which one axis does something else than in a layout around",
+    )
     max_layouts: int = _constant(
         1000, "layouts", "a search of steps that visits more takes the direct path"
     )

@@ -126,4 +126,4 @@ class InputSearch:
         """Lay out inputs, and all that the dimension runs through, along the axis."""
         for value, spec in specs.items():
             self.assignment.set_layout(value, spec)
-        self.bodies.force(course, axis, factors)
+        self.bodies.force(course, (axis,), factors)

@@ -27,6 +27,8 @@ MAX_OPS = 8  # Operations of an island. Longer ones compute so much that a messa
 class MessageSearch(RegionProposals):
     """Changes strategies next to messages. op_search: its cost model has a price for them."""
 
+    search = "message"
+
     def __init__(self, op_search: OpSearch) -> None:
         super().__init__(op_search)
         self.price = self.memory.constants.message_price

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...shard_spec import Axes
 from ..ir import Op
 from .assignment import Assignment
 from .cost_model import CostModel
@@ -33,11 +34,11 @@ class OpSearch:
         op: Op,
         neighborhood: Neighborhood,
         current: Strategy | None,
-        forced: tuple[str, str | None] | None = None,
+        forced: tuple[Axes, str | None] | None = None,
     ) -> Strategy | None:
         """Return the cheapest strategy, of equals the current one; None if there is none.
 
-        forced: an axis, and the only factor that it may shard (None: no factor).
+        forced: axes, and the only factor that they may shard (None: no factor).
         """
         ops = self.assignment.ops
         moved = (
@@ -48,9 +49,10 @@ class OpSearch:
         key = (op.key, neighborhood, current, forced, self.costs.phase, moved)
         if key not in self.memory.choices:
             candidates = self.strategies.candidates(
-                op, neighborhood, {forced[0]: forced[1:]} if forced else None
+                op, neighborhood, dict.fromkeys(forced[0], forced[1:]) if forced else None
             )
             if current is not None:
                 candidates = [current, *candidates]
+            self.memory.counts["op_candidates"] += len(candidates)
             self.memory.choices[key] = self.costs.cheapest(op, candidates, neighborhood)
         return self.memory.choices[key]

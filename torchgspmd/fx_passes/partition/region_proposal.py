@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import ClassVar
 
 from ..ir import Op
 from .neighborhood import Neighborhood, Strategy
@@ -20,7 +21,12 @@ from .regions import Region
 
 
 class RegionProposals:
-    """Tries proposals for regions, and remembers their outcome for like regions."""
+    """Tries proposals for regions, and remembers their outcome for like regions.
+
+    search: the name of the search whose candidates are counted.
+    """
+
+    search: ClassVar[str]
 
     def __init__(self, op_search: OpSearch) -> None:
         self.op_search, self.assignment = op_search, op_search.assignment
@@ -60,6 +66,7 @@ class RegionProposals:
         self, op: Op, candidates: list[Strategy], neighborhood: Neighborhood
     ) -> None:
         """Assign the cheapest of the candidates, as if `neighborhood` were around it."""
+        self.memory.counts[f"{self.search}_candidates"] += len(candidates)
         best = self.op_search.costs.cheapest(op, candidates, neighborhood)
         if best is not None:
             self.assignment.assign(op, best)

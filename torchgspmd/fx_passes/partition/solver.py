@@ -41,7 +41,7 @@ class Solver:
         storable: Storable | None,
         cotangents: Cotangents,
     ) -> None:
-        self.assignment, self.constants = assignment, memory.constants
+        self.assignment, self.memory, self.constants = assignment, memory, memory.constants
         self.outputs, self.storable, self.cotangents = outputs, storable, cotangents
         costs = CostModel(assignment, memory.resharder, self.constants.pending_bonus)
         self.op_search = OpSearch(assignment, costs, memory)
@@ -114,6 +114,7 @@ class Solver:
             before, cost, sent = at.snapshot(), self.costs.exact(ops), self.costs.traffic(ops)
             gathers, outputs = self.costs.gathers(axis), self._open_outputs()
             propose()
+            self.memory.counts["input_layouts"] += 1
             self._run_phase(constants.tie_break, constants.max_region_rounds)
             saved = sent - self.costs.traffic(ops)
             more = (
@@ -165,6 +166,7 @@ class Solver:
         """Visit all operations, backwards and forwards in turn, until nothing changes."""
         order = list(self.assignment.ops.values())
         for sweep in range(self.constants.max_sweeps):
+            self.memory.counts["solver_sweeps"] += 1
             changed = [
                 self.op_search.choose(op)
                 for op in (order if sweep % 2 else reversed(order))

@@ -10,7 +10,8 @@ one of these may do so here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...mesh import Mesh
 from ...rules import FactorRule
@@ -28,6 +29,9 @@ from ..propagate.factors import (
 from .cost_constants import CostConstants
 from .cost_model import local_bytes, work
 from .neighborhood import Neighborhood, OperandLayouts, Strategy
+from .pieces import neighboring_parts, pieces
+
+Start = tuple[tuple[str, str | int | None], ...]  # axis, what it does in a layout
 
 
 class Strategies:
@@ -37,6 +41,7 @@ class Strategies:
         self.mesh, self.crowded, self.constants = mesh, crowded, constants
         self.cached_strategies: dict[tuple, Strategy | None] = {}  # by operation and assignment
         self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
+        self.piece_cache: dict[tuple, tuple[Axes, ...]] = {}  # by operation and neighborhood
         self.option_cache: dict[tuple, dict[str, tuple]] = {}  # by operation and neighborhood
 
     def candidates(
@@ -52,18 +57,28 @@ class Strategies:
         pinned = dict(op.node.meta.get("pinned", ()))
         options = self.options(op, neighborhood) | (forced or {})
         rows = op.rule.sizes if neighborhood.first else _rows(op)
-        key = (op.key, neighborhood.first, tuple(options.items()))
+        together = self._pieces(op, neighborhood)
+        starts: tuple[Start, ...] = ()
+        if len(together) > len(pieces(self.mesh)):  # parts of an axis stand apart
+            number = math.prod(map(len, _of_pieces(options, together).values()))
+            starts = self._starts(op, neighborhood) if number > self.constants.max_choices else ()
+        key = (op.key, neighborhood.first, tuple(options.items()), together, starts)
         if key not in self.lists:
-            self.lists[key] = self._strategies(op, rows, options | pinned) or (
-                self._strategies(op, rows, options)
-            )
+            self.lists[key] = self._strategies(
+                op, rows, _of_pieces(options | pinned, together), starts
+            ) or self._strategies(op, rows, _of_pieces(options, together), starts)
         return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
 
     def _strategies(
-        self, op: Op, rows: Mapping[str, int], options: dict[str, tuple]
+        self,
+        op: Op,
+        rows: Mapping[str, int],
+        options: dict[Axes, tuple],
+        starts: Sequence[Start],
     ) -> list[Strategy]:
-        """Return the strategies in which each axis does one of its options."""
-        strategies = (self._cached_strategy(op, *choice) for choice in self._choices(rows, options))
+        """Return the strategies in which each piece does one of its options."""
+        choices = self._choices(rows, options, starts)
+        strategies = (self._cached_strategy(op, *choice) for choice in choices)
         return list(dict.fromkeys(s for s in strategies if s is not None))
 
     def options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
@@ -110,7 +125,8 @@ class Strategies:
             for axis, targets in options.items():
                 if (
                     axis in disputed
-                    or sum(isinstance(target, str) for target in targets) > 1
+                    or self.mesh.whole((axis,))
+                    and sum(isinstance(target, str) for target in targets) > 1
                     or (neighborhood.only_inputs and rule.reduce.keys() & targets.keys())
                 ):
                     targets.update(dict.fromkeys(f for f in rule.sizes if f not in rule.replicated))
@@ -133,27 +149,61 @@ class Strategies:
             if self.mesh.whole((axis,))
         }
 
-    def _choices(
-        self, rows: Mapping[str, int], options: dict[str, tuple]
-    ) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
-        """Yield all assignments; if several axes shard one factor, every order of them.
+    def _pieces(self, op: Op, neighborhood: Neighborhood) -> tuple[Axes, ...]:
+        """Return the axes, together those that an operation has no reason to take apart."""
+        rule, around = op.rule, neighborhood.operands
+        fuses = any(len(names) > 1 for dims in (*rule.operands, *rule.results) for names in dims)
+        if fuses or rule.instead is not None or not neighboring_parts(self.mesh):
+            return tuple((axis,) for axis in self.mesh.names)
+        key = (op.key, neighborhood)
+        if key not in self.piece_cache:
+            specs = (*(have.layouts for have in around), *neighborhood.required)
+            self.piece_cache[key] = pieces(
+                self.mesh, itertools.chain(*specs), (have.deferrable for have in around)
+            )
+        return self.piece_cache[key]
 
-        rows: how many devices may share a factor.
+    def _starts(self, op: Op, neighborhood: Neighborhood) -> tuple[Start, ...]:
+        """Return what each layout around an operation has its axes do; None is nothing."""
+        tensors = [
+            *zip(op.rule.operands, (have.layouts for have in neighborhood.operands)),
+            *zip(op.rule.results, neighborhood.required),
+        ]
+        starts: dict[Start, None] = {}
+        for i, (dims, specs) in enumerate(tensors):
+            group = next((g for g, operands in enumerate(op.rule.linear) if i in operands), None)
+            for spec in specs:
+                projected = project(dims, spec, op.rule.sizes, self.mesh)
+                start = {axis: factor for factor, axes in projected.items() for axis in axes}
+                starts[(*start.items(), *((axis, group) for axis in spec.pending))] = None
+        return tuple(starts)
+
+    def _choices(
+        self, rows: Mapping[str, int], options: dict[Axes, tuple], starts: Sequence[Start]
+    ) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
+        """Yield assignments; if several pieces shard one factor, every order of them.
+
+        rows: how many devices may share a factor. starts: see `targets`.
         """
-        names = list(options)
-        for targets in itertools.product(*options.values()):
-            factors: dict[str, Axes] = {}
-            through = {a: t for a, t in zip(names, targets) if isinstance(t, int)}
-            for axis, target in zip(names, targets):
+        for targets in _targets(options, starts):
+            factors: dict[str, tuple[Axes, ...]] = {}
+            for piece, target in zip(options, targets):
                 if isinstance(target, str):
-                    factors[target] = factors.get(target, ()) + (axis,)
+                    factors[target] = (*factors.get(target, ()), piece)
             if not all(
-                is_roomy(rows[f], axes, self.mesh, self.crowded) for f, axes in factors.items()
+                is_roomy(rows[f], _joined(axes), self.mesh, self.crowded)
+                for f, axes in factors.items()
             ):
                 continue
-            orders = [itertools.permutations(axes) for axes in factors.values()]
+            through = {
+                axis: target
+                for piece, target in zip(options, targets)
+                if isinstance(target, int)
+                for axis in piece
+            }
+            orders = [_orders(f, axes, starts) for f, axes in factors.items()]
             for ordered in itertools.product(*orders):
-                yield dict(zip(factors, ordered)), through
+                yield dict(zip(factors, map(_joined, ordered))), through
 
     def _cached_strategy(
         self, op: Op, assignment: dict[str, Axes], through: dict[str, int]
@@ -202,6 +252,59 @@ class Strategies:
             work(op, assignment, operands, results, self.mesh, self.constants),
             pending,
         )
+
+
+def _of_pieces(options: dict[str, tuple], together: Sequence[Axes]) -> dict[Axes, tuple]:
+    """Return the options of each piece: those of its parts, which are the same for all of them."""
+    found: dict[Axes, tuple] = {}
+    for piece in together:
+        targets = [options[axis] for axis in piece if axis in options]
+        if len(targets) == len(piece) and all({*t} == {*targets[0]} for t in targets):
+            found[piece] = targets[0]
+        else:
+            found.update(((axis,), options[axis]) for axis in piece if axis in options)
+    return found
+
+
+def _joined(axes: Iterable[Axes]) -> Axes:
+    """Return the axes of pieces, one after the other."""
+    return tuple(itertools.chain(*axes))
+
+
+def _targets(options: dict[Axes, tuple], starts: Sequence[Start]) -> Iterator[tuple]:
+    """Yield what all pieces do at once, in the order of itertools.product.
+
+    Without starts every combination. With starts those that one layout asks for, filled up by the
+    others, in which one piece does something else: as many as there are pieces, not a power.
+    """
+    if not starts:
+        yield from itertools.product(*options.values())
+        return
+    places = [{target: i for i, target in enumerate(targets)} for targets in options.values()]
+    numbers: set[tuple[int, ...]] = set()
+    merged = {axis: target for start in reversed(starts) for axis, target in start}
+    for start in starts:
+        full = merged | dict(start)
+        near = tuple(at.get(full.get(piece[0]), 0) for piece, at in zip(options, places))
+        for k, at in enumerate(places):
+            numbers.update((*near[:k], i, *near[k + 1 :]) for i in range(len(at)))
+    for number in sorted(numbers):
+        yield tuple(targets[i] for targets, i in zip(options.values(), number))
+
+
+def _orders(
+    factor: str, sharding: tuple[Axes, ...], starts: Sequence[Start]
+) -> Iterable[tuple[Axes, ...]]:
+    """Return orders of the pieces of a factor: all, or those of the starts and of the mesh."""
+    if not starts or len(sharding) < 3:
+        return itertools.permutations(sharding)
+    orders: dict[tuple[Axes, ...], None] = {sharding: None}
+    for start in starts:
+        places = [axis for axis, target in start if target == factor]
+        first = [piece for piece in sharding if piece[0] in places]
+        first.sort(key=lambda piece: places.index(piece[0]))
+        orders[(*first, *(piece for piece in sharding if piece not in first))] = None
+    return orders
 
 
 def _rows(op: Op) -> dict[str, int]:

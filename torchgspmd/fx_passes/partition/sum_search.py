@@ -9,15 +9,18 @@ from __future__ import annotations
 from torch import fx
 
 from ...mesh import Mesh
-from ...shard_spec import ShardSpec
+from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
 from .op_search import OpSearch
+from .pieces import pieces
 from .region_proposal import RegionProposals
 from .regions import Region, sums
 
 
 class SumSearch(RegionProposals):
     """Tries to reduce sums later or earlier."""
+
+    search = "sum"
 
     def __init__(self, op_search: OpSearch) -> None:
         super().__init__(op_search)
@@ -33,11 +36,12 @@ class SumSearch(RegionProposals):
         No summand gains alone: an addition passes on only what is pending in both operands.
         """
         at = self.assignment
-        axes = [
-            a for a, size in at.mesh.axes if size > 1 and a not in at.layout_of[total.value].pending
-        ]
+        now = at.layout_of[total.value].pending
         inside = {a for value in total.values for a in at.layout_of[value].pending}
-        kinds = [(axis, True) for axis in axes] + [(axis, False) for axis in axes if axis in inside]
+        whole = [piece for piece in pieces(at.mesh) if at.mesh.count(piece) > 1]
+        open_axes = [axes for axes in whole if not all(a in now for a in axes)]
+        kinds = [(axes, True) for axes in open_axes]
+        kinds += [(axes, False) for axes in open_axes if inside.intersection(axes)]
         return any(
             [
                 self.try_proposal(total, kind, lambda kind=kind: self._propose(total, *kind))
@@ -45,8 +49,8 @@ class SumSearch(RegionProposals):
             ]
         )
 
-    def _propose(self, total: Region, axis: str, pending: bool) -> bool:
-        """Leave everything up to the last addition pending over an axis, or nothing of it.
+    def _propose(self, total: Region, axes: Axes, pending: bool) -> bool:
+        """Leave everything up to the last addition pending over axes, or nothing of it.
 
         If nothing (`pending` is False), each summand gets the layout that costs least to compute.
         """
@@ -57,7 +61,7 @@ class SumSearch(RegionProposals):
                     op,
                     neighborhood.operands,
                     tuple(
-                        tuple(_with_pending_axis(w, axis, self.assignment.mesh) for w in uses)
+                        tuple(_with_pending(w, axes, self.assignment.mesh) for w in uses)
                         if pending
                         else ()
                         for uses in neighborhood.required
@@ -68,6 +72,7 @@ class SumSearch(RegionProposals):
                 for s in self.strategies.candidates(op, neighborhood)
                 if all(
                     (axis in layout.pending) == pending
+                    for axis in axes
                     for v, layout in zip(op.results, s.results)
                     if v in total.values
                 )
@@ -139,9 +144,8 @@ class SumSearch(RegionProposals):
         return at.in_order(users.values()), reductions
 
 
-def _with_pending_axis(spec: ShardSpec, axis: str, mesh: Mesh) -> ShardSpec:
-    """Return the layout with an axis pending, and not on a dimension."""
-    dims = tuple(tuple(a for a in axes if a != axis) for axes in spec.dims)
-    return ShardSpec(
-        dims, (), tuple(a for a in mesh.names if a == axis or a in spec.pending), spec.reduction
-    )
+def _with_pending(spec: ShardSpec, axes: Axes, mesh: Mesh) -> ShardSpec:
+    """Return the layout with axes pending, and not on a dimension."""
+    dims = tuple(tuple(a for a in of_dim if a not in axes) for of_dim in spec.dims)
+    pending = tuple(a for a in mesh.names if a in axes or a in spec.pending)
+    return ShardSpec(dims, (), pending, spec.reduction)

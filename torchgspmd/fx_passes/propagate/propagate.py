@@ -16,6 +16,7 @@ priority of marks, the strongest first (rounds.py).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -38,11 +39,13 @@ def propagate(
     seeds: Sequence[Seed],
     ties: Iterable[tuple[fx.Node, fx.Node, str]] = (),
     rules: Rules | None = None,
+    counts: Counter[str] | None = None,
 ) -> Layouts:
     """Return the layouts of all values, and write them to meta["spec"].
 
     seeds: (value, layout, why) of marks, inputs and outputs. ties: (value, other value, why) that
-    should have one layout, such as a parameter and its gradient.
+    should have one layout, such as a parameter and its gradient. counts: gets the work,
+    where this run did more than those before.
     """
     rules = rules or Rules()
     for node in graph.nodes:
@@ -66,6 +69,8 @@ def propagate(
             op.node.meta[PINNED] = pinned
     for value in all_values:
         value.meta["spec"] = layouts.spec[value]
+    if counts is not None:  # A pass that changes the program has it run again.
+        counts |= propagation.counts
     return layouts
 
 
@@ -94,6 +99,7 @@ class _Propagation:
 
     def __init__(self, layouts: Layouts, ops: list[Op]) -> None:
         self.layouts, self.ops, self.mesh = layouts, ops, layouts.mesh
+        self.counts: Counter[str] = Counter()
         self.values = [(*op.operands, *(v for v in op.results if v is not None)) for op in ops]
         numbers: dict[tuple, int] = {}
         self.op_kinds = [numbers.setdefault(_op_kind(op), len(numbers)) for op in ops]
@@ -112,6 +118,7 @@ class _Propagation:
         dirty = set(range(len(self.ops)))
         forward = True
         while dirty:
+            self.counts["propagation_sweeps"] += 1
             order, later = sorted(dirty, reverse=not forward), set()
             todo = set(order)
             for i in self._sweep(order, todo, forward):
@@ -158,6 +165,7 @@ class _Propagation:
             *(map(self.layouts.reserved.get, values) if self.layouts.reserved else ()),
         )
         if key not in self.extension_cache:
+            self.counts["propagation_steps"] += 1
             self.extension_cache[key] = list(self._extensions(op, stage))
         for extension in self.extension_cache[key]:
             value = values[extension.tensor]
@@ -166,6 +174,7 @@ class _Propagation:
                 self.layouts.origin.setdefault(
                     (value, axis), (values[extension.source], f"{op.node.name}: {op.rule}")
                 )
+        self.counts["propagation_updates"] += len(self.extension_cache[key])
         return [values[extension.tensor] for extension in self.extension_cache[key]]
 
     def _extensions(self, op: Op, stage: int) -> Iterator[_Extension]:
