@@ -172,7 +172,8 @@ def instance(
         small = tuple(math.lcm(shards(b), shards(a)) for b, a in zip(old.dims, new.dims))
         return Instance(Pattern(named_sizes, small, MANY_BYTES, old, new), *rest, 0)
     small = tuple(total if n and not n % total else n for n in shape)
-    unit = itemsize * (math.prod(shape) // max(math.prod(small), 1))
+    # An empty tensor has units too: they have bytes, and it has none of them.
+    unit = itemsize * (math.prod(shape) // math.prod(small) if 0 not in small else 1)
     large = unit >= MIN_UNIT * total
     return Instance(Pattern(sizes, small, MANY_BYTES if large else unit, old, new), *rest, unit)
 
