@@ -23,6 +23,7 @@ LAYERS = (  # a file imports only from the lines below its own
     ("api",),
     ("fix_candidates",),
     ("plan",),
+    ("small_sizes",),
     ("plan_cache",),
     ("report",),
     ("xla_backend",),

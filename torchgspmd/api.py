@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .annotate import layout_of
 from .capture import (
+    ArgumentSizes,
     Captured,
     capture,
     check_dtypes,
@@ -41,6 +42,7 @@ from .mesh import Mesh
 from .plan import Plan
 from .prefix_specs import spread_inputs
 from .shard_spec import ShardSpec
+from .small_sizes import SmallSizes
 
 
 def plan(
@@ -57,7 +59,7 @@ def plan(
     costs: Mapping[str, float] | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-    dynamic: Mapping[str, Any] | None = None,
+    dynamic: Mapping[str, Any] | ArgumentSizes | None = None,
     hardware: Hardware | str | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -111,6 +113,20 @@ def plan(
         >>> [(c.kind, c.axes) for c in result.collectives]
         [('all_reduce', ('model',))]
     """
+    asked = {
+        "mesh": mesh,
+        "in_specs": in_specs,
+        "out_specs": out_specs,
+        "grad": grad,
+        "strict": strict,
+        "rng": rng,
+        "regather": regather,
+        "skip_passes": skip_passes,
+        "costs": costs,
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "hardware": hardware,
+    }
     layout = layout_of(fn, mesh)
     if isinstance(mesh, MeshLayout):
         in_specs, out_specs = mesh.spec(in_specs), mesh.spec(out_specs)
@@ -132,7 +148,11 @@ def plan(
     args, kwargs = opened((args, kwargs))
     specs = spread_inputs(in_specs, args, kwargs, mesh, fn)
     start = time.perf_counter()
-    sizes = sizes_of(dynamic, leaf_names(fn, args, kwargs), pytree.tree_leaves((args, kwargs)))
+    sizes = (
+        dynamic
+        if isinstance(dynamic, ArgumentSizes)
+        else sizes_of(dynamic, leaf_names(fn, args, kwargs), pytree.tree_leaves((args, kwargs)))
+    )
     with bound(layout):
         captured = capture(
             fn, args, kwargs, mesh, grad=grad, param_dtype=param_dtype, dynamic=sizes
@@ -160,6 +180,10 @@ def plan(
         device="meta" if has_meta_tensor else None,
     )
     result.seconds = {"capture": seconds, **result.seconds}
+    if sizes.dims:
+        result._small_sizes = SmallSizes(
+            captured, lambda sizes, args, kwargs: plan(fn, *args, dynamic=sizes, **asked, **kwargs)
+        )
     return result
 
 

@@ -19,8 +19,8 @@ from .capture import (
     OUTPUT,
     PARAMETER,
     TANGENT,
-    UNKNOWN,
     Captured,
+    cotangents_of,
     opened,
 )
 from .comm.collective import Collective
@@ -39,6 +39,7 @@ from .report.pipelines import pipelines_text
 from .report.plan_views import PlanViews, weights_against_marks
 from .report.units import size_text
 from .shard_spec import ShardSpec
+from .small_sizes import SmallSizes
 
 NO_COSTS = "no costs: the process that planned has the candidates"
 
@@ -83,6 +84,8 @@ class Plan(PlanViews, PlanFiles):
         >>> result.sent_bytes
         192.0
     """
+
+    _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
 
     def __init__(
         self,
@@ -269,6 +272,8 @@ class Plan(PlanViews, PlanFiles):
             >>> result.simulate(x, w).equal(x @ w)
             True
         """
+        if self._small_sizes and (small := self._small_sizes.plan_for(args, kwargs)):
+            return small.simulate(*args, _poison=_poison, **kwargs)
         tensors = self.flat_inputs(args, kwargs)
         self.captured.check_aliases(tensors)
         inputs = [
@@ -336,21 +341,8 @@ class Plan(PlanViews, PlanFiles):
                     fix="make a plan for these shapes",
                 )
         sizes.check([t.shape for t in arguments])
-        summed = self.captured.visible()
-        if any(UNKNOWN in each.shape for each in self.captured.inputs):
-            raise ShardingError(
-                "a result has a size that is known only when the program runs, "
-                "and so has its gradient",
-                where=user_line(),
-                why="the devices are simulated forward and backward at once",
-                fix="return a sum of it, or a loss",
-            )
-        cotangents = [
-            (torch.ones if i.output in summed else torch.zeros)(i.shape, dtype=i.dtype)
-            for i in self.captured.inputs
-            if i.kind == TANGENT
-        ]
-        return [*self.captured.module_tensors(), *arguments, *cotangents]
+        tensors = [*self.captured.module_tensors(), *arguments]
+        return [*tensors, *cotangents_of(self.captured, tensors)]
 
     def rebuild(
         self, flat: Sequence[Any], tensors: Sequence[Tensor], arguments: tuple[tuple, dict]

@@ -99,6 +99,45 @@ def test_sizes_that_differ_by_a_number():
     assert not plan.collectives
 
 
+def test_sizes_of_0_and_1_have_plans_of_their_own():
+    """They broadcast, and programs branch on them; a plan may be made with one, too."""
+
+    def f(x, y):
+        rows = x if x.shape[0] == 1 else x * 2
+        return rows + y.squeeze(1).sum(0), torch.cat([rows, y[:, 0]]).softmax(0)
+
+    for planned in ((5, 4), (1, 4), (1, 1)):
+        plan = gspmd.plan(
+            f,
+            torch.randn(planned[0], 3),
+            torch.randn(planned[1], 1, 3),
+            mesh=gspmd.Mesh(m=2),
+            in_specs=("_ m", "_ _ m"),
+            dynamic={"x": {0: "n"}, "y": {0: "m"}},
+        )
+        for n, m in ((5, 5), (1, 4), (1, 1), (6, 1), (0, 3), (1, 7)):
+            inputs = torch.randn(n, 3), torch.randn(m, 1, 3)
+            for result, want in zip(plan.simulate(*inputs), f(*inputs)):
+                torch.testing.assert_close(result, want)
+        assert plan.simulate(*inputs)[1].shape == (8, 3)
+
+
+def test_gradients_of_results_of_other_sizes():
+    mesh, model = gspmd.Mesh(m=4), nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 8)).double()
+    gspmd.annotate(model, mesh, {"0.weight": "_ m", "1.weight": "m _"})
+    tokens = torch.randint(10, (8, 5))
+    plan = gspmd.plan(model, tokens, mesh=mesh, grad=True, dynamic={"input": {0}})
+    for rows in (8, 7, 3, 1):
+        tokens = torch.randint(10, (rows, 5))
+        result, gradients = plan.simulate(tokens)
+        model.zero_grad()
+        expected = model(tokens)
+        expected.sum().backward()
+        torch.testing.assert_close(result, expected.detach(), **TOLERANCE)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, **TOLERANCE)
+
+
 def test_bad_sizes_are_errors():
     mesh, x = gspmd.Mesh(data=2), torch.ones(4, 6)
 
@@ -116,7 +155,7 @@ def test_bad_sizes_are_errors():
     with pytest.raises(gspmd.ShardingError, match="sizes that the plan takes for one"):
         plan({"x": {0: "rows", 1: "rows"}})
     result = plan({"x": {1}})
-    with pytest.raises(gspmd.ShardingError, match="smaller than 2"):
-        result.simulate(torch.ones(4, 1))
+    with pytest.raises(gspmd.ShardingError, match="the plan was made for"):
+        result.simulate(torch.ones(3, 1))
     with pytest.raises(gspmd.ShardingError, match="the plan was made for"):
         result.simulate(torch.ones(5, 6))

@@ -19,6 +19,7 @@ from .captured import (
     Output,
 )
 from .compute_dtype import check_dtypes
+from .output_sizes import cotangents_of
 from .rewrites.loop_trace import unrolling
 from .state.object_trees import opened
 from .state.source import Source
@@ -48,6 +49,7 @@ __all__ = [
     "capture",
     "check_dtypes",
     "check_module",
+    "cotangents_of",
     "is_capturing",
     "is_transforming",
     "leaf_names",

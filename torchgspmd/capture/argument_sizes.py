@@ -54,14 +54,29 @@ class ArgumentSizes:
                 torch._check(shape[dim] >= LEAST)
         return shapes
 
-    def values(self, shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:
+    def values(self, shapes: Sequence[Sequence[int]], least: int = LEAST) -> dict[str, int] | None:
         """Return the sizes by name in a call; None if it needs another program."""
         sizes: dict[str, int] = {}
         for (tensor, dim), (name, added) in self.dims.items():
             size = shapes[tensor][dim]
-            if size < LEAST or sizes.setdefault(name, size - added) != size - added:
+            if size < least or sizes.setdefault(name, size - added) != size - added:
                 return None
         return sizes
+
+    def without_small(self, shapes: Sequence[Sequence[int]]) -> ArgumentSizes | None:
+        """Return the sizes that are symbols in a program for a call with some smaller than 2.
+
+        None if all are symbols there, or if sizes of one name differ.
+        """
+        sizes: dict[str, int] = {}
+        small = set()
+        for (tensor, dim), (name, added) in self.dims.items():
+            size = shapes[tensor][dim]
+            if sizes.setdefault(name, size - added) != size - added:
+                return None
+            small |= {name} if size < LEAST else set()
+        rest = {dim: size for dim, size in self.dims.items() if size[0] not in small}
+        return ArgumentSizes(rest) if small else None
 
     def fits(self, tensor: int, shape: Sequence[int], planned: Sequence[int]) -> bool:
         """Return whether a tensor has the planned shape, but for sizes of a run."""
@@ -70,9 +85,9 @@ class ArgumentSizes:
             for dim, (size, other) in enumerate(zip(shape, planned))
         )
 
-    def check(self, shapes: Sequence[Sequence[int]]) -> None:
-        """Raise ShardingError if sizes of one name differ, or are smaller than 2."""
-        if self.values(shapes) is None:
+    def check(self, shapes: Sequence[Sequence[int]], least: int = LEAST) -> None:
+        """Raise ShardingError if sizes of one name differ, or are smaller than `least`."""
+        if self.values(shapes, least) is None:
             sizes = {
                 f"{name}{f' + {n}' * bool(n)}": shapes[tensor][dim]
                 for (tensor, dim), (name, n) in self.dims.items()
@@ -89,9 +104,15 @@ Dims = int | Iterable[int] | Mapping[int, str]
 
 
 def sizes_of(
-    dynamic: Mapping[str, Dims] | None, names: Sequence[str], leaves: Sequence[Any]
+    dynamic: Mapping[str, Dims] | None,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    programs_for_small: bool = False,
 ) -> ArgumentSizes:
-    """Return the sizes that `plan(dynamic=)` names. names: those of all leaves."""
+    """Return the sizes that `plan(dynamic=)` names. names: those of all leaves.
+
+    programs_for_small: leave out sizes of 0 and 1, which have programs of their own.
+    """
     tensors = [(name, x) for name, x in zip(names, leaves) if isinstance(x, Tensor)]
     dims: dict[tuple[int, int], tuple[str, int]] = {}
     for pattern, asked in (dynamic or {}).items():
@@ -108,9 +129,9 @@ def sizes_of(
     numbers = [name for name, _ in dims.values() if name.isdigit()]
     named = {number: f"n{i}" for i, number in enumerate(dict.fromkeys(numbers))}
     dims = {dim: (named.get(name, name), added) for dim, (name, added) in dims.items()}
-    sizes = ArgumentSizes(dims)
-    sizes.check([t.shape for _, t in tensors])
-    return sizes
+    sizes, shapes = ArgumentSizes(dims), [t.shape for _, t in tensors]
+    sizes.check(shapes, least=0)
+    return programs_for_small and sizes.without_small(shapes) or sizes
 
 
 def _named(asked: Dims, name: str, tensor: Tensor) -> dict[int, tuple[str, int]]:

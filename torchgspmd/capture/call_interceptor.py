@@ -24,7 +24,13 @@ from ..rules.rewrites import DECLINED, rewrite_of
 from .cached_constants import CachedConstants
 from .functional_values import unwrap
 from .functionalize import Functional, FunctionalTensor, set_data
-from .rewrites import products, sparse_coo, unknown_sizes, value_free  # noqa: F401 (register)
+from .rewrites import (  # noqa: F401 (register)
+    products,
+    sparse_coo,
+    unknown_operands,
+    unknown_sizes,
+    value_free,
+)
 from .rewrites.inline_python import bodies
 from .rewrites.masked_indexing import SELECTIONS
 from .state.symbolic_numbers import specialize_tree

@@ -215,7 +215,7 @@ def _trace_once(
     )
     shape_env = AssumingShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
-    with translate_errors(), read_recorder as tables.recorder, mode:
+    with translate_errors(bool(dynamic.dims)), read_recorder as tables.recorder, mode:
         shapes = dynamic.shapes(tensors, len(state), shape_env)
         fakes = [_empty_like(t, shape) for t, shape in zip(tensors, shapes)]
         requires = [t.requires_grad for t in tensors]

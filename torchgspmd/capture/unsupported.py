@@ -90,13 +90,18 @@ _IN_PLACE_OF = {
 
 
 def needs_values(
-    what: str, where: str | None, call: str | None = None, alone: str | None = None
+    what: str,
+    where: str | None,
+    call: str | None = None,
+    alone: str | None = None,
+    dynamic: bool = False,
 ) -> ShardingError:
     """Return the error of a program that asks for values which a trace does not have.
 
     call: the function of Python that asked, if one did. alone: submodules that do not ask.
+    dynamic: whether sizes of arguments are such values.
     """
-    others = _others(alone)
+    others = "; or leave the size out of dynamic=" * dynamic + _others(alone)
     if call in _IN_PLACE_OF:
         return ShardingError(
             f"the program depends on values: {call}() needs a number that is known only when it "
@@ -187,15 +192,23 @@ class translate_errors:
     """A context manager that turns "cannot be captured" errors into ShardingErrors.
 
     Other errors of the program stay what they are; torch's own say at which line of the program.
+    dynamic: whether sizes of arguments are symbols.
     """
+
+    def __init__(self, dynamic: bool = False) -> None:
+        self.dynamic = dynamic
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: Any, _: Any) -> None:
-        sized = isinstance(
-            error, RuntimeError
-        ) and "expected to contain only concrete integers" in str(error)
+        sized = isinstance(error, RuntimeError) and any(
+            text in str(error)
+            for text in (
+                "expected to contain only concrete integers",
+                "with symbolic sizes/strides",
+            )
+        )
         if sized or isinstance(
             error,
             (
@@ -217,6 +230,7 @@ class translate_errors:
                     user_line_of(error),
                     _python_call(error),
                     wrapped_alone(error.__traceback__),
+                    self.dynamic,
                 ),
                 error,
             ) from error

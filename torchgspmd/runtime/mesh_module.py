@@ -182,7 +182,7 @@ class MeshModule(ModuleProxy):
         """Return which sizes of a call are symbols."""
         if self._dynamic is not True:
             names = leaf_names(self._model, call.args, call.kwargs)
-            return sizes_of(self._dynamic, names, call.leaves)
+            return sizes_of(self._dynamic, names, call.leaves, programs_for_small=True)
         tree, leaf_keys, *rest = call.key
         shared = tree, tuple(map(kind_of, leaf_keys)), *rest
         return self._history.sizes_for(shared, call.shapes, call.key, self._whole_dims)

@@ -198,6 +198,8 @@ def _attention(
     if fused:
         key, value = unrepeated(key, value)
     query, key, value = _autocast(query, key, value)
+    if scale is None and isinstance(query.shape[-1], torch.SymInt):
+        query, scale = query / torch.sym_sqrt(query.shape[-1]), 1.0  # nodes have plain numbers
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if fused:
         mask = None if attn_mask is None else attn_mask[(None,) * (2 - attn_mask.dim())]

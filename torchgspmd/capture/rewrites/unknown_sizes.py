@@ -21,19 +21,19 @@ from ...compat.private_apis import pad_sequence
 from ...rules.rewrites import DECLINED, rewrite
 
 
-def _unknown(*values: Any) -> bool:
+def is_unknown(*values: Any) -> bool:
     """Return whether a shape or number among the values is known only in a run."""
     for value in values:
         if isinstance(value, Tensor):
             value = tuple(value.shape)
-        if isinstance(value, (tuple, list)) and _unknown(*value):
+        if isinstance(value, (tuple, list)) and is_unknown(*value):
             return True
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return True
     return False
 
 
-def _arange(x: Tensor, count: Any) -> Tensor:
+def arange_of(x: Tensor, count: Any) -> Tensor:
     return torch.arange(count, device=x.device)
 
 
@@ -53,7 +53,7 @@ def _is_list(value: Any) -> bool:
 def _pad(
     input: Tensor, pad: Sequence[Any], mode: str = "constant", value: float | None = None
 ) -> Any:
-    if not _unknown(input, tuple(pad)):
+    if not is_unknown(input, tuple(pad)):
         return DECLINED
     for at in range(0, len(pad), 2):
         dim, (before, after) = input.dim() - 1 - at // 2, pad[at : at + 2]
@@ -87,7 +87,7 @@ def _pad_dim(x: Tensor, dim: int, before: Any, after: Any, value: float) -> Tens
 def _mirror(x: Tensor, dim: int, before: Any, after: Any, mode: str) -> Tensor:
     """Return x with rows of its own before and after: reflect, replicate, circular."""
     size = x.shape[dim]
-    rows = _arange(x, size + before + after) - before
+    rows = arange_of(x, size + before + after) - before
     if mode == "circular":
         rows = rows.remainder(size)
     elif mode == "replicate":
@@ -105,7 +105,7 @@ def _diff(
     prepend: Tensor | None = None,
     append: Tensor | None = None,
 ) -> Any:
-    if not _unknown(input, prepend, append):
+    if not is_unknown(input, prepend, append):
         return DECLINED
     pieces = [t for t in (prepend, input, append) if t is not None]
     x = torch.cat(pieces, dim) if len(pieces) > 1 else input
@@ -118,21 +118,21 @@ def _diff(
 
 @rewrite("value", torch.roll, Tensor.roll)
 def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Any:
-    if not _unknown(input, shifts):
+    if not is_unknown(input, shifts):
         return DECLINED
     dims = list(dims) if _is_list(dims) else [dims]
     if not dims:
         return _roll(input.reshape(-1), shifts, 0).view(input.shape)
     for shift, dim in zip(_each(shifts, 1), dims):
         size = input.shape[dim]
-        input = input.index_select(dim, (_arange(input, size) - shift).remainder(size))
+        input = input.index_select(dim, (arange_of(input, size) - shift).remainder(size))
     return input
 
 
 @rewrite("value", Tensor.repeat, torch.tile, Tensor.tile)
 def _repeat(input: Tensor, *counts: Any, dims: Any = ()) -> Any:
     counts = tuple(dims) or (tuple(counts[0]) if counts and _is_list(counts[0]) else counts)
-    if not _unknown(input, counts):
+    if not is_unknown(input, counts):
         return DECLINED
     rank = max(len(counts), input.dim())
     counts = (*[1] * (rank - len(counts)), *counts)
@@ -149,7 +149,7 @@ def _pad_sequence(
     padding_value: float = 0.0,
     padding_side: str = "right",
 ) -> Any:
-    if not _unknown(*sequences):
+    if not is_unknown(*sequences):
         return DECLINED
     longest = sequences[0].shape[0]
     for each in sequences[1:]:
@@ -176,7 +176,7 @@ def _interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Any:
-    if not _unknown(input, size) or antialias or mode not in (*_TAPS, "area"):
+    if not is_unknown(input, size) or antialias or mode not in (*_TAPS, "area"):
         return DECLINED
     dims = range(2, input.dim())
     factors = _each(scale_factor, len(dims))
@@ -232,7 +232,7 @@ def _resample(
     """Return x with `count` rows along one dimension, each of a few of its own rows."""
     size, is_nearest = x.shape[dim], mode.startswith("nearest")
     dtype = torch.float32 if is_nearest or x.dtype in (torch.half, torch.bfloat16) else x.dtype
-    rows = _arange(x, count).to(dtype)
+    rows = arange_of(x, count).to(dtype)
     if align_corners:
         place = rows * ((size - 1) / torch.sym_max(count - 1, 1))
     else:
@@ -255,7 +255,7 @@ def _resample(
 
 def _bins(x: Tensor, size: Any, count: Any) -> Tensor:
     """Return which rows [size] belong to each of `count` results of adaptive pooling."""
-    result, row = _arange(x, count).unsqueeze(1), _arange(x, size)
+    result, row = arange_of(x, count).unsqueeze(1), arange_of(x, size)
     first = result * size // count
     after = ((result + 1) * size + (count - 1)) // count
     return (row >= first) & (row < after)
@@ -285,7 +285,7 @@ def _register_adaptive(pool: Callable, dims: int, *targets: Callable) -> None:
     @rewrite("value", *targets)
     def adaptive(input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
         counts = _each(output_size, dims)
-        if return_indices or not _unknown(input.shape[-dims:], counts):
+        if return_indices or not is_unknown(input.shape[-dims:], counts):
             return DECLINED
         return pool(input, counts)
 
@@ -306,7 +306,7 @@ def _register_maximum(dims: int, *targets: Callable) -> None:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
-        if return_indices or ceil_mode or not _unknown(input.shape[-dims:]):
+        if return_indices or ceil_mode or not is_unknown(input.shape[-dims:]):
             return DECLINED
         sizes = _each(kernel_size, dims)
         strides = sizes if stride in (None, [], ()) else _each(stride, dims)
@@ -322,7 +322,7 @@ def _window_maximum(
     """Return the largest of `size` rows around each `stride`-th row."""
     x = _pad_dim(x, dim, padding, padding, -math.inf)
     count = (x.shape[dim] - dilation * (size - 1) - 1) // stride + 1
-    first = _arange(x, count) * stride
+    first = arange_of(x, count) * stride
     rows = [x.index_select(dim, first + i * dilation) for i in range(size)]
     return torch.stack(rows).max(0).values
 
