@@ -102,3 +102,10 @@ def test_a_program_with_shards_of_an_open_size_is_refused():
     node.meta["spec"] = ShardSpec.parse("m _")
     with pytest.raises(gspmd.ShardingError, match=r"(?s)%sin is .m _., but the size .* fix  "):
         localize(plan.sharded, plan.mesh)
+
+
+@pytest.mark.parametrize("rows", (0, 1))
+def test_steps_between_layouts_of_no_rows(rows):
+    x = torch.randn(rows, 6)
+    plan = gspmd.plan(lambda x: x.T @ x, x, mesh=Mesh(m=2), in_specs="_ m", out_specs="m _")
+    assert_same(plan.simulate(x), x.T @ x)

@@ -507,3 +507,15 @@ def test_the_error():
     assert str(error.value).replace(__file__, "FILE").splitlines()[0] == (
         "argument 's'['parts'][1]['a'] is 4.0, and was 2.0 when this was planned"
     )
+
+
+def test_a_mesh_in_a_closure_is_the_same_after_it_was_used():
+    """A mesh remembers what it has counted, and a spec its axes."""
+    mesh, x = gspmd.Mesh(a=2, m=2), torch.ones(4, 6)
+
+    def f(x):
+        return gspmd.mark_sharding(x * 2, mesh, "a m")
+
+    plan = gspmd.plan(f, x, mesh=gspmd.Mesh(a=2, m=2))
+    mesh.count(("a", "m")), mesh.names
+    assert plan.simulate(x).equal(x * 2)

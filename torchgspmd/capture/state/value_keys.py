@@ -38,7 +38,7 @@ def value_key(value: Any, around: tuple[int, ...] = ()) -> Any:
     """
     if id(value) in around or len(around) > _DEEP:
         return "itself"
-    if isinstance(value, _BY_NAME):
+    if isinstance(value, _BY_NAME) or _is_own_record(value):
         return value
     inside = (*around, id(value))
     if isinstance(value, Tensor):
@@ -61,6 +61,14 @@ def value_key(value: Any, around: tuple[int, ...] = ()) -> Any:
     is_of_python = all(base.__flags__ & _OF_PYTHON for base in bases)
     own = "" if is_of_python else as_text(repr(value))  # what a number or text has besides
     return type(value), own, value_key(table, inside)
+
+
+def _is_own_record(value: Any) -> bool:
+    """Return whether a value is a mesh, a spec or the like; what else it holds are memos."""
+    kind = type(value)
+    parameters = getattr(kind, "__dataclass_params__", None)
+    is_own = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return is_own and parameters is not None and parameters.frozen and parameters.eq
 
 
 def _attributes(value: Any) -> dict[str, Any]:

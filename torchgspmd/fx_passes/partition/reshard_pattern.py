@@ -9,6 +9,7 @@ number of patterns, and the size of each, depends on the layouts and not on the 
 * Axes that stand together in both layouts are one piece. Pieces have names by their first use.
 * Axes that neither layout uses are left out. Where a size does not divide they stay: replicas can
   pass on what few devices have.
+* A size that only a run knows is one row, of an open size too.
 * A size that divides counts by its shards. If nothing is reduced, that is the least common multiple
   of the shards before and after. A size that does not divide stays.
 * Bytes of a unit do not matter where they are many more than all fees.
@@ -30,6 +31,7 @@ from typing import NamedTuple
 from ...comm.box_exchange import lacking
 from ...comm.kinds import SEARCHED, CollectiveKind, Step, StepKind
 from ...mesh import Mesh
+from ...open_sizes import OpenSize
 from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants
 from .reshard_search import ReshardSearch, fee_of
@@ -43,6 +45,7 @@ from .search_counts import (
 
 MAX_PATTERNS = 2**16  # Patterns whose steps a process remembers.
 MANY_BYTES = 2**16  # Bytes of a unit in the place of all large ones.
+_ONE_OPEN = OpenSize(1)  # No step touches such a dimension: its rows are bytes of a unit.
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)  # Sizes in the place of all but 2, where any size will do.
 MIN_UNIT = 64  # A unit of so many bytes outweighs all fees of a path.
 
@@ -151,7 +154,7 @@ def instance(
         for n, b, a in zip(shape, before.dims, after.dims)
     )
     total = count(used) if even else mesh.size
-    if even and (not reduces or any(n and not n % total for n in shape)):
+    if even and (not reduces or any(_divides(n, total) for n in shape)):
         pieces = _joined(used, before, after)
     else:
         unused = () if even else tuple(a for a in mesh.names if a not in used and count((a,)) > 1)
@@ -169,13 +172,23 @@ def instance(
     if even and not reduces and bytes_of_shard >= MIN_UNIT:
         named_sizes = tuple(2 if n == 2 else _PRIMES[i % len(_PRIMES)] for i, n in enumerate(sizes))
         shards = _mesh(named_sizes).count
-        small = tuple(math.lcm(shards(b), shards(a)) for b, a in zip(old.dims, new.dims))
+        small = tuple(
+            _ONE_OPEN if isinstance(n, OpenSize) else math.lcm(shards(b), shards(a))
+            for n, b, a in zip(shape, old.dims, new.dims)
+        )
         return Instance(Pattern(named_sizes, small, MANY_BYTES, old, new), *rest, 0)
-    small = tuple(total if n and not n % total else n for n in shape)
+    small = tuple(
+        _ONE_OPEN if isinstance(n, OpenSize) else total if _divides(n, total) else n for n in shape
+    )
     # An empty tensor has units too: they have bytes, and it has none of them.
     unit = itemsize * (math.prod(shape) // math.prod(small) if 0 not in small else 1)
     large = unit >= MIN_UNIT * total
     return Instance(Pattern(sizes, small, MANY_BYTES if large else unit, old, new), *rest, unit)
+
+
+def _divides(size: int, devices: int) -> bool:
+    """Return whether a dimension can be sharded over all devices without padding."""
+    return not isinstance(size, OpenSize) and size > 0 and not size % devices
 
 
 def _joined(used: Axes, before: ShardSpec, after: ShardSpec) -> list[Axes]:
