@@ -19,7 +19,7 @@ from .state.object_trees import Opened, closed
 from .state.run_guards import ArgumentKeys, Change, RunGuards
 from .state.state_inputs import TensorInput
 from .state.value_guards import ValueGuard
-from .state.writes import EXTEND, Write, apply_writes
+from .state.writes import Write, apply_writes
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
 UNKNOWN = -1  # the size of a tangent's dimension that only a run knows
@@ -129,8 +129,8 @@ class Captured:
         else:  # of a file
             names = [f"number {i}" for i in range(len(self.leaves))]
             changes = [*ArgumentKeys.of_file(names, self.leaves).changes(leaves)]
-        appended = {write.source for write in self.writes if write.how == EXTEND}
-        changes += [Change(*each) for each in self.reads.changes(appended)]
+        writes = bool(self.writes or self.observed)
+        changes += [Change(*each) for each in self.reads.changes(writes)]
         if changes:
             also = "".join(f"; {each}" for each in changes[1:4])
             raise ShardingError(

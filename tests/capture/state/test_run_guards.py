@@ -262,6 +262,29 @@ def test_variables_of_functions(name):
     checked(lambda: plan.simulate(X), f(X))
 
 
+FOUND, KEPT = [], {}
+
+
+def keeps(x):
+    FOUND.append(x.sum())
+    KEPT["last"] = y = x * SCALE
+    return y
+
+
+def test_what_a_run_writes_is_no_change():
+    """Lists and tables of the program itself differ after each run; other changes are seen."""
+    scale = SCALE
+    plan = gspmd.plan(keeps, X, mesh=MESH, in_specs="data _")
+    for count in (1, 2, 3):
+        torch.testing.assert_close(plan.simulate(X), X * SCALE)
+        assert len(FOUND) == count
+    set_global("SCALE", SCALE + 1)()
+    with pytest.raises(ShardingError, match="SCALE is .*, and was "):
+        plan.simulate(X)
+    set_global("SCALE", scale)()
+    FOUND.clear()
+
+
 class Model(nn.Module):
     rate = 1.5
 

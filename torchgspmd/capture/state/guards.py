@@ -193,13 +193,16 @@ class Guards:
         """Return the names of the sources whose guards fail."""
         return [guard.source.name for guard in self.guards if not guard.holds()]
 
-    def changes(self, besides: Container[Source] = ()) -> Iterator[tuple[str, str, str]]:
+    def changes(self, writes: bool) -> Iterator[tuple[str, str, str]]:
         """Yield the sources whose guards fail, with the value now and that of the trace.
 
-        besides: lists that every run appends to.
+        writes: whether runs write state. What they add to tables, or replace tensors there, is no
+        change.
         """
         for guard in self.guards:
-            if guard.source not in besides and not guard.holds():
+            if not guard.holds() and not (
+                writes and _has_all(guard.source.read(), guard.predicate)
+            ):
                 now, then = guard.described(), _describe(guard.predicate)
                 yield str(guard.source), now if now != then else f"another {now}", then
 
@@ -345,6 +348,17 @@ def matches(now: Any, value: Any) -> bool:
         and (isinstance(now, _PLAIN) or _is_constant(now))
         and now == value
     )
+
+
+def _has_all(now: Any, then: Any) -> bool:
+    """Return whether a table has all of a snapshot, but for tensors, in its place."""
+    if not isinstance(then, Contents) or type(now) is not then.cls:
+        return isinstance(now, Tensor) or isinstance(then, Tensor) or matches(now, then)
+    keys, items = _keys_and_items(now)
+    if not then.keys:
+        return len(items) >= len(then.items) and all(map(_has_all, items, then.items))
+    table = dict(zip(keys, items))
+    return all(k in table and _has_all(table[k], x) for k, x in zip(then.keys, then.items))
 
 
 def _describe(value: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .bytecode_names import cell_sources, global_sources, is_installed, is_own
-from .source import Source
+from .source import DEEP, Source, is_table
 from .value_keys import as_text, difference, value_key
 
 _NONE = value_key(None)
@@ -153,11 +153,15 @@ class FunctionFacts:
         return self.is_constant or next(self.changes(), None) is None
 
     def _variables(self, besides: set[Source]) -> Iterator[Source]:
-        """Yield the globals and closure variables that the functions read."""
+        """Yield the globals and closure variables that the functions read.
+
+        Tables that runs write have guards.
+        """
+        written = {id(source.root) for source in besides}
         for function in self.functions:
             if is_own(function.__module__):
                 for source in (*global_sources(function), *cell_sources(function)):
-                    if source.entry not in besides:
+                    if source.entry not in besides and not _reaches(source.read(), written):
                         yield source
 
     def _facts(self) -> Iterator[tuple[str, Any]]:
@@ -173,6 +177,14 @@ class FunctionFacts:
             if then != now:
                 path, *texts = difference(now, then)
                 yield Change(name + path, *texts)
+
+
+def _reaches(value: Any, written: set[int], depth: int = 0) -> bool:
+    """Return whether a table is among these, by id, or contains one of them."""
+    if not (isinstance(value, tuple) or is_table(value)) or depth > DEEP:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return id(value) in written or any(_reaches(item, written, depth + 1) for item in items)
 
 
 def _has_plain_defaults(function: FunctionType) -> bool:
