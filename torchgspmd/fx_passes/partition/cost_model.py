@@ -61,6 +61,11 @@ def work(
     return cost * op.runs
 
 
+def _rounding(cost: float) -> float:
+    """Return more than what the rounding of a sum of costs comes to."""
+    return 1e-12 * abs(cost)
+
+
 OperandWindows = dict[tuple[fx.Node, ShardSpec], tuple[ShardSpec, ...] | None]
 
 
@@ -109,13 +114,58 @@ class CostModel:
     def cheapest(
         self, op: Op, strategies: Iterable[Strategy], neighborhood: Neighborhood
     ) -> Strategy | None:
-        """Return the first of the strategies that cost least; None if there are none."""
-        least, best = math.inf, None
-        for strategy in strategies:
-            cost = self.cost(op, strategy, neighborhood, least)
-            if best is None or cost < least:
-                least, best = cost, strategy
+        """Return the first of the strategies that cost least; None if there are none.
+
+        Those with the least bound are priced first, so that few moves are searched for.
+        """
+        every = [*strategies]
+        if not every:
+            return None
+        first = every[0]
+        best, place, least = first, 0, self.cost(op, first, neighborhood)
+        bounded = (
+            (bound, i, strategy)
+            for i, strategy in enumerate(every[1:], 1)
+            if (bound := self._at_least(op, strategy, neighborhood, least)) < least
+        )
+        for bound, i, strategy in sorted(bounded, key=lambda entry: entry[:2]):
+            limit = least if i > place else least + _rounding(least)
+            if bound >= limit:
+                continue
+            cost = self.cost(op, strategy, neighborhood, limit)
+            if cost < least or cost == least and i < place:
+                best, place, least = strategy, i, cost
         return best
+
+    def _at_least(
+        self, op: Op, strategy: Strategy, neighborhood: Neighborhood, limit: float
+    ) -> float:
+        """Return a lower bound of `cost`, without a search; from `limit` on any that is no less."""
+        cost = strategy.work - self.pending_bonus * strategy.pending
+        cost -= _rounding(cost)
+        for value, layout, uses in zip(op.results, strategy.results, neighborhood.required):
+            copies = [layout]
+            for need in uses:
+                if cost >= limit:
+                    return cost
+                if value is not None and need not in copies:
+                    cost += self._nearest_bound(value, copies, need)
+                    copies.append(need)
+        for value, have, need in zip(op.operands, neighborhood.operands, strategy.operands):
+            if cost >= limit:
+                return cost
+            if need not in have.layouts:
+                layouts = [self._with_deferred(layout, have, need) for layout in have.layouts]
+                cost += self._nearest_bound(value, layouts, need) / have.sharers
+        return cost
+
+    def _nearest_bound(
+        self, value: fx.Node, layouts: Sequence[ShardSpec], need: ShardSpec
+    ) -> float:
+        """Return a lower bound of the cheapest move from one of the layouts."""
+        size, at_least = self.assignment.sizes[value], self.resharder.at_least
+        bound = runs(value) * min(at_least(*size, layout, need) for layout in layouts)
+        return bound - _rounding(bound)
 
     def _distribution_cost(
         self, value: fx.Node, layout: ShardSpec, uses: Iterable[ShardSpec], limit: float = math.inf
