@@ -109,3 +109,39 @@ def test_steps_between_layouts_of_no_rows(rows):
     x = torch.randn(rows, 6)
     plan = gspmd.plan(lambda x: x.T @ x, x, mesh=Mesh(m=2), in_specs="_ m", out_specs="m _")
     assert_same(plan.simulate(x), x.T @ x)
+
+
+DRAWS = {
+    "dropout": lambda x: nn.functional.dropout(x.cos(), 0.5),
+    "uniform": lambda x: x + torch.rand_like(x),
+    "normal": lambda x: x * torch.randn(x.shape),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("spec", ("m _ _", "_ _ m"))
+def test_random_numbers_are_those_of_one_device(name, spec):
+    """They are drawn by the place of an element, which follows from the sizes of the run."""
+    plans = [
+        gspmd.plan(DRAWS[name], torch.ones(4, 7, 6), mesh=mesh, in_specs=spec, dynamic={"x": {1}})
+        for mesh in (Mesh(m=1), Mesh(m=3))
+    ]
+    for rows in (7, 3, 12):
+        x, results = torch.randn(4, rows, 6), []
+        for plan in plans:
+            torch.manual_seed(5)
+            results.append(plan.simulate(x))
+        assert_same(*results)
+
+
+def test_attention_with_dropout_of_sharded_heads_and_an_open_length_is_refused():
+    """Its numbers depend on the length; there is no program for all, and no AssertionError."""
+
+    def f(x):
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    x, options = torch.randn(2, 4, 7, 6), {"mesh": Mesh(m=2), "in_specs": "_ m _ _"}
+    with pytest.raises(gspmd.ShardingError, match="(?s)needs the number .* fix  "):
+        gspmd.plan(f, x, dynamic={"x": {2}}, **options)
+    assert gspmd.plan(f, x, **options).simulate(x).shape == x.shape

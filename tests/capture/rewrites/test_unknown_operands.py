@@ -20,6 +20,7 @@ PROGRAMS = {
     "one hot": lambda x: x.T * F.one_hot(x.detach().argmax(0), x.shape[0]),
     "identity": lambda x: torch.eye(x.shape[0], dtype=x.dtype) @ x,
     "linspace": lambda x: x * torch.linspace(0, 1, x.shape[0], dtype=x.dtype)[:, None],
+    "whole numbers": lambda x: x * torch.linspace(1, 9, x.shape[0], dtype=torch.long)[:, None],
     "distances": lambda x: torch.cdist(x, x.flip(0) + 1),
     "trace": lambda x: (x @ x.T).trace() * x,
     "halves": lambda x: x.chunk(2)[0].sum(0) * x.chunk(2)[1],

@@ -48,8 +48,8 @@ def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) 
 
 
 @rewrite("value", torch.eye)
-def _eye(n: Any, m: Any = None, *, dtype: Any = None, device: Any = None) -> Any:
-    if not is_unknown(n, m):
+def _eye(n: Any, m: Any = None, *, dtype: Any = None, device: Any = None, **rest: Any) -> Any:
+    if not is_unknown(n, m) or any(rest.values()):
         return DECLINED
     rows, columns = (torch.arange(k, device=device) for k in (n, n if m is None else m))
     return (rows.unsqueeze(1) == columns).to(dtype or torch.get_default_dtype())
@@ -57,9 +57,9 @@ def _eye(n: Any, m: Any = None, *, dtype: Any = None, device: Any = None) -> Any
 
 @rewrite("value", torch.baddbmm, Tensor.baddbmm)
 def _baddbmm(
-    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1, **rest: Any
 ) -> Any:
-    if not is_unknown(input, batch1, batch2):
+    if not is_unknown(input, batch1, batch2) or any(rest.values()):
         return DECLINED
     product = torch.bmm(batch1, batch2) * alpha
     return product if beta == 0 else input * beta + product
@@ -73,12 +73,14 @@ def _one_hot(tensor: Tensor, num_classes: Any = -1) -> Any:
 
 
 @rewrite("value", torch.linspace)
-def _linspace(start: Any, end: Any, steps: Any, *, dtype: Any = None, device: Any = None) -> Any:
-    if not is_unknown(steps):
+def _linspace(
+    start: Any, end: Any, steps: Any, *, dtype: Any = None, device: Any = None, **rest: Any
+) -> Any:
+    if not is_unknown(steps) or any(rest.values()):
         return DECLINED
-    dtype = dtype or torch.get_default_dtype()
-    rows = torch.arange(steps, device=device).to(dtype)
-    return start + rows * ((end - start) / torch.sym_max(steps - 1, 1))
+    rows = torch.arange(steps, device=device).double()
+    values = start + rows * ((end - start) / torch.sym_max(steps - 1, 1))
+    return values.to(dtype or torch.get_default_dtype())
 
 
 @rewrite("value", torch.cdist)

@@ -50,11 +50,14 @@ def with_sizes(
 
 
 def check_sizes(node: fx.Node, last: fx.Node) -> None:
-    """Raise ShardingError if a local node behind `last` has a number that stands for a size."""
+    """Raise ShardingError if a local node behind `last` has a number that stands for a size.
+
+    So does one that such a number divides: rows times what a row has.
+    """
     stand_ins = {size for n in (node, *operands_of(node)) for _, size in unknown_sizes(n)}
     while stand_ins and (last := last.next).op != "root":
         numbers = {n for n in pytree.tree_leaves((last.args, last.kwargs)) if type(n) is int}
-        if numbers & stand_ins:
+        if any(n and n % size == 0 for n in numbers for size in stand_ins):
             raise _needs_number(node)
 
 
