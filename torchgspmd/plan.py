@@ -35,7 +35,7 @@ from .fx_passes.replication_report import ReplicatedOp, replication_report
 from .fx_passes.schedule.liveness import bytes_of, peak
 from .mesh import Mesh
 from .plan_cache.plan_files import PlanFiles
-from .report.pipelines import pipelines_text
+from .report.pipelines import limits_text, pipelines_text
 from .report.plan_views import PlanViews, weights_against_marks
 from .report.units import size_text
 from .shard_spec import ShardSpec
@@ -241,6 +241,7 @@ class Plan(PlanViews, PlanFiles):
                 f"sent by a device in all: {size_text(self.sent_bytes)}",
                 f"memory of a device: {self.memory}",
                 *pipelines_text(self.program_graph),
+                *limits_text(self.counts),
             ]
         )
 

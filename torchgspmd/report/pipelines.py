@@ -1,15 +1,27 @@
-"""What the pipelines of a plan wait for, and what they keep: bubble against memory."""
+"""Lines of a summary: pipelines with their bubble and memory; searches that ended at a limit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import fx
 
 from ..comm.list_scheduler import curve
 from ..comm.loop_call import loop_calls
 from ..comm.stage_call import StageCall
+from ..fx_passes.partition.search_counts import RESHARD_LIMITED
 from .units import size_text
+
+
+def limits_text(counts: Mapping[str, int]) -> list[str]:
+    """Return a line for the searches that ended at their limit, if any did. counts: of a plan."""
+    limited = counts.get(RESHARD_LIMITED, 0)
+    searches = "1 search" if limited == 1 else f"{limited} searches"
+    line = (
+        f"{searches} of steps between layouts ended at the limit, with the best steps up to there; "
+        "costs={'max_layouts': ...} raises it"
+    )
+    return [line] if limited else []
 
 
 def pipelines_text(program: fx.Graph) -> Iterator[str]:

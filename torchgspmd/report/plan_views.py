@@ -17,6 +17,7 @@ from ..mesh import Mesh
 from .diff import PlanDiff, layout_changes
 from .estimate import Estimate, estimate
 from .page import page_data, page_text
+from .pipelines import limits_text
 from .report import Report, report
 from .trace import trace_text
 from .tried_marks import try_marks
@@ -33,6 +34,7 @@ class PlanViews:
     sharded: fx.Graph
     program_graph: fx.Graph
     layouts: Layouts
+    counts: dict[str, int]
     replicated_ops: tuple[ReplicatedOp, ...]
     _replanner: Callable[[], Callable[[Captured], PlanViews]] | None = (
         None  # a plan that was read plans nothing
@@ -167,6 +169,7 @@ class PlanViews:
             self.replicated_ops,
             self.estimate(hardware),
         )
+        alone = replace(alone, limits=tuple(limits_text(self.counts)))
         if self._replanner is None or not tried:
             return alone
         replan = self._replanner()

@@ -123,6 +123,7 @@ class Report:
         collectives: Like ones together; those that take longest first.
         whole: Tensors that every device holds whole, largest first.
         unasked: Gathers and whole operations that no mark asks for, largest first.
+        limits: A line if searches of the plan ended at their limit.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -137,6 +138,7 @@ class Report:
     collectives: tuple[CollectiveRow, ...]
     whole: tuple[WholeTensor, ...]
     unasked: tuple[UnaskedRow, ...]
+    limits: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return "\n\n".join(
@@ -146,6 +148,7 @@ class Report:
                 self._collectives(),
                 *([self._whole()] if self.whole else []),
                 *([self._unasked()] if self.unasked else []),
+                *self.limits,
             ]
         )
 

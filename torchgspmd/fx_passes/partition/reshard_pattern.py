@@ -1,7 +1,7 @@
 """Reduce a reshard to its pattern: what is left of two layouts without names and without scale.
 
 before   x: f32[16, 4096, 2048] on data=8,seq=8,model=4, from "data seq _" to "data _ seq"
-after    [8, 8, 8] units on a=8,b=8, from "a b _" to "a _ b"; a unit has 1 MiB
+after    a pattern on p0=3,p1=3, from "p0 p1 _" to "p0 _ p1": any size but 2 will do here
 
 The steps of a pattern hold for all values with this pattern, so a process searches each once. The
 number of patterns, and the size of each, depends on the layouts and not on the number of devices:
